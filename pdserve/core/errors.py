@@ -1,0 +1,131 @@
+"""The errors of pdserve. A class says what the caller should do; ids and limits are attributes.
+
+Every class has one `ErrorCode`; `pdserve.rpc.status` maps the code to gRPC, HTTP and metric labels.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ErrorCode(Enum):
+    """Why a request failed, for programs. The values are the wire names of `ErrorReason` without prefix."""
+
+    INVALID_REQUEST = "invalid_request"
+    UNKNOWN_MODEL = "unknown_model"
+    REQUEST_TOO_LARGE = "request_too_large"
+    OVERLOADED = "overloaded"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    LEASE_GONE = "lease_gone"
+    TRANSFER_FAILED = "transfer_failed"
+    REPLICA_LOST = "replica_lost"
+    UNAVAILABLE = "unavailable"
+    INCOMPATIBLE_PEER = "incompatible_peer"
+    INTERNAL_BUG = "internal_bug"
+
+
+class PdserveError(Exception):
+    """Base of all. `code` is a class attribute; use a subclass."""
+
+    code: ErrorCode = ErrorCode.INTERNAL_BUG
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequest(PdserveError):
+    """The client must change the request. `field` is the offending field's name as the client wrote it."""
+
+    code = ErrorCode.INVALID_REQUEST
+
+    def __init__(self, message: str, *, field: str) -> None:
+        super().__init__(message if field in message else f"{field}: {message}")
+        self.field = field
+
+
+class UnknownModel(InvalidRequest):
+    """The client asked for a model that is not served here."""
+
+    code = ErrorCode.UNKNOWN_MODEL
+
+
+class RequestTooLarge(InvalidRequest):
+    """The body is over the byte limit."""
+
+    code = ErrorCode.REQUEST_TOO_LARGE
+
+
+class Overloaded(PdserveError):
+    """A bounded queue is full. Retry after `retry_after_s`."""
+
+    code = ErrorCode.OVERLOADED
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(PdserveError):
+    """The request's deadline passed before it finished."""
+
+    code = ErrorCode.DEADLINE_EXCEEDED
+
+
+class Cancelled(PdserveError):
+    """The client left or cancelled."""
+
+    code = ErrorCode.CANCELLED
+
+
+class LeaseGone(PdserveError):
+    """The prefill worker no longer held the lease: what was read must be discarded. Retry."""
+
+    code = ErrorCode.LEASE_GONE
+
+
+class TransferFailed(PdserveError):
+    """A KV read failed or ran past its deadline. Retry, on another pair if there is one."""
+
+    code = ErrorCode.TRANSFER_FAILED
+
+
+class ReplicaLost(PdserveError):
+    """A worker that served the request is gone. Retry."""
+
+    code = ErrorCode.REPLICA_LOST
+
+
+class Unavailable(PdserveError):
+    """No worker that could serve the request is ready. Retry later."""
+
+    code = ErrorCode.UNAVAILABLE
+
+
+class IncompatiblePeer(PdserveError):
+    """Two workers' KV layouts or versions differ; they must never be paired. An operator must act."""
+
+    code = ErrorCode.INCOMPATIBLE_PEER
+
+
+class InternalBug(PdserveError):
+    """Our own mistake, with all that is needed to find it in the message."""
+
+    code = ErrorCode.INTERNAL_BUG
+
+
+class IllegalTransition(InternalBug):
+    """A state machine got an event that its state does not know. `history` holds its last events."""
+
+    def __init__(self, machine: str, state: str, event: str, history: tuple[str, ...]) -> None:
+        super().__init__(f"{machine}: {event} is illegal in {state}; history: {' -> '.join(history) or '(empty)'}")
+        self.state = state
+        self.event = event
+        self.history = history
+
+
+class ConfigError(PdserveError):
+    """A setting is wrong; the message names it and says what to do."""
+
+    code = ErrorCode.INVALID_REQUEST

@@ -1,0 +1,213 @@
+"""The lease machine: which lent KV blocks a remote reader may still use.
+
+Owner: a prefill worker's loop thread. A reader on another machine copies blocks it does not own, while either
+side can die; it may use what it read only after `commit` answered OK for the very lease it read, because OK says
+that the lease was still held after the last read had finished. Pure: time arrives as `now_s`, a duration on the
+local monotonic clock, so a wrong time to live costs a recompute and never a wrong token.
+
+The table never frees a block. Whatever leaves HELD is handed out once by `take_returned`, and the owner of the
+blocks drops the lease's references then.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from pdserve.core.errors import IllegalTransition, InternalBug
+from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId, SeqId
+from pdserve.core.sampling import FinishReason
+
+
+class LeaseState(Enum):
+    HELD = "held"
+    COMMITTED = "committed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+
+
+class LeaseEvent(Enum):
+    RENEW = "renew"
+    ADVANCE = "advance"
+    COMMIT = "commit"
+    RELEASE = "release"
+    EXPIRE = "expire"
+
+
+_S, _E = LeaseState, LeaseEvent
+
+TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
+    (_S.HELD, _E.RENEW): _S.HELD,
+    (_S.HELD, _E.ADVANCE): _S.HELD,
+    (_S.HELD, _E.COMMIT): _S.COMMITTED,
+    (_S.HELD, _E.RELEASE): _S.RELEASED,
+    (_S.HELD, _E.EXPIRE): _S.EXPIRED,
+    # Terminal states absorb what may still arrive late or twice.
+    **{(s, e): s for s in (_S.COMMITTED, _S.RELEASED, _S.EXPIRED) for e in (_E.RENEW, _E.ADVANCE, _E.COMMIT, _E.RELEASE)},
+}
+
+MAX_TOMBSTONES: Final = 4096
+"""Ended leases kept so that a repeated Commit gets the same answer. Past it the answer is GONE: safe, only slower."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Token 0, drawn by prefill: carried by the last advance of the watermark."""
+
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseView:
+    """What a reader may know. `held` False means GONE: nothing else in it may be used."""
+
+    lease_id: LeaseId
+    held: bool
+    watermark: int = 0
+    first_token: FirstToken | None = None
+
+
+@dataclass(slots=True)
+class Lease:
+    lease_id: LeaseId
+    seq_id: SeqId
+    block_ids: tuple[BlockId, ...]
+    prompt_len: int
+    expires_s: float
+    state: LeaseState = LeaseState.HELD
+    watermark: int = 0
+    first_token: FirstToken | None = None
+    reader: ReaderId | None = None
+    history: list[str] = field(default_factory=list)
+
+    def move(self, event: LeaseEvent) -> None:
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransition(f"lease {self.lease_id}", self.state.name, event.name, tuple(self.history))
+        if target is not self.state:
+            self.history.append(event.name)
+        self.state = target
+
+
+class LeaseTable:
+    """All leases of one prefill worker. Every method first expires what is due."""
+
+    def __init__(self, incarnation: Incarnation, *, ttl_s: float) -> None:
+        assert ttl_s > 0
+        self.ttl_s = ttl_s
+        self._incarnation = incarnation
+        self._counter = 0
+        self._held: dict[LeaseId, Lease] = {}
+        self._ended: OrderedDict[LeaseId, Lease] = OrderedDict()
+        self._returned: list[Lease] = []
+
+    def grant(self, seq_id: SeqId, block_ids: tuple[BlockId, ...], prompt_len: int, *, now_s: float) -> LeaseId:
+        """A new lease over blocks on which its references are already taken. Returns its id, never used before."""
+        assert block_ids
+        assert prompt_len > 0
+        self._expire(now_s)
+        self._counter += 1
+        lease_id = LeaseId(self._incarnation, self._counter)
+        self._held[lease_id] = Lease(lease_id, seq_id, block_ids, prompt_len, now_s + self.ttl_s)
+        return lease_id
+
+    def renew(self, lease_id: LeaseId, *, now_s: float) -> LeaseView:
+        """Push the expiry out, never in; answers the level state, or GONE."""
+        self._expire(now_s)
+        lease = self._held.get(lease_id)
+        if lease is None:
+            return LeaseView(lease_id, held=False)
+        lease.move(LeaseEvent.RENEW)
+        lease.expires_s = max(lease.expires_s, now_s + self.ttl_s)
+        return self._view(lease)
+
+    def look(self, lease_id: LeaseId, *, now_s: float) -> LeaseView:
+        """The level state, or GONE, without renewing."""
+        self._expire(now_s)
+        lease = self._held.get(lease_id)
+        return self._view(lease) if lease is not None else LeaseView(lease_id, held=False)
+
+    def advance(self, lease_id: LeaseId, watermark: int, first_token: FirstToken | None, *, now_s: float) -> LeaseView:
+        """Prompt tokens [0, watermark) are final. The last advance, and only it, carries token 0."""
+        self._expire(now_s)
+        lease = self._held.get(lease_id)
+        if lease is None:
+            return LeaseView(lease_id, held=False)
+        in_order = lease.watermark <= watermark <= lease.prompt_len
+        if not in_order or (first_token is not None) != (watermark == lease.prompt_len):
+            raise InternalBug(
+                f"lease {lease_id}: advance from {lease.watermark} to {watermark} of {lease.prompt_len}, token 0 {first_token}"
+            )
+        lease.move(LeaseEvent.ADVANCE)
+        lease.watermark = watermark
+        lease.first_token = first_token
+        return self._view(lease)
+
+    def commit(self, lease_id: LeaseId, reader: ReaderId, blocks: int, *, now_s: float) -> bool:
+        """True (OK): the lease was held until now and `reader` may use what it read. False: GONE.
+
+        A repeat by the same reader is OK again, by anyone else GONE. A reader that has not read every block, or
+        has read ahead of the watermark, is refused, and the lease stays as it was.
+        """
+        self._expire(now_s)
+        lease = self._held.get(lease_id)
+        if lease is None:
+            ended = self._ended.get(lease_id)
+            return ended is not None and ended.state is LeaseState.COMMITTED and ended.reader == reader
+        if blocks != len(lease.block_ids) or lease.watermark != lease.prompt_len:
+            return False
+        lease.reader = reader
+        self._end(lease, LeaseEvent.COMMIT)
+        return True
+
+    def release(self, lease_id: LeaseId, *, now_s: float) -> None:
+        """End a lease that nobody will read any more. Fine in every state, and for an unknown id."""
+        self._expire(now_s)
+        lease = self._held.get(lease_id)
+        if lease is not None:
+            self._end(lease, LeaseEvent.RELEASE)
+
+    def expire_due(self, *, now_s: float) -> None:
+        self._expire(now_s)
+
+    def next_expiry_s(self) -> float | None:
+        return min((lease.expires_s for lease in self._held.values()), default=None)
+
+    def take_returned(self) -> list[Lease]:
+        """Leases that left HELD since the last call; the caller drops their block references, once."""
+        returned, self._returned = self._returned, []
+        return returned
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def check_invariants(self) -> None:
+        for lease in self._held.values():
+            assert lease.state is LeaseState.HELD
+            assert lease.reader is None
+            assert 0 <= lease.watermark <= lease.prompt_len
+        for lease in self._ended.values():
+            assert lease.state is not LeaseState.HELD
+            assert (lease.reader is not None) == (lease.state is LeaseState.COMMITTED)
+        assert not self._held.keys() & self._ended.keys()
+        assert len(self._ended) <= MAX_TOMBSTONES
+
+    def _view(self, lease: Lease) -> LeaseView:
+        return LeaseView(lease.lease_id, True, lease.watermark, lease.first_token)
+
+    def _expire(self, now_s: float) -> None:
+        due = [lease for lease in self._held.values() if now_s >= lease.expires_s]
+        for lease in due:
+            self._end(lease, LeaseEvent.EXPIRE)
+
+    def _end(self, lease: Lease, event: LeaseEvent) -> None:
+        lease.move(event)
+        del self._held[lease.lease_id]
+        self._ended[lease.lease_id] = lease
+        while len(self._ended) > MAX_TOMBSTONES:
+            self._ended.popitem(last=False)
+        self._returned.append(lease)

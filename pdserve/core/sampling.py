@@ -1,0 +1,103 @@
+"""Sampling parameters and the randomness that goes with them.
+
+A draw is keyed by (seed, output index) alone, never by batch, worker or attempt, so a seeded request gives
+the same tokens wherever and in whatever company it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from pdserve.core.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 16  # OpenAI allows 4; vLLM has no limit; every live string is searched at each token
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+SEED_LIMIT = 1 << 64
+
+
+class FinishReason(Enum):
+    """Why a request ended well. The values are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Placement(Enum):
+    """Where a request's prompt is computed."""
+
+    AUTO = "auto"
+    DISAGGREGATED = "disaggregated"
+    COLOCATED = "colocated"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are picked. Raises `InvalidRequest` naming the field and its range.
+
+    `max_tokens` is the number of output tokens, counted from the original prompt.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _int("max_tokens", self.max_tokens, 1, 1 << 31)
+        _real("temperature", self.temperature, 0.0, 2.0)
+        _int("top_k", self.top_k, 0, 1 << 31)
+        _real("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _int("seed", self.seed, 0, SEED_LIMIT - 1)
+        _int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", field="stop")
+        for text in self.stop:
+            if not text or len(text) > MAX_STOP_STRING_CHARS:
+                raise InvalidRequest(f"each string must have 1 to {MAX_STOP_STRING_CHARS} characters", field="stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed", field="stop_token_ids"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _int(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(f"must be from {low} to {high}, got {value}", field=field)
+
+
+def _real(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    if not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
+        raise InvalidRequest(f"must be a number in {'(' if low_open else '['}{low}, {high}], got {value}", field=field)
+
+
+_MASK = (1 << 64) - 1
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that depends on the seed and the absolute output index only.
+
+    SplitMix64 (Steele, Lea, Flood 2014, fig. 17), twice: once to spread the seed, once for the index, so that
+    neighbouring seeds and indices are unrelated. 53 bits, as a double holds.
+    """
+    state = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
+    return (_mix((state + (index + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) * (1.0 / (1 << 53))
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

@@ -1,0 +1,84 @@
+"""The one table: error code, gRPC status, HTTP status, wire reason, and whether the client should retry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import grpc
+
+from pdserve.core import errors
+from pdserve.core.errors import ErrorCode, PdserveError
+from pdserve.rpc.v1 import common_pb2
+
+REASON_METADATA: Final = "pdserve-error-reason"
+RETRY_AFTER_METADATA: Final = "retry-after-s"
+CLUSTER_TOKEN_METADATA: Final = "pdserve-cluster-token"
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRow:
+    grpc: grpc.StatusCode
+    http: int
+    openai_type: str
+    retryable: bool
+
+
+_G = grpc.StatusCode
+
+TABLE: Final[dict[ErrorCode, StatusRow]] = {
+    ErrorCode.INVALID_REQUEST: StatusRow(_G.INVALID_ARGUMENT, 400, "invalid_request_error", False),
+    ErrorCode.UNKNOWN_MODEL: StatusRow(_G.NOT_FOUND, 404, "invalid_request_error", False),
+    ErrorCode.REQUEST_TOO_LARGE: StatusRow(_G.RESOURCE_EXHAUSTED, 413, "invalid_request_error", False),
+    ErrorCode.OVERLOADED: StatusRow(_G.RESOURCE_EXHAUSTED, 429, "rate_limit_error", True),
+    ErrorCode.DEADLINE_EXCEEDED: StatusRow(_G.DEADLINE_EXCEEDED, 504, "timeout_error", False),
+    ErrorCode.CANCELLED: StatusRow(_G.CANCELLED, 499, "cancelled_error", False),
+    ErrorCode.LEASE_GONE: StatusRow(_G.UNAVAILABLE, 503, "server_error", True),
+    ErrorCode.TRANSFER_FAILED: StatusRow(_G.UNAVAILABLE, 503, "server_error", True),
+    ErrorCode.REPLICA_LOST: StatusRow(_G.UNAVAILABLE, 503, "server_error", True),
+    ErrorCode.UNAVAILABLE: StatusRow(_G.UNAVAILABLE, 503, "server_error", True),
+    ErrorCode.INCOMPATIBLE_PEER: StatusRow(_G.FAILED_PRECONDITION, 500, "server_error", False),
+    ErrorCode.INTERNAL_BUG: StatusRow(_G.INTERNAL, 500, "server_error", False),
+}
+
+_CLASSES: Final[dict[ErrorCode, type[PdserveError]]] = {
+    cls.code: cls
+    for cls in (
+        errors.DeadlineExceeded,
+        errors.Cancelled,
+        errors.LeaseGone,
+        errors.TransferFailed,
+        errors.ReplicaLost,
+        errors.Unavailable,
+        errors.IncompatiblePeer,
+        errors.InternalBug,
+    )
+}
+
+
+def to_reason(code: ErrorCode) -> common_pb2.ErrorReason:
+    """The wire enum of a code; total by construction of the names, and tested."""
+    return cast(common_pb2.ErrorReason, common_pb2.ErrorReason.Value(f"ERROR_REASON_{code.name}"))
+
+
+def from_reason(reason: int, message: str) -> PdserveError:
+    """The error a peer reported. An unknown reason is our bug, or a newer peer: `InternalBug`."""
+    name = common_pb2.ErrorReason.Name(reason).removeprefix("ERROR_REASON_")
+    code = ErrorCode.__members__.get(name, ErrorCode.INTERNAL_BUG)
+    if code in (ErrorCode.INVALID_REQUEST, ErrorCode.UNKNOWN_MODEL, ErrorCode.REQUEST_TOO_LARGE):
+        return errors.InvalidRequest(message, field="request")
+    if code is ErrorCode.OVERLOADED:
+        return errors.Overloaded(message, retry_after_s=1.0)
+    return _CLASSES[code](message)
+
+
+def trailing_metadata(error: PdserveError) -> tuple[tuple[str, str], ...]:
+    rows = [(REASON_METADATA, error.code.value)]
+    if isinstance(error, errors.Overloaded):
+        rows.append((RETRY_AFTER_METADATA, f"{error.retry_after_s:.3f}"))
+    return tuple(rows)
+
+
+async def abort(context: Any, error: PdserveError) -> None:
+    """End a grpc.aio call with the error's status, message and trailing metadata. Always raises."""
+    await context.abort(TABLE[error.code].grpc, error.message, trailing_metadata(error))

@@ -1,0 +1,107 @@
+"""What a front end (gRPC, HTTP) asks of the router and gets back. No wire types: both speak these."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pdserve.core.sampling import FinishReason, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateInput:
+    """One request as a client wrote it, not yet checked against the model's limits.
+
+    `sampling` holds the fields of `SamplingParams` that the client set, by name; the others take their defaults,
+    an unset `max_tokens` means as many as fit, an unset `seed` is drawn by the router.
+    """
+
+    prompt: Prompt
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    request_id: str | None = None
+    deadline_s: float | None = None
+    priority: int = 0
+    placement: Placement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens [index, index + len(ids)) of a request's output, and the text that became certain with them."""
+
+    index: int
+    ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a request was served; see RequestReport in inference.proto for each field."""
+
+    placement: Placement
+    placement_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    queue_s: float = 0.0
+    reserve_s: float = 0.0
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    total_s: float = 0.0
+    kv_bytes: int = 0
+    transfer_s: float = 0.0
+    commit_s: float = 0.0
+    exposed_transfer_s: float = 0.0
+    attempts: int = 1
+    binds: int = 1
+
+
+class Generation(Protocol):
+    """One running request. Iterate it to its end, or `aclose` it: then everything it holds is released."""
+
+    request_id: str
+    prompt_len: int
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """The last delta has a finish reason. Raises a `PdserveError`."""
+
+    @property
+    def report(self) -> Report:
+        """After the last delta."""
+
+    def close(self) -> None:
+        """The client is gone: cancel at once what is still running. Idempotent, never blocks."""
+
+
+class RouterApi(Protocol):
+    """Implemented by `router.service.RouterService`."""
+
+    model_name: str
+    max_body_bytes: int
+
+    async def submit(self, request: GenerateInput) -> Generation:
+        """Check, tokenise, queue. Raises `InvalidRequest`, `UnknownModel`, `Overloaded`, `DeadlineExceeded`."""
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]: ...
+
+    @property
+    def ready(self) -> bool:
+        """A request that arrives now would be served."""
+
+    def metrics(self) -> bytes:
+        """Prometheus text."""
