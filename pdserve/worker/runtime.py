@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -154,6 +153,12 @@ class RunningWorker:
             return self._exit.result(timeout_s)
         except TimeoutError:
             return None
+
+    @property
+    def kv(self) -> KvCache:
+        """The KV pool; the engine writes it."""
+        assert self._runner is not None
+        return self._runner.kv
 
     @property
     def healthy(self) -> bool:
@@ -333,7 +338,3 @@ def _serving() -> health.aio.HealthServicer:
     servicer = health.aio.HealthServicer()
     servicer._server_status = {"": health_pb2.HealthCheckResponse.SERVING}
     return servicer
-
-
-def hostname() -> str:
-    return socket.gethostname()

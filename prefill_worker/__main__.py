@@ -1,0 +1,4 @@
+from prefill_worker.main import start
+from pdserve.worker.process import run
+
+run(start, "prefill")
