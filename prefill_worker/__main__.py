@@ -1,4 +1,4 @@
-from prefill_worker.main import start
 from pdserve.worker.process import run
+from prefill_worker.main import start
 
 run(start, "prefill")

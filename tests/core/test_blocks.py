@@ -10,7 +10,6 @@ from pdserve.core.errors import InternalBug
 from pdserve.core.ids import SeqId
 
 
-
 def sequence(i: int) -> Holder:
     return Holder(HolderKind.SEQUENCE, SeqId(i))
 

@@ -89,8 +89,14 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens():
     """A pool of 24 blocks, 8 sequences that need 6 blocks each in the end: some are preempted and recomputed."""
     layout_block_bytes = 24 * BLOCK * tiny_kv_bytes_per_token()
     small = EngineConfig(
-        model="tiny", dtype="float32", batch_invariant=True, block_size=BLOCK, max_num_batched_tokens=CHUNK,
-        kv_cache_memory=layout_block_bytes, max_model_len=128, threads=1,
+        model="tiny",
+        dtype="float32",
+        batch_invariant=True,
+        block_size=BLOCK,
+        max_num_batched_tokens=CHUNK,
+        kv_cache_memory=layout_block_bytes,
+        max_model_len=128,
+        threads=1,
     )
     batch = [ids[:20] for ids in prompts(36, seed=3) if len(ids) >= 20][:8]
     greedy = {"temperature": 0.0, "max_tokens": 70, "ignore_eos": True}
