@@ -207,8 +207,8 @@ def main() -> None:
         for c in args.concurrency
     }
     console.print(
-        f"{card.name}, bfloat16, {args.prompt_tokens} prompt and {OUTPUT_TOKENS} output tokens, {args.rounds} interleaved rounds. "
-        f"One thread reads {machines[1].read_bytes_s / 1e9:.0f} GB/s, multiplies {machines[1].bf16_flops_s / 1e9:.0f} GFLOP/s."
+        f"{card.name}, bf16, {args.prompt_tokens} prompt and {OUTPUT_TOKENS} output tokens, {args.rounds} interleaved rounds; "
+        f"one thread reads {machines[1].read_bytes_s / 1e9:.0f} GB/s, multiplies {machines[1].bf16_flops_s / 1e9:.0f} GFLOP/s."
     )
     console.print(main_table(all_setups, args.concurrency, floor_of))
     console.print(phase_table(all_setups, args.concurrency))

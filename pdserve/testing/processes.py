@@ -36,6 +36,7 @@ class Process:
         self.log_path = folder / f"{name}.log"
         path = folder / f"{name}.yaml"
         path.write_text(dump(config))
+        inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with self.log_path.open("ab") as log:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", module, "--config", str(path), "--exit-with-parent"],
