@@ -43,12 +43,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    **(env or {}),
-                },
+                env={**inherited, **(env or {})},
             )
         self.ready: dict[str, Any] = {}
 
