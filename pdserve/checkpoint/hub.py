@@ -16,8 +16,9 @@ def download(model_id: str) -> Path:
 
     Raises `ConfigError` that says whether the id is wrong, needs a login, or the hub cannot be reached.
     """
-    import httpx  # what huggingface_hub speaks with; both are slow to import and seldom needed
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download  # slow to import and seldom needed
+
+    transport_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever HTTP client it uses
 
     try:
         return Path(snapshot_download(model_id, allow_patterns=list(_FILES)))
@@ -35,5 +36,5 @@ def download(model_id: str) -> Path:
             f"{model_id} is not in the local Hugging Face cache and {why}. {_INSTEAD}, or make the hub reachable "
             "(HF_ENDPOINT names a mirror)"
         ) from exc
-    except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as exc:
+    except (transport_error, OSError) as exc:
         raise ConfigError(f"downloading {model_id} from {constants.ENDPOINT} failed: {exc}. {_INSTEAD}") from exc

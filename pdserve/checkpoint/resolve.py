@@ -33,7 +33,7 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = s
     if model == tiny.NAME:
         return build_once(cache / f"tiny-v{tiny.VERSION}", tiny.write_tiny)
     if model == DEFAULT:
-        return _converted(_default_gguf(), cache, progress)
+        return _converted(default_gguf(), cache, progress)
     if path.is_dir():
         check_directory(path)
         return path
@@ -67,7 +67,7 @@ def _key(source: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _default_gguf() -> Path:
+def default_gguf() -> Path:
     """The weights inside the package of the default model, which is looked at but not imported."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []

@@ -32,11 +32,12 @@ _FFN: Final = 128
 
 _SPECIALS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _EOS: Final = 2
-_WORDS: Final = (
+_WORDS: Final = (  # noqa: SIM905 - a list of 120 quoted words is not clearer
     "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one "
     "you were all her she there would their we him been has when who will no more if out so up said what its about than "
     "into them can only other time new some could these two may first then do any like my now over such our man me even "
-    "most made after also well years people many must through back before where much good long just should world between"
+    "most made after also well years people many must through back before where much good long just should world between "
+    "little under never another while house without always place around help through different number away again"
 ).split()
 _TEMPLATE: Final = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
