@@ -146,8 +146,7 @@ class NixlTransport:
         if known is not None and not known.broken:
             return
         self.disconnect(incarnation)
-        if len(metadata) > MAX_METADATA_BYTES:
-            raise TransferFailed(f"peer {incarnation:016x} sent {len(metadata)} bytes of agent metadata")
+        _check_metadata(incarnation, metadata)
         with self._nixl.translated(f"cannot connect to peer {incarnation:016x}"):
             name = _text(self._agent.loadRemoteMD(metadata))
         if not name.endswith(_name_suffix(incarnation)):
@@ -269,6 +268,17 @@ class NixlTransport:
     def _memory(self, region: Region) -> Any:
         module = self._nixl.module
         return module.VRAM_SEG if region.device.kind == "cuda" else module.DRAM_SEG
+
+
+def _check_metadata(incarnation: Incarnation, metadata: bytes) -> None:
+    """Before NIXL sees it: loading the metadata of an agent that is known already breaks that agent's reads.
+
+    NIXL writes an agent's name into its metadata in clear.
+    """
+    if len(metadata) > MAX_METADATA_BYTES:
+        raise TransferFailed(f"peer {incarnation:016x} sent {len(metadata)} bytes of agent metadata")
+    if _name_suffix(incarnation).encode() not in metadata:
+        raise TransferFailed(f"the metadata of peer {incarnation:016x} is of another agent")
 
 
 def _text(name: bytes | str) -> str:
