@@ -15,6 +15,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from kvtransfer.api import Device
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import Ticket
 from pdserve.core.errors import InvalidRequest, PdserveError
@@ -126,7 +127,7 @@ class PrefillRole:
             return
         now_s = time.monotonic()
         request.lease_id = self._table.grant(lent.seq_id, lent.block_ids, request.prompt_len, now_s=now_s)
-        ticket = Ticket.for_pool(self._host.kv, self._host.incarnation, self._host.address, lent.block_ids, request.prompt_len)
+        ticket = self._ticket(lent, request.prompt_len)
         started = prefill_pb2.PrefillStarted(
             handle=request.handle,
             lease_id=codec.lease_id_to_wire(request.lease_id),
@@ -135,6 +136,19 @@ class PrefillRole:
             queued_s=now_s - request.received_s,
         )
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
+
+    def _ticket(self, lent: Lent, prompt_len: int) -> Ticket:
+        host = self._host
+        return Ticket(
+            incarnation=host.incarnation,
+            peer_address=host.address,
+            layout=host.layout,
+            address=host.kv.address,
+            num_blocks=host.kv.num_blocks,
+            device=Device(),
+            block_ids=lent.block_ids,
+            prompt_len=prompt_len,
+        )
 
     def _advance(self, seq_id: SeqId, computed: int) -> None:
         request = self._by_seq.get(seq_id)

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,20 +79,28 @@ class Process:
         return self.popen.returncode
 
 
-@dataclass(slots=True)
 class ProcessCluster:
-    """Use as a context manager. Worker ids are prefill-0, ..., decode-0, ..."""
+    """Use as a context manager. Worker ids are prefill-0, ..., decode-0, ... `worker` overrides WorkerConfig's fields."""
 
-    engine: EngineConfig
-    prefill: int = 1
-    decode: int = 1
-    router: RouterConfig | None = None
-    worker: dict[str, Any] | None = None
+    def __init__(
+        self,
+        engine: EngineConfig,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        router: RouterConfig | None = None,
+        worker: dict[str, Any] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.prefill = prefill
+        self.decode = decode
+        self.processes: dict[str, Process] = {}
+        self._router = router or RouterConfig()
+        self._worker = worker or {}
+        self._token = secrets.token_hex(16)
 
     def __enter__(self) -> ProcessCluster:
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
-        self._token = secrets.token_hex(16)
-        self.processes: dict[str, Process] = {}
         try:
             self._start()
         except BaseException:
@@ -109,7 +117,7 @@ class ProcessCluster:
         self._folder.cleanup()
 
     def _start(self) -> None:
-        router = replace(self.router or RouterConfig(), http_port=0, grpc_port=0, link_port=0)
+        router = replace(self._router, http_port=0, grpc_port=0, link_port=0)
         self._spawn("router", RouterProcessConfig(router, self.engine, self._token), "router")
         self.processes["router"].wait_ready()
         ready = self.processes["router"].ready
@@ -122,7 +130,7 @@ class ProcessCluster:
         self.wait_state(lambda state: sum(w.ready for w in state.workers) == len(names))
 
     def start_worker(self, name: str, *, wait: bool = True) -> Process:
-        config = WorkerConfig(name, self.link, self.engine, cluster_token=self._token, **(self.worker or {}))
+        config = WorkerConfig(name, self.link, self.engine, cluster_token=self._token, **self._worker)
         self._spawn(f"{name.split('-')[0]}_worker", config, name)
         if wait:
             self.processes[name].wait_ready()
@@ -137,7 +145,9 @@ class ProcessCluster:
     def state(self) -> inference_pb2.GetClusterStateResponse:
         with grpc.insecure_channel(self.grpc) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            return stub.GetClusterState(inference_pb2.GetClusterStateRequest(), timeout=10)
+            state: inference_pb2.GetClusterStateResponse
+            state = stub.GetClusterState(inference_pb2.GetClusterStateRequest(), timeout=10)
+            return state
 
     def wait_state(self, predicate: Any, timeout_s: float = 30.0) -> inference_pb2.GetClusterStateResponse:
         """Poll until the predicate of the cluster's state holds; raises TimeoutError with the last state."""

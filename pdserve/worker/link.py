@@ -112,7 +112,7 @@ class Link:
             self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
             await asyncio.sleep(self._heartbeat_interval_s)
 
-    async def _end_on_overflow(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _end_on_overflow(self, call: grpc.aio.StreamStreamCall[link_pb2.WorkerMessage, link_pb2.RouterMessage]) -> None:
         await self._overflow.wait()
         log.error("the router reads too slowly: %d messages are waiting; the link is ended", MAX_OUTBOUND)
         call.cancel()

@@ -33,7 +33,7 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: stop.set())
             if exit_with_parent:
-                threading.Thread(target=lambda: (sys.stdin.buffer.read(), stop.set()), daemon=True).start()
+                threading.Thread(target=_stop_at_eof, args=(stop,), daemon=True).start()
             status = _serve(start(worker_config), stop)
         except ConfigError as exc:
             print(f"error: {exc.message}", file=sys.stderr)
@@ -45,6 +45,11 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
         os._exit(status)
 
     command()
+
+
+def _stop_at_eof(stop: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    stop.set()
 
 
 def _serve(worker: RunningWorker, stop: threading.Event) -> int:

@@ -20,15 +20,18 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 
-from kvtransfer.backends import make_transport
+from kvtransfer.api import Device, Region
+from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import BlockPool
-from pdserve.core.ids import Incarnation, SeqId
+from pdserve.core.errors import InternalBug
+from pdserve.core.ids import Incarnation, SeqId, WorkerId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ModelRunner
@@ -219,7 +222,8 @@ class RunningWorker:
         self._loop = asyncio.get_running_loop()
         assert self._runner is not None
         runner, config = self._runner, self._config
-        transfer = TransferThread(make_transport(config.transport, config.worker_id, self.incarnation, runner.kv))
+        region = Region(runner.kv.address, runner.kv.num_blocks, runner.kv.layout.block_bytes, Device())
+        transfer = TransferThread(lambda: NixlTransport(WorkerId(config.worker_id), self.incarnation, region))
         server = grpc.aio.server()
         try:
             agent_metadata = await transfer.start()
@@ -259,12 +263,14 @@ class RunningWorker:
     async def _run_services(self, server: grpc.aio.Server, link: Link, transfer: TransferThread) -> None:
         """Until a stop is asked for, or a part that the worker cannot do without ends."""
         assert self._stop_requested is not None
-        health_pb2_grpc.add_HealthServicer_to_server(_serving(), server)
+        health = HealthServicer()
+        await health.set("", health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
         await server.start()
         tasks = [
             asyncio.create_task(link.run(), name="link"),
             asyncio.create_task(self._watch_lag(), name="lag"),
-            asyncio.create_task(transfer.wait_unhealthy(), name="transfer health"),
+            asyncio.create_task(transfer.unhealthy.wait(), name="transfer"),
         ]
         stop = asyncio.create_task(self._stop_requested.wait())
         self._started.set_result(None)
@@ -272,7 +278,7 @@ class RunningWorker:
             done, _ = await asyncio.wait([*tasks, stop], return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stop}:
                 task.result()  # raises what ended it
-                raise RuntimeError(f"{task.get_name()} ended")
+                raise InternalBug(f"{task.get_name()} ended: {transfer.unhealthy_reason}")
         finally:
             for task in [*tasks, stop]:
                 task.cancel()
@@ -332,9 +338,3 @@ class RunningWorker:
             due_s = loop.time() + LAG_PERIOD_S
             await asyncio.sleep(LAG_PERIOD_S)
             self._loop_lag_ms = max(0.0, (loop.time() - due_s) * 1000)
-
-
-def _serving() -> health.aio.HealthServicer:
-    servicer = health.aio.HealthServicer()
-    servicer._server_status = {"": health_pb2.HealthCheckResponse.SERVING}
-    return servicer
