@@ -14,7 +14,8 @@ from typing import Final, Protocol
 from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import InternalBug, Overloaded
-from pdserve.engine.scheduler import Scheduler, SequenceKind
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import SequenceKind
 from pdserve.worker.messages import (
     Abort,
     Activate,

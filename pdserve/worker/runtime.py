@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvtransfer.api import Device, Region
 from kvtransfer.backends.nixl import NixlTransport
@@ -263,9 +262,9 @@ class RunningWorker:
     async def _run_services(self, server: grpc.aio.Server, link: Link, transfer: TransferThread) -> None:
         """Until a stop is asked for, or a part that the worker cannot do without ends."""
         assert self._stop_requested is not None
-        health = HealthServicer()
-        await health.set("", health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         await server.start()
         tasks = [
             asyncio.create_task(link.run(), name="link"),
