@@ -62,6 +62,7 @@ class FakeApi:
     fail_at: int | None = None  # None: submit raises
     finishes: bool = True
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateInput] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
@@ -81,6 +82,7 @@ class FakeApi:
             raise self.error
         self.requests.append(request)
         self.generations.append(FakeGeneration(self, request))
+        self.submitted.set()
         return self.generations[-1]
 
     def cancel(self, request_id: str) -> bool:

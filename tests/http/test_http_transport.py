@@ -118,8 +118,7 @@ def test_a_client_that_leaves_while_waiting_is_cancelled_at_once(payload: dict[s
             _, writer = await connect(base)
             writer.write(post(COMPLETIONS, payload))
             async with asyncio.timeout(10):
-                while not api.generations:
-                    await asyncio.sleep(0.01)
+                await api.submitted.wait()
                 writer.transport.abort()
                 await api.closed.wait()
             assert not any(generation.finished for generation in api.generations)
@@ -219,7 +218,7 @@ def test_a_head_is_bounded_in_time_and_size(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def run_large() -> None:
         async with served(FakeApi()) as base:
-            reader, writer = await connect(base)
+            _, writer = await connect(base)
             writer.write(b"GET / HTTP/1.1\r\nx: ")
             try:
                 for _ in range(1000):
@@ -260,7 +259,7 @@ def test_close_tells_running_streams() -> None:
         reader, writer = await connect(base)
         writer.write(post(COMPLETIONS, BODY))
         idle = await connect(base)
-        await asyncio.wait_for(_started(api), 10)
+        await asyncio.wait_for(api.submitted.wait(), 10)
         closing = asyncio.create_task(server.close(grace_s=0.1))
         answer = await read_answer(reader)
         assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "unavailable", "1")
@@ -275,11 +274,6 @@ def test_close_tells_running_streams() -> None:
         assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
     asyncio.run(run())
-
-
-async def _started(api: FakeApi) -> None:
-    while not api.generations:
-        await asyncio.sleep(0.01)
 
 
 def test_addresses_that_cannot_be_had_name_their_flag() -> None:

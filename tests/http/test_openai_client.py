@@ -128,8 +128,9 @@ def test_an_error_inside_a_stream_is_raised_by_the_client() -> None:
         api = FakeApi(error=ReplicaLost("a worker is gone"), fail_at=2)
         async with served(api) as base, client(base) as c:
             got = ""
+            stream = await c.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
             with pytest.raises(openai.APIError, match="a worker is gone"):
-                async for chunk in await c.chat.completions.create(model=MODEL, messages=HELLO, stream=True):
+                async for chunk in stream:
                     got += chunk.choices[0].delta.content or ""
             assert got == "".join(WORDS[:2])
 
