@@ -71,13 +71,17 @@ class RaySession:
 
     def close(self) -> None:
         """Leave Ray; end a private one, wait for its processes and remove its folder. Idempotent."""
-        ours = processes.with_argument(str(self._private), os.getpid()) if self._private else []
+        ours = self._processes()
         ray.shutdown()
         processes.kill(processes.wait_gone(ours, STOP_TIMEOUT_S))
         processes.wait_gone(ours, STOP_TIMEOUT_S)
         if self._private:
             shutil.rmtree(self._private, ignore_errors=True)
         self._restore.close()
+
+    def _processes(self) -> list[processes.Process]:
+        """Of a private Ray: all that name its session's folder, and what these started; the router lives beside it."""
+        return processes.with_argument(str(self._private / "session_"), os.getpid()) if self._private else []
 
 
 def _set(name: str, value: str | None) -> None:
