@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -20,6 +21,16 @@ from pdserve.core.sampling import Placement
 
 MIB: Final = 1 << 20
 DTYPES: Final = ("auto", "bfloat16", "float32")
+_UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_BYTES: Final = {"unit": "bytes"}  # metadata of fields that also take a text such as 256MiB
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in `256MiB`, `1.5 GB` or `1048576`. Raises ValueError saying what is accepted."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write bytes or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512  # a step's token budget: prompts longer than it are computed in chunks
     block_size: int = 16
-    kv_cache_memory: int = 256 * MIB  # bytes a worker
+    kv_cache_memory: int = field(default=256 * MIB, metadata=_BYTES)  # bytes a worker; 256MiB is understood as well
     batch_invariant: bool = False  # a row's bits do not depend on its batch; slow
     threads: int = 0  # of torch; 0: the machine's cores over the workers on it, at least 1
 
@@ -64,8 +75,10 @@ class LeaseConfig:
         return self.ttl_s / 6  # five renewals may be lost before the lease is
 
     def __post_init__(self) -> None:
-        if self.ttl_s <= 0:
-            raise ConfigError(f"lease.ttl_s must be positive, got {self.ttl_s}")
+        for name in ("ttl_s", "transfer_bandwidth_bytes_s", "commit_timeout_s"):
+            _positive(f"lease.{name}", getattr(self, name))
+        _at_least("lease.transfer_deadline_floor_s", self.transfer_deadline_floor_s, 0)
+        _at_least("lease.commit_tries", self.commit_tries, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ class RouterConfig:
     max_queued_tokens: int = 1 << 20
     default_deadline_s: float = 600.0
     max_deadline_s: float = 3600.0
-    max_body_bytes: int = 8 * MIB
+    max_body_bytes: int = field(default=8 * MIB, metadata=_BYTES)
     stalled_client_s: float = 30.0  # a client that takes nothing for so long is cancelled
     heartbeat_lost_s: float = 5.0
 
@@ -93,7 +106,11 @@ class RouterConfig:
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"router.{name} must be from 0 to 65535, got {getattr(self, name)}")
         _at_least("router.colocate_below_tokens", self.colocate_below_tokens, 0)
-        _at_least("router.max_queued_requests", self.max_queued_requests, 1)
+        for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes"):
+            _at_least(f"router.{name}", getattr(self, name), 1)
+        for name in ("default_deadline_s", "stalled_client_s", "heartbeat_lost_s"):
+            _positive(f"router.{name}", getattr(self, name))
+        _at_least("router.max_deadline_s", self.max_deadline_s, self.default_deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +125,10 @@ class PoolConfig:
     engine: dict[str, Any] = field(default_factory=dict)  # overrides of `engine`, by name
 
     def __post_init__(self) -> None:
-        _at_least("replicas", self.replicas, 0)
+        for name in ("replicas", "num_cpus", "num_gpus", "max_restarts"):
+            _at_least(name, getattr(self, name), 0)
+        for name, amount in self.resources.items():
+            _positive(f"resources.{name}", amount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +148,12 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if self.decode.replicas < 1:
             raise ConfigError("decode.replicas must be at least 1: every request ends on a decode worker")
+        if self.address not in ("local", "auto") and not re.fullmatch(r".+:\d+", self.address):
+            raise ConfigError(f"address must be local, auto or HOST:PORT of a Ray cluster, got {self.address!r}")
+        prefill, decode = self.engine_for(self.prefill), self.engine_for(self.decode)
+        for name in ("model", "dtype", "block_size"):
+            if getattr(prefill, name) != getattr(decode, name):
+                raise ConfigError(f"prefill.engine.{name} and decode.engine.{name} differ: KV blocks could not be handed over")
 
     def engine_for(self, pool: PoolConfig) -> EngineConfig:
         """The common engine settings with the pool's overrides."""
@@ -163,35 +189,65 @@ class RouterProcessConfig:
 Config = TypeVar("Config")
 
 
-def load(cls: type[Config], path: str | os.PathLike[str] | None, overrides: typing.Sequence[str] = ()) -> Config:
-    """Read YAML (None: no file) and apply overrides `a.b=c`. Raises `ConfigError` naming file and setting."""
-    data: Any = {}
-    where = "configuration"
-    if path is not None:
-        where = str(path)
-        try:
-            data = yaml.safe_load(Path(path).read_text()) or {}
-        except OSError as exc:
-            raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
-        except yaml.YAMLError as exc:
-            raise ConfigError(f"{path} is not valid YAML: {exc}") from exc
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path} must hold a mapping")
+def load(
+    cls: type[Config],
+    path: str | os.PathLike[str] | None,
+    overrides: typing.Sequence[str] = (),
+    settings: typing.Mapping[str, Any] = types.MappingProxyType({}),
+) -> Config:
+    """Read YAML (None: no file), then apply `settings` by dotted name (flags), then overrides `a.b=c`.
+
+    Raises `ConfigError` naming the file and the setting.
+    """
+    data = {} if path is None else _read(path)
+    for name, value in settings.items():
+        _assign(data, name, value)
     for item in overrides:
-        name, sep, value = item.partition("=")
-        if not sep:
+        name, sep, text = item.partition("=")
+        if not sep or not name:
             raise ConfigError(f"--set takes NAME=VALUE, got {item!r}")
-        *parents, leaf = name.split(".")
-        target = data
-        for parent in parents:
-            target = target.setdefault(parent, {})
-            if not isinstance(target, dict):
-                raise ConfigError(f"--set {name}: {parent} is not a section")
-        target[leaf] = yaml.safe_load(value)
+        _assign(data, name, _parse_override(name, text))
     try:
         return _build(cls, data, "")
     except ConfigError as exc:
-        raise ConfigError(f"{where}: {exc.message}") from exc
+        raise exc if path is None else ConfigError(f"{path}: {exc.message}") from exc
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(exc)}") from exc
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping")
+    return data
+
+
+def _parse_override(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"--set {name}: {text!r} is not valid YAML: {_one_line(exc)}") from exc
+
+
+def _assign(data: dict[str, Any], name: str, value: Any) -> None:
+    """Set the dotted `name`; an empty section of the file (None) becomes one."""
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        if data.get(parent) is None:
+            data[parent] = {}
+        data = data[parent]
+        if not isinstance(data, dict):
+            raise ConfigError(f"{name}: {parent} is not a section")
+    data[leaf] = value
+
+
+def _one_line(exc: Exception) -> str:
+    return " ".join(str(exc).split())
 
 
 def dump(config: Any) -> str:
@@ -203,21 +259,35 @@ def _build(cls: type[Config], data: dict[str, Any], prefix: str) -> Config:
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
+    in_bytes = {f.name for f in dataclasses.fields(cls) if f.metadata == _BYTES}  # type: ignore[arg-type]
     for name, value in data.items():
         path = f"{prefix}.{name}" if prefix else str(name)
         if name not in known:
             raise ConfigError(f"unknown setting {path}; known here: {', '.join(sorted(known))}")
+        if name in in_bytes and isinstance(value, str):
+            value = _bytes(value, path)
         values[name] = _convert(hints[name], value, path)
     try:
         return cls(**values)
     except TypeError as exc:
         raise ConfigError(f"{prefix or cls.__name__}: {exc}") from exc
+    except ConfigError as exc:  # sections that stand in several places name their settings without the path to them
+        raise ConfigError(exc.message if exc.message.startswith(prefix) else f"{prefix}.{exc.message}") from exc
+
+
+def _bytes(text: str, path: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if isinstance(value, hint):  # type: ignore[arg-type]
             return value
+        if value is None:  # a section left empty
+            value = {}
         if not isinstance(value, dict):
             raise ConfigError(f"{path} must be a section, got {value!r}")
         return _build(hint, value, path)  # type: ignore[arg-type]
@@ -236,9 +306,17 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return float(value)
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         raise ConfigError(f"{path} must be {expected.__name__}, got {value!r}")
+    if expected is dict:
+        of_value = typing.get_args(hint)[1]
+        return {str(name): _convert(of_value, item, f"{path}.{name}") for name, item in value.items()}
     return value
 
 
 def _at_least(name: str, value: float, low: float) -> None:
-    if value < low:
+    if not value >= low:  # so that NaN is refused too
         raise ConfigError(f"{name} must be at least {low}, got {value}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{name} must be positive, got {value}")

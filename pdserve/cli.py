@@ -1,0 +1,26 @@
+"""The `pdserve` command. Kept light: what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import click
+
+from pdserve import __version__
+from pdserve.commands.chat import chat
+from pdserve.commands.demo import demo
+from pdserve.commands.generate import generate
+from pdserve.commands.status import status
+from pdserve.commands.up import up
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="pdserve")
+def main() -> None:
+    """Serve a language model from a prefill pool and a decode pool."""
+
+
+for command in (up, generate, chat, status, demo):
+    main.add_command(command)
+
+
+if __name__ == "__main__":
+    main(prog_name="pdserve")

@@ -1,0 +1,102 @@
+"""A blocking client of the gRPC API, for the command line and for whoever waits for a cluster to be ready.
+
+A failed call raises `CallFailed` with one line that a person can act on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Final
+
+import grpc
+
+from pdserve.core.errors import PdserveError
+from pdserve.rpc import status
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+
+CALL_TIMEOUT_S: Final = 10.0  # of calls that only look something up
+NOTHING_LISTENS: Final = ("failed to connect", "Connection refused", "DNS resolution failed", "Name or service not known")
+
+
+class CallFailed(PdserveError):
+    """A call did not succeed. `status` is its gRPC status, `reason` our own name of it when the server gave one."""
+
+    def __init__(self, message: str, *, status: grpc.StatusCode, reason: str | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class Answer:
+    """One streaming generation. Iterate it to its end or `cancel` it, from any thread."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._call = call
+        self._address = address
+
+    def __iter__(self) -> Iterator[inference_pb2.GenerateResponse]:
+        try:
+            yield from self._call
+        except grpc.RpcError as exc:
+            raise _explain(exc, self._address) from exc
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class InferenceClient:
+    """One connection to a router at host:port. Thread-safe; close it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> InferenceClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what is still running."""
+        self._channel.close()
+
+    def generate(self, request: inference_pb2.GenerateRequest) -> Answer:
+        return Answer(self._stub.Generate(request), self.address)
+
+    def cluster_state(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetClusterStateResponse:
+        request = inference_pb2.GetClusterStateRequest()
+        response: inference_pb2.GetClusterStateResponse = self._look_up(self._stub.GetClusterState, request, timeout_s)
+        return response
+
+    def model_info(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetModelInfoResponse:
+        request = inference_pb2.GetModelInfoRequest()
+        response: inference_pb2.GetModelInfoResponse = self._look_up(self._stub.GetModelInfo, request, timeout_s)
+        return response
+
+    def _look_up(self, method: Any, request: Any, timeout_s: float) -> Any:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as exc:
+            raise _explain(exc, self.address) from exc
+
+
+def _explain(exc: Any, address: str) -> CallFailed:
+    """One line out of a gRPC error (a `grpc.Call` as well), with a hint where one helps."""
+    code: grpc.StatusCode = exc.code()
+    details = " ".join((exc.details() or "").split())
+    trailing = dict(exc.trailing_metadata() or ())
+    reason = trailing.get(status.REASON_METADATA)
+    if code is grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in NOTHING_LISTENS):
+        message = f"nothing answers at {address}; is `pdserve up` running there? (--address HOST:PORT)"
+    elif code is grpc.StatusCode.UNAVAILABLE and reason is None:
+        message = f"the connection to {address} broke: {details}"
+    elif code is grpc.StatusCode.DEADLINE_EXCEEDED and reason is None:
+        message = f"{address} did not answer in time"
+    else:
+        message = f"{details or 'no details'} ({code.name})"
+    if wait := trailing.get(status.RETRY_AFTER_METADATA):
+        message += f"; retry in {wait} s"
+    return CallFailed(message, status=code, reason=reason)

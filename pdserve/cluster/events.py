@@ -1,0 +1,64 @@
+"""What a cluster tells whoever watches it. Plain data: the command line draws it, tests compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Part(Enum):
+    """What starts by itself; `WORKERS` also covers their joining of the router."""
+
+    RAY = "Ray"
+    ROUTER = "router"
+    WORKERS = "workers"
+
+
+class WorkerPhase(Enum):
+    STARTING = "starting"  # Ray has been asked for its process
+    LOADED = "loaded"  # the model is in memory and the services are up
+    READY = "ready"  # the router may place requests on it
+    RESTARTING = "restarting"  # its process died and Ray starts another
+    DEAD = "dead"  # for good
+
+
+@dataclass(frozen=True, slots=True)
+class PartStarted:
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class PartReady:
+    """`seconds` since its start; parts start side by side, so these do not add up."""
+
+    part: Part
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChanged:
+    worker_id: str
+    phase: WorkerPhase
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """The router's process died; it comes back at the same addresses after `delay_s`."""
+
+    detail: str
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBack:
+    pid: int
+
+
+Event = PartStarted | PartReady | WorkerChanged | RouterLost | RouterBack
+Listener = Callable[[Event], None]
+
+
+def ignore(_event: Event) -> None:
+    """The listener of those who do not care."""

@@ -1,0 +1,55 @@
+"""The folders of one cluster: a short private one for Ray and the router's settings, and one for the logs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.core.errors import ConfigError
+
+SOCKET_PATH_LIMIT = 107  # bytes of a Unix socket's path on Linux (sun_path, without the final zero)
+RAY_SUFFIX = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+PREFIX = "pd-"
+LOG_PREFIX = "pdserve-logs-"
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    private: Path  # removed in every case
+    logs: Path
+    logs_are_ours: bool  # made here: removed after a clean stop, kept after a failure
+
+    @classmethod
+    def create(cls, log_dir: str | None) -> Folders:
+        """Raises `ConfigError` when a folder cannot be made."""
+        private = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_parent()))
+        try:
+            logs = _logs(log_dir)
+        except OSError as exc:
+            shutil.rmtree(private, ignore_errors=True)
+            raise ConfigError(f"log_dir: cannot make {log_dir}: {exc.strerror}; give another with --log-dir") from exc
+        return cls(private, logs, log_dir is None)
+
+    def remove(self, *, keep_logs: bool) -> None:
+        """Idempotent. Logs that were never written to are not worth keeping."""
+        shutil.rmtree(self.private, ignore_errors=True)
+        if self.logs_are_ours and not (keep_logs and any(file.stat().st_size for file in self.logs.glob("*"))):
+            shutil.rmtree(self.logs, ignore_errors=True)
+
+
+def _logs(log_dir: str | None) -> Path:
+    if log_dir is None:
+        return Path(tempfile.mkdtemp(prefix=LOG_PREFIX))
+    folder = Path(log_dir).expanduser().absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _short_parent() -> Path:
+    """The temporary folder, or /tmp where its path is too long for the sockets that Ray puts deep below it."""
+    for parent in (Path(tempfile.gettempdir()), Path("/tmp")):
+        if len(str(parent)) + len(f"/{PREFIX}xxxxxxxx") + RAY_SUFFIX <= SOCKET_PATH_LIMIT and parent.is_dir():
+            return parent
+    raise ConfigError(f"TMPDIR {tempfile.gettempdir()} is too long for Unix sockets; set a shorter one")

@@ -1,0 +1,213 @@
+"""A whole cluster from one configuration: router, Ray, both pools. It starts, is kept up, and leaves nothing behind.
+
+Everything happens in the one thread that calls; a wish to stop arrives through an event and is looked at between
+and during all waits. What takes long starts side by side: the router loads its tokenizer while Ray starts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Final
+
+from pdserve.client import CallFailed, InferenceClient
+from pdserve.cluster import plan, processes, router_process
+from pdserve.cluster.actor import WorkerReport
+from pdserve.cluster.backoff import Backoff
+from pdserve.cluster.errors import ClusterError, Interrupted
+from pdserve.cluster.events import (
+    Listener,
+    Part,
+    PartReady,
+    PartStarted,
+    RouterBack,
+    RouterLost,
+    WorkerChanged,
+    WorkerPhase,
+    ignore,
+)
+from pdserve.cluster.folders import Folders
+from pdserve.cluster.ray_pool import WorkerPool
+from pdserve.cluster.ray_session import RaySession
+from pdserve.cluster.router_process import Endpoints, RouterProcess
+from pdserve.config import ClusterConfig
+
+JOIN_TIMEOUT_S: Final = 60.0  # a worker that is loaded dials the router at once and proves itself with one round trip
+JOIN_LOOK_S: Final = 0.1
+TICK_S: Final = 0.5  # how soon a death is noticed: two system calls and one look at Ray's memory
+
+
+class Cluster:
+    """Use as a context manager: leaving it stops everything. `stop` set by anyone ends `start` and `supervise`."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        stop: threading.Event,
+        listener: Listener = ignore,
+        router_command: Sequence[str] = router_process.COMMAND,
+        entries: Mapping[str, str] = plan.WORKER_ENTRIES,
+    ) -> None:
+        self.config = config
+        self._stop = stop
+        self._listener = listener
+        self._router_command = router_command
+        self._entries = entries
+        self._token = secrets.token_hex(32)
+        self._folders: Folders | None = None
+        self._router: RouterProcess | None = None
+        self._ray: RaySession | None = None
+        self._pool: WorkerPool | None = None
+        self._began: dict[Part, float] = {}
+        self.endpoints: Endpoints | None = None
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(failed=exc is not None and not isinstance(exc, Interrupted))
+
+    @property
+    def folders(self) -> Folders:
+        assert self._folders is not None, "start() first"
+        return self._folders
+
+    @property
+    def reports(self) -> tuple[WorkerReport, ...]:
+        """Of the workers that run."""
+        return self._pool.reports if self._pool else ()
+
+    def start(self) -> Endpoints:
+        """Return once every worker takes requests. Raises `Interrupted`, `ConfigError` or `ClusterError`; then `close`."""
+        self._folders = Folders.create(self.config.log_dir)
+        self._begin(Part.ROUTER)
+        self._router = RouterProcess(
+            plan.router_config(self.config, self._token),
+            folder=self._folders.private,
+            log=self._folders.logs / "router.log",
+            command=self._router_command,
+        )
+        self._router.start()
+        self._begin(Part.RAY)
+        self._ray = RaySession.connect(self.config, self._folders.private)
+        self._ready(Part.RAY)
+        self.endpoints = self._router.wait_ready(self._stop)
+        self._listener(PartReady(Part.ROUTER, self._router.start_s))
+        self._start_workers(self._ray, self.endpoints)
+        return self.endpoints
+
+    def _start_workers(self, session: RaySession, endpoints: Endpoints) -> None:
+        plans = plan.plan_workers(
+            self.config,
+            router_address=plan.dial_address(endpoints.link, self.config, session.node_host),
+            cluster_token=self._token,
+            log_dir=self.folders.logs,
+            nodes=session.nodes,
+            entries=self._entries,
+        )
+        self._begin(Part.WORKERS)
+        self._pool = WorkerPool(plans, self._listener)
+        self._pool.launch()
+        self._pool.wait_loaded(self._stop)
+        self._wait_joined(endpoints.grpc, [item.worker_id for item in plans])
+        self._ready(Part.WORKERS)
+
+    def _wait_joined(self, address: str, expected: Sequence[str]) -> None:
+        """Until the router calls every worker ready."""
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        waiting = list(expected)
+        with InferenceClient(reachable(address)) as client:
+            while waiting:
+                if time.monotonic() > deadline:
+                    raise ClusterError(f"{', '.join(waiting)} did not join the router; see {self.folders.logs}")
+                ready = _ready_workers(client)
+                for worker_id in [name for name in waiting if name in ready]:
+                    waiting.remove(worker_id)
+                    self._listener(WorkerChanged(worker_id, WorkerPhase.READY))
+                if waiting and self._stop.wait(JOIN_LOOK_S):
+                    raise Interrupted
+
+    def supervise(self) -> None:
+        """Keep the cluster up until `stop`. Raises `ClusterError` when it cannot be kept up any more."""
+        assert self._router is not None
+        assert self._pool is not None
+        backoff = Backoff()
+        while not self._stop.wait(TICK_S):
+            status = self._router.exit_status()
+            if status is not None:
+                self._restart_router(self._router, status, backoff)
+            self._pool.check()
+            if plan.DECODE in self._pool.all_dead:
+                raise ClusterError(f"no decode worker is left; see {self.folders.logs}")
+
+    def _restart_router(self, router: RouterProcess, status: int, backoff: Backoff) -> None:
+        """A new router at the same addresses; the workers dial it again by themselves."""
+        delay = backoff.next_delay_s(time.monotonic())
+        if delay is None:
+            raise ClusterError(f"the router died too often (last status {status}); see {self.folders.logs / 'router.log'}")
+        self._listener(RouterLost(f"exit status {status}", delay))
+        router.stop()
+        if self._stop.wait(delay):
+            return
+        try:
+            router.start()
+            self.endpoints = router.wait_ready(self._stop)
+        except Interrupted:
+            return
+        except ClusterError:
+            if router.exit_status() is None:  # it hangs: nothing that starting it once more would cure
+                raise
+            return  # the next look finds it dead and counts it
+        self._listener(RouterBack(self.endpoints.pid))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Stop everything that was started, in reverse; each step has its bound. Keeps the logs of a failure."""
+        pool, session, router = self._pool, self._ray, self._router
+        self._pool = self._ray = self._router = None
+        try:
+            if pool:
+                pool.stop()
+        finally:
+            try:
+                if session:
+                    session.close()
+            finally:
+                if router:
+                    router.stop()
+                if self._folders:
+                    self._folders.remove(keep_logs=failed)
+
+    def kill(self) -> None:
+        """End everything now, from any thread; for the second wish to stop. Leaves no folder either."""
+        if self._folders is None:
+            return
+        ours = processes.with_argument(str(self._folders.private), os.getpid())
+        processes.kill(ours)
+        processes.wait_gone(ours, JOIN_LOOK_S)
+        self._folders.remove(keep_logs=False)
+
+    def _begin(self, part: Part) -> None:
+        self._began[part] = time.monotonic()
+        self._listener(PartStarted(part))
+
+    def _ready(self, part: Part) -> None:
+        self._listener(PartReady(part, time.monotonic() - self._began[part]))
+
+
+def reachable(address: str) -> str:
+    """host:port as we dial it ourselves: a wildcard host is this machine."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in plan.WILDCARD_HOSTS else address
+
+
+def _ready_workers(client: InferenceClient) -> set[str]:
+    """Ids of the workers that take requests; none while the router does not answer."""
+    try:
+        return {worker.worker_id for worker in client.cluster_state().workers if worker.ready}
+    except CallFailed:
+        return set()

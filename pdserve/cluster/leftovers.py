@@ -1,0 +1,75 @@
+"""Looks whether a stopped cluster left anything on this machine: processes, folders, ports, shared memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.cluster import processes
+
+SHARED_MEMORY = Path("/dev/shm")
+END_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """One line for each thing that was left; none is what we want."""
+
+    found: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """This machine's state before the cluster was started, as far as it matters."""
+
+    children: frozenset[processes.Process]
+    segments: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Before:
+        return cls(frozenset(processes.descendants([os.getpid()])), frozenset(_segments()))
+
+    def compare(self, folders: Sequence[Path], addresses: Sequence[str], known: Sequence[processes.Process]) -> Leftovers:
+        """What is there now and was not before. `known` are processes seen while the cluster ran, orphans by now or not."""
+        ours = [process for process in {*processes.descendants([os.getpid()]), *known} if process not in self.children]
+        left = processes.wait_gone(ours, END_TIMEOUT_S)
+        found = [f"process {process.pid}: {process.command[:80]}" for process in left]
+        found += [f"folder {folder}" for folder in folders if folder.exists()]
+        found += [f"port {address}" for address in addresses if _answers(address)]
+        found += [f"shared memory {SHARED_MEMORY / name}" for name in _abandoned(frozenset(_segments()) - self.segments)]
+        return Leftovers(tuple(found))
+
+
+def _segments() -> list[str]:
+    return os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
+
+
+def _abandoned(names: frozenset[str]) -> list[str]:
+    """Of new segments, those that no living process maps: other programs of this machine make some too, and use them."""
+    if not names:
+        return []
+    used = "".join(_maps(process.pid) for process in processes.running())
+    return sorted(name for name in names if f"{SHARED_MEMORY / name}\n" not in used and (SHARED_MEMORY / name).exists())
+
+
+def _maps(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:  # it ended, or belongs to somebody else
+        return ""
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""From one configuration to the processes it asks for. Pure, apart from looking at this machine's cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterProcessConfig, WorkerConfig
+
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+WORKER_ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
+    {PREFILL: "prefill_worker.main:start", DECODE: "decode_worker.main:start"}
+)
+"""MODULE:FUNCTION that starts a worker from its `WorkerConfig`; imported only in the worker's own process."""
+
+WILDCARD_HOSTS: Final = ("", "0.0.0.0", "::", "[::]")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker: what it is started with, and what Ray must set aside for it."""
+
+    role: str
+    entry: str
+    config: WorkerConfig
+    max_restarts: int
+    num_cpus: float
+    num_gpus: float
+    resources: dict[str, float]
+    env: dict[str, str]
+    log_dir: str
+    node_address: bool  # bind and advertise the node's own address, which only the worker's process can know
+    share: int  # workers on its node, over which the cores are divided
+
+    @property
+    def worker_id(self) -> str:
+        return self.config.worker_id
+
+
+def plan_workers(
+    config: ClusterConfig,
+    *,
+    router_address: str,
+    cluster_token: str,
+    log_dir: Path,
+    nodes: int = 1,
+    entries: Mapping[str, str] = WORKER_ENTRIES,
+) -> tuple[WorkerPlan, ...]:
+    """Every worker of both pools, prefill first. `nodes` is the number of machines they spread over."""
+    count = config.prefill.replicas + config.decode.replicas
+    local = config.address == "local"
+    plans = []
+    for role, pool in ((PREFILL, config.prefill), (DECODE, config.decode)):
+        for index in range(pool.replicas):
+            worker = WorkerConfig(
+                worker_id=f"{role}-{index}",
+                router_address=router_address,
+                engine=config.engine_for(pool),
+                lease=config.lease,
+                cluster_token=cluster_token,
+                advertise_host=config.advertise_host,
+                transport=config.transport,
+            )
+            plans.append(
+                WorkerPlan(
+                    role=role,
+                    entry=entries[role],
+                    config=worker,
+                    max_restarts=pool.max_restarts,
+                    num_cpus=pool.num_cpus,
+                    num_gpus=pool.num_gpus,
+                    resources=resources_of(role, pool),
+                    env=_environment(local),
+                    log_dir=str(log_dir),
+                    node_address=not local,
+                    share=-(-count // max(1, nodes)),
+                )
+            )
+    return tuple(plans)
+
+
+def resources_of(role: str, pool: PoolConfig) -> dict[str, float]:
+    """Ray's custom resources of one worker of the pool."""
+    return dict(pool.resources) or {f"pd_{role}": 1.0}
+
+
+def local_resources(config: ClusterConfig) -> dict[str, float]:
+    """What a private Ray must offer so that every worker fits."""
+    total: dict[str, float] = {}
+    for role, pool in ((PREFILL, config.prefill), (DECODE, config.decode)):
+        for name, amount in resources_of(role, pool).items():
+            total[name] = total.get(name, 0.0) + amount * pool.replicas
+    return {name: amount for name, amount in total.items() if amount > 0}
+
+
+def router_config(config: ClusterConfig, cluster_token: str) -> RouterProcessConfig:
+    """The router judges a request by the smaller pool's workers: it must fit wherever it may be placed."""
+    engine = config.engine_for(config.decode)
+    if config.prefill.replicas:
+        prefill = config.engine_for(config.prefill)
+        engine = dataclasses.replace(engine, kv_cache_memory=min(engine.kv_cache_memory, prefill.kv_cache_memory))
+    return RouterProcessConfig(config.router, engine, cluster_token)
+
+
+def dial_address(bound: str, config: ClusterConfig, node_host: str) -> str:
+    """Where workers find the router: the bound port at the configured host, or at this node's when it binds all."""
+    _, _, port = bound.rpartition(":")
+    host = config.router.advertise_host or config.router.link_host or config.router.host
+    if host in WILDCARD_HOSTS:
+        host = node_host
+    return f"{host}:{port}"
+
+
+def threads_of(engine: EngineConfig, *, num_cpus: float, share: int) -> int:
+    """Threads of one worker. Workers that together spin more threads than there are cores slow down many times."""
+    if engine.threads:
+        return engine.threads
+    if num_cpus >= 1:
+        return int(num_cpus)
+    return max(1, len(os.sched_getaffinity(0)) // share)
+
+
+def on_this_node(plan: WorkerPlan, node_host: str) -> WorkerConfig:
+    """The worker's configuration with what only its own machine knows: address and cores."""
+    engine = dataclasses.replace(
+        plan.config.engine, threads=threads_of(plan.config.engine, num_cpus=plan.num_cpus, share=plan.share)
+    )
+    if not plan.node_address:
+        return dataclasses.replace(plan.config, engine=engine)
+    advertise = plan.config.advertise_host or node_host
+    return dataclasses.replace(plan.config, engine=engine, host=node_host, advertise_host=advertise)
+
+
+def _environment(local: bool) -> dict[str, str]:
+    """OpenMP threads that wait passively leave the core to the neighbours; on one machine workers run this very code."""
+    env = {"OMP_WAIT_POLICY": "PASSIVE"}
+    if local:
+        root = str(Path(__file__).resolve().parents[2])
+        known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
+        env["PYTHONPATH"] = os.pathsep.join([root, *known])
+    return env

@@ -1,0 +1,125 @@
+"""Our connection to Ray: a private one that lives and dies with us, or a running cluster that we only visit.
+
+A private Ray is bound to the thread that starts it: the kernel kills its processes when that thread ends, so this
+thread must outlive the cluster (and nothing is left when our process is killed). Nothing per token passes through
+Ray, so its object store gets the least it accepts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from pdserve.cluster import processes
+from pdserve.cluster.errors import ClusterError
+from pdserve.cluster.plan import local_resources
+from pdserve.config import ClusterConfig
+
+OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
+STOP_TIMEOUT_S = 5.0
+
+
+class RaySession:
+    """Made by `connect`; `close` it in the same thread."""
+
+    def __init__(self, private: Path | None, restore: ExitStack) -> None:
+        self._private = private
+        self._restore = restore
+
+    @classmethod
+    def connect(cls, config: ClusterConfig, private: Path) -> RaySession:
+        """Start or join Ray. `private` is the folder of a Ray of our own. Raises `ClusterError`."""
+        local = config.address == "local"
+        session = cls(private if local else None, ExitStack())
+        session._set_environment(local)
+        try:
+            ray.init(**(_own(config, private) if local else _visit(config)))
+        except (RuntimeError, OSError, ValueError, ray.exceptions.RayError) as exc:
+            session.close()
+            raise ClusterError(_explain(config, exc)) from exc
+        return session
+
+    def _set_environment(self, local: bool) -> None:
+        """No usage statistics; for a private Ray a token of its own, or Ray would leave one in the home folder.
+
+        Ray reads its token once in a process, so ours stays until the process ends.
+        """
+        wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        if local and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        for name, value in wanted.items():
+            self._restore.callback(_set, name, os.environ.get(name))
+            os.environ[name] = value
+        logging.getLogger("ray").setLevel(logging.ERROR)
+
+    @property
+    def nodes(self) -> int:
+        return len([node for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
+
+    @property
+    def node_host(self) -> str:
+        """This machine as the other nodes of the Ray cluster reach it; loopback for a Ray of our own."""
+        return "127.0.0.1" if self._private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Leave Ray; end a private one, wait for its processes and remove its folder. Idempotent."""
+        ours = self._processes()
+        ray.shutdown()
+        processes.kill(processes.wait_gone(ours, STOP_TIMEOUT_S))
+        processes.wait_gone(ours, STOP_TIMEOUT_S)
+        if self._private:
+            shutil.rmtree(self._private, ignore_errors=True)
+        self._restore.close()
+
+    def _processes(self) -> list[processes.Process]:
+        """Of a private Ray: all that name its session's folder, and what these started; the router lives beside it."""
+        return processes.with_argument(str(self._private / "session_"), os.getpid()) if self._private else []
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _own(config: ClusterConfig, private: Path) -> dict[str, Any]:
+    """Arguments of `ray.init` for a Ray that offers exactly what the workers ask for.
+
+    Ray starts an idle process for each CPU that it offers, so it offers none that nobody asked for.
+    """
+    pools = (config.prefill, config.decode)
+    cpus = math.ceil(sum(pool.num_cpus * pool.replicas for pool in pools))
+    gpus = math.ceil(sum(pool.num_gpus * pool.replicas for pool in pools))
+    return {
+        "address": "local",
+        "include_dashboard": False,
+        "_temp_dir": str(private),
+        "_node_ip_address": "127.0.0.1",
+        "num_cpus": cpus,
+        **({"num_gpus": gpus} if gpus else {}),
+        "resources": local_resources(config),
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "namespace": "pdserve",
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+    }
+
+
+def _visit(config: ClusterConfig) -> dict[str, Any]:
+    return {"address": config.address, "log_to_driver": False, "logging_level": logging.ERROR}
+
+
+def _explain(config: ClusterConfig, exc: Exception) -> str:
+    reason = " ".join(str(exc).split())[:300]
+    if config.address == "local":
+        return f"cannot start Ray: {reason}"
+    return f"cannot join Ray at {config.address}: {reason}; start one with `ray start --head`, or use --address local"

@@ -1,0 +1,167 @@
+"""The router as a child process: started, waited for, started again at the same ports, stopped.
+
+It leaves our process group, so that Ctrl-C on a terminal reaches us alone and we stop things in order; and it reads
+our end of its standard input, so that it dies with us however we end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from pdserve import config
+from pdserve.cluster.errors import ClusterError, Interrupted
+from pdserve.core.errors import ConfigError
+
+COMMAND = (sys.executable, "-m", "router")
+READY_TIMEOUT_S = 300.0  # the first start may convert or download a model
+STOP_TIMEOUT_S = 6.0  # the router itself takes less than 5
+LOOK_S = 0.1  # how soon a wish to stop is noticed while waiting
+USAGE_ERROR = 2  # exit status of a process that was started with wrong settings
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """host:port of what the router listens on."""
+
+    http: str
+    grpc: str
+    link: str
+    pid: int
+
+
+class RouterProcess:
+    """One router; `start` again after its death. Owned and called by one thread."""
+
+    def __init__(
+        self, settings: config.RouterProcessConfig, *, folder: Path, log: Path, command: Sequence[str] = COMMAND
+    ) -> None:
+        self._settings = settings
+        self._file = folder / "router.yaml"
+        self._log = log
+        self._command = tuple(command)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._lines: queue.SimpleQueue[tuple[float, str | None]] = queue.SimpleQueue()
+        self._log_start = 0
+        self._began = 0.0
+        self.start_s = 0.0  # of the last start, until its line came
+
+    def start(self) -> None:
+        """Spawn it; returns at once. Raises `ClusterError` when it cannot be run at all."""
+        assert self._child is None
+        self._began = time.monotonic()
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds the cluster's token
+        with os.fdopen(descriptor, "w") as file:
+            file.write(config.dump(self._settings))
+        self._lines = queue.SimpleQueue()
+        with self._log.open("ab") as log:
+            self._log_start = log.tell()
+            try:
+                self._child = subprocess.Popen(
+                    [*self._command, "--config", str(self._file), "--exit-with-parent"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                    env=_environment(),
+                )
+            except OSError as exc:
+                raise ClusterError(f"cannot run the router: {exc.strerror}") from exc
+        assert self._child.stdout is not None
+        self._reader = threading.Thread(target=_read_lines, args=(self._child.stdout, self._lines), daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, stop: threading.Event, timeout_s: float = READY_TIMEOUT_S) -> Endpoints:
+        """Wait for its one line. Raises `Interrupted`, `ConfigError` (its settings are wrong) or `ClusterError`."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if stop.is_set():
+                raise Interrupted
+            with contextlib.suppress(queue.Empty):
+                came, line = self._lines.get(timeout=LOOK_S)
+                self.start_s = came - self._began
+                return self._endpoints(line)
+        raise ClusterError(f"the router was not ready after {timeout_s:.0f} s; see {self._log}")
+
+    def _endpoints(self, line: str | None) -> Endpoints:
+        if line is None:
+            raise self._failure()
+        try:
+            ready = json.loads(line)
+            endpoints = Endpoints(ready["http"], ready["grpc"], ready["link"], ready["pid"])
+        except (ValueError, KeyError, TypeError) as exc:
+            raise ClusterError(f"the router said {line!r} instead of its addresses") from exc
+        self._settings = dataclasses.replace(self._settings, router=_at_ports(self._settings.router, endpoints))
+        return endpoints
+
+    def _failure(self) -> ConfigError | ClusterError:
+        """Why it ended before it was ready: its own `error:` line when there is one."""
+        status = self.exit_status(wait_s=STOP_TIMEOUT_S)
+        with self._log.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        if said and status == USAGE_ERROR:
+            return ConfigError(said[-1])
+        return ClusterError(said[-1] if said else f"the router exited with status {status} while starting; see {self._log}")
+
+    def exit_status(self, wait_s: float = 0.0) -> int | None:
+        """None while it runs."""
+        assert self._child is not None
+        try:
+            return self._child.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End it: politely, then not. Idempotent."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        assert child.stdin is not None
+        child.terminate()
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+        try:
+            child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        assert self._reader is not None
+        self._reader.join(timeout=1.0)  # the pipe's other end is closed: it reads the end of the file
+
+
+def _read_lines(stream: IO[bytes], lines: queue.SimpleQueue[tuple[float, str | None]]) -> None:
+    """Hand over what it prints until it closes its output, then None. Keeps the pipe from filling up."""
+    with stream:
+        for line in stream:
+            lines.put((time.monotonic(), line.decode(errors="replace").strip()))
+    lines.put((time.monotonic(), None))
+
+
+def _at_ports(router: config.RouterConfig, endpoints: Endpoints) -> config.RouterConfig:
+    """So that a router started anew listens where clients and workers know it."""
+    ports = {name: int(getattr(endpoints, name).rpartition(":")[2]) for name in ("http", "grpc", "link")}
+    return dataclasses.replace(router, http_port=ports["http"], grpc_port=ports["grpc"], link_port=ports["link"])
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this very pdserve importable whatever the working directory."""
+    root = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -1,0 +1,81 @@
+"""`pdserve generate`: stream one request's text to standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pdserve.commands.failures import INTERRUPTED, one_line_errors, report
+from pdserve.commands.requests import address_option, build, request_options
+
+if TYPE_CHECKING:
+    from pdserve.client import Answer
+    from pdserve.rpc.v1 import inference_pb2
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@address_option
+@request_options
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message through the model's chat template.")
+@click.option("--system", help="With --chat: the system's message.")
+@click.option("--request-id", default="", help="Unique among running requests (default: the router makes one).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
+@click.option("--stats", is_flag=True, help="A summary on standard error.")
+@one_line_errors
+def generate(
+    prompt: str | None, address: str, chat: bool, system: str | None, as_json: bool, stats: bool, **fields: Any
+) -> int:
+    """Generate from PROMPT, or from standard input when it is not given."""
+    from pdserve.client import InferenceClient
+
+    text = sys.stdin.read() if prompt is None else prompt
+    if chat:
+        request = build(messages=[*([("system", system)] if system else []), ("user", text)], **fields)
+    else:
+        request = build(text=text, **fields)
+    with InferenceClient(address) as client:
+        answer = client.generate(request)
+        try:
+            last = _stream(answer, as_json)
+        except KeyboardInterrupt:
+            answer.cancel()
+            return INTERRUPTED
+    if stats and last is not None:
+        click.echo(summary(last), err=True)
+    return 0 if last is not None else report("the stream ended before the request did", 1)
+
+
+def _stream(answer: Answer, as_json: bool) -> inference_pb2.GenerateResponse | None:
+    """Write as it comes; the last message, which has a finish reason, or None when there was none."""
+    last = None
+    for message in answer:
+        click.echo(to_json(message) if as_json else message.text, nl=as_json)
+        if message.finish_reason:
+            last = message
+    if not as_json:
+        click.echo()
+    return last
+
+
+def to_json(message: inference_pb2.GenerateResponse) -> str:
+    """A message as one line, with the proto's own field names."""
+    from google.protobuf.json_format import MessageToDict
+
+    return json.dumps(MessageToDict(message, preserving_proto_field_name=True), ensure_ascii=False)
+
+
+def summary(message: inference_pb2.GenerateResponse) -> str:
+    """How the request was served, in one line."""
+    from pdserve.commands.tables import millis, size
+
+    report, usage = message.report, message.usage
+    workers = f"{report.prefill_worker} -> {report.decode_worker}" if report.prefill_worker else report.decode_worker
+    return (
+        f"{usage.prompt_tokens} + {usage.output_tokens} tokens on {workers} ({report.placement_reason}); "
+        f"TTFT {millis(report.ttft_s)}, TPOT {millis(report.tpot_s)}; "
+        f"KV moved {size(report.kv_bytes)}, exposed transfer {millis(report.exposed_transfer_s)}"
+    )

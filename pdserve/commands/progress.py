@@ -1,0 +1,90 @@
+"""What a person sees while a cluster starts and runs: a live list on a terminal, a line per change elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from pdserve.cluster.events import (
+    Event,
+    Part,
+    PartReady,
+    PartStarted,
+    RouterBack,
+    RouterLost,
+    WorkerChanged,
+    WorkerPhase,
+)
+
+REFRESHES_S = 8
+
+
+class StartView:
+    """A listener of `Cluster`. While entered on a terminal it draws the start; afterwards it prints what changes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._parts: dict[Part, float | None] = {}
+        self._workers: dict[str, WorkerPhase] = {}
+        self._spinner = Spinner("dots")
+        self._began = time.monotonic()
+        self.seconds: dict[Part, float] = {}
+
+    def __enter__(self) -> StartView:
+        if self._console.is_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=REFRESHES_S, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        live, self._live = self._live, None
+        if live:
+            live.stop()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, PartStarted):
+            self._parts[event.part] = None
+        elif isinstance(event, PartReady):
+            self._parts[event.part] = self.seconds[event.part] = event.seconds
+        elif isinstance(event, WorkerChanged):
+            self._workers[event.worker_id] = event.phase
+        if self._live is None:
+            self._say(event)
+
+    def _say(self, event: Event) -> None:
+        line = _sentence(event)
+        if line:
+            self._console.print(f"[{time.monotonic() - self._began:6.1f} s] {line}", markup=False, highlight=False)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        grid = Table.grid(padding=(0, 1))
+        for part, seconds in self._parts.items():
+            grid.add_row(self._spinner if seconds is None else Text("✓", "green"), part.value, _seconds(seconds))
+        for worker_id, phase in self._workers.items():
+            done = phase is WorkerPhase.READY
+            grid.add_row(Text("✓", "green") if done else self._spinner, f"  {worker_id}", Text(phase.value, "dim"))
+        yield grid
+
+
+def _seconds(seconds: float | None) -> Text:
+    return Text("" if seconds is None else f"{seconds:.1f} s", "dim")
+
+
+def _sentence(event: Event) -> str:
+    if isinstance(event, PartStarted):
+        return f"{event.part.value} starting"
+    if isinstance(event, PartReady):
+        return f"{event.part.value} ready after {event.seconds:.1f} s"
+    if isinstance(event, WorkerChanged):
+        return f"{event.worker_id} {event.phase.value}" + (f"; {event.detail}" if event.detail else "")
+    if isinstance(event, RouterLost):
+        return f"the router died ({event.detail}); starting it again in {event.delay_s:.1f} s"
+    assert isinstance(event, RouterBack)
+    return f"the router is back (pid {event.pid})"

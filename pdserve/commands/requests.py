@@ -1,0 +1,96 @@
+"""From command-line flags to a `GenerateRequest`. Flags carry the names of the API's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from pdserve.commands.settings import PLACEMENTS
+
+if TYPE_CHECKING:
+    from pdserve.rpc.v1 import inference_pb2
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Messages = list[tuple[str, str]]  # (role, content)
+
+DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
+UINT32: Final = click.IntRange(0, (1 << 32) - 1)
+SCALARS: Final[tuple[tuple[str, Any, str], ...]] = (
+    ("max_tokens", UINT32, "Most output tokens (default: as many as fit)."),
+    ("temperature", float, "0 is greedy (default 1)."),
+    ("top_k", UINT32, "Only the k likeliest tokens; 0: off."),
+    ("top_p", float, "Only the likeliest tokens that make up this probability."),
+    ("min_p", float, "Only tokens at least this likely, relative to the likeliest."),
+    ("seed", click.IntRange(0, (1 << 64) - 1), "Same seed, same tokens (default: drawn)."),
+    ("min_tokens", UINT32, "No stop before that many tokens."),
+)
+
+
+def address_option(command: Command) -> Command:
+    text = "gRPC address of the router."
+    return click.option("--address", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT", help=text)(command)
+
+
+def request_options(command: Command) -> Command:
+    """Every field of a request that is not its prompt, as keyword arguments of the same names."""
+    placement = click.option("--placement", type=PLACEMENTS, help="Where the prompt is computed (default: the cluster's).")
+    decorators = [
+        *(click.option(_flag(name), name, type=kind, help=text) for name, kind, text in SCALARS),
+        click.option("--stop", multiple=True, help="The text ends before this string; may be repeated."),
+        click.option("--stop-token-ids", multiple=True, type=UINT32, help="Stop at this token id; may be repeated."),
+        click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence."),
+        click.option("--deadline-s", type=float, help="Give up after that many seconds."),
+        click.option("--priority", type=click.IntRange(-100, 100), default=0, help="Larger is served first."),
+        click.option("--model", default="", help="Refuse to be served by another model."),
+        placement,
+    ]
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def build(
+    *,
+    text: str | None = None,
+    messages: Messages | None = None,
+    stop: tuple[str, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+    ignore_eos: bool = False,
+    deadline_s: float | None = None,
+    priority: int = 0,
+    model: str = "",
+    placement: str | None = None,
+    request_id: str = "",
+    **scalars: Any,
+) -> inference_pb2.GenerateRequest:
+    """A request with a text or a chat prompt; flags that were not given stay unset, so the server's defaults hold."""
+    from pdserve.core.sampling import Placement
+    from pdserve.rpc import codec
+    from pdserve.rpc.v1 import common_pb2, inference_pb2
+
+    sampling = common_pb2.SamplingParams(
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        **{name: value for name, value in scalars.items() if value is not None},
+    )
+    request = inference_pb2.GenerateRequest(
+        request_id=request_id,
+        model=model,
+        sampling=sampling,
+        priority=priority,
+        placement=codec.placement_to_wire(Placement(placement) if placement else None),
+    )
+    if deadline_s is not None:
+        request.deadline_s = deadline_s
+    if messages is not None:
+        request.chat.messages.extend(inference_pb2.ChatMessage(role=role, content=content) for role, content in messages)
+    else:
+        request.text = text or ""
+    return request

@@ -1,0 +1,60 @@
+"""`pdserve status`: the pools, their KV and their queues, once or continuously."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from pdserve.commands.failures import one_line_errors
+from pdserve.commands.requests import address_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pdserve.client import InferenceClient
+
+INTERVAL_S = 1.0  # workers report once a second
+
+
+@click.command()
+@address_option
+@click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="The state as one JSON object.")
+@one_line_errors
+def status(address: str, watch: bool, as_json: bool) -> int:
+    """Show what the cluster is doing."""
+    from pdserve.client import InferenceClient
+    from pdserve.commands import tables
+    from pdserve.commands.console import make_console
+
+    console = make_console()
+    with InferenceClient(address) as client:
+        state = client.cluster_state()
+        if as_json:
+            from google.protobuf.json_format import MessageToDict
+
+            fields = MessageToDict(state, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            click.echo(json.dumps(fields))
+        elif watch:
+            _watch(client, console)
+        else:
+            console.print(tables.status(state))
+    return 0
+
+
+def _watch(client: InferenceClient, console: Console) -> None:
+    """Draw anew every second; Ctrl-C is the way out, so it is not an error."""
+    from rich.live import Live
+
+    from pdserve.commands import tables
+
+    try:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(tables.status(client.cluster_state()), refresh=True)
+                time.sleep(INTERVAL_S)
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,68 @@
+"""Wishes to stop: the first SIGINT or SIGTERM asks for a clean end, the second ends at once.
+
+Signals only ever set an event; nothing is raised in the middle of starting Ray or of cleaning up. The work runs in
+a thread of its own, so that the main thread is always free to take the second signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from pdserve.commands.failures import INTERRUPTED
+
+Result = TypeVar("Result")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SHOW_CURSOR = "\x1b[?25h"
+
+
+class StopSignals:
+    """While entered, `event` is set by the first signal; the second calls `at_once` and ends the process."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.at_once: Callable[[], None] = lambda: None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.event.is_set():
+            self.event.set()
+            return
+        try:
+            self.at_once()
+        finally:
+            if sys.stdout.isatty():
+                os.write(1, SHOW_CURSOR.encode())
+            os.write(2, b"stopped at once\n")
+            os._exit(INTERRUPTED)
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Run `work` in a thread and return, or raise, what it does."""
+        outcome: list[Result] = []
+        failure: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                outcome.append(work())
+            except BaseException as exc:  # noqa: BLE001  handed to the caller, whole
+                failure.append(exc)
+
+        thread = threading.Thread(target=body, name="cluster")
+        thread.start()
+        thread.join()  # handlers run meanwhile; the work's own waits are bounded
+        if failure:
+            raise failure[0]
+        return outcome[0]

@@ -1,0 +1,116 @@
+"""Tables and units, as a person reads them. Built from plain reports; prints nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from pdserve.rpc.v1 import common_pb2, inference_pb2
+
+if TYPE_CHECKING:
+    from pdserve.cluster.actor import WorkerReport
+
+BAR_CELLS = 20
+
+
+def size(count: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def millis(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
+
+
+def role(wire: int) -> str:
+    return common_pb2.Role.Name(wire).removeprefix("ROLE_").lower()
+
+
+def bar(used: float, total: float) -> str:
+    """A bar of fixed width, and the share in percent."""
+    share = used / total if total else 0.0
+    full = round(share * BAR_CELLS)
+    return f"{'█' * full}{'░' * (BAR_CELLS - full)} {share:4.0%}"
+
+
+def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """A table whose `left` columns hold words and whose `right` columns hold numbers."""
+    made = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    for name in left:
+        made.add_column(name, no_wrap=True)
+    for name in right:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
+
+
+def pool(
+    reports: Iterable[WorkerReport],
+    state: inference_pb2.GetClusterStateResponse,
+    info: inference_pb2.GetModelInfoResponse,
+) -> Table:
+    """The workers as they started: where they are, how much KV they hold, where their memory goes."""
+    blocks = {worker.worker_id: worker.blocks.total for worker in state.workers}
+    made = table("", ("worker", "role", "address"), ("pid", "blocks", "KV tokens", "weights", "KV pool", "rest"))
+    for report in reports:
+        count = blocks.get(report.worker_id, 0)
+        made.add_row(
+            report.worker_id,
+            report.role,
+            report.address,
+            str(report.pid),
+            str(count),
+            f"{count * info.block_size:,}",
+            size(report.weights_bytes),
+            size(report.kv_bytes),
+            size(report.rest_bytes),
+        )
+    return made
+
+
+def status(state: inference_pb2.GetClusterStateResponse) -> Table:
+    """Pools, queues and KV use at this moment."""
+    title = f"router: {state.queued_requests} queued, {state.running_requests} running"
+    numbers = ("free", "held", "cached", "quarantined", "unaccounted", "queued", "running", "leases", "heartbeat")
+    made = table(title, ("worker", "role", "ready", "KV use"), numbers)
+    for worker in state.workers:
+        blocks = worker.blocks
+        made.add_row(
+            worker.worker_id,
+            role(worker.role),
+            "[green]yes[/]" if worker.ready else "[red]no[/]",
+            bar(blocks.held + blocks.quarantined, blocks.total),
+            str(blocks.free),
+            str(blocks.held),
+            str(blocks.cached),
+            str(blocks.quarantined),
+            f"[red]{blocks.unaccounted}[/]" if blocks.unaccounted else "0",
+            str(worker.queued_requests),
+            str(worker.running_sequences),
+            str(worker.leases_held),
+            f"{worker.heartbeat_age_s:.1f} s",
+        )
+    return made
+
+
+def requests(reports: Mapping[str, Any]) -> Table:
+    """One row per finished request: name -> `RequestReport` and `Usage`, as (report, usage)."""
+    numbers = ("tokens", "TTFT", "TPOT", "KV moved", "exposed transfer")
+    made = table("", ("request", "prefill", "decode"), numbers)
+    for name, (report, usage) in reports.items():
+        made.add_row(
+            name,
+            report.prefill_worker or "-",
+            report.decode_worker,
+            f"{usage.prompt_tokens} + {usage.output_tokens}",
+            millis(report.ttft_s),
+            millis(report.tpot_s),
+            size(report.kv_bytes),
+            millis(report.exposed_transfer_s),
+        )
+    return made

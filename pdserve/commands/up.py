@@ -1,0 +1,72 @@
+"""`pdserve up`: bring a cluster up, say where it is, keep it up until a signal."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pdserve.commands.failures import one_line_errors
+from pdserve.commands.settings import cluster_config, cluster_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pdserve.cluster.launch import Cluster
+    from pdserve.commands.progress import StartView
+    from pdserve.commands.stopping import StopSignals
+    from pdserve.config import ClusterConfig
+
+
+@click.command()
+@cluster_options
+@one_line_errors
+def up(**flags: Any) -> int:
+    """Start a router and both pools; run until SIGINT or SIGTERM (a second one stops at once)."""
+    config = cluster_config(**flags)
+    from pdserve.commands.stopping import StopSignals
+
+    with StopSignals() as stop:
+        return stop.run(functools.partial(_serve, config, stop))
+
+
+def _serve(config: ClusterConfig, stop: StopSignals) -> int:
+    """Start, supervise, close. 0 also when the wish to stop came while starting."""
+    from pdserve.cluster.errors import Interrupted
+    from pdserve.cluster.launch import Cluster
+    from pdserve.commands.console import make_console
+    from pdserve.commands.progress import StartView
+
+    console = make_console()
+    view = StartView(console)
+    try:
+        with Cluster(config, stop=stop.event, listener=view) as cluster:
+            stop.at_once = cluster.kill
+            _start(cluster, view, console)
+            cluster.supervise()
+            console.print("stopping")
+    except Interrupted:
+        console.print("stopped while starting")
+        return 0
+    console.print("stopped; nothing is left running")
+    return 0
+
+
+def _start(cluster: Cluster, view: StartView, console: Console) -> None:
+    from pdserve.client import InferenceClient
+    from pdserve.cluster.launch import reachable
+    from pdserve.commands import tables
+
+    with view:
+        endpoints = cluster.start()
+    with InferenceClient(reachable(endpoints.grpc)) as client:
+        info = client.model_info()
+        console.print(tables.pool(cluster.reports, client.cluster_state(), info))
+    console.print(f"model  {info.model}, {info.dtype}, up to {info.max_model_len} tokens a request")
+    console.print(f"HTTP   http://{endpoints.http}/v1")
+    console.print(f"gRPC   {endpoints.grpc}")
+    console.print(f"logs   {cluster.folders.logs}")
+    try_it = f"pdserve generate --address {reachable(endpoints.grpc)} --chat 'Why is the sky blue?'"
+    console.print(f"try    {try_it}")
+    console.print("ready; Ctrl-C stops it")

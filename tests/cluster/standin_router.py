@@ -1,0 +1,128 @@
+"""A router process as the cluster sees one: its arguments, its one line, its end. It places nothing.
+
+Workers tell it who they are over a plain socket on the link port; `Generate` answers with scripted text.
+Run as `python standin_router.py --config FILE --exit-with-parent`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from pdserve import config
+from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+WORDS = ("two ", "pools ", "share ", "one ", "cache")
+KV_BYTES = 360 << 10
+
+
+class Registry:
+    """Who has dialled and is still connected."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.listener = socket.create_server((host, port))
+        self.workers: dict[str, dict[str, Any]] = {}
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self.listener.accept()
+            threading.Thread(target=self._follow, args=(connection,), daemon=True).start()
+
+    def _follow(self, connection: socket.socket) -> None:
+        with connection, connection.makefile() as lines:
+            hello = json.loads(lines.readline())
+            self.workers[hello["worker_id"]] = hello
+            lines.read()  # until the worker is gone
+            if self.workers.get(hello["worker_id"]) is hello:
+                del self.workers[hello["worker_id"]]
+
+
+class Inference(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, registry: Registry, settings: config.RouterProcessConfig) -> None:
+        self.registry = registry
+        self.settings = settings
+
+    def GetClusterState(self, request: Any, context: Any) -> inference_pb2.GetClusterStateResponse:
+        workers = [
+            inference_pb2.WorkerState(
+                worker_id=name,
+                role=common_pb2.ROLE_PREFILL if name.startswith("prefill") else common_pb2.ROLE_DECODE,
+                address=hello["address"],
+                pid=hello["pid"],
+                ready=True,
+                blocks=common_pb2.BlockCounts(total=100, free=60, held=30, cached=10),
+            )
+            for name, hello in sorted(self.registry.workers.items())
+        ]
+        return inference_pb2.GetClusterStateResponse(workers=workers)
+
+    def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:
+        return inference_pb2.GetModelInfoResponse(model="scripted", block_size=16, max_model_len=1600, dtype="bfloat16")
+
+    def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateResponse]:
+        if request.sampling.temperature > 2:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature: must be a number in [0, 2]")
+        pause_s = float(os.environ.get("STANDIN_PAUSE_S", "0.01"))
+        for index, word in enumerate(WORDS):
+            time.sleep(pause_s)
+            last = index == len(WORDS) - 1
+            yield inference_pb2.GenerateResponse(
+                request_id="r",
+                index=index,
+                ids=[index],
+                text=word,
+                finish_reason=common_pb2.FINISH_REASON_STOP if last else common_pb2.FINISH_REASON_UNSPECIFIED,
+                usage=inference_pb2.Usage(prompt_tokens=7, output_tokens=len(WORDS)) if last else None,
+                report=self._report() if last else None,
+            )
+
+    def _report(self) -> inference_pb2.RequestReport:
+        return inference_pb2.RequestReport(
+            placement=common_pb2.PLACEMENT_DISAGGREGATED,
+            placement_reason="scripted",
+            prefill_worker="prefill-0",
+            decode_worker="decode-0",
+            ttft_s=0.01,
+            tpot_s=0.01,
+            kv_bytes=int(os.environ.get("STANDIN_KV_BYTES", KV_BYTES)),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--exit-with-parent", action="store_true")
+    settings = config.load(config.RouterProcessConfig, parser.parse_args().config)
+    router = settings.router
+    try:
+        http = socket.create_server((router.host, router.http_port))
+    except OSError:
+        print(f"error: --http-port {router.http_port} is in use", file=sys.stderr)
+        raise SystemExit(2) from None
+    registry = Registry(router.host, router.link_port)
+    server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+    inference_pb2_grpc.add_InferenceServicer_to_server(Inference(registry, settings), server)
+    port = server.add_insecure_port(f"{router.host}:{router.grpc_port}")
+    server.start()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    addresses = {"http": http.getsockname()[1], "grpc": port, "link": registry.listener.getsockname()[1]}
+    ready = {name: f"{router.host}:{number}" for name, number in addresses.items()}
+    print(json.dumps({"event": "ready", **ready, "pid": os.getpid()}), flush=True)
+    sys.stdin.buffer.read()  # until the parent is gone
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""A worker as its actor sees one: `start(config)` and a `RunningWorker`. It dials the stand-in router and waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Memory:
+    weights_bytes: int = 270 << 20
+    kv_bytes: int = 256 << 20
+    rest_bytes: int = 90 << 20
+
+
+class Worker:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._listener = socket.create_server((config.host, 0))
+        self.address = f"{config.host}:{self._listener.getsockname()[1]}"
+        self.memory = Memory()
+        self.healthy = True
+        self._config = config
+        self._ended = threading.Event()
+        threading.Thread(target=self._dial_for_ever, daemon=True).start()
+
+    def _dial_for_ever(self) -> None:
+        host, _, port = self._config.router_address.rpartition(":")
+        hello = {"worker_id": self._config.worker_id, "address": self.address, "pid": os.getpid()}
+        while not self._ended.wait(0.05):
+            try:
+                with socket.create_connection((host, int(port)), 1.0) as link:
+                    link.settimeout(None)
+                    link.sendall(json.dumps(hello).encode() + b"\n")
+                    link.recv(1)  # until the router is gone
+            except OSError:
+                continue
+
+    def wait(self, timeout_s: float | None) -> int | None:
+        return 0 if self._ended.wait(timeout_s) else None
+
+    def stop(self, timeout_s: float) -> int:
+        self._ended.set()
+        self._listener.close()
+        return 0
+
+
+def start(config: WorkerConfig) -> Worker:
+    if config.engine.model == "missing":
+        raise ConfigError("model: nothing is called 'missing'; give a directory")
+    time.sleep(float(os.environ.get("STANDIN_LOAD_S", "0")))
+    return Worker(config)
