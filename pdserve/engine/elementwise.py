@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-_PIECE: Final = 16384  # below torch's grain of 32,768 elements, a multiple of two 512-bit vectors
+_VECTORS: Final = 32  # float32 elements of two 512-bit vectors, torch's widest stride
+_PIECE: Final = 16384  # below torch's grain of 32,768 elements, a multiple of _VECTORS
 
 Exp = Callable[[Tensor], Tensor]
 """In place, x: contiguous float32."""
@@ -25,10 +27,14 @@ def exp_whole(x: Tensor) -> Tensor:
 
 
 def exp_fixed(x: Tensor) -> Tensor:
-    """An element's result does not depend on its place. The size must be a multiple of 32."""
-    assert x.numel() % 32 == 0
-    for piece in torch.split(x.view(-1), _PIECE):
+    """An element's result does not depend on its place."""
+    flat = x.view(-1)
+    whole = len(flat) - len(flat) % _VECTORS
+    for piece in torch.split(flat[:whole], _PIECE):
         piece.exp_()
+    if whole < len(flat):
+        rest = F.pad(flat[whole:], (0, whole + _VECTORS - len(flat))).exp_()
+        flat[whole:] = rest[: len(flat) - whole]
     return x
 
 

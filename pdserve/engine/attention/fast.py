@@ -1,22 +1,27 @@
-"""Attention for ordinary use: gather the blocks, then torch's fused kernel.
+"""Attention for ordinary use: gather the blocks, then two batched matrix products around a softmax.
 
-The query heads that share a KV head are folded into the query axis, so K and V are read once and never repeated
-(batch 32, context 512, SmolLM2, two threads: 1.5 ms a layer instead of 7.8 with `enable_gqa`). Decodes of similar
-length share one call; each longer piece of a prompt has its own.
+The query heads that share a KV head are folded into the query axis, so K and V are read once and never repeated.
+Decodes of similar length share one call; prompts are cut into pieces of PIECE tokens, each against the positions it
+can see, which also skips half of the work above the diagonal. One thread, SmolLM2, bfloat16, against torch's fused
+kernel on the same gathered blocks: 32 decodes at 512 positions 0.48 ms a layer (1.58), a prompt of 512 tokens 2.2 ms
+(7.6). The price: scores are rounded to the model's dtype, as in the eager reference implementation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.core.kv_layout import ceil_div
 from pdserve.engine.attention.api import Span
 from pdserve.engine.kv_cache import KvCache
+
+PIECE: Final = 128  # the fastest of 64, 128, 256, 512 for 0, 512 and 2,048 cached tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class Call:
     """Sequences with `count` new tokens each, computed together.
 
     rows: [sequences * count] int64, their rows in the batch; kv_rows: for `KvCache.gather`;
-    mask: [sequences, 1, group * count, positions], added to the scores.
+    mask: [sequences * num_kv_heads, or 1 for one sequence, group * count, positions], added to the scores.
     """
 
     sequences: int
@@ -37,7 +42,9 @@ class Call:
 class FastAttention:
     def __init__(self, kv: KvCache, num_heads: int) -> None:
         self._kv = kv
+        self._num_kv_heads = kv.layout.num_kv_heads
         self._group = num_heads // kv.layout.num_kv_heads
+        self._scale = 1.0 / math.sqrt(kv.layout.head_dim)
         self._device = kv.tensor.device
 
     def prepare(self, spans: tuple[Span, ...]) -> tuple[Call, ...]:
@@ -45,21 +52,23 @@ class FastAttention:
 
     def run(self, prepared: tuple[Call, ...], layer: int, query: Tensor) -> Tensor:
         """query: [tokens, num_heads, head_dim]."""
-        if len(prepared) == 1 and len(prepared[0].rows) == len(query):
-            return self._attend(prepared[0], layer, query)  # in the batch's own order
+        if len(prepared) == 1:
+            return self._attend(prepared[0], layer, query)  # a single call has all rows, in order
         result = torch.empty_like(query)
         for call in prepared:
             result[call.rows] = self._attend(call, layer, query[call.rows])
         return result
 
     def _attend(self, call: Call, layer: int, query: Tensor) -> Tensor:
-        key, value = self._kv.gather(layer, call.kv_rows, call.sequences)
+        """query: [sequences * count, num_heads, head_dim]; returns the same shape."""
+        key, value = (x.flatten(0, 1) for x in self._kv.gather(layer, call.kv_rows, call.sequences))
         dim = query.shape[-1]
-        shape = (call.sequences, call.count, self._kv.layout.num_kv_heads, self._group, dim)
-        folded = query.view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=call.mask)
-        unfolded = out.view(call.sequences, -1, self._group, call.count, dim)
-        return unfolded.permute(0, 3, 1, 2, 4).reshape(query.shape)
+        grouped = query.view(call.sequences, call.count, self._num_kv_heads, self._group, dim)
+        folded = grouped.permute(0, 2, 3, 1, 4).reshape(-1, self._group * call.count, dim)
+        mask = call.mask.expand(len(folded), -1, -1)
+        weights = torch.baddbmm(mask, folded, key.transpose(1, 2), alpha=self._scale).softmax(-1)
+        out = torch.bmm(weights, value).view(call.sequences, self._num_kv_heads, self._group, call.count, dim)
+        return out.permute(0, 3, 1, 2, 4).reshape(query.shape)
 
     def _call(self, bucket: list[Span]) -> Call:
         size = self._kv.layout.block_size
@@ -76,18 +85,19 @@ class FastAttention:
         token = starts + torch.arange(bucket[0].count, device=self._device).view(1, -1, 1)
         hidden = torch.arange(positions, device=self._device) > token
         mask = torch.zeros(hidden.shape, dtype=self._kv.tensor.dtype, device=self._device).masked_fill_(hidden, -torch.inf)
-        return mask.repeat(1, self._group, 1).unsqueeze(1)
+        folded = mask.repeat(1, self._group, 1)
+        return folded if len(bucket) == 1 else folded.repeat_interleave(self._num_kv_heads, dim=0)
 
 
-def _buckets(spans: Iterable[Span], block_size: int) -> list[list[Span]]:
-    """Single tokens together while the longest has at most twice the blocks of the shortest; others alone.
+def _buckets(spans: tuple[Span, ...], block_size: int) -> list[list[Span]]:
+    """Single tokens together while the longest has less than twice the blocks of the shortest; pieces of prompts alone."""
+    decodes: dict[int, list[Span]] = {}
+    for span in spans:
+        if span.count == 1:
+            decodes.setdefault(ceil_div(span.end, block_size).bit_length(), []).append(span)
+    return [*decodes.values(), *([piece] for span in spans if span.count > 1 for piece in _pieces(span))]
 
-    In the order of the batch where one bucket is enough, so that it needs no reordering.
-    """
-    spans = list(spans)
-    singles = [span for span in spans if span.count == 1]
-    lengths = {span.row: ceil_div(span.end, block_size).bit_length() for span in singles}
-    buckets: dict[int, list[Span]] = {}
-    for span in singles:
-        buckets.setdefault(lengths[span.row], []).append(span)
-    return [*buckets.values(), *([span] for span in spans if span.count > 1)]
+
+def _pieces(span: Span) -> Iterator[Span]:
+    for done in range(0, span.count, PIECE):
+        yield Span(span.row + done, span.start + done, min(PIECE, span.count - done), span.block_table)

@@ -1,15 +1,16 @@
 """Attention whose bits do not depend on company: not on chunking, batch, neighbours or block ids.
 
-Every call has one shape: a tile of QUERY_TILE tokens of one sequence against a tile of KV_TILE positions that starts
-at a multiple of KV_TILE from the sequence's beginning. Tiles are merged with an online softmax (Milakov and
+Every product has one shape: a tile of QUERY_TILE tokens of one sequence against a tile of positions that starts at a
+multiple of its own size from the sequence's beginning. Tiles are merged with an online softmax (Milakov and
 Gimelshein 2018) from position 0 upwards. So a row goes through the same operations on the same numbers whoever is
-computed with it: positions behind it are masked to weight 0 exactly, and a tile all behind it changes nothing,
-since its maximum is -inf, its sum 0 and its rescaling 1. float32 inside, also for a bfloat16 cache.
+computed with it: positions behind it get weight 0 exactly, and a tile all behind it changes nothing, since its
+maximum is -inf, its sum 0 and its rescaling 1. float32 inside, also for a bfloat16 cache.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,29 +22,37 @@ from pdserve.engine.attention.api import Span
 from pdserve.engine.elementwise import exp_fixed
 from pdserve.engine.kv_cache import KvCache
 
-QUERY_TILE: Final = 32
-KV_TILE: Final = 128
+QUERY_TILE: Final = 8  # a decode computes a whole tile for its one token
+KV_TILE_TOKENS: Final = 128  # rounded down to whole blocks; one block where blocks are larger
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query rows [row, row + count) of the batch, padded to QUERY_TILE.
+    """One query tile and the KV tiles it looks at, from position 0 upwards.
 
-    hidden: for each KV tile that a row can see, [group * QUERY_TILE, KV_TILE] bool, true where it may not look.
+    kv_tiles: indices among all KV tiles of the step; hidden: for each, [group * QUERY_TILE, positions] bool, true
+    where a token may not look, or None where all may look everywhere.
     """
 
-    row: int
-    count: int
-    hidden: tuple[Tensor, ...]
+    kv_tiles: range
+    hidden: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One sequence. kv_rows: for `KvCache.gather`; positions from `end` on are padding or stale."""
+    """All sequences of a step.
 
+    tables: [kv tiles, blocks a tile], as rows for `KvCache.gather`; stale: [kv tiles, 1, positions, 1] bool, true
+    behind a sequence's end; query_rows: [tiles * QUERY_TILE], the batch row at each place of the query tiles;
+    places: [tokens], the inverse.
+    """
+
+    kv_tiles: int
     kv_rows: Tensor
-    end: int
+    stale: Tensor
     tiles: tuple[Tile, ...]
+    query_rows: Tensor
+    places: Tensor
 
 
 class InvariantAttention:
@@ -52,49 +61,32 @@ class InvariantAttention:
         self._num_kv_heads = kv.layout.num_kv_heads
         self._group = num_heads // kv.layout.num_kv_heads
         self._scale = 1.0 / math.sqrt(kv.layout.head_dim)
+        self._tile_blocks = max(1, KV_TILE_TOKENS // kv.layout.block_size)
+        self._tile_tokens = self._tile_blocks * kv.layout.block_size
         self._device = kv.tensor.device
 
-    def prepare(self, spans: tuple[Span, ...]) -> tuple[Work, ...]:
-        return tuple(self._work(span) for span in spans)
-
-    def run(self, prepared: tuple[Work, ...], layer: int, query: Tensor) -> Tensor:
+    def run(self, prepared: Work, layer: int, query: Tensor) -> Tensor:
         """query: [tokens, num_heads, head_dim]."""
-        result = torch.empty_like(query)
-        for work in prepared:
-            key, value = self._history(work, layer)
-            for tile in work.tiles:
-                rows = slice(tile.row, tile.row + tile.count)
-                result[rows] = self._attend(tile, query[rows], key, value)
-        return result
+        heads, dim = query.shape[1:]
+        key, value = (x.float() for x in self._kv.gather(layer, prepared.kv_rows, prepared.kv_tiles))
+        value = value.masked_fill(prepared.stale, 0.0)  # a stale infinity would turn a weight of 0 into NaN
+        key = key.transpose(2, 3).contiguous()
+        padded = query[prepared.query_rows].float().mul_(self._scale)
+        tiled = padded.view(-1, QUERY_TILE, self._num_kv_heads, self._group, dim).permute(0, 2, 3, 1, 4)
+        folded = tiled.reshape(-1, self._num_kv_heads, self._group * QUERY_TILE, dim)
+        out = torch.stack([self._merge(q, key, value, tile) for q, tile in zip(folded, prepared.tiles, strict=True)])
+        unfolded = out.view(-1, self._num_kv_heads, self._group, QUERY_TILE, dim).permute(0, 3, 1, 2, 4)
+        return unfolded.reshape(-1, heads, dim)[prepared.places].to(query.dtype)
 
-    def _history(self, work: Work, layer: int) -> tuple[Tensor, Tensor]:
-        """K^T: [tiles, num_kv_heads, head_dim, KV_TILE], V: [tiles, num_kv_heads, KV_TILE, head_dim]; float32.
-
-        Zero from `end` on: a stale infinity would turn a weight of 0 into NaN.
-        """
-        key, value = (x[0].float() for x in self._kv.gather(layer, work.kv_rows, 1))
-        missing = -work.end % KV_TILE
-        key, value = (torch.nn.functional.pad(x[:, : work.end], (0, 0, 0, missing)) for x in (key, value))
-        tiled = (self._num_kv_heads, -1, KV_TILE, key.shape[-1])
-        return key.view(tiled).permute(1, 0, 3, 2).contiguous(), value.view(tiled).transpose(0, 1).contiguous()
-
-    def _attend(self, tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: [count, num_heads, head_dim]; returns the same shape, float32."""
-        count, heads, dim = query.shape
-        padded = torch.zeros(QUERY_TILE, heads, dim, dtype=torch.float32, device=self._device)
-        padded[:count] = query
-        folded = padded.mul_(self._scale).view(QUERY_TILE, self._num_kv_heads, self._group, dim)
-        folded = folded.permute(1, 2, 0, 3).reshape(self._num_kv_heads, self._group * QUERY_TILE, dim)
-        out = self._merge(folded, key, value, tile.hidden)
-        return out.view(self._num_kv_heads, self._group, QUERY_TILE, dim).permute(2, 0, 1, 3).reshape(-1, heads, dim)[:count]
-
-    def _merge(self, query: Tensor, key: Tensor, value: Tensor, hidden: tuple[Tensor, ...]) -> Tensor:
-        """query: [num_kv_heads, rows, head_dim], float32. The KV tiles are merged in order of position."""
+    def _merge(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> Tensor:
+        """query: [num_kv_heads, group * QUERY_TILE, head_dim], float32; returns the same shape."""
         maximum = torch.full((*query.shape[:2], 1), -torch.inf, device=self._device)
         total = torch.zeros_like(maximum)
         result = torch.zeros_like(query)
-        for i, mask in enumerate(hidden):
-            scores = torch.bmm(query, key[i]).masked_fill_(mask, -torch.inf)
+        for i, hidden in zip(tile.kv_tiles, tile.hidden, strict=True):
+            scores = torch.bmm(query, key[i])
+            if hidden is not None:
+                scores.masked_fill_(hidden, -torch.inf)
             higher = torch.maximum(maximum, scores.amax(-1, keepdim=True))
             weights = exp_fixed(scores.sub_(higher))
             keep = exp_fixed(maximum.sub_(higher))
@@ -103,19 +95,51 @@ class InvariantAttention:
             maximum = higher
         return result.div_(total)
 
-    def _work(self, span: Span) -> Work:
-        blocks = ceil_div(span.end, self._kv.layout.block_size)
-        table = torch.tensor([span.block_table[:blocks]], dtype=torch.int64, device=self._device)
-        tiles = tuple(self._tile(span, done) for done in range(0, span.count, QUERY_TILE))
-        return Work(self._kv.gather_rows(table), span.end, tiles)
+    def prepare(self, spans: tuple[Span, ...]) -> Work:
+        tables: list[tuple[int, ...]] = []
+        ends: list[int] = []
+        tiles: list[Tile] = []
+        query_rows: list[int] = []
+        places: list[int] = []
+        for span in spans:
+            first = len(tables)
+            for table, end in self._kv_tiles(span):
+                tables.append(table)
+                ends.append(end)
+            for start in range(span.start, span.end, QUERY_TILE):
+                count = min(QUERY_TILE, span.end - start)
+                row = span.row + start - span.start
+                places += range(len(query_rows), len(query_rows) + count)
+                query_rows += [*range(row, row + count), *[row] * (QUERY_TILE - count)]
+                tiles.append(self._tile(first, start, count))
+        return Work(
+            kv_tiles=len(tables),
+            kv_rows=self._kv.gather_rows(torch.tensor(tables, dtype=torch.int64, device=self._device)),
+            stale=self._stale(ends),
+            tiles=tuple(tiles),
+            query_rows=torch.tensor(query_rows, device=self._device),
+            places=torch.tensor(places, device=self._device),
+        )
 
-    def _tile(self, span: Span, done: int) -> Tile:
-        count = min(QUERY_TILE, span.count - done)
-        first = span.start + done
-        position = torch.arange(first, first + QUERY_TILE, device=self._device).view(-1, 1)
-        position[count:] = 0  # padding rows look at the first token only, so that they stay finite
-        hidden = []
-        for begin in range(0, first + count, KV_TILE):
-            behind = torch.arange(begin, begin + KV_TILE, device=self._device) > position
-            hidden.append(behind.repeat(self._group, 1))
-        return Tile(span.row + done, count, tuple(hidden))
+    def _kv_tiles(self, span: Span) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Block ids of each KV tile, filled up with the sequence's first block, and the end of what is real in it."""
+        for begin in range(ceil_div(span.end, self._tile_tokens)):
+            blocks = span.block_table[begin * self._tile_blocks : (begin + 1) * self._tile_blocks]
+            padding = span.block_table[:1] * (self._tile_blocks - len(blocks))
+            yield (*blocks, *padding), span.end - begin * self._tile_tokens
+
+    def _stale(self, ends: list[int]) -> Tensor:
+        behind = torch.arange(self._tile_tokens, device=self._device) >= torch.tensor(ends, device=self._device).view(-1, 1)
+        return behind.view(len(ends), 1, self._tile_tokens, 1)
+
+    def _tile(self, first_kv_tile: int, start: int, count: int) -> Tile:
+        """For tokens [start, start + count); the tile's padding repeats the first of them."""
+        tokens = self._tile_tokens
+        used = ceil_div(start + count, tokens)
+        position = start + torch.arange(QUERY_TILE, device=self._device).view(-1, 1)
+        position[count:] = start
+        hidden: list[Tensor | None] = [None] * used
+        for i in range(start // tokens, used):  # the others lie before every token of the tile
+            behind = torch.arange(i * tokens, (i + 1) * tokens, device=self._device) > position
+            hidden[i] = behind.repeat(self._group, 1)
+        return Tile(range(first_kv_tile, first_kv_tile + used), tuple(hidden))
