@@ -1,0 +1,1 @@
+"""The decode role: reserves room, pulls KV blocks from prefill workers, and streams tokens."""

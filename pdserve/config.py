@@ -175,7 +175,6 @@ class WorkerConfig:
     advertise_host: str | None = None  # None: `host`
     transport: Literal["nixl", "fake"] = "nixl"
     heartbeat_interval_s: float = 1.0
-    orphan_grace_s: float = 2.0  # a router's work is cancelled when its link has been gone for so long
 
 
 @dataclass(frozen=True, slots=True)

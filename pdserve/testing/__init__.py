@@ -1,0 +1,1 @@
+"""Shipped help for tests: a cluster of real processes without Ray, scripted peers, emptiness checks."""

@@ -1,0 +1,220 @@
+"""What a decode worker does with the router's commands and the engine's events. Loop thread only.
+
+```
+Bind(local_prefill) -> reserve whole -> Reserved -> prefill and decode here                           (colocated)
+Bind -> reserve whole -> Reserved -> Attach(lease, ticket) -> follow the lease, pull, commit: OK
+     -> the engine takes the blocks as the sequence's -> KvCommitted -> tokens 1, 2, ...
+     -> anything else: RequestFailed; blocks freed, or quarantined until our read has stopped
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+
+from decode_worker.inbound import Inbound
+from kvtransfer.lease_client import LeaseClient
+from kvtransfer.pull import Pulled
+from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError
+from pdserve.core.ids import Handle, ReaderId, SeqId
+from pdserve.rpc import codec
+from pdserve.rpc.v1 import decode_pb2, link_pb2
+from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents, Token
+from pdserve.worker.output import OutputStream
+from pdserve.worker.refuse import check_prompt, failed
+from pdserve.worker.runtime import Host
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class BoundRequest:
+    """One Bind command, until its last token, failure or cancellation."""
+
+    handle: Handle
+    seq_id: SeqId
+    reader_id: ReaderId
+    prompt_len: int
+    local_prefill: bool
+    output: OutputStream
+    inbound: Inbound | None = None
+    task: asyncio.Task[None] | None = None
+
+
+class DecodeRole:
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._by_handle: dict[Handle, BoundRequest] = {}
+        self._by_seq: dict[SeqId, BoundRequest] = {}
+        self._clean_ups: set[asyncio.Task[None]] = set()
+        self._binds = 0
+        self._leases = LeaseClient(
+            host.incarnation,
+            host.agent_metadata,
+            host.transfer,
+            cluster_token=host.config.cluster_token,
+            config=host.config.lease,
+        )
+
+    @property
+    def leases_held(self) -> int:
+        return 0
+
+    def on_command(self, message: link_pb2.RouterMessage) -> None:
+        body = message.WhichOneof("body")
+        if body == "bind":
+            self._bind(message.bind)
+        elif body == "attach":
+            self._attach(message.attach)
+        elif body == "cancel":
+            self._cancel(Handle(message.cancel.handle))
+        else:
+            log.error("a decode worker was sent %s; ignored", body)
+
+    def on_step(self, events: StepEvents) -> None:
+        for result in events.reserved:
+            self._reserved(result)
+        rows = [row for token in events.tokens if (row := self._token(token)) is not None]
+        if rows:
+            self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
+
+    def on_tick(self) -> None:
+        pass
+
+    def on_link_lost(self) -> None:
+        for handle in list(self._by_handle):
+            self._cancel(handle)
+
+    async def close(self) -> None:
+        self.on_link_lost()
+        await asyncio.gather(*self._clean_ups, return_exceptions=True)
+        await self._leases.close()
+
+    def _bind(self, command: decode_pb2.Bind) -> None:
+        handle = Handle(command.handle)
+        try:
+            prompt = codec.unpack_ids(command.prompt_ids)
+            params = codec.sampling_from_wire(command.sampling)
+            check_prompt(prompt, self._host)
+            seq_id = self._host.next_seq_id()
+            self._host.submit(Reserve(seq_id, prompt, params, command.priority, command.local_prefill))
+        except (PdserveError, ValueError) as exc:
+            error = exc if isinstance(exc, PdserveError) else InvalidRequest(str(exc), field="prompt_ids")
+            self._host.send(failed(handle, error))
+            return
+        self._binds += 1
+        self._by_handle[handle] = self._by_seq[seq_id] = BoundRequest(
+            handle,
+            seq_id,
+            ReaderId(self._host.incarnation, self._binds),
+            len(prompt),
+            command.local_prefill,
+            OutputStream(handle, self._host.tokenizer, params),
+        )
+
+    def _reserved(self, result: ReserveResult) -> None:
+        request = self._by_seq.get(result.seq_id)
+        if request is None:
+            return  # cancelled meanwhile; the engine frees the blocks with the Abort that follows
+        if result.block_ids is None:
+            self._forget(request)
+            needed = self._host.layout.blocks_for(request.prompt_len) + 1
+            no_room = decode_pb2.NoRoom(handle=request.handle, blocks_needed=needed)
+            self._host.send(link_pb2.WorkerMessage(no_room=no_room))
+            return
+        if not request.local_prefill:
+            blocks = result.block_ids[: self._host.layout.blocks_for(request.prompt_len)]
+            request.inbound = Inbound(self._host, self._leases, request.reader_id, blocks, request.prompt_len)
+        self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle)))
+
+    def _attach(self, command: decode_pb2.Attach) -> None:
+        request = self._by_handle.get(Handle(command.handle))
+        if request is None:
+            return  # cancelled or failed meanwhile
+        if request.inbound is None or request.task is not None:
+            self._fail(request, InternalBug("Attach before Reserved, or twice, or for a colocated request"))
+            return
+        request.task = asyncio.create_task(self._hand_off(request, request.inbound, command))
+
+    async def _hand_off(self, request: BoundRequest, inbound: Inbound, command: decode_pb2.Attach) -> None:
+        try:
+            pulled = await inbound.pull(codec.lease_id_from_wire(command.lease_id), command.ticket)
+        except PdserveError as exc:
+            self._fail(request, exc)
+        except Exception as exc:
+            log.exception("handoff of request %d", request.handle)
+            self._fail(request, InternalBug(f"handoff: {exc!r}"))
+        else:
+            self._activate(request, pulled)
+
+    def _activate(self, request: BoundRequest, pulled: Pulled) -> None:
+        """The commit was answered OK: the blocks become the sequence's and it decodes from token 0."""
+        request.task = request.inbound = None
+        if pulled.first_token.finish_reason is not None:
+            self._forget(request)  # token 0 ended the request, which the router has seen as well
+            self._host.submit(Abort(request.seq_id))
+            return
+        request.output.push(0, pulled.first_token.token_id, None)  # its row came from prefill; the text state goes on
+        self._host.submit(Activate(request.seq_id, pulled.first_token.token_id))
+        committed = decode_pb2.KvCommitted(
+            handle=request.handle,
+            kv_bytes=pulled.kv_bytes,
+            blocks=pulled.blocks,
+            transfer_s=pulled.transfer_s,
+            commit_s=pulled.commit_s,
+            exposed_transfer_s=pulled.exposed_s,
+        )
+        self._host.send(link_pb2.WorkerMessage(kv_committed=committed))
+
+    def _token(self, token: Token) -> link_pb2.StepRow | None:
+        request = self._by_seq.get(token.seq_id)
+        if request is None:
+            return None  # the step was under way when the request ended
+        row = request.output.push(token.index, token.token_id, token.finish_reason)
+        if row.finish_reason:
+            self._forget(request)
+            if token.finish_reason is None:  # a stop string, which the engine does not know of
+                self._host.submit(Abort(request.seq_id))
+        return row
+
+    def _cancel(self, handle: Handle) -> None:
+        request = self._by_handle.get(handle)
+        if request is not None:
+            self._drop(request)
+
+    def _fail(self, request: BoundRequest, error: PdserveError) -> None:
+        log.warning("request %d failed here: %s", request.handle, error.message)
+        if self._by_handle.get(request.handle) is request:
+            self._drop(request)
+            self._host.send(failed(request.handle, error))
+
+    def _drop(self, request: BoundRequest) -> None:
+        """Everything this request holds here is released, its blocks at the engine's next step boundary.
+
+        Blocks that a read may still write stay out of use until the transport says that it has stopped.
+        """
+        self._forget(request)
+        inbound = request.inbound
+        in_flight = inbound is not None and inbound.read_in_flight
+        self._host.submit(Abort(request.seq_id, read_in_flight=in_flight))
+        if request.task is not None and request.task is not asyncio.current_task():
+            request.task.cancel()
+        if inbound is not None:
+            self._spawn(self._end_inbound(request.seq_id, inbound, in_flight))
+
+    async def _end_inbound(self, seq_id: SeqId, inbound: Inbound, in_flight: bool) -> None:
+        await inbound.abandon()
+        if in_flight:
+            self._host.submit(EndQuarantine(seq_id))
+
+    def _forget(self, request: BoundRequest) -> None:
+        del self._by_handle[request.handle]
+        del self._by_seq[request.seq_id]
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._clean_ups.add(task)
+        task.add_done_callback(self._clean_ups.discard)

@@ -1,0 +1,138 @@
+"""An in-memory transport for tests: pools of one process, real bytes, faults on demand.
+
+`FakeFabric` stands for the network and is passed to every transport that should meet on it. A held read copies only
+when it is resumed, as a transport does whose late data still lands in reused memory; so a caller that frees blocks
+too early corrupts them here as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from kvtransfer.api import LocalRegion, ReadAdrift, ReadHandle, RemoteRegion, check_shapes
+from pdserve.core.errors import TransferFailed
+from pdserve.core.ids import Incarnation
+
+_METADATA_PREFIX = b"fake:"
+
+
+class FakeFabric:
+    """The pools that can be reached, by incarnation, and the faults of the next reads.
+
+    Set from a test's thread, read by transfer threads: each member is replaced or changed by single operations only.
+    """
+
+    def __init__(self) -> None:
+        self._regions: dict[Incarnation, LocalRegion] = {}
+        self._held: set[Incarnation] = set()
+        self._adrift: set[Incarnation] = set()
+        self.polls_until_done = 0  # a read takes so many polls; 0: it is done when posted
+
+    def attach(self, incarnation: Incarnation, region: LocalRegion) -> None:
+        self._regions[incarnation] = region
+
+    def kill(self, incarnation: Incarnation) -> None:
+        """The peer is gone: its reads, also those in flight, fail."""
+        self._regions.pop(incarnation, None)
+
+    def hold(self, incarnation: Incarnation) -> None:
+        """Reads of this peer make no progress until `resume`."""
+        self._held.add(incarnation)
+
+    def resume(self, incarnation: Incarnation) -> None:
+        self._held.discard(incarnation)
+
+    def set_adrift(self, incarnation: Incarnation) -> None:
+        """The next reads of this peer fail without saying whether they may still write."""
+        self._adrift.add(incarnation)
+
+    def region_of(self, incarnation: Incarnation) -> LocalRegion | None:
+        return self._regions.get(incarnation)
+
+    def is_held(self, incarnation: Incarnation) -> bool:
+        return incarnation in self._held
+
+    def is_adrift(self, incarnation: Incarnation) -> bool:
+        return incarnation in self._adrift
+
+
+class _FakeRead(ReadHandle):
+    __slots__ = ("done", "local_blocks", "polls_left", "remote_blocks")
+
+    def __init__(self, peer: Incarnation, remote_blocks: Sequence[int], local_blocks: Sequence[int], polls_left: int) -> None:
+        super().__init__(peer, len(local_blocks))
+        self.remote_blocks = tuple(remote_blocks)
+        self.local_blocks = tuple(local_blocks)
+        self.polls_left = polls_left
+        self.done = False
+
+
+class FakeTransport:
+    """See `kvtransfer.api.Transport` for the contract of each method. Host memory only."""
+
+    def __init__(self, fabric: FakeFabric, incarnation: Incarnation, region: LocalRegion) -> None:
+        assert region.device.kind == "cpu"
+        self._fabric = fabric
+        self._incarnation = incarnation
+        self._region = region
+        self._peers: set[Incarnation] = set()
+        self._closed = False
+        fabric.attach(incarnation, region)
+
+    def metadata(self) -> bytes:
+        return _METADATA_PREFIX + b"%016x" % self._incarnation
+
+    def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
+        if metadata != _METADATA_PREFIX + b"%016x" % incarnation:
+            raise TransferFailed(f"the metadata of peer {incarnation:016x} names another agent")
+        if self._fabric.region_of(incarnation) is None:
+            raise TransferFailed(f"cannot connect to peer {incarnation:016x}")
+        self._peers.add(incarnation)
+
+    def disconnect(self, incarnation: Incarnation) -> None:
+        self._peers.discard(incarnation)
+
+    def post_read(
+        self, peer: Incarnation, region: RemoteRegion, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> ReadHandle:
+        if peer not in self._peers:
+            raise TransferFailed(f"peer {peer:016x} is not connected")
+        check_shapes(self._region, region, remote_blocks, local_blocks)
+        if self._reachable(peer) != region:
+            raise TransferFailed(f"the pool {region} is not peer {peer:016x}'s")
+        if self._fabric.is_adrift(peer):
+            raise ReadAdrift(f"a read of {len(local_blocks)} blocks from peer {peer:016x} failed")
+        read = _FakeRead(peer, remote_blocks, local_blocks, self._fabric.polls_until_done)
+        if read.polls_left == 0 and not self._fabric.is_held(peer):
+            self._copy(read)
+        return read
+
+    def poll(self, handle: ReadHandle) -> bool:
+        assert isinstance(handle, _FakeRead)
+        if not handle.done:
+            self._reachable(handle.peer)
+            if self._fabric.is_held(handle.peer):
+                return False
+            handle.polls_left -= 1
+            if handle.polls_left < 0:
+                self._copy(handle)
+        return handle.done
+
+    def close(self) -> None:
+        self._closed = True
+        self._fabric.kill(self._incarnation)
+
+    def _reachable(self, peer: Incarnation) -> RemoteRegion:
+        region = self._fabric.region_of(peer)
+        if region is None:
+            self._peers.discard(peer)
+            raise TransferFailed(f"peer {peer:016x} disconnected during a read")
+        return region
+
+    def _copy(self, read: _FakeRead) -> None:
+        assert not self._closed
+        source = self._reachable(read.peer)
+        for remote, local in zip(read.remote_blocks, read.local_blocks, strict=True):
+            ctypes.memmove(self._region.address_of(local), source.address_of(remote), source.block_bytes)
+        read.done = True

@@ -1,0 +1,285 @@
+"""KV reads over NIXL with its UCX backend: the only file that imports nixl.
+
+Host memory (DRAM) and CUDA memory (VRAM) take the same path. What shaped this file, all of it measured:
+
+- NIXL's progress thread spins a whole core unless its delay is set, and the Python wrapper hard-codes 0; so the agent
+  is built on the binding itself. 1 ms of delay costs 1.6 % of a core and no throughput, on TCP neither.
+- Within one host UCX copies with process_vm_readv, so posting blocks until everything is there (10-13 GiB/s for
+  blocks of 360 KiB); over TCP it returns at once (1.1 GiB/s on loopback) and the handle is polled.
+- The death of a peer shows as an exception, from posting as often as from polling. A stopped peer or a cut link shows
+  as nothing at all for minutes, unless TCP's own timers are shortened; callers keep deadlines of their own.
+- Releasing a read in flight reports success, yet late data is still written: a handle is released only when over.
+- An agent name that is known cannot be loaded again, so agents are named by worker and incarnation.
+- NIXL's own helpers for addresses are pickles and its notifications are unauthenticated: neither is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvtransfer.api import LocalRegion, ReadAdrift, ReadHandle, Region, RemoteRegion, check_shapes
+from pdserve.core.errors import TransferFailed
+from pdserve.core.ids import Incarnation, WorkerId
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_DELAY_US: Final = 1000
+MAX_METADATA_BYTES: Final = 1 << 16  # seen: 350-450 B with UCX on one host
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
+
+_ENVIRONMENT: Final = {
+    "NIXL_LOG_LEVEL": "WARN",
+    # A dead host is noticed in about 4 s; with UCX's defaults a cut link stays "in progress" for 150 s.
+    "UCX_TCP_USER_TIMEOUT": "3s",
+    "UCX_TCP_KEEPIDLE": "1s",
+    "UCX_TCP_KEEPINTVL": "1s",
+    "UCX_KEEPALIVE_INTERVAL": "1s",
+}
+
+
+def prepare_environment(environ: MutableMapping[str, str] | None = None) -> None:
+    """Set what NIXL and UCX read when they are loaded; what the user has set stays."""
+    environ = os.environ if environ is None else environ
+    for name, value in _ENVIRONMENT.items():
+        environ.setdefault(name, value)
+    if not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
+        environ.setdefault("UCX_MODULES", "^ib")  # with rdma-core but no device, exiting would segfault
+
+
+def agent_name(worker_id: WorkerId, incarnation: Incarnation) -> str:
+    return f"{worker_id}{_name_suffix(incarnation)}"
+
+
+def _name_suffix(incarnation: Incarnation) -> str:
+    return f"@{incarnation:016x}"
+
+
+@dataclass(slots=True)
+class _Connection:
+    name: str
+    broken: bool = False
+    region: RemoteRegion | None = None
+    side: int = 0  # the prepared descriptor list of `region`
+
+
+@dataclass(slots=True)
+class _Bindings:
+    """NIXL's compiled module and its exception types."""
+
+    module: Any
+    disconnected: type[Exception] = field(init=False)
+    errors: tuple[type[Exception], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.disconnected = self.module.nixlRemoteDisconnectError
+        members = vars(self.module).values()
+        self.errors = tuple(m for m in members if isinstance(m, type) and issubclass(m, Exception))
+
+    @contextmanager
+    def translated(self, doing: str) -> Iterator[None]:
+        """NIXL's exceptions become `TransferFailed`."""
+        try:
+            yield
+        except self.errors as exc:
+            raise TransferFailed(f"{doing}: {exc}") from exc
+
+
+def _load() -> _Bindings:
+    prepare_environment()
+    from nixl import _bindings
+
+    return _Bindings(_bindings)
+
+
+class _NixlRead(ReadHandle):
+    """`request` is NIXL's handle; None once it is over and released."""
+
+    __slots__ = ("request",)
+
+    def __init__(self, peer: Incarnation, num_blocks: int, request: int | None) -> None:
+        super().__init__(peer, num_blocks)
+        self.request = request
+
+
+class NixlTransport:
+    """One NIXL agent over one registered pool. See `kvtransfer.api.Transport` for the contract of each method."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        region: LocalRegion,
+        *,
+        progress_delay_us: int = PROGRESS_DELAY_US,
+    ) -> None:
+        """Raises `TransferFailed` when the agent cannot be made or the pool not be registered."""
+        self._nixl = _load()
+        self._region = region
+        self._peers: dict[Incarnation, _Connection] = {}
+        self._unreleased: list[int] = []  # requests that NIXL would not release, or that are adrift
+        module = self._nixl.module
+        config = module.nixlAgentConfig()
+        config.useProgThread = True  # without it a passive side that makes no calls never answers
+        config.pthrDelay = progress_delay_us
+        config.useListenThread = False
+        config.syncMode = module.NIXL_THREAD_SYNC_NONE
+        with self._nixl.translated("cannot start the NIXL agent"):
+            self._agent: Any = module.nixlAgent(agent_name(worker_id, incarnation), config)
+            self._backend = self._agent.createBackend("UCX", {})
+            self._register(region)
+            self._local_side = self._prepare(module.NIXL_INIT_AGENT, region)
+            self._metadata = bytes(self._agent.getLocalMD())
+
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
+        known = self._peers.get(incarnation)
+        if known is not None and not known.broken:
+            return
+        self.disconnect(incarnation)
+        _check_metadata(incarnation, metadata)
+        with self._nixl.translated(f"cannot connect to peer {incarnation:016x}"):
+            name = _text(self._agent.loadRemoteMD(metadata))
+        if not name.endswith(_name_suffix(incarnation)):
+            self._forget(name)
+            raise TransferFailed(f"the metadata of peer {incarnation:016x} names agent {name!r}")
+        self._peers[incarnation] = _Connection(name)
+
+    def disconnect(self, incarnation: Incarnation) -> None:
+        connection = self._peers.pop(incarnation, None)
+        if connection is None:
+            return
+        if connection.region is not None:
+            self._agent.releasedDlistH(connection.side)
+        self._forget(connection.name)
+
+    def post_read(
+        self, peer: Incarnation, region: RemoteRegion, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> ReadHandle:
+        connection = self._peers.get(peer)
+        if connection is None or connection.broken:
+            raise TransferFailed(f"peer {peer:016x} is not connected")
+        check_shapes(self._region, region, remote_blocks, local_blocks)
+        self._prepare_remote(connection, region)
+        with self._nixl.translated(f"cannot make a read of peer {peer:016x}"):
+            request = self._agent.makeXferReq(
+                self._nixl.module.NIXL_READ,
+                self._local_side,
+                np.asarray(local_blocks, dtype=np.int32),
+                connection.side,
+                np.asarray(remote_blocks, dtype=np.int32),
+                b"",
+                [self._backend],
+                False,
+            )
+        handle = _NixlRead(peer, len(local_blocks), request)
+        self._advance(handle, self._agent.postXferReq, connection)
+        return handle
+
+    def poll(self, handle: ReadHandle) -> bool:
+        assert isinstance(handle, _NixlRead)
+        if handle.request is None:
+            return True
+        return self._advance(handle, self._agent.getXferStatus, self._peers.get(handle.peer))
+
+    def close(self) -> None:
+        """Ends the agent with its connections and registration; reads in flight lose their sockets with it."""
+        if self._agent is None:
+            return
+        for incarnation in list(self._peers):
+            self.disconnect(incarnation)
+        self._agent.releasedDlistH(self._local_side)
+        self._agent = None
+
+    def _advance(self, handle: _NixlRead, ask: Any, connection: _Connection | None) -> bool:
+        """Post or poll: one place for all that can become of a read."""
+        assert handle.request is not None
+        peer = f"peer {handle.peer:016x}"
+        try:
+            status = ask(handle.request)
+        except self._nixl.disconnected as exc:
+            self._finish(handle)
+            if connection is not None:
+                connection.broken = True
+            raise TransferFailed(f"{peer} disconnected during a read of {handle.num_blocks} blocks") from exc
+        except self._nixl.errors as exc:
+            self._abandon(handle)
+            raise ReadAdrift(f"a read of {handle.num_blocks} blocks from {peer} failed: {exc}") from exc
+        if status == self._nixl.module.NIXL_IN_PROG:
+            return False
+        if status != self._nixl.module.NIXL_SUCCESS:
+            self._abandon(handle)
+            raise ReadAdrift(f"a read of {handle.num_blocks} blocks from {peer} ended as {status}")
+        self._finish(handle)
+        return True
+
+    def _finish(self, handle: _NixlRead) -> None:
+        request, handle.request = handle.request, None
+        try:
+            self._agent.releaseXferReq(request)
+        except self._nixl.errors as exc:
+            logger.warning("NIXL kept a finished read of peer %016x: %s", handle.peer, exc)
+
+    def _abandon(self, handle: _NixlRead) -> None:
+        """Keep the request until the agent ends: releasing it would hide that it may still write."""
+        assert handle.request is not None
+        self._unreleased.append(handle.request)
+        handle.request = None
+
+    def _forget(self, name: str) -> None:
+        try:
+            self._agent.invalidateRemoteMD(name)
+        except self._nixl.errors as exc:
+            logger.debug("NIXL had already dropped agent %s: %s", name, exc)
+
+    def _register(self, region: Region) -> None:
+        module = self._nixl.module
+        descriptors = module.nixlRegDList(self._memory(region), [(region.address, region.nbytes, region.device.index, "")])
+        self._agent.registerMem(descriptors, [self._backend])
+
+    def _prepare_remote(self, connection: _Connection, region: RemoteRegion) -> None:
+        """Once per peer, for its whole pool; a peer's pool never moves."""
+        if connection.region == region:
+            return
+        if connection.region is not None:
+            raise TransferFailed(f"agent {connection.name} moved its pool from {connection.region} to {region}")
+        with self._nixl.translated(f"the pool {region} is not agent {connection.name}'s"):
+            connection.side = self._prepare(connection.name, region)
+        connection.region = region
+
+    def _prepare(self, owner: str, region: Region) -> int:
+        """A descriptor list of [num_blocks, 3] uint64 (address, length, device), one row a block."""
+        rows = np.empty((region.num_blocks, 3), dtype=np.uint64)
+        rows[:, 0] = region.address + np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(region.block_bytes)
+        rows[:, 1] = region.block_bytes
+        rows[:, 2] = region.device.index
+        descriptors = self._nixl.module.nixlXferDList(self._memory(region), rows)
+        return int(self._agent.prepXferDlist(owner, descriptors, [self._backend]))
+
+    def _memory(self, region: Region) -> Any:
+        module = self._nixl.module
+        return module.VRAM_SEG if region.device.kind == "cuda" else module.DRAM_SEG
+
+
+def _check_metadata(incarnation: Incarnation, metadata: bytes) -> None:
+    """Before NIXL sees it: loading the metadata of an agent that is known already breaks that agent's reads.
+
+    NIXL writes an agent's name into its metadata in clear.
+    """
+    if len(metadata) > MAX_METADATA_BYTES:
+        raise TransferFailed(f"peer {incarnation:016x} sent {len(metadata)} bytes of agent metadata")
+    if _name_suffix(incarnation).encode() not in metadata:
+        raise TransferFailed(f"the metadata of peer {incarnation:016x} is of another agent")
+
+
+def _text(name: bytes | str) -> str:
+    return name if isinstance(name, str) else name.decode("utf-8", "replace")

@@ -1,0 +1,189 @@
+"""What runs in the transfer thread: takes commands, polls reads, says what became of them.
+
+Knows no asyncio: answers leave through `emit`. With nothing in flight it blocks on its queue and costs nothing; with
+reads in flight it polls with back-off, because the transport has nothing to wait on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Final, NewType
+
+from kvtransfer.api import ReadAdrift, ReadHandle, RemoteRegion, Transport
+from pdserve.core.errors import TransferFailed
+from pdserve.core.ids import Incarnation
+
+logger = logging.getLogger(__name__)
+
+ReadId = NewType("ReadId", int)
+
+POLL_MIN_S: Final = 50e-6  # a small read over TCP takes about 100 us
+POLL_MAX_S: Final = 2e-3  # 500 polls a second of a slow read: about 1 % of a core
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    incarnation: Incarnation
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Takes effect when the peer's last read has stopped, unless a `Connect` comes first."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Not posted at all when the monotonic clock has passed `deadline_s` by the time its turn comes."""
+
+    read_id: ReadId
+    peer: Incarnation
+    region: RemoteRegion
+    remote_blocks: tuple[int, ...]
+    local_blocks: tuple[int, ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Close the transport and return."""
+
+
+Command = Connect | Disconnect | Post | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """`error` None: the peer can be read."""
+
+    incarnation: Incarnation
+    error: TransferFailed | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    read_id: ReadId
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """`stopped` False: the read may still write into local memory, and only `Stopped` or the thread's end says more."""
+
+    read_id: ReadId
+    error: TransferFailed
+    stopped: bool
+
+
+Event = Connected | ReadDone | ReadFailed
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    handle: ReadHandle
+    posted_s: float
+
+
+class Reactor:
+    """Owner of a transport's reads. One thread."""
+
+    def __init__(self, transport: Transport, commands: SimpleQueue[Command], emit: Callable[[Event], None]) -> None:
+        self._transport = transport
+        self._commands = commands
+        self._emit = emit
+        self._reads: dict[ReadId, _InFlight] = {}
+        self._adrift: set[Incarnation] = set()
+        self._leaving: set[Incarnation] = set()
+
+    def run(self) -> None:
+        """Until `Stop`. Does not close the transport."""
+        delay_s = POLL_MIN_S
+        while True:
+            command = self._next_command(delay_s if self._reads else None)
+            if isinstance(command, Stop):
+                return
+            if command is not None:
+                self._handle(command)
+            progressed = self._poll_all()
+            idle = command is None and not progressed
+            delay_s = min(delay_s * 2, POLL_MAX_S) if idle else POLL_MIN_S
+
+    def _next_command(self, timeout_s: float | None) -> Command | None:
+        """None: `timeout_s` passed. Without a timeout, blocks until there is one."""
+        try:
+            return self._commands.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def _handle(self, command: Connect | Disconnect | Post) -> None:
+        match command:
+            case Connect():
+                self._connect(command)
+            case Disconnect():
+                self._leaving.add(command.incarnation)
+                self._leave_if_unused(command.incarnation)
+            case Post():
+                self._post(command)
+
+    def _connect(self, command: Connect) -> None:
+        self._leaving.discard(command.incarnation)
+        try:
+            self._transport.connect(command.incarnation, command.metadata)
+        except TransferFailed as exc:
+            self._emit(Connected(command.incarnation, exc))
+        else:
+            self._emit(Connected(command.incarnation, None))
+
+    def _post(self, command: Post) -> None:
+        now_s = time.monotonic()
+        if now_s >= command.deadline_s:
+            late = TransferFailed(f"a read of {len(command.local_blocks)} blocks missed its deadline before it was posted")
+            self._emit(ReadFailed(command.read_id, late, stopped=True))
+            return
+        try:
+            handle = self._transport.post_read(command.peer, command.region, command.remote_blocks, command.local_blocks)
+        except TransferFailed as exc:
+            self._fail(command.read_id, command.peer, exc)
+        else:
+            self._reads[command.read_id] = _InFlight(handle, now_s)
+
+    def _poll_all(self) -> bool:
+        """True when a read ended."""
+        progressed = False
+        for read_id, read in list(self._reads.items()):
+            progressed |= self._poll(read_id, read)
+        return progressed
+
+    def _poll(self, read_id: ReadId, read: _InFlight) -> bool:
+        try:
+            done = self._transport.poll(read.handle)
+        except TransferFailed as exc:
+            del self._reads[read_id]
+            self._fail(read_id, read.handle.peer, exc)
+            return True
+        if done:
+            del self._reads[read_id]
+            self._emit(ReadDone(read_id, time.monotonic() - read.posted_s))
+            self._leave_if_unused(read.handle.peer)
+        return done
+
+    def _fail(self, read_id: ReadId, peer: Incarnation, error: TransferFailed) -> None:
+        adrift = isinstance(error, ReadAdrift)
+        if adrift:
+            self._adrift.add(peer)
+        self._emit(ReadFailed(read_id, error, stopped=not adrift))
+        self._leave_if_unused(peer)
+
+    def _leave_if_unused(self, peer: Incarnation) -> None:
+        """A peer with a read in flight or adrift keeps its connection: dropping it would not stop the read."""
+        if peer not in self._leaving or peer in self._adrift:
+            return
+        if all(read.handle.peer != peer for read in self._reads.values()):
+            self._leaving.discard(peer)
+            self._transport.disconnect(peer)

@@ -1,0 +1,63 @@
+"""One read of KV blocks, as the loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.core.errors import PdserveError
+from pdserve.core.ids import Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """`duration_s`: from being posted to the arrival of the last byte."""
+
+    nbytes: int
+    duration_s: float
+
+
+class Read:
+    """Two answers that come apart: `result` is what the asker waits for, `stopped` is when its blocks are its own again.
+
+    Only the `TransferThread` calls the methods.
+    """
+
+    def __init__(self, peer: Incarnation, nbytes: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.peer = peer
+        self.nbytes = nbytes
+        self.result: asyncio.Future[ReadResult] = loop.create_future()
+        """Raises `TransferFailed` on failure or past the deadline, `InternalBug` when the thread died."""
+        self.result.add_done_callback(mark_retrieved)
+        self.timers: list[asyncio.TimerHandle] = []
+        self._stopped: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def stopped(self) -> asyncio.Future[None]:
+        """Done when the transport will never touch the local blocks again. A view: cancelling it changes nothing."""
+        return asyncio.shield(self._stopped)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.done()
+
+    def succeed(self, duration_s: float) -> None:
+        if not self.result.done():
+            self.result.set_result(ReadResult(self.nbytes, duration_s))
+
+    def fail(self, error: PdserveError) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def mark_stopped(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        if not self._stopped.done():
+            self._stopped.set_result(None)
+
+
+def mark_retrieved(future: asyncio.Future[Any]) -> None:
+    """An asker that has left is no reason for asyncio to complain of an error that nobody fetched."""
+    if not future.cancelled():
+        future.exception()

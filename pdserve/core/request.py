@@ -1,0 +1,123 @@
+"""The request machine: what may happen to one request, as a table. Owner: the router's core.
+
+```
+QUEUED -> BINDING -> PREFILLING -> HANDOFF -> DECODING -> FINISHED         disaggregated
+QUEUED -> BINDING ------------------------> DECODING -> FINISHED           colocated
+any of these -> CANCELLED (client gone) | FAILED (deadline, lost worker, lost lease, failed transfer)
+```
+Two links have no mutual order, so what the decode worker says may arrive before token 0 does: KV_COMMITTED and
+TOKEN_OUT are legal while PREFILLING, and the owner keeps them. A loss fails the request; a retry is a change of those
+rows to QUEUED, with `attempt` and `bind` already counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from pdserve.core.errors import IllegalTransition
+from pdserve.core.ids import RequestId
+
+
+class RequestState(Enum):
+    QUEUED = "queued"
+    BINDING = "binding"
+    PREFILLING = "prefilling"
+    HANDOFF = "handoff"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class RequestEvent(Enum):
+    DECODE_PICKED = "decode_picked"
+    RESERVED = "reserved"
+    RESERVED_LOCAL = "reserved_local"
+    """Reserved by a worker that also computes the prompt."""
+    NO_ROOM = "no_room"
+    PREFILL_POOL_EMPTY = "prefill_pool_empty"
+    """Found when room on decode was reserved already: the bind is given back and placement decided anew."""
+    PREFILL_STARTED = "prefill_started"
+    FIRST_TOKEN = "first_token"
+    FINAL_FIRST_TOKEN = "final_first_token"
+    """Token 0 ends the request: nothing is handed off."""
+    KV_COMMITTED = "kv_committed"
+    TOKEN_OUT = "token_out"
+    STOPPED = "stopped"
+    PREFILL_LOST = "prefill_lost"
+    DECODE_LOST = "decode_lost"
+    LEASE_LOST = "lease_lost"
+    TRANSFER_FAILED = "transfer_failed"
+    WORK_FAILED = "work_failed"
+    """A worker gave the request up for a reason that has no event of its own."""
+    UNPLACEABLE = "unplaceable"
+    """No worker is left that could serve it."""
+    CLIENT_GONE = "client_gone"
+    DEADLINE_PASSED = "deadline_passed"
+    BROKEN = "broken"
+    """A peer or we ourselves broke the protocol; fails this request alone."""
+
+
+_S, _E = RequestState, RequestEvent
+
+TERMINAL: Final = (_S.FINISHED, _S.CANCELLED, _S.FAILED)
+LIVE: Final = tuple(state for state in RequestState if state not in TERMINAL)
+PLACED: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF, _S.DECODING)
+
+TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
+    (_S.QUEUED, _E.DECODE_PICKED): _S.BINDING,
+    (_S.QUEUED, _E.UNPLACEABLE): _S.FAILED,
+    (_S.BINDING, _E.RESERVED): _S.PREFILLING,
+    (_S.BINDING, _E.RESERVED_LOCAL): _S.DECODING,
+    (_S.BINDING, _E.NO_ROOM): _S.QUEUED,
+    (_S.BINDING, _E.PREFILL_POOL_EMPTY): _S.QUEUED,
+    (_S.PREFILLING, _E.PREFILL_STARTED): _S.PREFILLING,
+    (_S.PREFILLING, _E.KV_COMMITTED): _S.PREFILLING,
+    (_S.PREFILLING, _E.TOKEN_OUT): _S.PREFILLING,
+    (_S.PREFILLING, _E.FIRST_TOKEN): _S.HANDOFF,
+    (_S.PREFILLING, _E.FINAL_FIRST_TOKEN): _S.FINISHED,
+    (_S.HANDOFF, _E.KV_COMMITTED): _S.DECODING,
+    (_S.DECODING, _E.TOKEN_OUT): _S.DECODING,
+    (_S.DECODING, _E.STOPPED): _S.FINISHED,
+    # Losses. All of these fail the request.
+    **{(s, _E.PREFILL_LOST): _S.FAILED for s in (_S.PREFILLING, _S.HANDOFF)},
+    (_S.DECODING, _E.PREFILL_LOST): _S.DECODING,  # its KV is ours already
+    **{(s, _E.DECODE_LOST): _S.FAILED for s in PLACED},
+    **{(s, e): _S.FAILED for s in (_S.PREFILLING, _S.HANDOFF) for e in (_E.LEASE_LOST, _E.TRANSFER_FAILED)},
+    **{(s, _E.WORK_FAILED): _S.FAILED for s in PLACED},
+    **{(s, _E.CLIENT_GONE): _S.CANCELLED for s in LIVE},
+    **{(s, _E.DEADLINE_PASSED): _S.FAILED for s in LIVE},
+    **{(s, _E.BROKEN): _S.FAILED for s in LIVE},
+}
+
+MAX_HISTORY: Final = 32
+"""Events kept for the message of an illegal transition; events that change nothing are not recorded."""
+
+
+@dataclass(slots=True)
+class RequestMachine:
+    """The state of one request. `attempt` counts end-to-end tries, `bind` decode reservations within one, from 1."""
+
+    request_id: RequestId
+    state: RequestState = RequestState.QUEUED
+    attempt: int = 1
+    bind: int = 0
+    history: list[str] = field(default_factory=list)
+
+    def move(self, event: RequestEvent) -> RequestState:
+        """Raises `IllegalTransition` with the history, and leaves the state as it was."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransition(f"request {self.request_id}", self.state.name, event.name, tuple(self.history))
+        if target is not self.state:
+            self.history = [*self.history[-(MAX_HISTORY - 1) :], f"{event.name}:{target.name}"]
+        if event is RequestEvent.DECODE_PICKED:
+            self.bind += 1
+        self.state = target
+        return target
+
+    @property
+    def terminal(self) -> bool:
+        return self.state in TERMINAL

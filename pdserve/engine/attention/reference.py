@@ -1,0 +1,40 @@
+"""Attention as the definition says it, in float64, one token and one head at a time. For tests."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.attention.api import Span
+from pdserve.engine.kv_cache import KvCache
+
+
+class ReferenceAttention:
+    def __init__(self, kv: KvCache, num_heads: int) -> None:
+        self._kv = kv
+        self._group = num_heads // kv.layout.num_kv_heads
+
+    def prepare(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        return spans
+
+    def run(self, prepared: tuple[Span, ...], layer: int, query: Tensor) -> Tensor:
+        """query: [tokens, num_heads, head_dim]; returns float64."""
+        result = torch.zeros(query.shape, dtype=torch.float64)
+        for span in prepared:
+            for i in range(span.count):
+                for head in range(query.shape[1]):
+                    row = span.row + i
+                    key, value = self._history(span, layer, head // self._group, span.start + i + 1)
+                    scores = key @ query[row, head].double() / math.sqrt(query.shape[-1])
+                    result[row, head] = scores.softmax(0) @ value
+        return result
+
+    def _history(self, span: Span, layer: int, kv_head: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V of tokens [0, length): [length, head_dim] float64."""
+        size = self._kv.layout.block_size
+        where = [(span.block_table[p // size], p % size) for p in range(length)]
+        key = torch.stack([self._kv.tensor[block, layer, 0, kv_head, offset] for block, offset in where])
+        value = torch.stack([self._kv.tensor[block, layer, 1, kv_head, offset] for block, offset in where])
+        return key.double(), value.double()

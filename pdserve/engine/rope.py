@@ -1,0 +1,40 @@
+"""Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1.
+
+Sines and cosines are looked up by position in one table, so they cannot depend on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.rope import Llama3Scaling
+
+
+def rope_table(card: ModelCard, max_positions: int, device: torch.device) -> Tensor:
+    """[max_positions, 2, head_dim / 2] float32: cosines, then sines."""
+    exponents = torch.arange(0, card.head_dim, 2, dtype=torch.float32) / card.head_dim
+    frequencies = 1.0 / card.rope_theta**exponents
+    if card.rope_scaling is not None:
+        frequencies = _stretch(frequencies, card.rope_scaling)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
+
+
+def rotate(x: Tensor, table_rows: Tensor) -> Tensor:
+    """x: [rows, heads, head_dim] by table_rows: [rows, 2, head_dim / 2]; halves are rotated against each other."""
+    cos, sin = table_rows.unsqueeze(2).unbind(1)
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Long wavelengths are slowed down by the factor, short ones kept, those between blended."""
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / scaling.factor)

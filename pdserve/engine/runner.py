@@ -1,0 +1,79 @@
+"""The model of one engine: loads it, and executes the scheduler's steps. Owner: a worker's engine thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.config import EngineConfig
+from pdserve.core.batch import Sampled, StepPlan
+from pdserve.core.kv_layout import fit_max_model_len
+from pdserve.engine.attention.fast import FastAttention
+from pdserve.engine.attention.invariant import InvariantAttention
+from pdserve.engine.batch import Batch, make_batch
+from pdserve.engine.elementwise import exp_fixed, exp_whole
+from pdserve.engine.kv_cache import TORCH_DTYPES, KvCache
+from pdserve.engine.models.llama import Backend, Llama
+from pdserve.engine.rows import TiledRows, WholeRows
+from pdserve.engine.sampler import sample
+from pdserve.engine.weights import load_llama
+
+
+class ModelRunner:
+    """Made by `load`. Allocates the whole KV pool at once and no KV after that."""
+
+    def __init__(self, model: Llama, kv: KvCache, backend: Backend, *, weights_bytes: int, max_model_len: int) -> None:
+        self.kv = kv
+        self.weights_bytes = weights_bytes
+        """Of the checkpoint's tensors in the model's dtype; a tied head that is laid out for its kernel comes on top."""
+        self.max_model_len = max_model_len
+        self._model = model
+        self._rows = backend.rows
+
+    @classmethod
+    def load(cls, directory: Path, card: ModelCard, config: EngineConfig, device: torch.device | None = None) -> ModelRunner:
+        """Raises `ConfigError` naming the setting or the tensor that does not fit. Sets torch's threads, process-wide."""
+        if config.threads > 0:
+            torch.set_num_threads(config.threads)
+        device = device or torch.device("cpu")
+        layout = card.kv_layout(config.block_size, config.dtype)
+        kv = KvCache(layout, config.kv_cache_memory, device)
+        max_model_len = fit_max_model_len(config.max_model_len, card.max_position, kv.num_blocks * config.block_size)
+        backend = _backend(kv, card.num_heads, invariant=config.batch_invariant)
+        with torch.inference_mode():
+            weights = load_llama(directory, card, TORCH_DTYPES[layout.dtype], device)
+            model = Llama(card, weights, kv, backend, max_model_len)
+        return cls(model, kv, backend, weights_bytes=weights.nbytes, max_model_len=max_model_len)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
+        """Compute the plan, write its KV and draw a token for every slice that asks for one, in plan order."""
+        if not plan.slices:
+            return ()
+        batch, hidden = self._forward(plan)
+        drawing = [(piece, span) for piece, span in zip(plan.slices, batch.spans, strict=True) if piece.sample is not None]
+        if not drawing:
+            return ()
+        logits = self._model.logits(hidden[[span.row + span.count - 1 for _, span in drawing]])
+        token_ids = sample(logits, [piece.sample for piece, _ in drawing if piece.sample is not None])
+        return tuple(Sampled(piece.seq_id, token) for (piece, _), token in zip(drawing, token_ids, strict=True))
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Compute the plan, write its KV, and return the logits of all its tokens: [plan.num_tokens, vocab] float32."""
+        batch, hidden = self._forward(plan)
+        return self._model.logits(hidden[: batch.tokens])
+
+    def _forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:
+        assert len({piece.seq_id for piece in plan.slices}) == len(plan.slices), "a sequence twice in one step"
+        batch = make_batch(plan, self.kv, self._rows.padded(plan.num_tokens))
+        return batch, self._model.hidden(batch)
+
+
+def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
+    if invariant:
+        return Backend(TiledRows(), InvariantAttention(kv, num_heads), exp_fixed)
+    return Backend(WholeRows(), FastAttention(kv, num_heads), exp_whole)

@@ -1,0 +1,348 @@
+"""Which tokens the next step computes, and who holds which KV block. Pure: no torch, no clock, no threads.
+
+Continuous batching: sequences join and leave between steps. Decodes go first, then chunks of prompts fill what is
+left of the token budget. Every sequence holds the blocks of all its known tokens from the moment it runs, so a
+prompt that started can always finish; only decodes grow, one block at a time, and when none is free the youngest
+running sequence gives all its blocks back and is recomputed later. Reserving chunk by chunk instead would let
+half-computed prompts fill the pool and wait for each other.
+
+Waiting is strictly in order: whoever is first and does not fit keeps all behind it waiting, and `reserve` leaves
+what those need alone, so a big request is never starved by small ones.
+
+A block that a step may write is freed only after that step is collected.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+from pdserve.core.batch import Sampled, SequenceSlice, StepPlan
+from pdserve.core.blocks import BlockPool, Holder, HolderKind
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.kv_layout import ceil_div
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.engine.sequence import Sequence, SequenceKind, StopRule
+
+_RANK = attrgetter("rank")
+_ARRIVAL = attrgetter("arrival")
+
+
+class OutputToken(NamedTuple):
+    """Output token `output_index` of a sequence. With a finish reason it is the last."""
+
+    seq_id: SeqId
+    output_index: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+class Advance(NamedTuple):
+    """Prompt tokens [0, computed) of a lent sequence are final."""
+
+    seq_id: SeqId
+    computed: int
+
+
+class Admitted(NamedTuple):
+    """A lent sequence got its blocks; the lease's references on them are already taken."""
+
+    seq_id: SeqId
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    tokens: tuple[OutputToken, ...]
+    advanced: tuple[Advance, ...]
+    preempted: tuple[SeqId, ...]
+    """Sequences that lost their blocks since the last collected step; they will be recomputed."""
+
+
+class Scheduler:
+    """Owner: a worker's engine thread. Each method runs between steps; only `abort` may come during one."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        layout_block_size: int,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        """A step always has a token for every running sequence: no more run than the token budget allows."""
+        assert 1 <= max_model_len <= pool.num_blocks * layout_block_size, "the longest request must fit an empty pool"
+        assert max_num_seqs >= 1
+        assert max_num_batched_tokens >= 1
+        self._pool = pool
+        self._block_size = layout_block_size
+        self._max_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._token_budget = max_num_batched_tokens
+        self._rule = StopRule(eos_token_ids, max_model_len)
+        self._arrivals = 0
+        self._sequences: dict[SeqId, Sequence] = {}
+        self._waiting: list[Sequence] = []  # by rank
+        self._running: list[Sequence] = []  # by arrival, oldest first
+        self._inbound: dict[SeqId, Sequence] = {}
+        self._step: dict[SeqId, SequenceSlice] | None = None  # planned and not yet collected
+        self._aborted: dict[SeqId, Sequence] = {}  # during that step
+        self._admitted: list[Admitted] = []
+        self._preempted: list[SeqId] = []
+
+    # --- sequences come and go
+
+    def add(self, seq_id: SeqId, prompt: tuple[int, ...], params: SamplingParams, *, kind: SequenceKind, priority: int) -> None:
+        """Queue a sequence. It runs as soon as all its prompt's blocks can be had at once."""
+        assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
+        bisect.insort(self._waiting, self._new(seq_id, prompt, params, kind, priority), key=_RANK)
+
+    def reserve(
+        self, seq_id: SeqId, prompt: tuple[int, ...], params: SamplingParams, *, priority: int, local_prefill: bool
+    ) -> tuple[BlockId, ...] | None:
+        """Room for a whole sequence now or not at all: its prompt's blocks in order, then growth room if it can grow.
+
+        With `local_prefill` it starts to run here at once; otherwise a peer's KV is pulled into the blocks and
+        `activate` or `abort` follows. None: no room beside what waiting sequences need, or no slot; nothing is held.
+        """
+        count = self.blocks_to_reserve(len(prompt), params)
+        if self.num_live >= self._max_seqs or count > self._pool.num_free - self._blocks_awaited():
+            return None
+        kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
+        seq = self._new(seq_id, prompt, params, kind, priority)
+        holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
+        blocks = self._pool.allocate(holder, count)
+        assert blocks is not None
+        seq.block_table = blocks
+        if local_prefill:
+            bisect.insort(self._running, seq, key=_ARRIVAL)
+        else:
+            self._inbound[seq_id] = seq
+        return blocks
+
+    def activate(self, seq_id: SeqId, first_token: int) -> None:
+        """An inbound sequence's KV is here and its lease is committed: decode it. Raises KeyError if it is not inbound."""
+        seq = self._inbound.pop(seq_id)
+        self._pool.hand_over(Holder(HolderKind.INBOUND, seq_id), seq.holder)
+        seq.computed = seq.prompt_len
+        seq.tokens.append(first_token)
+        assert seq.finish_reason() is None, "a sequence that its first token ended is aborted, not activated"
+        bisect.insort(self._running, seq, key=_ARRIVAL)
+
+    def abort(self, seq_id: SeqId, read_in_flight: bool = False) -> None:
+        """Forget a sequence in whatever state; unknown ids are fine, since a sequence may just have finished.
+
+        `read_in_flight`: a transfer may still write its inbound blocks, which stay quarantined until
+        `end_quarantine`. The references of a lease stay until `return_lease`.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is None or seq_id in self._aborted:
+            return
+        if self._step is not None and seq_id in self._step:
+            self._aborted[seq_id] = seq
+        elif self._inbound.pop(seq_id, None) is not None:
+            del self._sequences[seq_id]
+            if read_in_flight:
+                self._pool.quarantine(seq_id)
+            else:
+                self._pool.drop(Holder(HolderKind.INBOUND, seq_id))
+        else:
+            self._forget(seq)
+
+    def end_quarantine(self, seq_id: SeqId) -> None:
+        """The transport says that nothing writes an aborted inbound sequence's blocks any more."""
+        self._pool.end_quarantine(seq_id)
+
+    def return_lease(self, seq_id: SeqId) -> None:
+        """The lease over a lent sequence's blocks has ended: its references are dropped. Idempotent."""
+        self._pool.drop(Holder(HolderKind.LEASE, seq_id))
+
+    # --- steps
+
+    def plan(self) -> StepPlan:
+        """The next step; empty when there is nothing that could run now. `collect` must follow a step that is not empty."""
+        assert self._step is None, "the last step was not collected"
+        slices = self._plan_decodes()
+        slices += self._plan_prefills(self._token_budget - len(slices))
+        if slices:
+            self._step = {s.seq_id: s for s in slices}
+        return StepPlan(tuple(slices))
+
+    def take_admitted(self) -> tuple[Admitted, ...]:
+        """Lent sequences admitted since the last call, each of which now needs a lease."""
+        admitted, self._admitted = tuple(self._admitted), []
+        return admitted
+
+    def collect(self, sampled: tuple[Sampled, ...]) -> StepOutcome:
+        """Apply the step: what was computed is final and every sampled token is appended."""
+        assert self._step is not None, "no step was planned"
+        step, self._step = self._step, None
+        for seq in self._aborted.values():
+            self._forget(seq)
+        live = [s for s in step.values() if s.seq_id not in self._aborted]
+        for piece in live:
+            self._sequences[piece.seq_id].computed += len(piece.token_ids)
+        advanced = tuple(Advance(p.seq_id, p.start + len(p.token_ids)) for p in live if self._is_lent(p.seq_id))
+        tokens = tuple(self._append(s) for s in sampled if s.seq_id not in self._aborted)
+        assert len(tokens) == sum(piece.sample is not None for piece in live), "one token for each sampling slice"
+        self._aborted.clear()
+        preempted, self._preempted = tuple(self._preempted), []
+        return StepOutcome(tokens, advanced, preempted)
+
+    # --- what others may know
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_live(self) -> int:
+        """Every sequence that has, or waits for, a slot: running, waiting, inbound."""
+        return len(self._sequences)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts, and of preempted sequences, that are still to be computed before they can go on."""
+        prefilling = (s.remaining for s in self._running if not s.decoding)
+        return sum(prefilling) + sum(s.remaining for s in self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan` could give a step now. False: only a new command can change that, so sleep."""
+        return bool(self._running) or self._head_fits()
+
+    def blocks_to_reserve(self, prompt_len: int, params: SamplingParams) -> int:
+        """The prompt's blocks and one more to grow into, unless the sequence can never fill that one."""
+        longest = min(prompt_len + params.max_tokens, self._rule.max_model_len)
+        return min(self._blocks_for(prompt_len) + 1, self._blocks_for(longest))
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when books and pool disagree."""
+        self._pool.check_invariants()
+        assert self._waiting == sorted(self._waiting, key=_RANK)
+        assert self._running == sorted(self._running, key=_ARRIVAL)
+        placed = [*self._waiting, *self._running, *self._inbound.values()]
+        assert sorted(s.seq_id for s in placed) == sorted(self._sequences)
+        for seq in self._sequences.values():
+            self._check_sequence(seq)
+
+    # --- inside
+
+    def _new(
+        self, seq_id: SeqId, prompt: tuple[int, ...], params: SamplingParams, kind: SequenceKind, priority: int
+    ) -> Sequence:
+        assert seq_id not in self._sequences
+        assert 1 <= len(prompt) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
+        self._arrivals += 1
+        seq = Sequence(seq_id, kind, list(prompt), len(prompt), params, priority, self._arrivals, self._rule)
+        self._sequences[seq_id] = seq
+        return seq
+
+    def _plan_decodes(self) -> list[SequenceSlice]:
+        """One token of every decoding sequence, oldest first, so a victim is never one that is planned already."""
+        # A victim of an older sequence no longer counts as decoding when its own turn comes.
+        return [self._slice(seq, 1) for seq in list(self._running) if seq.decoding and self._grow(seq)]
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Make room for all of the sequence's tokens. False: it was preempted itself."""
+        missing = self._blocks_for(len(seq.tokens)) - len(seq.block_table)
+        if missing <= 0:
+            return True
+        assert missing == 1
+        while self._pool.num_free < 1:
+            victim = next(s for s in reversed(self._running) if s.kind is not SequenceKind.LENT)
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        grown = self._pool.allocate(seq.holder, 1)
+        assert grown is not None
+        seq.block_table += grown
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._pool.drop(seq.holder)
+        seq.block_table = ()
+        seq.computed = 0
+        seq.preempted = True
+        bisect.insort(self._waiting, seq, key=_RANK)
+        self._preempted.append(seq.seq_id)
+
+    def _plan_prefills(self, budget: int) -> list[SequenceSlice]:
+        """Chunks in order of rank, of running and newly admitted sequences alike, until the budget is used up."""
+        slices = []
+        running = sorted((s for s in self._running if not s.decoding), key=_RANK)
+        while budget > 0:
+            admissible = self._head_fits() and (not running or self._waiting[0].rank < running[0].rank)
+            if admissible:
+                seq = self._admit()
+            elif running:
+                seq = running.pop(0)
+            else:
+                break
+            count = min(budget, seq.remaining)
+            slices.append(self._slice(seq, count))
+            budget -= count
+        return slices
+
+    def _head_fits(self) -> bool:
+        if not self._waiting or len(self._running) + len(self._inbound) >= self._max_seqs:
+            return False
+        return self._blocks_for(len(self._waiting[0].tokens)) <= self._pool.num_free
+
+    def _admit(self) -> Sequence:
+        seq = self._waiting.pop(0)
+        blocks = self._pool.allocate(seq.holder, self._blocks_for(len(seq.tokens)))
+        assert blocks is not None
+        seq.block_table = blocks
+        bisect.insort(self._running, seq, key=_ARRIVAL)
+        if seq.kind is SequenceKind.LENT:
+            self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id))
+            self._admitted.append(Admitted(seq.seq_id, blocks))
+        return seq
+
+    def _slice(self, seq: Sequence, count: int) -> SequenceSlice:
+        start, end = seq.computed, seq.computed + count
+        sample = seq.sample_spec() if end == len(seq.tokens) else None
+        return SequenceSlice(seq.seq_id, start, tuple(seq.tokens[start:end]), seq.block_table, sample)
+
+    def _append(self, sampled: Sampled) -> OutputToken:
+        seq = self._sequences[sampled.seq_id]
+        assert seq.remaining == 0
+        seq.tokens.append(sampled.token_id)
+        reason = seq.finish_reason()
+        if reason is not None or seq.kind is SequenceKind.LENT:
+            self._forget(seq)
+        return OutputToken(seq.seq_id, seq.output_count - 1, sampled.token_id, reason)
+
+    def _is_lent(self, seq_id: SeqId) -> bool:
+        return self._sequences[seq_id].kind is SequenceKind.LENT
+
+    def _forget(self, seq: Sequence) -> None:
+        """The one place where a sequence's own references end."""
+        self._pool.drop(seq.holder)
+        del self._sequences[seq.seq_id]
+        for queue in (self._running, self._waiting):
+            if seq in queue:
+                queue.remove(seq)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return ceil_div(tokens, self._block_size)
+
+    def _blocks_awaited(self) -> int:
+        return sum(self._blocks_for(len(s.tokens)) for s in self._waiting)
+
+    def _check_sequence(self, seq: Sequence) -> None:
+        in_step = self._step is not None and seq.seq_id in self._step
+        assert seq.remaining >= 1 or in_step
+        kind = HolderKind.INBOUND if seq.seq_id in self._inbound else HolderKind.SEQUENCE
+        assert self._pool.blocks_of(Holder(kind, seq.seq_id)) == seq.block_table
+        assert bool(seq.block_table) == (seq not in self._waiting)
+        assert seq.computed <= len(seq.block_table) * self._block_size

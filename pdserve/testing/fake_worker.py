@@ -1,0 +1,308 @@
+"""A worker without an engine: speaks the real link protocol, draws tokens from a formula.
+
+What it is for: tests of the router and of the front ends, through real sockets, in one process. Token `i` of a
+prompt is `token_at(prompt, i)`, so a test knows the whole answer in advance, whichever workers served it. Tests slow
+it down, make it refuse, fail or fall silent through its public attributes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import grpc.aio
+
+from pdserve.core.kv_layout import ceil_div
+from pdserve.rpc.codec import pack_ids, unpack_ids
+from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
+from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2
+
+PREFILL = common_pb2.ROLE_PREFILL
+DECODE = common_pb2.ROLE_DECODE
+
+_LENGTH = common_pb2.FINISH_REASON_LENGTH
+_STOP = common_pb2.FINISH_REASON_STOP
+_UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def token_at(prompt_ids: Iterable[int], index: int, vocab_size: int = 256) -> int:
+    """Output token `index` of a prompt: the same on every worker."""
+    return zlib.crc32(pack_ids([*prompt_ids, index])) % vocab_size
+
+
+def text_of_token(token_id: int) -> str:
+    return f"t{token_id} "
+
+
+def expected_text(prompt_ids: Iterable[int], count: int, vocab_size: int = 256) -> str:
+    """The text of the first `count` output tokens."""
+    ids = tuple(prompt_ids)
+    return "".join(text_of_token(token_at(ids, index, vocab_size)) for index in range(count))
+
+
+@dataclass(slots=True)
+class _Sequence:
+    handle: int
+    prompt_ids: tuple[int, ...]
+    sampling: common_pb2.SamplingParams
+    runs: bool  # False: holds blocks only (a bind before its Attach, a lease after token 0)
+    next_index: int = 0
+    attached: bool = False  # its KV comes from a prefill worker
+
+
+@dataclass(slots=True)
+class FakeWorker:
+    """`async with FakeWorker(DECODE, address) as worker:` dials the router and serves until left.
+
+    Bounds: it runs what it is sent while its blocks last and answers NoRoom after that.
+    """
+
+    role: common_pb2.Role
+    router_address: str
+    worker_id: str = ""
+    cluster_token: str = ""
+    model_fingerprint: str = "fake"
+    block_size: int = 16
+    num_blocks: int = 1024
+    max_model_len: int = 4096
+    max_num_seqs: int = 64
+    dtype: str = "bfloat16"
+    kv_bytes_per_token: int = 1024
+    vocab_size: int = 256
+    incarnation: int = 1
+    heartbeat_interval_s: float = 1.0
+    token_interval_s: float = 0.0  # pause after each step of all sequences
+    eos_after: int | None = None  # the token of this count is an end of sequence
+    text_of: Callable[[int], str] = text_of_token
+
+    # Switches that a test turns while the worker runs.
+    refuse_binds: int = 0  # so many of the next binds get NoRoom
+    fail_next: common_pb2.ErrorReason | None = None  # the next command fails with this reason
+    silent: bool = False  # no heartbeats any more
+    gate: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: no tokens, no commits
+
+    # What a test looks at.
+    commands: list[str] = field(default_factory=list)  # "bind", "prefill", "attach", "cancel", in order of arrival
+    cancelled: list[int] = field(default_factory=list)  # handles that were live when cancelled
+    refused: grpc.aio.AioRpcError | None = None  # why the router closed the link
+
+    _sequences: dict[int, _Sequence] = field(default_factory=dict)
+    _outbound: asyncio.Queue[link_pb2.WorkerMessage] = field(default_factory=asyncio.Queue)
+    _work: asyncio.Event = field(default_factory=asyncio.Event)
+    _welcomed: asyncio.Event = field(default_factory=asyncio.Event)
+    _channel: grpc.aio.Channel | None = None
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.worker_id = self.worker_id or ("prefill-0" if self.role == PREFILL else "decode-0")
+        self.gate.set()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self, *, timeout_s: float = 10.0) -> None:
+        """Dial, and return when the router said Welcome. Raises the router's refusal as `grpc.aio.AioRpcError`."""
+        self._channel = grpc.aio.insecure_channel(self.router_address)
+        stub: Any = link_pb2_grpc.WorkerLinkStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
+        call = stub.Connect(metadata=((CLUSTER_TOKEN_METADATA, self.cluster_token),))
+        self._send(hello=self._hello())
+        jobs = (self._read(call), self._write(call), self._heartbeat(), self._step_loop())
+        self._tasks = [asyncio.create_task(job) for job in jobs]
+        welcomed = asyncio.create_task(self._welcomed.wait())
+        try:
+            await asyncio.wait((welcomed, self._tasks[0]), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            welcomed.cancel()
+        if not self._welcomed.is_set():
+            await self.stop()
+            raise self.refused or TimeoutError("the router did not answer Hello")
+
+    async def stop(self) -> None:
+        """Drop the link and all work, as a process that dies does. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = None
+        self._sequences.clear()
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._tasks) and not self._tasks[0].done()
+
+    @property
+    def live_handles(self) -> list[int]:
+        """What this worker holds blocks for; empty when everything was released."""
+        return list(self._sequences)
+
+    async def wait_empty(self, *, timeout_s: float = 5.0) -> None:
+        """Raises TimeoutError naming what is still held."""
+        await self.wait_for(lambda: not self._sequences, timeout_s=timeout_s)
+
+    async def wait_for(self, condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        while not condition():
+            if loop.time() > end_s:
+                raise TimeoutError(f"{self.worker_id}: live {self.live_handles}, commands {self.commands}")
+            await asyncio.sleep(0.005)
+
+    def _hello(self) -> link_pb2.Hello:
+        return link_pb2.Hello(
+            worker_id=self.worker_id,
+            role=self.role,
+            incarnation=self.incarnation,
+            address="127.0.0.1:1",
+            model_fingerprint=self.model_fingerprint,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            dtype=self.dtype,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            pid=1,
+        )
+
+    def _send(self, **body: Any) -> None:
+        self._outbound.put_nowait(link_pb2.WorkerMessage(**body))
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await call.write(await self._outbound.get())
+
+    async def _read(self, call: Any) -> None:
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+                self._obey(message)
+            await call  # raises the status of a refused link
+        except grpc.aio.AioRpcError as exc:
+            self.refused = exc
+        self._sequences.clear()
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(self.heartbeat_interval_s)
+            if not self.silent:
+                self._send(heartbeat=self.heartbeat())
+
+    def heartbeat(self) -> link_pb2.Heartbeat:
+        held = sum(self._blocks(s) for s in self._sequences.values())
+        counts = common_pb2.BlockCounts(total=self.num_blocks, free=self.num_blocks - held, held=held)
+        return link_pb2.Heartbeat(blocks=counts, running_sequences=len(self._sequences))
+
+    def _blocks(self, sequence: _Sequence) -> int:
+        growth = 0 if self.role == PREFILL else sequence.sampling.max_tokens
+        return ceil_div(len(sequence.prompt_ids) + growth, self.block_size)
+
+    def _obey(self, message: link_pb2.RouterMessage) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "welcome":
+            self._welcomed.set()
+            return
+        assert kind is not None
+        self.commands.append(kind)
+        command = getattr(message, kind)
+        if self.fail_next is not None and kind != "cancel":
+            reason, self.fail_next = self.fail_next, None
+            self._sequences.pop(command.handle, None)
+            self._send(request_failed=link_pb2.RequestFailed(handle=command.handle, reason=reason, message="told to fail"))
+            return
+        handlers: dict[str, Callable[[Any], None]] = {
+            "bind": self._bind,
+            "prefill": self._prefill,
+            "attach": self._attach,
+            "cancel": self._cancel,
+        }
+        handlers[kind](command)
+
+    def _bind(self, bind: decode_pb2.Bind) -> None:
+        sequence = _Sequence(bind.handle, unpack_ids(bind.prompt_ids), bind.sampling, runs=bind.local_prefill)
+        free = self.num_blocks - sum(self._blocks(s) for s in self._sequences.values())
+        needed = self._blocks(sequence)
+        if self.refuse_binds > 0 or needed > free:
+            self.refuse_binds = max(0, self.refuse_binds - 1)
+            self._send(no_room=decode_pb2.NoRoom(handle=bind.handle, blocks_needed=needed, blocks_free=free))
+            return
+        self._sequences[bind.handle] = sequence
+        self._send(reserved=decode_pb2.Reserved(handle=bind.handle))
+        self._work.set()
+
+    def _prefill(self, prefill: prefill_pb2.Prefill) -> None:
+        self._sequences[prefill.handle] = _Sequence(prefill.handle, unpack_ids(prefill.prompt_ids), prefill.sampling, runs=True)
+        lease_id = common_pb2.LeaseId(incarnation=self.incarnation, counter=prefill.handle)
+        started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ttl_s=30.0, ticket=b"ticket")
+        self._send(prefill_started=started)
+        self._work.set()
+
+    def _attach(self, attach: decode_pb2.Attach) -> None:
+        sequence = self._sequences.get(attach.handle)
+        if sequence is None:
+            return
+        _, _, finish = self._draw(sequence, 0)
+        if finish == _UNFINISHED:  # else token 0 ends the request: nothing to read, the router cancels
+            sequence.next_index = 1
+            sequence.runs = sequence.attached = True
+            self._work.set()
+
+    def _cancel(self, cancel: link_pb2.Cancel) -> None:
+        if self._sequences.pop(cancel.handle, None) is not None:
+            self.cancelled.append(cancel.handle)
+
+    async def _step_loop(self) -> None:
+        while True:
+            await self._work.wait()
+            await self.gate.wait()
+            rows = [self._advance(s) for s in list(self._sequences.values()) if s.runs]
+            if rows:
+                self._send(step_batch=link_pb2.StepBatch(rows=rows))
+            else:
+                self._work.clear()
+            await asyncio.sleep(self.token_interval_s)
+
+    def _advance(self, sequence: _Sequence) -> link_pb2.StepRow:
+        """The sequence's next token. What it held is dropped after token 0 on prefill, where nobody tells this
+        fake that its lease was committed, and after the last token on decode."""
+        index = sequence.next_index
+        if sequence.attached and index == 1:
+            self._commit(sequence)
+        sequence.next_index += 1
+        token_id, text, finish = self._draw(sequence, index)
+        if self.role == PREFILL or finish != _UNFINISHED:
+            del self._sequences[sequence.handle]
+        return link_pb2.StepRow(handle=sequence.handle, index=index, ids=[token_id], text=text.encode(), finish_reason=finish)
+
+    def _draw(self, sequence: _Sequence, index: int) -> tuple[int, str, common_pb2.FinishReason]:
+        """Token id, text and finish reason of output `index`. A stop string is found within one token's text only."""
+        sampling = sequence.sampling
+        token_id = token_at(sequence.prompt_ids, index, self.vocab_size)
+        text = self.text_of(token_id)
+        stop = next((s for s in sampling.stop if s in text), None)
+        if stop is not None:
+            return token_id, text[: text.index(stop)], _STOP
+        if self.eos_after is not None and index + 1 >= self.eos_after and not sampling.ignore_eos:
+            return token_id, text, _STOP
+        return token_id, text, _LENGTH if index + 1 >= sampling.max_tokens else _UNFINISHED
+
+    def _commit(self, sequence: _Sequence) -> None:
+        blocks = ceil_div(len(sequence.prompt_ids), self.block_size)
+        committed = decode_pb2.KvCommitted(
+            handle=sequence.handle,
+            kv_bytes=blocks * self.block_size * self.kv_bytes_per_token,
+            blocks=blocks,
+            transfer_s=0.001,
+            commit_s=0.001,
+            exposed_transfer_s=0.001,
+        )
+        self._send(kv_committed=committed)

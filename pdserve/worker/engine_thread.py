@@ -1,0 +1,154 @@
+"""The engine thread: the only toucher of scheduler, block pool, model and device.
+
+Its step: drain commands, plan, tell the loop what was lent and reserved, compute, collect, publish. With nothing to
+do it blocks on its queue, so an idle worker costs no core.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from pdserve.core.batch import Sampled, StepPlan
+from pdserve.core.blocks import BlockPool
+from pdserve.core.errors import InternalBug, Overloaded
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import SequenceKind
+from pdserve.worker.messages import (
+    Abort,
+    Activate,
+    AddLent,
+    Command,
+    EndQuarantine,
+    EngineSnapshot,
+    Lent,
+    Reserve,
+    ReserveResult,
+    ReturnLease,
+    StepEvents,
+    Token,
+)
+
+MAX_COMMANDS: Final = 65536
+"""Far above what a router's bounded queue can send between two steps; reaching it means the engine is stuck."""
+
+
+class Runner(Protocol):
+    """The model. `execute` returns one token for each slice that asks for one, in plan order."""
+
+    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]: ...
+
+
+class EngineThread:
+    """Runs `build` and then steps, all in one thread. `publish` is called in that thread."""
+
+    def __init__(
+        self,
+        build: Callable[[], tuple[Runner, Scheduler, BlockPool]],
+        publish: Callable[[StepEvents], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._build = build
+        self._publish = publish
+        self._on_death = on_death
+        self._commands: queue.Queue[Command | None] = queue.Queue(MAX_COMMANDS)
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._idle = True  # the last plan was empty: only a command can change that
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self, timeout_s: float) -> None:
+        """Returns when the model is loaded. Raises what `build` raised."""
+        self._thread.start()
+        if not self._ready.wait(timeout_s):
+            raise InternalBug(f"the engine did not load within {timeout_s:.0f} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def submit(self, command: Command) -> None:
+        """From the loop thread; never blocks. Raises `Overloaded` when the engine takes no commands."""
+        try:
+            self._commands.put_nowait(command)
+        except queue.Full as exc:
+            raise Overloaded("the engine's command queue is full", retry_after_s=1.0) from exc
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends after the current step. True when the thread is gone."""
+        self._stopping = True
+        try:
+            self._commands.put_nowait(None)
+        except queue.Full:
+            pass  # the thread sees `_stopping` at its next step
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            runner, scheduler, pool = self._build()
+        except BaseException as exc:  # noqa: BLE001 - re-raised by `start` in the caller's thread
+            self._failure = exc
+            self._ready.set()
+            return
+        self._ready.set()
+        try:
+            while not self._stopping:
+                self._step(runner, scheduler, pool)
+        except BaseException as exc:  # noqa: BLE001 - the thread's last act is to report its death
+            self._on_death(exc)
+
+    def _step(self, runner: Runner, scheduler: Scheduler, pool: BlockPool) -> None:
+        reserved = self._drain(scheduler, block=self._idle)
+        plan = scheduler.plan()
+        lent = tuple(Lent(seq_id, block_ids) for seq_id, block_ids in scheduler.take_admitted())
+        self._idle = not plan.slices
+        if self._idle:
+            self._publish(StepEvents(lent=lent, reserved=reserved, snapshot=_snapshot(scheduler, pool)))
+            return
+        if lent or reserved:  # the reader's hand-shake need not wait for the computation
+            self._publish(StepEvents(lent=lent, reserved=reserved))
+        outcome = scheduler.collect(runner.execute(plan))
+        self._publish(
+            StepEvents(
+                advanced=outcome.advanced,
+                tokens=tuple(Token(*row) for row in outcome.tokens),
+                preempted=outcome.preempted,
+                snapshot=_snapshot(scheduler, pool),
+            )
+        )
+
+    def _drain(self, scheduler: Scheduler, *, block: bool) -> tuple[ReserveResult, ...]:
+        """Apply what is queued; with `block`, wait for the first command."""
+        results: list[ReserveResult] = []
+        try:
+            command = self._commands.get(block=block)
+            while command is not None:
+                _apply(command, scheduler, results)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            pass
+        return tuple(results)
+
+
+def _apply(command: Command, scheduler: Scheduler, results: list[ReserveResult]) -> None:
+    match command:
+        case AddLent(seq_id, prompt, params, priority):
+            scheduler.add(seq_id, prompt, params, kind=SequenceKind.LENT, priority=priority)
+        case Reserve(seq_id, prompt, params, priority, local_prefill):
+            blocks = scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local_prefill)
+            results.append(ReserveResult(seq_id, blocks))
+        case Activate(seq_id, first_token):
+            scheduler.activate(seq_id, first_token)
+        case Abort(seq_id, read_in_flight):
+            scheduler.abort(seq_id, read_in_flight=read_in_flight)
+        case EndQuarantine(seq_id):
+            scheduler.end_quarantine(seq_id)
+        case ReturnLease(seq_id):
+            scheduler.return_lease(seq_id)
+
+
+def _snapshot(scheduler: Scheduler, pool: BlockPool) -> EngineSnapshot:
+    return EngineSnapshot(pool.counts(), scheduler.num_waiting, scheduler.num_running, scheduler.queued_tokens)

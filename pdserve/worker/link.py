@@ -1,0 +1,118 @@
+"""The worker's end of the link: one stream to the router, dialled by the worker and redialled for ever.
+
+Losing the stream means that the router has dropped what it had placed here, so the worker does too. Everything the
+worker says goes through one bounded queue in order; when the router stops reading for so long that it fills, the
+stream is ended rather than memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import grpc
+
+from pdserve.rpc.channel import open_channel
+from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
+from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MAX_OUTBOUND: Final = 8192
+REDIAL_FIRST_S: Final = 0.1
+REDIAL_MAX_S: Final = 2.0  # a restarted router is found again within two heartbeats
+
+
+class Link:
+    """Loop-owned. `on_command` gets each message of the router after Welcome; `on_lost` follows every loss."""
+
+    def __init__(
+        self,
+        router_address: str,
+        cluster_token: str,
+        hello: Callable[[], link_pb2.Hello],
+        heartbeat: Callable[[], link_pb2.Heartbeat],
+        *,
+        heartbeat_interval_s: float,
+        on_command: Callable[[link_pb2.RouterMessage], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._router_address = router_address
+        self._metadata = ((CLUSTER_TOKEN_METADATA, cluster_token),)
+        self._hello = hello
+        self._heartbeat = heartbeat
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._on_command = on_command
+        self._on_lost = on_lost
+        self._outbound: asyncio.Queue[link_pb2.WorkerMessage] | None = None
+        self._overflow = asyncio.Event()
+        self.connected = asyncio.Event()
+
+    def send(self, message: link_pb2.WorkerMessage) -> None:
+        """Queue a message; without a stream it is dropped, since nobody waits for it any more."""
+        if self._outbound is None:
+            return
+        try:
+            self._outbound.put_nowait(message)
+        except asyncio.QueueFull:
+            self._overflow.set()
+
+    async def run(self) -> None:
+        """Until cancelled: dial, serve, and dial again with bounded back-off."""
+        pause_s = REDIAL_FIRST_S
+        while True:
+            try:
+                await self._serve_once()
+            except (grpc.aio.AioRpcError, ConnectionError) as exc:
+                reason = exc.details() if isinstance(exc, grpc.aio.AioRpcError) else str(exc)
+                log.warning("link to router %s lost: %s", self._router_address, reason)
+            if self.connected.is_set():
+                pause_s = REDIAL_FIRST_S
+                self.connected.clear()
+                self._on_lost()
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, REDIAL_MAX_S)
+
+    async def _serve_once(self) -> None:
+        self._outbound = asyncio.Queue(MAX_OUTBOUND)
+        self._overflow.clear()
+        self._outbound.put_nowait(link_pb2.WorkerMessage(hello=self._hello()))
+        try:
+            async with open_channel(self._router_address) as channel:
+                call = link_pb2_grpc.WorkerLinkStub(channel).Connect(self._messages(), metadata=self._metadata)
+                helpers = [asyncio.create_task(self._beat()), asyncio.create_task(self._end_on_overflow(call))]
+                try:
+                    async for message in call:
+                        self._take(message)
+                finally:
+                    for task in helpers:
+                        task.cancel()
+                    call.cancel()
+            raise ConnectionError("the router closed the stream")
+        finally:
+            self._outbound = None
+
+    def _take(self, message: link_pb2.RouterMessage) -> None:
+        if message.WhichOneof("body") == "welcome":
+            log.info("linked to router %s, incarnation %016x", self._router_address, message.welcome.router_incarnation)
+            self.connected.set()
+        else:
+            self._on_command(message)
+
+    async def _messages(self) -> AsyncIterator[link_pb2.WorkerMessage]:
+        outbound = self._outbound
+        assert outbound is not None
+        while True:
+            yield await outbound.get()
+
+    async def _beat(self) -> None:
+        while True:
+            self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
+            await asyncio.sleep(self._heartbeat_interval_s)
+
+    async def _end_on_overflow(self, call: grpc.aio.StreamStreamCall[link_pb2.WorkerMessage, link_pb2.RouterMessage]) -> None:
+        await self._overflow.wait()
+        log.error("the router reads too slowly: %d messages are waiting; the link is ended", MAX_OUTBOUND)
+        call.cancel()

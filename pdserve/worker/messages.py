@@ -1,0 +1,109 @@
+"""What the loop thread asks of the engine thread, and what one engine step answers. Immutable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.sampling import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AddLent:
+    """Compute this prompt and token 0, and lend the blocks to a remote reader."""
+
+    seq_id: SeqId
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Hold room for this sequence now or not at all. With `local_prefill` it starts to run at once."""
+
+    seq_id: SeqId
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    local_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """The inbound KV of this sequence is committed: decode it."""
+
+    seq_id: SeqId
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Drop this sequence, if it is still there. A read in flight quarantines its inbound blocks."""
+
+    seq_id: SeqId
+    read_in_flight: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndQuarantine:
+    """The read into this sequence's blocks has stopped for good."""
+
+    seq_id: SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnLease:
+    """The lease over this sequence's blocks has ended."""
+
+    seq_id: SeqId
+
+
+Command = AddLent | Reserve | Activate | Abort | EndQuarantine | ReturnLease
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """All prompt blocks of a sequence are allocated, and referenced for a lease that is yet to be granted."""
+
+    seq_id: SeqId
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveResult:
+    seq_id: SeqId
+    block_ids: tuple[BlockId, ...] | None
+    """None: no room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    seq_id: SeqId
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine's level state after a step."""
+
+    blocks: BlockCounts
+    num_waiting: int
+    num_running: int
+    queued_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """Everything one engine step did."""
+
+    lent: tuple[Lent, ...] = ()
+    reserved: tuple[ReserveResult, ...] = ()
+    advanced: tuple[tuple[SeqId, int], ...] = ()
+    """(sequence, prompt tokens whose KV is final) of lent sequences whose prompt is not finished."""
+    tokens: tuple[Token, ...] = ()
+    preempted: tuple[SeqId, ...] = ()
+    snapshot: EngineSnapshot | None = None

@@ -1,0 +1,4 @@
+from pdserve.worker.process import run
+from prefill_worker.main import start
+
+run(start, "prefill")

@@ -1,0 +1,178 @@
+"""What a prefill worker does with the router's commands and the engine's events. Loop thread only.
+
+```
+Prefill -> engine allocates every prompt block -> grant a lease -> PrefillStarted(ticket)
+        -> chunks finish: advance the watermark -> token 0: last advance, to router and reader alike
+        -> Commit | Release | Cancel | expiry: the lease's references go back to the engine
+```
+The lease ends before the blocks are freed, never the other way round: a reader that is told OK has read what prefill
+wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from kvtransfer.api import Device
+from kvtransfer.lease_service import LeaseService, PeerService
+from kvtransfer.ticket import Ticket
+from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.ids import Handle, LeaseId, SeqId
+from pdserve.core.lease import FirstToken, LeaseTable, LeaseView
+from pdserve.rpc import codec
+from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
+from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents, Token
+from pdserve.worker.output import OutputStream
+from pdserve.worker.refuse import check_prompt, failed
+from pdserve.worker.runtime import Host
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LentRequest:
+    """One Prefill command, until its lease has ended."""
+
+    handle: Handle
+    seq_id: SeqId
+    prompt_len: int
+    output: OutputStream
+    received_s: float
+    lease_id: LeaseId | None = None
+
+
+class PrefillRole:
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._table = LeaseTable(host.incarnation, ttl_s=host.config.lease.ttl_s)
+        self._by_handle: dict[Handle, LentRequest] = {}
+        self._by_seq: dict[SeqId, LentRequest] = {}
+        self._leases = LeaseService(
+            self._table, cluster_token=host.config.cluster_token, clock=time.monotonic, on_change=self._return_leases
+        )
+        peer = PeerService(host.incarnation, host.agent_metadata, cluster_token=host.config.cluster_token)
+        peer_pb2_grpc.add_LeaseServicer_to_server(self._leases, host.server)
+        peer_pb2_grpc.add_PeerServicer_to_server(peer, host.server)
+
+    @property
+    def leases_held(self) -> int:
+        return self._table.num_held
+
+    def on_command(self, message: link_pb2.RouterMessage) -> None:
+        body = message.WhichOneof("body")
+        if body == "prefill":
+            self._prefill(message.prefill)
+        elif body == "cancel":
+            self._cancel(Handle(message.cancel.handle))
+        else:
+            log.error("a prefill worker was sent %s; ignored", body)
+
+    def on_step(self, events: StepEvents) -> None:
+        for lent in events.lent:
+            self._grant(lent)
+        for seq_id, computed in events.advanced:
+            self._advance(seq_id, computed)
+        rows = [row for token in events.tokens if (row := self._finish(token)) is not None]
+        if rows:
+            self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
+        self._return_leases()
+
+    def on_tick(self) -> None:
+        self._table.expire_due(now_s=time.monotonic())
+        self._table.check_invariants()
+        self._return_leases()
+
+    def on_link_lost(self) -> None:
+        for handle in list(self._by_handle):
+            self._cancel(handle)
+
+    async def close(self) -> None:
+        self.on_link_lost()
+        await self._leases.close()
+
+    def _prefill(self, command: prefill_pb2.Prefill) -> None:
+        handle = Handle(command.handle)
+        try:
+            prompt = codec.unpack_ids(command.prompt_ids)
+            params = codec.sampling_from_wire(command.sampling)
+            check_prompt(prompt, self._host)
+            seq_id = self._host.next_seq_id()
+            self._host.submit(AddLent(seq_id, prompt, params, command.priority))
+        except (PdserveError, ValueError) as exc:
+            error = exc if isinstance(exc, PdserveError) else InvalidRequest(str(exc), field="prompt_ids")
+            self._host.send(failed(handle, error))
+            return
+        output = OutputStream(handle, self._host.tokenizer, params)
+        request = LentRequest(handle, seq_id, len(prompt), output, time.monotonic())
+        self._by_handle[handle] = self._by_seq[seq_id] = request
+
+    def _cancel(self, handle: Handle) -> None:
+        request = self._by_handle.pop(handle, None)
+        if request is None:
+            return
+        if request.lease_id is None:
+            del self._by_seq[request.seq_id]  # a grant that is on its way finds no request, and goes back
+            self._host.submit(Abort(request.seq_id))
+        else:
+            self._table.release(request.lease_id, now_s=time.monotonic())
+            self._return_leases()
+
+    def _grant(self, lent: Lent) -> None:
+        """The blocks carry the lease's references already; a request that has gone gives them back at once."""
+        request = self._by_seq.get(lent.seq_id)
+        if request is None:
+            self._host.submit(ReturnLease(lent.seq_id))
+            return
+        now_s = time.monotonic()
+        request.lease_id = self._table.grant(lent.seq_id, lent.block_ids, request.prompt_len, now_s=now_s)
+        ticket = self._ticket(lent, request.prompt_len)
+        started = prefill_pb2.PrefillStarted(
+            handle=request.handle,
+            lease_id=codec.lease_id_to_wire(request.lease_id),
+            ttl_s=self._table.ttl_s,
+            ticket=ticket.encode(),
+            queued_s=now_s - request.received_s,
+        )
+        self._host.send(link_pb2.WorkerMessage(prefill_started=started))
+
+    def _ticket(self, lent: Lent, prompt_len: int) -> Ticket:
+        host = self._host
+        return Ticket(
+            incarnation=host.incarnation,
+            peer_address=host.address,
+            layout=host.layout,
+            address=host.kv.address,
+            num_blocks=host.kv.num_blocks,
+            device=Device(),
+            block_ids=lent.block_ids,
+            prompt_len=prompt_len,
+        )
+
+    def _advance(self, seq_id: SeqId, computed: int) -> None:
+        request = self._by_seq.get(seq_id)
+        if request is not None and request.lease_id is not None and computed < request.prompt_len:
+            self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=time.monotonic()))
+
+    def _finish(self, token: Token) -> link_pb2.StepRow | None:
+        """Token 0: the last advance, with its text already known to end the request or not."""
+        request = self._by_seq.get(token.seq_id)
+        if request is None or request.lease_id is None:
+            return None
+        row = request.output.push(token.index, token.token_id, token.finish_reason)
+        first = FirstToken(token.token_id, codec.finish_from_wire(row.finish_reason))
+        self._leases.publish(self._table.advance(request.lease_id, request.prompt_len, first, now_s=time.monotonic()))
+        return row
+
+    def _return_leases(self) -> None:
+        """Every lease that has ended gives its references back, exactly once, and its request is forgotten.
+
+        A lease that ended under a running prefill (expired, released by its reader) stops the computation too.
+        """
+        for lease in self._table.take_returned():
+            request = self._by_seq.pop(lease.seq_id)
+            self._by_handle.pop(request.handle, None)
+            self._leases.publish(LeaseView(lease.lease_id, held=False))
+            self._host.submit(Abort(lease.seq_id))
+            self._host.submit(ReturnLease(lease.seq_id))

@@ -1,0 +1,136 @@
+"""The OpenAI-compatible HTTP front end: routes, and nothing about requests that `router.api` does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from pdserve import __version__
+from pdserve.core.errors import InternalBug, PdserveError, UnknownModel
+from pdserve.rpc.status import TABLE
+from router.api import RouterApi
+from router.http_body import BodyRefused, read_body, refuse_body
+from router.http_live import LiveRequests
+from router.http_reply import Reply
+from router.http_server import HttpServer, start_server
+from router.openai_answer import answer
+from router.openai_errors import encode_json, error_headers, error_payload
+from router.openai_request import Call, parse_chat, parse_completion
+
+STALLED_CLIENT_S: Final = 30.0  # as RouterConfig.stalled_client_s
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+Parse = Callable[[bytes, str | None], Call]
+
+__all__ = ["HttpServer", "build_app", "serve_http"]
+
+
+async def serve_http(api: RouterApi, host: str, port: int, *, stalled_client_s: float = STALLED_CLIENT_S) -> HttpServer:
+    """Listen (port 0: any free one) and serve until the result is closed. Raises `ConfigError` naming the flag."""
+    live = LiveRequests()
+    return await start_server(_app(api, live), live, host, port, stalled_client_s)
+
+
+def build_app(api: RouterApi) -> Starlette:
+    """The application alone, for any ASGI server."""
+    return _app(api, LiveRequests())
+
+
+def _app(api: RouterApi, live: LiveRequests) -> Starlette:
+    info = _Info(api)
+    routes = [
+        Route("/v1/completions", _Generate(api, live, parse_completion), methods=["POST"]),
+        Route("/v1/chat/completions", _Generate(api, live, parse_chat), methods=["POST"]),
+        Route("/v1/models", info.models),
+        Route("/v1/models/{model:path}", info.model),
+        Route("/health", info.health),
+        Route("/metrics", info.metrics),
+        Route("/", info.root),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: _no_route, PdserveError: _failed, Exception: _bug},  # type: ignore[dict-item]
+    )
+    app.router.redirect_slashes = False  # a redirected POST loses its body in many clients; 404 says what is wrong
+    return app
+
+
+class _Generate:
+    """An ASGI endpoint that runs generations. Not a Starlette handler: those cost several calls for each token."""
+
+    def __init__(self, api: RouterApi, live: LiveRequests, parse: Parse) -> None:
+        self._api = api
+        self._live = live
+        self._parse = parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(send)
+        try:
+            body = await read_body(scope, receive, self._api.max_body_bytes)
+            call = self._parse(body, Request(scope).headers.get("x-request-id"))
+            reply.name(call.request_id)
+            await self._live.run(receive, answer(self._api, call, reply))
+        except BodyRefused as exc:
+            await refuse_body(scope, receive, reply, exc.error)
+        except PdserveError as exc:
+            await reply.fail(exc)
+        except Exception:  # ours: the client is told, the server logs it with its traceback
+            await reply.fail(InternalBug("internal error; the router's log has the details"))
+            raise
+
+
+class _Info:
+    """What clients and operators ask about the service."""
+
+    def __init__(self, api: RouterApi) -> None:
+        self._api = api
+
+    async def models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._api.model_name:
+            raise UnknownModel(f"model: {name!r} is not served here; {self._api.model_name!r} is", field="model")
+        return _json(self._model_card())
+
+    async def health(self, _: Request) -> Response:
+        if self._api.ready:
+            return _json({"status": "ready"})
+        return _json({"status": "unavailable", "reason": "no worker is ready that could serve a request"}, 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._api.metrics(), media_type=METRICS_TYPE)
+
+    async def root(self, _: Request) -> Response:
+        return _json({"service": "pdserve", "version": __version__, "model": self._api.model_name})
+
+    def _model_card(self) -> dict[str, object]:
+        return {"id": self._api.model_name, "object": "model", "created": 0, "owned_by": "pdserve"}
+
+
+def _json(payload: object, status: int = 200) -> Response:
+    return Response(encode_json(payload), status, media_type="application/json")
+
+
+async def _no_route(request: Request, exc: HTTPException) -> Response:
+    message = f"{request.method} {request.scope['path']}: {exc.detail}"
+    code = exc.detail.lower().replace(" ", "_")
+    error = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    return Response(encode_json(error), exc.status_code, exc.headers, media_type="application/json")
+
+
+async def _failed(_: Request, exc: PdserveError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error_headers(exc)}
+    return Response(encode_json(error_payload(exc)), TABLE[exc.code].http, headers, media_type="application/json")
+
+
+async def _bug(request: Request, _: Exception) -> Response:
+    return await _failed(request, InternalBug("internal error; the router's log has the details"))

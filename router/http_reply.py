@@ -1,0 +1,69 @@
+"""One HTTP answer over ASGI: a whole JSON object, or an SSE stream that is opened by its first event."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from starlette.types import Send
+
+from pdserve.core.errors import PdserveError
+from pdserve.rpc.status import TABLE
+from router.openai_errors import encode_json, error_headers, error_payload
+
+Headers = list[tuple[bytes, bytes]]
+
+_SSE_HEADERS: Final[Headers] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect chunks into pages
+]
+
+
+class Reply:
+    """Owner: the task of one request. `fail` is right at any moment: it knows whether a stream is open."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._headers: Headers = []
+        self.started = False
+        self._ended = False
+
+    def name(self, request_id: str) -> None:
+        """Answers carry the request's id from now on."""
+        self._headers = [(b"x-request-id", request_id.encode("ascii"))]
+
+    async def json(self, status: int, payload: Any, headers: Headers | None = None, *, more: bool = False) -> None:
+        """`more`: leave the response open after its body, for who has to read on before the connection may close."""
+        body = encode_json(payload)
+        own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._start(status, own + (headers or []))
+        await self._body(body, more=more)
+
+    async def event(self, data: bytes) -> None:
+        """Part of a stream. Empty data only opens it."""
+        if not self.started:
+            await self._start(200, _SSE_HEADERS)
+        if data:
+            await self._body(data, more=True)
+
+    async def end(self, data: bytes = b"") -> None:
+        """The last part of what was started."""
+        await self._body(data, more=False)
+
+    async def fail(self, error: PdserveError, *, more: bool = False, headers: Headers | None = None) -> None:
+        """The error as a response, or inside an open stream as its last event: then no [DONE] follows."""
+        if self._ended:
+            return
+        if self.started:
+            await self._body(b"data: " + encode_json(error_payload(error)) + b"\n\n", more=False)
+        else:
+            extra = error_headers(error) + (headers or [])
+            await self.json(TABLE[error.code].http, error_payload(error), extra, more=more)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers + self._headers})
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        self._ended = not more
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,111 @@
+"""The listening socket of the HTTP front end and its life: in the router's own loop, without signal handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from typing import Any, Final
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from pdserve.core.errors import ConfigError
+from router.http_live import LiveRequests
+from router.http_protocol import GuardedProtocol
+
+BACKLOG: Final = 1024
+KEEP_ALIVE_S: Final = 75  # above the usual 60 s of proxies, so that the client side closes first
+CLOSE_GRACE_S: Final = 2.0  # running answers may finish for so long
+CLOSE_STEP_S: Final = 1.0  # and cancelled ones may say so
+
+
+class HttpServer:
+    """Made by `router.http.serve_http`; its owner must `close` it."""
+
+    def __init__(self, server: asyncio.Server, state: ServerState, live: LiveRequests, port: int) -> None:
+        self._server = server
+        self._state = state
+        self._live = live
+        self.port = port
+
+    async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
+        """Accept nothing more, let answers finish for `grace_s`, then cancel them. Bounded; may be repeated."""
+        self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        await self._wait(grace_s)
+        self._live.cancel_all()
+        await self._wait(CLOSE_STEP_S)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        for task in self._state.tasks:
+            task.cancel()
+        await self._wait(CLOSE_STEP_S)
+
+    async def _wait(self, timeout_s: float) -> None:
+        """For the tasks of all requests; they end by themselves, by an error, or stay for the next step."""
+        tasks = set(self._state.tasks)
+        if tasks and timeout_s > 0:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+
+async def start_server(app: ASGIApp, live: LiveRequests, host: str, port: int, stalled_client_s: float) -> HttpServer:
+    """Raises `ConfigError` naming the flag when the address cannot be had."""
+    sock = await _listen(host, port, stalled_client_s)
+    try:
+        config = uvicorn.Config(
+            app, http=GuardedProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,
+            proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
+        )  # fmt: skip
+        config.load()
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            return GuardedProtocol(config=config, server_state=state, app_state={}, _loop=loop)
+
+        server = await loop.create_server(protocol, sock=sock, backlog=BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return HttpServer(server, state, live, sock.getsockname()[1])
+
+
+async def _listen(host: str, port: int, stalled_client_s: float) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as exc:
+        raise ConfigError(f"--host: {host!r} is no address of this machine: {exc.strerror}") from exc
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        _set_options(sock, stalled_client_s)
+        sock.bind(address)
+        sock.listen(BACKLOG)  # a second listener would otherwise be refused only later, by listen(2)
+    except OSError as exc:
+        sock.close()
+        raise _cannot_bind(exc, host, port) from exc
+    return sock
+
+
+def _set_options(sock: socket.socket, stalled_client_s: float) -> None:
+    """Accepted connections inherit them."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token is far smaller than a segment
+    user_timeout: Any = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux only
+    if user_timeout is not None:
+        # The kernel ends a connection whose client takes nothing, or is unreachable, for so long: a write that
+        # waits for it then ends too, with no timer of our own for each token.
+        sock.setsockopt(socket.IPPROTO_TCP, user_timeout, int(stalled_client_s * 1000))
+
+
+def _cannot_bind(exc: OSError, host: str, port: int) -> ConfigError:
+    if exc.errno == errno.EADDRINUSE:
+        return ConfigError(f"--http-port: port {port} of {host} is in use; choose another, or 0 for any free one")
+    if exc.errno == errno.EACCES:
+        return ConfigError(f"--http-port: port {port} needs privileges that this process lacks; choose one from 1024")
+    return ConfigError(f"--host: cannot listen on {host}, port {port}: {exc.strerror}")

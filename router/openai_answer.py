@@ -1,0 +1,113 @@
+"""Runs the generations of one call and writes its answer. Whatever ends it, every generation is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pdserve.core.errors import InternalBug
+from pdserve.core.sampling import FinishReason
+from router.api import Generation, RouterApi
+from router.http_reply import Reply
+from router.openai_chunks import DONE, ChunkFormat, Envelope, extension, usage
+from router.openai_request import Call
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    text: str
+    tokens: int
+    finish_reason: FinishReason
+
+
+async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
+    """Raises a `PdserveError`; if anything was already sent, `reply.started` says so."""
+    generations: list[Generation] = []
+    try:
+        for request in call.inputs:
+            generations.append(await api.submit(request))  # noqa: PERF401 - if one fails, those before it must be closed
+        envelope = Envelope(call, api.model_name)
+        if call.stream:
+            await _stream(call, envelope, generations, reply)
+        else:
+            await _whole(envelope, generations, reply)
+    finally:
+        for generation in generations:
+            generation.close()
+
+
+async def _stream(call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
+    pumps = [_pump(g, ChunkFormat(envelope, call, i), reply) for i, g in enumerate(generations)]
+    tokens = await _together(pumps)
+    last = b""
+    if call.include_usage:
+        totals = usage(sum(g.prompt_len for g in generations), sum(tokens))
+        last = envelope.usage_chunk(totals, [g.report for g in generations])
+    await reply.end(last + DONE)
+
+
+async def _pump(generation: Generation, format_: ChunkFormat, reply: Reply) -> int:
+    """Write one choice's chunks; returns its number of output tokens.
+
+    The stream opens with the first delta, not before: until then an error still gets its own HTTP status. A delta
+    without text (half a character, part of a stop string) makes no chunk unless something else in it is news.
+    """
+    tokens = 0
+    opening = format_.role
+    finish_reason = None
+    async for delta in generation:
+        tokens += len(delta.ids)
+        finish_reason = delta.finish_reason
+        if format_.continuous_usage:
+            chunk = format_.chunk_with_usage(delta.text, finish_reason, usage(generation.prompt_len, tokens))
+        elif delta.text or finish_reason:
+            chunk = format_.chunk(delta.text, finish_reason)
+        else:
+            chunk = b""
+        if opening:
+            chunk, opening = opening + chunk, b""
+        await reply.event(chunk)
+    if finish_reason is None:
+        raise _unfinished(generation)
+    return tokens
+
+
+async def _whole(envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
+    outputs = await _together([_collect(g) for g in generations])
+    choices = [envelope.choice(i, out.text, out.finish_reason) for i, out in enumerate(outputs)]
+    totals = usage(sum(g.prompt_len for g in generations), sum(out.tokens for out in outputs))
+    rest = extension([g.report for g in generations])
+    await reply.json(200, envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
+
+
+async def _collect(generation: Generation) -> _Output:
+    parts: list[str] = []
+    tokens = 0
+    finish_reason = None
+    async for delta in generation:
+        parts.append(delta.text)
+        tokens += len(delta.ids)
+        finish_reason = delta.finish_reason
+    if finish_reason is None:
+        raise _unfinished(generation)
+    return _Output("".join(parts), tokens, finish_reason)
+
+
+def _unfinished(generation: Generation) -> InternalBug:
+    return InternalBug(f"request {generation.request_id} ended without a finish reason")
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first failure cancels the others and is raised alone."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as exc:
+        raise exc.exceptions[0] from exc
+    return [task.result() for task in tasks]

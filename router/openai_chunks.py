@@ -1,0 +1,118 @@
+"""What an answer looks like on the wire: SSE chunks and whole JSON objects.
+
+A streamed token costs one JSON-encoded string: all else in its chunk is the same for the whole request and is
+encoded once. (Encoding the object anew for each token costs several times as much as sending it.)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from json.encoder import encode_basestring
+from typing import Any, Final
+
+from pdserve.core.sampling import FinishReason
+from router.api import Report
+from router.openai_errors import encode_json
+from router.openai_request import Call
+
+DONE: Final = b"data: [DONE]\n\n"
+_TEXT_MARK: Final = "\x00text\x00"  # stands for the text while the constant parts are cut out
+_FINISH_MARK: Final = "\x00finish\x00"
+_FINISH_JSON: Final[dict[FinishReason | None, bytes]] = {
+    None: b"null",
+    **{reason: json.dumps(reason.value).encode() for reason in FinishReason},
+}
+
+
+def event(payload: Any) -> bytes:
+    """One SSE event."""
+    return b"data: " + encode_json(payload) + b"\n\n"
+
+
+def usage(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+    }
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """The `pdserve` extension of an answer: how the request was served."""
+    return {**asdict(report), "placement": report.placement.value}
+
+
+class Envelope:
+    """The fields that all objects of one answer share."""
+
+    def __init__(self, call: Call, model: str) -> None:
+        self._call = call
+        self._id = ("chatcmpl-" if call.chat else "cmpl-") + call.request_id
+        self._created = int(time.time())
+        self._model = model
+
+    def wrap(self, object_type: str, **rest: Any) -> dict[str, Any]:
+        return {"id": self._id, "object": object_type, "created": self._created, "model": self._model, **rest}
+
+    @property
+    def chunk_type(self) -> str:
+        return "chat.completion.chunk" if self._call.chat else "text_completion"
+
+    @property
+    def whole_type(self) -> str:
+        return "chat.completion" if self._call.chat else "text_completion"
+
+    def choice(self, index: int, text: str, finish_reason: FinishReason) -> dict[str, Any]:
+        """One choice of an answer that is not streamed."""
+        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._call.chat else {"text": text}
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason.value}
+
+    def usage_chunk(self, totals: dict[str, int], reports: list[Report]) -> bytes:
+        """The chunk after the last one of every choice: no choices, the usage of all, and how each was served."""
+        return event(self.wrap(self.chunk_type, choices=[], usage=totals, **extension(reports)))
+
+
+def extension(reports: list[Report]) -> dict[str, Any]:
+    """`pdserve` is the report of the one request; with several prompts, their reports in the order of choices."""
+    if len(reports) == 1:
+        return {"pdserve": report_json(reports[0])}
+    return {"pdserve": {"requests": [report_json(report) for report in reports]}}
+
+
+class ChunkFormat:
+    """The chunks of one choice: head | text | middle | finish reason | tail [usage]."""
+
+    def __init__(self, envelope: Envelope, call: Call, index: int) -> None:
+        delta: dict[str, Any] = {"delta": {"content": _TEXT_MARK}} if call.chat else {"text": _TEXT_MARK}
+        choice = {"index": index, **delta, "logprobs": None, "finish_reason": _FINISH_MARK}
+        chunk = event(envelope.wrap(envelope.chunk_type, choices=[choice]))
+        head, _, rest = chunk.partition(encode_json(_TEXT_MARK))
+        middle, _, tail = rest.partition(encode_json(_FINISH_MARK))
+        if call.include_usage and not call.continuous_usage:
+            tail = tail.replace(b"}\n\n", b',"usage":null}\n\n')  # as OpenAI: null in all chunks but the last
+        self.continuous_usage = call.continuous_usage
+        self.role = self._role_chunk(envelope, call, index)
+        self._head: bytes = head
+        self._middle: bytes = middle
+        self._tail: bytes = tail
+        self._running: bytes = middle + _FINISH_JSON[None] + tail
+
+    def _role_chunk(self, envelope: Envelope, call: Call, index: int) -> bytes:
+        """A chat stream opens with the role; a completion has none."""
+        if not call.chat:
+            return b""
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        rest = {"usage": None} if call.include_usage else {}
+        return event(envelope.wrap(envelope.chunk_type, choices=[choice], **rest))
+
+    def chunk(self, text: str, finish_reason: FinishReason | None) -> bytes:
+        encoded = self._head + encode_basestring(text).encode()
+        if finish_reason is None:
+            return encoded + self._running
+        return encoded + self._middle + _FINISH_JSON[finish_reason] + self._tail
+
+    def chunk_with_usage(self, text: str, finish_reason: FinishReason | None, totals: dict[str, int]) -> bytes:
+        chunk = self.chunk(text, finish_reason)
+        return chunk[: -len(b"}\n\n")] + b',"usage":' + encode_json(totals) + b"}\n\n"

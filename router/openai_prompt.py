@@ -1,0 +1,108 @@
+"""The prompts of a request body: text, token ids, several of either, or chat messages."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pdserve.core.errors import InvalidRequest
+from router.api import ChatMessage, Prompt
+from router.openai_json import Fields, integer, kind, refuse, section, show, text
+
+MAX_PROMPTS: Final = 256  # of one body; each is a request of its own in the router's bounded queue
+TOKEN_ID_LIMIT: Final = 1 << 32  # ids travel as uint32; the router checks them against the vocabulary
+
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""OpenAI renamed `system` to `developer`; models' templates know the old name."""
+
+
+def read_prompts(fields: Fields) -> tuple[Prompt, ...]:
+    """`prompt`: "text", [ids], ["text", ...] or [[ids], ...]; one entry for each choice of the answer."""
+    value = fields.raw("prompt")
+    if value is None:
+        raise refuse("prompt", "is missing")
+    if isinstance(value, str):
+        return (text(value, "prompt"),)
+    if not isinstance(value, list):
+        raise refuse("prompt", f"must be a string or a list, got {kind(value)}")
+    if not value:
+        raise refuse("prompt", "must not be empty")
+    if not isinstance(value[0], (str, list)):
+        return (_token_ids(value, "prompt"),)
+    if len(value) > MAX_PROMPTS:
+        raise refuse("prompt", f"holds {len(value)} prompts; at most {MAX_PROMPTS} are allowed")
+    if isinstance(value[0], str):
+        return tuple(text(item, f"prompt[{i}]") for i, item in enumerate(value))
+    return tuple(_token_ids(item, f"prompt[{i}]") for i, item in enumerate(value))
+
+
+def _token_ids(value: Any, field: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise refuse(field, f"must be a list of token ids, got {kind(value)}")
+    if not value:
+        raise refuse(field, "must hold at least one token id")
+    if not all(type(item) is int for item in value):
+        i = next(i for i, item in enumerate(value) if type(item) is not int)
+        raise refuse(f"{field}[{i}]", f"must be a token id, got {kind(value[i])}")
+    if min(value) < 0 or max(value) >= TOKEN_ID_LIMIT:
+        i = next(i for i, item in enumerate(value) if not 0 <= item < TOKEN_ID_LIMIT)
+        raise refuse(f"{field}[{i}]", f"must be from 0 to {TOKEN_ID_LIMIT - 1}, got {show(value[i])}")
+    return tuple(value)
+
+
+def read_token_ids(fields: Fields, name: str) -> tuple[int, ...] | None:
+    """A list of token ids that may be empty."""
+    values = fields.array(name)
+    if values is None:
+        return None
+    for i, value in enumerate(values):
+        number = integer(value, f"{name}[{i}]")
+        if not 0 <= number < TOKEN_ID_LIMIT:
+            raise refuse(f"{name}[{i}]", f"must be from 0 to {TOKEN_ID_LIMIT - 1}, got {show(number)}")
+    return tuple(values)
+
+
+def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
+    """`messages`: at least one, with roles that a template knows and content that is text."""
+    values = fields.array("messages")
+    if values is None:
+        raise refuse("messages", "is missing")
+    if not values:
+        raise refuse("messages", "must hold at least one message")
+    return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(values))
+
+
+def _message(value: Any, field: str) -> ChatMessage:
+    fields = section(value, field)
+    role = fields.text("role")
+    if role not in _ROLES:
+        raise refuse(f"{field}.role", f"must be one of {', '.join(_ROLES)}, got {show(role)}")
+    for name in ("tool_calls", "function_call", "audio"):
+        if fields.raw(name):
+            raise refuse(f"{field}.{name}", "is not supported")
+    return ChatMessage(_ROLES[role], _content(fields.raw("content"), f"{field}.content"))
+
+
+def _content(value: Any, field: str) -> str:
+    """Text, or the texts of a list of parts, one a line (as vLLM joins them)."""
+    if isinstance(value, list):
+        return "\n".join(_part(part, f"{field}[{i}]") for i, part in enumerate(value))
+    if not isinstance(value, str):
+        raise refuse(field, f"must be a string or a list of parts, got {kind(value)}")
+    return text(value, field)
+
+
+def _part(value: Any, field: str) -> str:
+    fields = section(value, field)
+    part_type = fields.text("type")
+    if part_type != "text":
+        raise _unsupported_part(field, part_type)
+    content = fields.text("text")
+    if content is None:
+        raise refuse(f"{field}.text", "is missing")
+    return content
+
+
+def _unsupported_part(field: str, part_type: str | None) -> InvalidRequest:
+    if part_type is None:
+        return refuse(f"{field}.type", "is missing")
+    return refuse(f"{field}.type", f"{show(part_type)} is not supported; only 'text' is")

@@ -1,0 +1,146 @@
+"""From the body and headers of an OpenAI-style request to what the router runs.
+
+Only shapes and types are checked here, and fields that the router would never see; ranges that depend on the
+model or on sampling are the router's, so that gRPC and HTTP clients meet the same limits.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pdserve.core.sampling import Placement
+from router.api import GenerateInput, Prompt
+from router.openai_json import Fields, parse_object, refuse, show, text
+from router.openai_prompt import read_messages, read_prompts, read_token_ids
+from router.openai_unsupported import refuse_unsupported
+
+COMPLETION_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of /v1/completions only; a chat answer may use the whole context
+MAX_TOKENS_LIMIT: Final = 1 << 31
+_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request: `inputs[i]` becomes choice i."""
+
+    chat: bool
+    request_id: str
+    inputs: tuple[GenerateInput, ...]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+def parse_completion(body: bytes, header_id: str | None) -> Call:
+    """`/v1/completions`. Raises `InvalidRequest` naming the field."""
+    fields = Fields(parse_object(body))
+    refuse_unsupported(fields, "completion")
+    return _call(fields, header_id, read_prompts(fields), chat=False)
+
+
+def parse_chat(body: bytes, header_id: str | None) -> Call:
+    """`/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
+    fields = Fields(parse_object(body))
+    refuse_unsupported(fields, "chat")
+    return _call(fields, header_id, (read_messages(fields),), chat=True)
+
+
+def _call(fields: Fields, header_id: str | None, prompts: tuple[Prompt, ...], *, chat: bool) -> Call:
+    stream = fields.boolean("stream") or False
+    include_usage, continuous_usage = _stream_options(fields, stream)
+    request_id = _request_id(fields, header_id)
+    common = GenerateInput(
+        prompt=prompts[0],
+        sampling=_sampling(fields, chat=chat),
+        model=fields.text("model"),
+        request_id=request_id,
+        deadline_s=fields.number("deadline_s"),
+        priority=fields.integer("priority") or 0,
+        placement=_placement(fields),
+    )
+    return Call(chat, request_id, _inputs(common, prompts), stream, include_usage, continuous_usage)
+
+
+def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[GenerateInput, ...]:
+    """Several prompts are several requests; their ids are told apart by the choice's index."""
+    if len(prompts) == 1:
+        return (common,)
+    return tuple(replace(common, prompt=prompt, request_id=f"{common.request_id}-{i}") for i, prompt in enumerate(prompts))
+
+
+def _sampling(fields: Fields, *, chat: bool) -> dict[str, Any]:
+    """The fields that the client set, under the router's names."""
+    values: dict[str, Any] = {
+        "max_tokens": _max_tokens(fields) or (None if chat else COMPLETION_DEFAULT_MAX_TOKENS),
+        "temperature": fields.number("temperature"),
+        "top_k": _top_k(fields),
+        "top_p": fields.number("top_p"),
+        "min_p": fields.number("min_p"),
+        "seed": _seed(fields),
+        "stop": _stop(fields),
+        "stop_token_ids": read_token_ids(fields, "stop_token_ids"),
+        "min_tokens": fields.integer("min_tokens"),
+        "ignore_eos": fields.boolean("ignore_eos"),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """The newer name wins where both are given. Checked here so that the error has the name that was used."""
+    older = fields.integer("max_tokens", 1, MAX_TOKENS_LIMIT)
+    newer = fields.integer("max_completion_tokens", 1, MAX_TOKENS_LIMIT)
+    return older if newer is None else newer
+
+
+def _top_k(fields: Fields) -> int | None:
+    """vLLM's clients write -1 for off, ours is 0."""
+    top_k = fields.integer("top_k")
+    return 0 if top_k == -1 else top_k
+
+
+def _seed(fields: Fields) -> int | None:
+    """OpenAI's seed is a signed 64-bit number, ours is unsigned: a negative one wraps, so each stays distinct."""
+    seed = fields.integer("seed", -(1 << 63), (1 << 64) - 1)
+    return None if seed is None else seed % (1 << 64)
+
+
+def _stop(fields: Fields) -> tuple[str, ...] | None:
+    value = fields.raw("stop")
+    if value is None:
+        return None
+    if isinstance(value, list):
+        return tuple(text(item, f"stop[{i}]") for i, item in enumerate(value))
+    return (text(value, "stop"),)
+
+
+def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    options = fields.section("stream_options")
+    if options is None:
+        return False, False
+    if not stream:
+        raise refuse("stream_options", "is only allowed with stream: true")
+    return options.boolean("include_usage") or False, options.boolean("continuous_usage_stats") or False
+
+
+def _placement(fields: Fields) -> Placement | None:
+    value = fields.text("placement")
+    if value is None:
+        return None
+    if value not in [placement.value for placement in Placement]:
+        raise refuse("placement", f"must be one of {', '.join(p.value for p in Placement)}, got {show(value)}")
+    return Placement(value)
+
+
+def _request_id(fields: Fields, header_id: str | None) -> str:
+    """The body's `request_id`, else the X-Request-Id header, else a new random one."""
+    name, value = "request_id", fields.text("request_id")
+    if value is None:
+        name, value = "X-Request-Id", header_id
+    if value is None:
+        return secrets.token_hex(16)
+    if not _REQUEST_ID.fullmatch(value):
+        raise refuse(name, f"must be 1 to 128 printable ASCII characters without spaces, got {show(value)}")
+    return value

@@ -1,0 +1,68 @@
+"""One request's output, put in order: by index, duplicates dropped, gaps held until they close."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.core.errors import InternalBug
+from pdserve.rpc.codec import finish_from_wire
+from router.api import Delta
+from router.events import Row
+
+
+class OrderedOutput:
+    """Accepts deltas in any order, gives them out in order. Holds at most `max_tokens` of them."""
+
+    __slots__ = ("_held", "_max_tokens", "next_index")
+
+    def __init__(self, max_tokens: int) -> None:
+        self.next_index = 0
+        self._max_tokens = max_tokens
+        self._held: dict[int, Delta] = {}
+
+    def is_repeat(self, index: int, count: int) -> bool:
+        """All of these tokens went out already."""
+        return index + count <= self.next_index and count > 0
+
+    def start(self) -> None:
+        """Token 0 goes out, by the link that draws it."""
+        assert self.next_index == 0
+        self.next_index = 1
+
+    def hold(self, delta: Delta, *, after: int = 0) -> None:
+        """Keep for later. Raises `InternalBug` before `after` or past the request's own limit."""
+        end = delta.index + len(delta.ids)
+        if delta.index < after or end > self._max_tokens:
+            raise InternalBug(f"tokens [{delta.index}, {end}), expected within [{after}, {self._max_tokens})")
+        self._held.setdefault(delta.index, delta)
+
+    def accept(self, delta: Delta) -> Sequence[Delta]:
+        """What may go out now. Raises `InternalBug` for tokens past the limit or half emitted."""
+        count = len(delta.ids)
+        if delta.index == self.next_index and not self._held and delta.index + count <= self._max_tokens:
+            self.next_index += count
+            return (delta,)
+        if self.is_repeat(delta.index, count):
+            return ()
+        if delta.index < self.next_index:
+            raise InternalBug(f"tokens [{delta.index}, {delta.index + count}) overlap the {self.next_index} that went out")
+        self.hold(delta)
+        return self.drain()
+
+    def drain(self) -> Sequence[Delta]:
+        """The held deltas that are next in order, up to the first gap or the end of the output."""
+        ready: list[Delta] = []
+        while (delta := self._held.pop(self.next_index, None)) is not None:
+            self.next_index += len(delta.ids)
+            ready.append(delta)
+            if delta.finish_reason is not None:
+                break
+        return ready
+
+
+def delta_of(row: Row) -> Delta:
+    """Raises `InternalBug` for text that is not UTF-8 or a finish reason that is not known."""
+    try:
+        return Delta(row.index, tuple(row.ids), row.text.decode(), finish_from_wire(row.finish_reason))
+    except (UnicodeDecodeError, KeyError) as exc:
+        raise InternalBug(f"row {row.index} of handle {row.handle} cannot be read: {exc!r}") from exc

@@ -1,0 +1,102 @@
+"""The known workers: how each introduced itself, its last heartbeat, and what this router placed on it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.errors import IncompatiblePeer
+from pdserve.core.ids import Handle, Incarnation, WorkerId
+from router.events import LinkId, Role, WorkerHello, WorkerLoad
+from router.live import RemoteWork
+
+MAX_ORPHANS: Final = 256
+"""Workers that left with work; past it the oldest is forgotten, and its worker cancels by its own grace."""
+
+
+@dataclass(slots=True)
+class Worker:
+    link: LinkId
+    hello: WorkerHello
+    last_seen_s: float
+    load: WorkerLoad
+    work: dict[Handle, RemoteWork] = field(default_factory=dict)
+    placed_tokens: int = 0
+    """Prompt tokens sent since the last heartbeat, which does not know them."""
+    refused_blocks: int | None = None
+    """It said NoRoom to a bind of so many blocks, and nothing was heard since that shows room."""
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.load.queued_tokens + self.placed_tokens
+
+    def saw_heartbeat(self, load: WorkerLoad) -> None:
+        self.load = load
+        self.placed_tokens = 0
+        if self.refused_blocks is not None and load.blocks.free + load.blocks.cached >= self.refused_blocks:
+            self.refused_blocks = None
+
+
+class Registry:
+    """Workers by link; at most one link for each worker id. Iteration is in the order of joining."""
+
+    def __init__(self, model_fingerprint: str) -> None:
+        self._model_fingerprint = model_fingerprint
+        self._by_link: dict[LinkId, Worker] = {}
+        self._orphans: OrderedDict[WorkerId, tuple[Incarnation, tuple[Handle, ...]]] = OrderedDict()
+
+    def check(self, hello: WorkerHello) -> None:
+        """Raises `IncompatiblePeer` with the reason when this worker may not serve here."""
+        name = f"{hello.role.value} worker {hello.worker_id}"
+        if hello.model_fingerprint != self._model_fingerprint:
+            raise IncompatiblePeer(
+                f"{name} serves model {hello.model_fingerprint or '(none)'}, this router {self._model_fingerprint}"
+            )
+        if hello.kv_tokens <= 0:
+            raise IncompatiblePeer(f"{name} has no KV blocks: {hello.num_blocks} of {hello.block_size} tokens")
+        for other in self._by_link.values():
+            if other.hello.worker_id != hello.worker_id and _layout(other.hello) != _layout(hello):
+                raise IncompatiblePeer(
+                    f"{name} has KV layout {_layout(hello)}, {other.hello.worker_id} has {_layout(other.hello)} "
+                    "(block_size, dtype, kv_bytes_per_token)"
+                )
+
+    def join(self, link: LinkId, hello: WorkerHello, *, now_s: float) -> tuple[Worker, tuple[Handle, ...]]:
+        """Add a checked worker. Also returns what it may still be working on since its last link broke."""
+        assert self.find(hello.worker_id) is None
+        idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
+        worker = self._by_link[link] = Worker(link, hello, now_s, idle)
+        incarnation, handles = self._orphans.pop(hello.worker_id, (None, ()))
+        return worker, handles if incarnation == hello.incarnation else ()
+
+    def leave(self, link: LinkId) -> Worker | None:
+        """Remove; None when it had left already."""
+        worker = self._by_link.pop(link, None)
+        if worker is not None and worker.work:
+            self._orphans[worker.hello.worker_id] = (worker.hello.incarnation, tuple(worker.work))
+            while len(self._orphans) > MAX_ORPHANS:
+                self._orphans.popitem(last=False)
+        return worker
+
+    def get(self, link: LinkId) -> Worker | None:
+        return self._by_link.get(link)
+
+    def find(self, worker_id: WorkerId) -> Worker | None:
+        return next((w for w in self._by_link.values() if w.hello.worker_id == worker_id), None)
+
+    def of_role(self, role: Role) -> list[Worker]:
+        return [w for w in self._by_link.values() if w.hello.role is role]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._by_link.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_link)
+
+
+def _layout(hello: WorkerHello) -> tuple[int, str, int]:
+    """What two workers must share for one to read the other's blocks."""
+    return hello.block_size, hello.dtype, hello.kv_bytes_per_token

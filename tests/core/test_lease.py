@@ -1,0 +1,166 @@
+"""The lease machine: what a late, repeated, foreign or premature event may and may not do."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pdserve.core.errors import InternalBug
+from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId, SeqId
+from pdserve.core.lease import FirstToken, LeaseTable
+
+TTL_S = 10.0
+READER = ReaderId(Incarnation(7), 1)
+OTHER = ReaderId(Incarnation(7), 2)
+TOKEN = FirstToken(5, None)
+
+
+def granted(prompt_len: int = 32, blocks: int = 2) -> tuple[LeaseTable, LeaseId]:
+    table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
+    return table, table.grant(SeqId(1), tuple(BlockId(i) for i in range(blocks)), prompt_len, now_s=0.0)
+
+
+def test_commit_needs_every_block_and_the_whole_watermark():
+    table, lease = granted()
+    assert not table.commit(lease, READER, 2, now_s=1), "nothing is final yet"
+    table.advance(lease, 16, None, now_s=1)
+    assert not table.commit(lease, READER, 2, now_s=1), "half is final"
+    table.advance(lease, 32, TOKEN, now_s=1)
+    assert not table.commit(lease, READER, 1, now_s=1), "one block was not read"
+    assert table.take_returned() == [], "a refused commit leaves the lease as it was"
+    assert table.commit(lease, READER, 2, now_s=1)
+    assert [lease.block_ids for lease in table.take_returned()] == [(0, 1)]
+
+
+def test_a_repeated_commit_is_ok_to_the_same_reader_only():
+    table, lease = granted()
+    table.advance(lease, 32, TOKEN, now_s=0)
+    assert table.commit(lease, READER, 2, now_s=0)
+    assert table.commit(lease, READER, 2, now_s=99), "its reply may have been lost"
+    assert not table.commit(lease, OTHER, 2, now_s=0)
+    assert len(table.take_returned()) == 1, "the blocks come back once"
+
+
+def test_an_expired_lease_is_gone_for_ever_even_when_nobody_noticed_in_time():
+    table, lease = granted()
+    table.advance(lease, 32, TOKEN, now_s=0)
+    assert not table.commit(lease, READER, 2, now_s=TTL_S), "expiry is applied before the event"
+    assert not table.renew(lease, now_s=0).held, "nothing revives it, not even a clock that went back"
+    assert len(table.take_returned()) == 1
+
+
+def test_renew_pushes_the_expiry_out_and_repeats_the_level_state():
+    table, lease = granted()
+    table.advance(lease, 16, None, now_s=0)
+    view = table.renew(lease, now_s=9)
+    assert view.held
+    assert view.watermark == 16
+    assert table.renew(lease, now_s=18).held
+    assert not table.renew(lease, now_s=28).held
+
+
+def test_a_restarted_worker_answers_gone_to_its_past():
+    _, old = granted()
+    table = LeaseTable(Incarnation(2), ttl_s=TTL_S)
+    fresh = table.grant(SeqId(1), (BlockId(0),), 4, now_s=0)
+    assert fresh != old
+    assert not table.renew(old, now_s=0).held
+    assert not table.commit(old, READER, 2, now_s=0)
+
+
+def test_release_is_repeatable_and_makes_a_later_commit_gone():
+    table, lease = granted()
+    table.advance(lease, 32, TOKEN, now_s=0)
+    for _ in range(2):
+        table.release(lease, now_s=0)
+    assert not table.commit(lease, READER, 2, now_s=0)
+    assert len(table.take_returned()) == 1
+
+
+@pytest.mark.parametrize(("watermark", "token"), [(40, TOKEN), (32, None), (8, TOKEN)])
+def test_an_impossible_advance_is_our_bug(watermark, token):
+    table, lease = granted()
+    with pytest.raises(InternalBug):
+        table.advance(lease, watermark, token, now_s=0)
+
+
+def test_the_watermark_never_shrinks():
+    table, lease = granted()
+    table.advance(lease, 16, None, now_s=0)
+    with pytest.raises(InternalBug):
+        table.advance(lease, 8, None, now_s=0)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Random events at random times: each lease's blocks come back exactly once, and OK only ever while held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
+        self.now_s = 0.0
+        self.leases: list[LeaseId] = []
+        self.expires: dict[LeaseId, float] = {}
+        self.returned: list[LeaseId] = []
+        self.ended: set[LeaseId] = set()
+        self.winner: dict[LeaseId, ReaderId] = {}
+
+    def pick(self, index: int) -> LeaseId | None:
+        return self.leases[index % len(self.leases)] if self.leases else None
+
+    def alive(self, lease: LeaseId) -> bool:
+        return lease not in self.ended and self.now_s < self.expires[lease]
+
+    @rule(dt=st.floats(0, 6))
+    def wait(self, dt):
+        self.now_s += dt
+
+    @rule()
+    def grant(self):
+        lease = self.table.grant(SeqId(len(self.leases)), (BlockId(0),), 4, now_s=self.now_s)
+        assert lease not in self.leases
+        self.leases.append(lease)
+        self.expires[lease] = self.now_s + TTL_S
+
+    @rule(i=st.integers(0, 9))
+    def renew(self, i):
+        if (lease := self.pick(i)) is not None:
+            alive = self.alive(lease)
+            assert self.table.renew(lease, now_s=self.now_s).held == alive
+            if alive:
+                self.expires[lease] = self.now_s + TTL_S
+            else:
+                self.ended.add(lease)
+
+    @rule(i=st.integers(0, 9))
+    def finish_prefill(self, i):
+        if (lease := self.pick(i)) is not None:
+            self.table.advance(lease, 4, TOKEN, now_s=self.now_s)
+
+    @rule(i=st.integers(0, 9), reader=st.sampled_from([READER, OTHER]), blocks=st.integers(0, 2))
+    def commit(self, i, reader, blocks):
+        if (lease := self.pick(i)) is not None:
+            alive = self.alive(lease)
+            if self.table.commit(lease, reader, blocks, now_s=self.now_s):
+                assert alive or self.winner.get(lease) == reader
+                assert self.winner.setdefault(lease, reader) == reader, "two readers were told OK"
+                self.ended.add(lease)
+
+    @rule(i=st.integers(0, 9))
+    def release(self, i):
+        if (lease := self.pick(i)) is not None:
+            self.table.release(lease, now_s=self.now_s)
+            self.ended.add(lease)
+
+    @invariant()
+    def blocks_come_back_once(self):
+        self.table.expire_due(now_s=self.now_s)
+        self.table.check_invariants()
+        self.returned += [lease.lease_id for lease in self.table.take_returned()]
+        assert len(set(self.returned)) == len(self.returned)
+        gone = {lease for lease in self.leases if not self.alive(lease)}
+        assert set(self.returned) == gone
+        self.ended |= gone
+
+
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,52 @@
+"""Sampling parameters refuse what makes no sense, and draws depend on seed and index alone."""
+
+import math
+
+import pytest
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.sampling import SamplingParams, uniform
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1 << 40),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", math.nan),
+        ("seed", -1),
+        ("seed", 1 << 64),
+        ("min_tokens", 17),
+        ("stop", ("",)),
+        ("stop", ("x",) * 17),
+        ("stop", ("x" * 2000,)),
+        ("stop_token_ids", tuple(range(300))),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(field, value):
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        SamplingParams(**{"max_tokens": 16, field: value})
+    assert caught.value.field == field
+
+
+def test_draws_are_uniform_and_unrelated_between_neighbours():
+    draws = [uniform(seed, index) for seed in range(100) for index in range(100)]
+    assert all(0 <= u < 1 for u in draws)
+    assert len(set(draws)) == len(draws)
+    buckets = [0] * 20
+    for u in draws:
+        buckets[int(u * 20)] += 1
+    chi_square = sum((n - 500) ** 2 / 500 for n in buckets)
+    assert chi_square < 43.8, "19 degrees of freedom: above this once in a thousand, and the draws are fixed"
+    pairs = [(uniform(s, i), uniform(s, i + 1)) for s in range(100) for i in range(99)]
+    mean = sum((a - 0.5) * (b - 0.5) for a, b in pairs) / len(pairs)
+    assert abs(mean) * 12 < 0.05

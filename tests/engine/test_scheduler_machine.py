@@ -1,0 +1,195 @@
+"""Random histories on a pool of ten blocks: nothing is lost, everyone finishes, preemption is invisible in the output.
+
+The model is a function of all tokens so far, so any wrong token, position or index shows in the output.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pdserve.core.batch import Sampled, StepPlan
+from pdserve.core.blocks import BlockPool
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import SequenceKind
+
+BLOCKS, BLOCK, EOS, VOCAB = 10, 4, 3, 23
+LIMIT = BLOCKS * BLOCK
+
+
+def model(tokens: tuple[int, ...]) -> int:
+    return zlib.crc32(bytes(tokens)) % VOCAB
+
+
+def expected_output(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+    tokens = list(prompt)
+    while True:
+        tokens.append(model(tuple(tokens)))
+        count = len(tokens) - len(prompt)
+        if tokens[-1] == EOS or count == params.max_tokens or len(tokens) == LIMIT:
+            return tokens[len(prompt) :]
+
+
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LIMIT - 1).map(tuple)
+lengths = st.integers(1, 30)
+priorities = st.integers(-1, 1)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Plays the engine thread, its commands, and a KV memory of (sequence, tokens up to here) per slot."""
+
+    @initialize(seqs=st.integers(1, 5), budget=st.integers(1, 12))
+    def start(self, seqs: int, budget: int) -> None:
+        self.pool = BlockPool(BLOCKS)
+        self.scheduler = Scheduler(
+            self.pool, BLOCK, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LIMIT, eos_token_ids=(EOS,)
+        )
+        self.budget = budget
+        self.memory: dict[tuple[BlockId, int], int] = {}
+        self.asked: dict[SeqId, tuple[tuple[int, ...], SamplingParams, SequenceKind]] = {}
+        self.outputs: dict[SeqId, list[int]] = {}
+        self.inbound: dict[SeqId, tuple[BlockId, ...]] = {}
+        self.leases: list[SeqId] = []
+        self.quarantined: list[SeqId] = []
+        self.finished: list[SeqId] = []
+
+    def ask(self, prompt: tuple[int, ...], length: int, kind: SequenceKind) -> tuple[SeqId, SamplingParams]:
+        seq_id, params = SeqId(len(self.asked)), SamplingParams(max_tokens=length)
+        self.asked[seq_id] = (prompt, params, kind)
+        return seq_id, params
+
+    @rule(prompt=prompts, length=lengths, priority=priorities, lent=st.booleans())
+    def add(self, prompt: tuple[int, ...], length: int, priority: int, lent: bool) -> None:
+        kind = SequenceKind.LENT if lent else SequenceKind.LOCAL
+        seq_id, params = self.ask(prompt, length, kind)
+        self.outputs[seq_id] = []
+        self.scheduler.add(seq_id, prompt, params, kind=kind, priority=priority)
+
+    @rule(prompt=prompts, length=lengths, priority=priorities, local=st.booleans())
+    def reserve(self, prompt: tuple[int, ...], length: int, priority: int, local: bool) -> None:
+        seq_id, params = self.ask(prompt, length, SequenceKind.LOCAL if local else SequenceKind.INBOUND)
+        free = self.pool.num_free
+        blocks = self.scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local)
+        if blocks is None:
+            assert self.pool.num_free == free
+            return
+        self.outputs[seq_id] = []
+        if not local:
+            self.inbound[seq_id] = blocks
+
+    @precondition(lambda self: self.inbound)
+    @rule(data=st.data())
+    def transfer_ends(self, data: st.DataObject) -> None:
+        seq_id = data.draw(st.sampled_from(sorted(self.inbound)))
+        prompt, params, _ = self.asked[seq_id]
+        blocks = self.inbound.pop(seq_id)
+        first = expected_output(prompt, params)[0]
+        if len(expected_output(prompt, params)) == 1:
+            self.finish(seq_id, None)
+            self.scheduler.abort(seq_id)
+            return
+        for position, token in enumerate(prompt):
+            self.memory[blocks[position // BLOCK], position % BLOCK] = token
+        self.outputs[seq_id].append(first)
+        self.scheduler.activate(seq_id, first)
+
+    @precondition(lambda self: self.outputs)
+    @rule(data=st.data(), in_flight=st.booleans())
+    def abort(self, data: st.DataObject, in_flight: bool) -> None:
+        seq_id = data.draw(st.sampled_from(sorted(self.outputs)))
+        if self.inbound.pop(seq_id, None) is not None and in_flight:
+            self.quarantined.append(seq_id)
+        self.scheduler.abort(seq_id, read_in_flight=in_flight)
+        del self.outputs[seq_id]
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def lease_ends(self) -> None:
+        self.scheduler.return_lease(self.leases.pop(0))
+
+    @precondition(lambda self: self.quarantined)
+    @rule()
+    def read_stops(self) -> None:
+        self.scheduler.end_quarantine(self.quarantined.pop(0))
+
+    @rule()
+    def step(self) -> None:
+        had_work = self.scheduler.has_work
+        plan = self.scheduler.plan()
+        self.leases += [a.seq_id for a in self.scheduler.take_admitted()]
+        if not plan.slices:
+            assert not self.scheduler.has_work, "an engine with work left would spin"
+            return
+        assert had_work
+        assert plan.num_tokens <= self.budget
+        outcome = self.scheduler.collect(self.execute(plan))
+        for token in outcome.tokens:
+            output = self.outputs[token.seq_id]
+            assert token.output_index == len(output)
+            output.append(token.token_id)
+            if token.finish_reason is not None or self.asked[token.seq_id][2] is SequenceKind.LENT:
+                self.finish(token.seq_id, token.finish_reason)
+
+    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
+        """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
+        sampled = []
+        written: set[tuple[BlockId, int]] = set()
+        for piece in plan.slices:
+            for offset, token in enumerate(piece.token_ids):
+                position = piece.start + offset
+                slot = (piece.block_table[position // BLOCK], position % BLOCK)
+                assert slot not in written
+                written.add(slot)
+                self.memory[slot] = token
+            if piece.sample is not None:
+                end = piece.start + len(piece.token_ids)
+                tokens = tuple(self.memory[piece.block_table[p // BLOCK], p % BLOCK] for p in range(end))
+                sampled.append(Sampled(piece.seq_id, model(tokens)))
+        return tuple(sampled)
+
+    def finish(self, seq_id: SeqId, reason: FinishReason | None) -> None:
+        prompt, params, kind = self.asked[seq_id]
+        output = self.outputs.pop(seq_id)
+        expected = expected_output(prompt, params)
+        if kind is SequenceKind.LENT:
+            assert output == expected[:1]
+        elif reason is not None:
+            assert output == expected
+        self.finished.append(seq_id)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_invariants()
+            assert self.scheduler.num_live == len(self.outputs)
+
+    def teardown(self) -> None:
+        """Everyone who is still there finishes once the outside world answers, and then nothing is held."""
+        if not hasattr(self, "scheduler"):
+            return
+        while self.quarantined:
+            self.read_stops()
+        for seq_id in sorted(self.inbound):
+            self.scheduler.abort(seq_id)
+            del self.outputs[seq_id], self.inbound[seq_id]
+        for _ in range(4000):
+            if not self.outputs:
+                break
+            while self.leases:
+                self.lease_ends()
+            self.step()
+            self.books_agree()
+        assert not self.outputs, "starved"
+        while self.leases:
+            self.lease_ends()
+        assert self.pool.num_free == BLOCKS
+        assert not self.scheduler.has_work
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,106 @@
+"""A router in a few lines, for tests of the HTTP front end alone: it checks sampling as the real one does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
+
+from pdserve.core.errors import InvalidRequest, PdserveError, UnknownModel
+from pdserve.core.sampling import FinishReason, Placement, SamplingParams
+from router.api import Delta, GenerateInput, Prompt, Report
+from router.http import serve_http
+
+MODEL = "org/tiny"
+WORDS = ("Hal", "lo ", "wör", "ld", " 世界", "!\n", '"quoted"', "\u2028", "end")
+
+
+class FakeGeneration:
+    """Yields words; `fail_at` n raises `error` before word n; a cleared `gate` holds the next word back."""
+
+    def __init__(self, api: FakeApi, request: GenerateInput) -> None:
+        self.request_id = request.request_id or "made-by-router"
+        self.prompt_len = max(1, len(request.prompt))
+        self.closed = False
+        self.finished = False
+        self._api = api
+        self._words = api.words[: request.sampling.get("max_tokens", len(api.words))]
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._run()
+
+    async def _run(self) -> AsyncIterator[Delta]:
+        for i, word in enumerate(self._words):
+            await self._api.gate.wait()
+            if self._api.error is not None and i == self._api.fail_at:
+                raise self._api.error
+            last = i + 1 == len(self._words) and self._api.finishes
+            yield Delta(i, (i,), word, FinishReason.LENGTH if last else None)
+            await asyncio.sleep(0)
+        self.finished = True
+
+    @property
+    def report(self) -> Report:
+        assert self.finished
+        return Report(
+            Placement.DISAGGREGATED, "auto", self.prompt_len, len(self._words), "prefill-0", "decode-0", kv_bytes=4096
+        )
+
+    def close(self) -> None:
+        self.closed = True
+        self._api.closed.set()
+
+
+@dataclass
+class FakeApi:
+    model_name: str = MODEL
+    max_body_bytes: int = 1 << 20
+    ready: bool = True
+    words: tuple[str, ...] = WORDS
+    error: PdserveError | BaseException | None = None
+    fail_at: int | None = None  # None: submit raises
+    finishes: bool = True
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[GenerateInput] = field(default_factory=list)
+    generations: list[FakeGeneration] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def submit(self, request: GenerateInput) -> FakeGeneration:
+        await asyncio.sleep(0)
+        if request.model not in (None, self.model_name):
+            raise UnknownModel(f"model: {request.model!r} is not served", field="model")
+        assert set(request.sampling) <= {f.name for f in fields(SamplingParams)}
+        SamplingParams(**{"max_tokens": 4096, **request.sampling})
+        if not -100 <= request.priority <= 100:
+            raise InvalidRequest("priority: must be from -100 to 100", field="priority")
+        if self.error is not None and self.fail_at is None:
+            raise self.error
+        self.requests.append(request)
+        self.generations.append(FakeGeneration(self, request))
+        self.submitted.set()
+        return self.generations[-1]
+
+    def cancel(self, request_id: str) -> bool:
+        return False
+
+    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+        return ()
+
+    def metrics(self) -> bytes:
+        return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"
+
+
+@asynccontextmanager
+async def served(api: FakeApi, **options: float) -> AsyncIterator[str]:
+    """A real socket for the fake router; nothing of it may be left afterwards."""
+    server = await serve_http(api, "127.0.0.1", 0, **options)
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        await asyncio.wait_for(server.close(), 30)
+    assert all(generation.closed for generation in api.generations)

@@ -1,0 +1,290 @@
+"""Connections: who leaves when, what is bounded, and what is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+from http_fakes import MODEL, FakeApi, served
+from raw_http import Answer, connect, exchange, head, post, read_answer
+
+import router.http_body
+import router.http_protocol
+from pdserve import __version__
+from pdserve.core.errors import ConfigError, ReplicaLost
+from router.http import serve_http
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "p"}
+STREAM = {**BODY, "stream": True}
+COMPLETIONS = "/v1/completions"
+
+
+def test_information_routes() -> None:
+    async def run() -> None:
+        api = FakeApi()
+        async with served(api) as base:
+            assert (await exchange(base, head("GET", "/"))).json == {
+                "service": "pdserve",
+                "version": __version__,
+                "model": MODEL,
+            }
+            assert (await exchange(base, head("GET", "/health"))).status == 200
+            metrics = await exchange(base, head("GET", "/metrics"))
+            assert metrics.body == api.metrics()
+            assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+            api.ready = False
+            unready = await exchange(base, head("GET", "/health"))
+            assert (unready.status, unready.json["status"]) == (503, "unavailable")
+            assert unready.json["reason"]
+
+    asyncio.run(run())
+
+
+def test_wrong_paths_and_methods_have_openais_shape() -> None:
+    async def run() -> None:
+        async with served(FakeApi()) as base:
+            for path in ("/v1/nothing", "/v1/completions/", "/%00"):
+                missing = await exchange(base, head("GET", path))
+                assert (missing.status, missing.error["code"]) == (404, "not_found")
+            wrong = await exchange(base, head("GET", COMPLETIONS))
+            assert (wrong.status, wrong.error["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "post")
+
+    asyncio.run(run())
+
+
+def test_a_request_keeps_its_id_also_when_it_fails() -> None:
+    async def run() -> None:
+        async with served(FakeApi()) as base:
+            for payload, status in ((BODY, 200), (STREAM, 200), ({**BODY, "model": "other"}, 404)):
+                answer = await exchange(base, post(COMPLETIONS, payload, X_Request_Id="abc-1"))
+                assert (answer.status, answer.headers["x-request-id"]) == (status, "abc-1")
+                assert "date" in answer.headers
+
+    asyncio.run(run())
+
+
+def test_stream_ends_with_done_and_a_failed_one_does_not() -> None:
+    async def run() -> None:
+        async with served(FakeApi()) as base:
+            good = await exchange(base, post(COMPLETIONS, STREAM))
+        assert good.body.endswith(b"data: [DONE]\n\n")
+        for api in (
+            FakeApi(error=ReplicaLost("gone"), fail_at=3),
+            FakeApi(finishes=False),
+            FakeApi(error=KeyError("bug"), fail_at=3),
+        ):
+            async with served(api) as base:
+                bad = await exchange(base, post(COMPLETIONS, STREAM))
+                assert bad.status == 200
+                assert b"[DONE]" not in bad.body
+                last = json.loads(bad.body.strip().split(b"\n\n")[-1].removeprefix(b"data: "))
+                assert last["error"]["type"] == "server_error"
+                assert "KeyError" not in last["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_a_bug_is_an_openai_shaped_500() -> None:
+    async def run() -> None:
+        async with served(FakeApi(error=KeyError("bug"))) as base:
+            answer = await exchange(base, post(COMPLETIONS, BODY))
+        assert (answer.status, answer.error["code"]) == (500, "internal_bug")
+        assert "bug" not in answer.error["message"].replace("internal_bug", "")
+
+    asyncio.run(run())
+
+
+def test_one_failed_prompt_cancels_the_others() -> None:
+    async def run() -> None:
+        api = FakeApi(error=ReplicaLost("gone"), fail_at=2)
+        async with served(api) as base:
+            answer = await exchange(base, post(COMPLETIONS, {**BODY, "prompt": ["a", "b", "c"]}))
+            assert (answer.status, answer.error["message"]) == (503, "gone")
+            assert len(api.generations) == 3
+            assert all(generation.closed for generation in api.generations)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("payload", [BODY, STREAM, {**STREAM, "prompt": ["a", "b"]}])
+def test_a_client_that_leaves_while_waiting_is_cancelled_at_once(payload: dict[str, Any]) -> None:
+    async def run() -> None:
+        api = FakeApi()
+        api.gate.clear()
+        async with served(api) as base:
+            _, writer = await connect(base)
+            writer.write(post(COMPLETIONS, payload))
+            async with asyncio.timeout(10):
+                await api.submitted.wait()
+                writer.transport.abort()
+                await api.closed.wait()
+            assert not any(generation.finished for generation in api.generations)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_is_refused_before_it_is_read(chunked: bool) -> None:
+    """The client goes on sending 100 MB and still gets the answer."""
+
+    async def run() -> None:
+        async with served(FakeApi(max_body_bytes=1000)) as base:
+            reader, writer = await connect(base)
+            part = b"x" * 100_000
+            framing = {"transfer_encoding": "chunked"} if chunked else {"content_length": len(part) * 1000}
+            writer.write(head("POST", COMPLETIONS, **framing))
+
+            async def send() -> None:
+                try:
+                    for _ in range(1000):
+                        writer.write(b"%x\r\n%s\r\n" % (len(part), part) if chunked else part)
+                        await writer.drain()
+                except ConnectionError:
+                    pass  # the answer is there; what the client still sends is its own affair
+
+            sender = asyncio.create_task(send())
+            answer = await read_answer(reader)
+            assert (answer.status, answer.error["param"], answer.headers["connection"]) == (413, "body", "close")
+            assert "1000" in answer.error["message"]
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            writer.close()
+            assert (await exchange(base, post(COMPLETIONS, BODY))).status == 200
+
+    asyncio.run(run())
+
+
+def test_a_client_that_asks_before_sending_is_refused_without_sending() -> None:
+    async def run() -> None:
+        async with served(FakeApi(max_body_bytes=1000)) as base:
+            answer = await exchange(base, head("POST", COMPLETIONS, content_length=10**12, expect="100-continue"))
+            assert answer.status == 413
+            reader, writer = await connect(base)
+            body = json.dumps(BODY).encode()
+            writer.write(head("POST", COMPLETIONS, content_length=len(body), expect="100-continue"))
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+            writer.write(body)
+            assert (await read_answer(reader)).status == 200
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_one_connection_serves_many_requests_also_pipelined() -> None:
+    async def run() -> None:
+        async with served(FakeApi()) as base:
+            reader, writer = await connect(base)
+            writer.write(post(COMPLETIONS, BODY) + post(COMPLETIONS, STREAM) + head("GET", "/health") + post(COMPLETIONS, b"{"))
+            answers: list[Answer] = [await read_answer(reader) for _ in range(4)]
+            assert [answer.status for answer in answers] == [200, 200, 200, 400]
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.http_body, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(router.http_body, "LINGER_S", 0.1)
+
+    async def run() -> None:
+        async with served(FakeApi()) as base:
+            reader, writer = await connect(base)
+            writer.write(head("POST", COMPLETIONS, content_length=100) + b"{")
+            answer = await read_answer(reader)
+            assert (answer.status, answer.headers["connection"]) == (504, "close")
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_head_is_bounded_in_time_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.http_protocol, "HEAD_TIMEOUT_S", 0.2)
+
+    async def run() -> None:
+        async with served(FakeApi()) as base:
+            for start in (b"", b"GET / HTTP/1.1\r\nx: "):
+                reader, writer = await connect(base)
+                writer.write(start)
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await asyncio.wait_for(reader.readexactly(1), 10)
+                writer.close()
+
+    asyncio.run(run())
+    monkeypatch.undo()
+
+    async def run_large() -> None:
+        async with served(FakeApi()) as base:
+            _, writer = await connect(base)
+            writer.write(b"GET / HTTP/1.1\r\nx: ")
+            try:
+                for _ in range(1000):
+                    writer.write(b"y" * 65536)
+                    await asyncio.wait_for(writer.drain(), 10)
+                pytest.fail("a head of 64 MB was accepted")
+            except ConnectionError:
+                pass
+            writer.close()
+            assert (await exchange(base, head("GET", "/health"))).status == 200
+
+    asyncio.run(run_large())
+
+
+def test_a_client_that_takes_nothing_is_dropped() -> None:
+    """What it was sent fills its window, then the server's buffer; the kernel ends the connection."""
+
+    async def run() -> None:
+        api = FakeApi(words=("w" * 100_000,) * 10_000)
+        async with served(api, stalled_client_s=0.5) as base:
+            host, port = base.removeprefix("http://").split(":")
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                await asyncio.to_thread(sock.connect, (host, int(port)))
+                sock.sendall(post(COMPLETIONS, {**STREAM, "max_tokens": 10_000}))
+                await asyncio.wait_for(api.closed.wait(), 30)
+            assert not api.generations[0].finished
+
+    asyncio.run(run())
+
+
+def test_close_tells_running_streams() -> None:
+    async def run() -> None:
+        api = FakeApi(words=("w",) * 10)
+        api.gate.clear()
+        server = await serve_http(api, "127.0.0.1", 0)
+        base = f"http://127.0.0.1:{server.port}"
+        reader, writer = await connect(base)
+        writer.write(post(COMPLETIONS, BODY))
+        idle = await connect(base)
+        await asyncio.wait_for(api.submitted.wait(), 10)
+        closing = asyncio.create_task(server.close(grace_s=0.1))
+        answer = await read_answer(reader)
+        assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "unavailable", "1")
+        await asyncio.wait_for(closing, 20)
+        assert api.generations[0].closed
+        assert await asyncio.wait_for(idle[0].read(), 10) == b""
+        await server.close()
+        with pytest.raises(ConnectionError):
+            await connect(base)
+        writer.close()
+        idle[1].close()
+        assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    asyncio.run(run())
+
+
+def test_addresses_that_cannot_be_had_name_their_flag() -> None:
+    async def run() -> None:
+        server = await serve_http(FakeApi(), "127.0.0.1", 0)
+        try:
+            with pytest.raises(ConfigError, match=f"--http-port: port {server.port}"):
+                await serve_http(FakeApi(), "127.0.0.1", server.port)
+            with pytest.raises(ConfigError, match="--host"):
+                await serve_http(FakeApi(), "192.0.2.1", 0)
+        finally:
+            await server.close()
+
+    asyncio.run(run())

@@ -1,0 +1,115 @@
+"""Disaggregated output equals colocated output token for token, through real processes and NIXL.
+
+Batch-invariant mode: without it a row of a matrix product differs in its last bits with the number of rows.
+"""
+
+import random
+
+import pytest
+
+from pdserve.config import MIB, EngineConfig
+from pdserve.rpc.v1 import common_pb2
+from pdserve.testing.client import generate_all, request
+from pdserve.testing.processes import ProcessCluster
+
+pytestmark = pytest.mark.cluster
+
+BLOCK = 16
+CHUNK = 64  # tokens a step: prompts above it are computed in several chunks
+LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 128, 129, 160, 200, 256]
+PLAIN_IDS = 256  # the byte tokens of the tiny model's vocabulary
+
+ENGINE = EngineConfig(
+    model="tiny",
+    dtype="float32",
+    batch_invariant=True,
+    block_size=BLOCK,
+    max_num_batched_tokens=CHUNK,
+    kv_cache_memory=16 * MIB,
+    max_model_len=512,
+    threads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ProcessCluster(ENGINE, prefill=1, decode=2) as running:
+        yield running
+        running.assert_empty()
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(PLAIN_IDS) for _ in range(LENGTHS[i % len(LENGTHS)])] for i in range(count)]
+
+
+def sampling(i: int) -> dict[str, object]:
+    """Half greedy, half seeded with every filter in use."""
+    if i % 2 == 0:
+        return {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    return {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 1000 + i, "max_tokens": 12}
+
+
+def test_disaggregated_equals_colocated_on_216_prompts_64_at_once(cluster):
+    batch = prompts(216, seed=1)
+    runs = {}
+    for placement in (common_pb2.PLACEMENT_DISAGGREGATED, common_pb2.PLACEMENT_COLOCATED):
+        messages = [request(ids, placement, **sampling(i)) for i, ids in enumerate(batch)]
+        runs[placement] = generate_all(cluster.grpc, messages, concurrency=64)
+    apart, together = runs.values()
+    for i, (a, b) in enumerate(zip(apart, together, strict=True)):
+        assert a.ids == b.ids, f"prompt {i} of {len(batch[i])} tokens"
+        assert a.text == b.text
+        assert a.finish_reason == b.finish_reason
+        assert a.report.kv_bytes == -(-len(batch[i]) // BLOCK) * BLOCK * KV_BYTES_PER_TOKEN(cluster)
+        assert b.report.kv_bytes == 0
+        assert a.report.prefill_worker == "prefill-0"
+    assert {a.report.decode_worker for a in apart} == {"decode-0", "decode-1"}
+    assert len({tuple(a.ids) for a in apart}) > 100, "the prompts' outputs hardly differ: the comparison shows little"
+
+
+def KV_BYTES_PER_TOKEN(cluster) -> int:
+    import grpc
+
+    from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        info = inference_pb2_grpc.InferenceStub(channel).GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=10)
+    return info.kv_bytes_per_token
+
+
+def test_alone_equals_in_company(cluster):
+    batch = prompts(8, seed=2)
+    messages = [request(ids, common_pb2.PLACEMENT_DISAGGREGATED, **sampling(i)) for i, ids in enumerate(batch)]
+    alone = [generate_all(cluster.grpc, [message])[0].ids for message in messages]
+    assert [a.ids for a in generate_all(cluster.grpc, messages)] == alone
+
+
+def test_a_preempted_sequence_goes_on_with_the_same_tokens():
+    """A pool of 24 blocks, 8 sequences that need 6 blocks each in the end: some are preempted and recomputed."""
+    layout_block_bytes = 24 * BLOCK * tiny_kv_bytes_per_token()
+    small = EngineConfig(
+        model="tiny",
+        dtype="float32",
+        batch_invariant=True,
+        block_size=BLOCK,
+        max_num_batched_tokens=CHUNK,
+        kv_cache_memory=layout_block_bytes,
+        max_model_len=128,
+        threads=1,
+    )
+    batch = [ids[:20] for ids in prompts(36, seed=3) if len(ids) >= 20][:8]
+    greedy = {"temperature": 0.0, "max_tokens": 70, "ignore_eos": True}
+    with ProcessCluster(small, prefill=1, decode=1) as cluster:
+        messages = [request(ids, common_pb2.PLACEMENT_DISAGGREGATED, **greedy) for ids in batch]
+        together = [a.ids for a in generate_all(cluster.grpc, messages)]
+        alone = [generate_all(cluster.grpc, [message])[0].ids for message in messages]
+        cluster.assert_empty()
+    assert together == alone
+
+
+def tiny_kv_bytes_per_token() -> int:
+    from pdserve.checkpoint.card import ModelCard
+    from pdserve.checkpoint.resolve import resolve
+
+    return ModelCard.load(resolve("tiny")).kv_layout(BLOCK, "float32").bytes_per_token

@@ -1,0 +1,27 @@
+"""A process with a pool that others read: prints where it is, then answers digests of blocks until stdin ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from transfer_testing import Pool
+
+from kvtransfer.backends.nixl import NixlTransport
+from pdserve.core.ids import Incarnation, WorkerId
+
+
+def main() -> None:
+    incarnation, seed, num_blocks = (int(argument) for argument in sys.argv[1:])
+    pool = Pool(seed=seed, num_blocks=num_blocks)
+    transport = NixlTransport(WorkerId("peer"), Incarnation(incarnation), pool.region)
+    region = pool.region
+    hello = {"metadata": transport.metadata().hex(), "address": region.address}
+    print(json.dumps(hello | {"num_blocks": region.num_blocks, "block_bytes": region.block_bytes}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(pool.digest(json.loads(line))), flush=True)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""How the transfer thread waits: blocked when idle, with back-off while a read is in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from queue import Empty, SimpleQueue
+
+from transfer_testing import FakePeer, Pool, new_incarnation
+
+from kvtransfer.backends.fake import FakeFabric, FakeTransport
+from kvtransfer.reactor import (
+    POLL_MAX_S,
+    POLL_MIN_S,
+    Command,
+    Connect,
+    Event,
+    Post,
+    Reactor,
+    ReadDone,
+    ReadFailed,
+    ReadId,
+    Stop,
+)
+
+
+class Script(SimpleQueue[Command]):
+    """Hands out its commands, None standing for a wait that timed out; notes each wait's timeout."""
+
+    def __init__(self, *commands: Command | None) -> None:
+        self.commands = list(commands)
+        self.waits_s: list[float | None] = []
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Command:
+        self.waits_s.append(timeout)
+        command = self.commands.pop(0)
+        if command is None:
+            raise Empty
+        return command
+
+
+def make(*commands: Command | None, polls_until_done: int = 0) -> tuple[Script, list[Event], Reactor]:
+    fabric = FakeFabric()
+    peer = FakePeer(fabric)
+    PEERS.append(peer)  # its memory must outlive the read
+    fabric.polls_until_done = polls_until_done
+    post = Post(ReadId(1), peer.incarnation, peer.region, (1,), (2,), time.monotonic() + 60)
+    script = Script(Connect(peer.incarnation, peer.metadata), post, *commands, Stop())
+    events: list[Event] = []
+    return script, events, Reactor(FakeTransport(fabric, new_incarnation(), POOL.region), script, events.append)
+
+
+POOL = Pool()
+PEERS: list[FakePeer] = []
+
+
+def test_with_nothing_in_flight_it_blocks_without_timeout() -> None:
+    script, events, reactor = make()
+    reactor.run()
+    assert script.waits_s == [None, None, None]
+    assert isinstance(events[-1], ReadDone)
+
+
+def test_a_read_in_flight_is_polled_ever_more_slowly() -> None:
+    """Each wait is twice the last, up to the longest; once the read is done, it blocks again."""
+    script, events, reactor = make(*[None] * 8, polls_until_done=8)
+    reactor.run()
+    waits_s = script.waits_s[2:-1]
+    assert waits_s[0] == POLL_MIN_S
+    assert waits_s[-1] == POLL_MAX_S
+    assert all(later == min(2 * earlier, POLL_MAX_S) for earlier, later in itertools.pairwise(waits_s) if later)
+    assert script.waits_s[-1] is None
+    assert isinstance(events[-1], ReadDone)
+
+
+def test_a_read_whose_deadline_has_passed_is_not_posted() -> None:
+    script, events, reactor = make()
+    post = script.commands[1]
+    assert isinstance(post, Post)
+    script.commands[1] = dataclasses.replace(post, deadline_s=0.0)
+    reactor.run()
+    failed = events[-1]
+    assert isinstance(failed, ReadFailed)
+    assert failed.stopped

@@ -1,0 +1,172 @@
+"""A ticket survives the trip, and nothing else that arrives is ever mistaken for one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.api import Device
+from kvtransfer.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket
+from pdserve.core.errors import IncompatiblePeer, TransferFailed
+from pdserve.core.ids import BlockId, Incarnation
+from pdserve.core.kv_layout import KvLayout
+
+LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+TICKET = Ticket(
+    incarnation=Incarnation(0xFEDCBA9876543210),
+    peer_address="127.0.0.1:40123",
+    layout=LAYOUT,
+    address=0x7F0000000000,
+    num_blocks=100,
+    device=Device(),
+    block_ids=(BlockId(7), BlockId(99), BlockId(0)),
+    prompt_len=33,
+)
+FIELDS = ("version", "incarnation", "peer_address", "layout", "address", "num_blocks", "device", "block_ids", "prompt_len")
+
+tickets = st.builds(
+    lambda incarnation, host, port, layout, address, ids, tail, device: Ticket(
+        Incarnation(incarnation),
+        f"{host}:{port}",
+        layout,
+        address,
+        max(ids) + 1,
+        device,
+        tuple(BlockId(i) for i in ids),
+        (len(ids) - 1) * layout.block_size + 1 + tail % layout.block_size,
+    ),
+    st.integers(0, (1 << 64) - 1),
+    st.sampled_from(["localhost", "10.1.2.3", "[::1]", "worker-0.pool"]),
+    st.integers(1, 65535),
+    st.builds(KvLayout, *[st.integers(1, 128)] * 3, st.integers(1, 64), st.sampled_from(["float32", "bfloat16", "float16"])),
+    st.integers(1, 1 << 47),
+    st.lists(st.integers(0, 1 << 16), min_size=1, max_size=50, unique=True),
+    st.integers(0, 1 << 10),
+    st.sampled_from([Device(), Device("cuda", 3)]),
+)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=10) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+def decode(data: bytes) -> Ticket | None:
+    """None: refused as it should be. Any other exception fails the test."""
+    try:
+        return Ticket.decode(data)
+    except (TransferFailed, IncompatiblePeer):
+        return None
+
+
+def encode_with(**changes: Any) -> bytes:
+    fields = list(msgpack.unpackb(TICKET.encode()))
+    for name, value in changes.items():
+        fields[FIELDS.index(name)] = value
+    packed = msgpack.packb(fields)
+    assert isinstance(packed, bytes)
+    return packed
+
+
+@given(tickets)
+def test_what_is_encoded_is_decoded(ticket: Ticket) -> None:
+    assert Ticket.decode(ticket.encode()) == ticket
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_no_ticket(data: bytes) -> None:
+    assert decode(data) is None
+
+
+@given(anything)
+def test_no_other_value_is_a_ticket(value: Any) -> None:
+    assert decode(msgpack.packb(value)) is None
+
+
+@given(st.sampled_from(FIELDS), anything)
+def test_a_field_of_any_value_is_refused_or_sound(name: str, value: Any) -> None:
+    """Whatever stands in a field, a ticket that is accepted holds together."""
+    ticket = decode(encode_with(**{name: value}))
+    if ticket is not None:
+        assert len(ticket.block_ids) == ticket.layout.blocks_for(ticket.prompt_len)
+        assert all(0 <= block < ticket.num_blocks for block in ticket.block_ids)
+        assert Ticket.decode(ticket.encode()) == ticket
+
+
+@given(st.data())
+def test_a_damaged_ticket_raises_nothing_else(data: st.DataObject) -> None:
+    encoded = bytearray(TICKET.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    decode(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_len": 32},
+        {"prompt_len": 49},
+        {"prompt_len": 0},
+        {"block_ids": [7, 100, 0]},
+        {"block_ids": [7, -1, 0]},
+        {"block_ids": [7, 7, 0]},
+        {"block_ids": [7, 1.0, 0]},
+        {"block_ids": [7, True, 0]},
+        {"block_ids": []},
+        {"num_blocks": 0},
+        {"address": 0},
+        {"address": (1 << 64) - 1},
+        {"incarnation": -1},
+        {"peer_address": "nowhere"},
+        {"peer_address": ":80"},
+        {"peer_address": "host:0"},
+        {"peer_address": "host:99999"},
+        {"peer_address": "ho\nst:80"},
+        {"peer_address": "h" * 300 + ":80"},
+        {"device": ["tpu", 0]},
+        {"device": ["cuda", -1]},
+        {"device": ["cpu"]},
+        {"layout": [30, 3, 64, 0, "bfloat16"]},
+        {"layout": [1 << 40, 3, 64, 16, "bfloat16"]},
+        {"layout": [30, 3, 64, 16]},
+    ],
+)
+def test_what_does_not_hold_together_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidTicket):
+        Ticket.decode(encode_with(**changes))
+
+
+def test_another_version_says_so_whatever_follows() -> None:
+    with pytest.raises(IncompatiblePeer, match="version 2"):
+        Ticket.decode(msgpack.packb([2, {"a": "new"}, "format"]))
+
+
+def test_an_unknown_dtype_is_incompatible_and_not_garbage() -> None:
+    with pytest.raises(IncompatiblePeer, match="float8"):
+        Ticket.decode(encode_with(layout=[30, 3, 64, 16, "float8_e4m3"]))
+
+
+def test_an_oversized_ticket_is_refused_unread() -> None:
+    with pytest.raises(InvalidTicket, match="limit"):
+        Ticket.decode(b"\x00" * (MAX_TICKET_BYTES + 1))
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(InvalidTicket):
+        Ticket.decode(b"\x91" * 100_000)
+
+
+def test_layouts_that_differ_never_pair() -> None:
+    TICKET.check_layout(LAYOUT)
+    with pytest.raises(IncompatiblePeer, match=r"127\.0\.0\.1:40123"):
+        TICKET.check_layout(dataclasses.replace(LAYOUT, block_size=32))
+
+
+def test_region_and_size_follow_the_layout() -> None:
+    assert TICKET.region.block_bytes == 360 * 1024
+    assert TICKET.kv_bytes == 3 * 360 * 1024

@@ -1,0 +1,174 @@
+"""What every transport must do: the same tests over the fake, NIXL within a host (CMA) and NIXL over TCP."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from transfer_testing import BLOCK_BYTES, NUM_BLOCKS, FakePeer, NixlPeer, Peer, Pool, new_incarnation, wait_for
+
+from kvtransfer.api import Transport
+from kvtransfer.backends.fake import FakeFabric, FakeTransport
+from kvtransfer.backends.nixl import NixlTransport
+from pdserve.core.errors import TransferFailed
+from pdserve.core.ids import WorkerId
+
+KINDS = ("fake", "nixl", "nixl-tcp")
+
+
+@dataclass
+class Pair:
+    """`transport` reads from `peer` into `pool`, not yet connected."""
+
+    transport: Transport
+    pool: Pool
+    peer: Peer
+
+    def connect(self) -> None:
+        self.transport.connect(self.peer.incarnation, self.peer.metadata)
+
+    def read(self, remote: list[int], local: list[int]) -> None:
+        handle = self.transport.post_read(self.peer.incarnation, self.peer.region, remote, local)
+        wait_for(self.transport, handle)
+
+
+def make_pair(kind: str) -> Iterator[Pair]:
+    pool = Pool()
+    incarnation = new_incarnation()
+    peer: Peer
+    transport: Transport
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "nixl-tcp":
+            patch.setenv("UCX_TLS", "tcp")
+        if kind == "fake":
+            fabric = FakeFabric()
+            peer, transport = FakePeer(fabric), FakeTransport(fabric, incarnation, pool.region)
+        else:
+            pytest.importorskip("nixl", reason="NIXL is not installed")
+            peer, transport = NixlPeer(), NixlTransport(WorkerId("reader"), incarnation, pool.region)
+        try:
+            yield Pair(transport, pool, peer)
+        finally:
+            transport.close()
+            peer.kill()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """For tests that leave both sides alive."""
+    yield from make_pair(request.param)
+
+
+@pytest.fixture(params=KINDS)
+def mortal_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    yield from make_pair(request.param)
+
+
+def test_unknown_peer_is_refused(pair: Pair) -> None:
+    with pytest.raises(TransferFailed, match="not connected"):
+        pair.transport.post_read(new_incarnation(), pair.peer.region, [0], [0])
+
+
+def test_every_byte_of_scattered_blocks_arrives(pair: Pair) -> None:
+    pair.connect()
+    remote = random.Random(7).sample(range(NUM_BLOCKS), 20)
+    local = random.Random(8).sample(range(NUM_BLOCKS), 20)
+    pair.read(remote, local)
+    assert pair.pool.digest(local) == pair.peer.digest(remote)
+
+
+def test_other_blocks_stay_untouched(pair: Pair) -> None:
+    pair.connect()
+    pair.pool.array[:] = 7
+    pair.read([3], [5])
+    untouched = [block for block in range(NUM_BLOCKS) if block != 5]
+    assert (pair.pool.array[untouched] == 7).all()
+    assert pair.pool.digest([5]) == pair.peer.digest([3])
+
+
+def test_several_reads_at_once(pair: Pair) -> None:
+    pair.connect()
+    peer, region = pair.peer.incarnation, pair.peer.region
+    handles = [pair.transport.post_read(peer, region, [i, i + 8], [i + 16, i + 24]) for i in range(8)]
+    for handle in handles:
+        wait_for(pair.transport, handle)
+    assert pair.pool.digest(list(range(16, 32))) == pair.peer.digest(list(range(16)))
+
+
+def test_connecting_twice_is_connecting_once(pair: Pair) -> None:
+    pair.connect()
+    pair.connect()
+    pair.read([1], [2])
+    assert pair.pool.digest([2]) == pair.peer.digest([1])
+
+
+def test_a_peer_can_be_forgotten_and_learnt_again(pair: Pair) -> None:
+    """(1) Disconnect, twice; (2) a read is refused; (3) connect; (4) a read arrives."""
+    pair.connect()
+    pair.transport.disconnect(pair.peer.incarnation)
+    pair.transport.disconnect(pair.peer.incarnation)
+    with pytest.raises(TransferFailed, match="not connected"):
+        pair.read([0], [0])
+    pair.connect()
+    pair.read([4], [9])
+    assert pair.pool.digest([9]) == pair.peer.digest([4])
+
+
+def test_metadata_of_another_incarnation_is_refused(pair: Pair) -> None:
+    stranger = new_incarnation()
+    with pytest.raises(TransferFailed):
+        pair.transport.connect(stranger, pair.peer.metadata)
+    pair.connect()
+    pair.read([2], [3])
+    assert pair.pool.digest([3]) == pair.peer.digest([2])
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\x00" * 400, b"x" * (1 << 20)])
+def test_garbage_metadata_is_refused(pair: Pair, metadata: bytes) -> None:
+    with pytest.raises(TransferFailed):
+        pair.transport.connect(new_incarnation(), metadata)
+
+
+@pytest.mark.parametrize(
+    ("remote", "local"),
+    [([NUM_BLOCKS], [0]), ([-1], [0]), ([0], [NUM_BLOCKS]), ([0], [-1]), ([0, 1], [0]), ([], [])],
+)
+def test_blocks_that_do_not_exist_or_pair_up_are_refused(pair: Pair, remote: list[int], local: list[int]) -> None:
+    pair.connect()
+    with pytest.raises(TransferFailed):
+        pair.read(remote, local)
+
+
+def test_blocks_of_another_size_are_refused(pair: Pair) -> None:
+    pair.connect()
+    region = dataclasses.replace(pair.peer.region, block_bytes=BLOCK_BYTES // 2)
+    with pytest.raises(TransferFailed, match="bytes"):
+        pair.transport.post_read(pair.peer.incarnation, region, [0], [0])
+
+
+def test_a_region_that_is_not_the_peers_is_refused(mortal_pair: Pair) -> None:
+    mortal_pair.connect()
+    region = dataclasses.replace(mortal_pair.peer.region, address=mortal_pair.peer.region.address + (1 << 40))
+    with pytest.raises(TransferFailed):
+        mortal_pair.transport.post_read(mortal_pair.peer.incarnation, region, [0], [0])
+
+
+def test_death_of_the_peer_fails_its_reads(mortal_pair: Pair) -> None:
+    """(1) A read works; (2) the peer is killed; (3) a read fails; (4) reconnecting fails; (5) closing works."""
+    mortal_pair.connect()
+    mortal_pair.read([0], [0])
+    mortal_pair.peer.kill()
+    with pytest.raises(TransferFailed):
+        mortal_pair.read([1], [1])
+    with pytest.raises(TransferFailed):
+        mortal_pair.connect()
+    mortal_pair.transport.close()
+    mortal_pair.transport.close()
+
+
+def test_metadata_is_small_and_constant(pair: Pair) -> None:
+    assert 0 < len(pair.transport.metadata()) < 4096
+    assert pair.transport.metadata() == pair.transport.metadata()

@@ -1,0 +1,143 @@
+"""The engine thread with the production scheduler and a model that adds one to the last token."""
+
+import queue
+import threading
+
+import pytest
+
+from pdserve.core.batch import Sampled, StepPlan
+from pdserve.core.blocks import BlockPool
+from pdserve.core.ids import SeqId
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.engine.scheduler import Scheduler
+from pdserve.worker.engine_thread import EngineThread
+from pdserve.worker.messages import Abort, Activate, AddLent, EndQuarantine, Reserve, ReturnLease, StepEvents
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+WAIT_S = 10.0
+
+
+class CountingRunner:
+    """Token = last token + 1. Waits for a permit before each step when `gate` is set."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.fail = False
+
+    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
+        self.steps += 1
+        if self.fail:
+            raise RuntimeError("planted")
+        return tuple(Sampled(s.seq_id, s.token_ids[-1] + 1) for s in plan.slices if s.sample is not None)
+
+
+class Engine:
+    def __init__(self, num_blocks: int = 10) -> None:
+        self.events: queue.Queue[StepEvents] = queue.Queue()
+        self.deaths: queue.Queue[BaseException] = queue.Queue()
+        self.runner = CountingRunner()
+        self.pool = BlockPool(num_blocks)
+        self.thread = EngineThread(lambda: (self.runner, self._scheduler(), self.pool), self.events.put, self.deaths.put)
+
+    def _scheduler(self) -> Scheduler:
+        return Scheduler(self.pool, 4, max_num_seqs=8, max_num_batched_tokens=8, max_model_len=32, eos_token_ids=(0,))
+
+    def __enter__(self) -> "Engine":
+        self.thread.start(WAIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.thread.stop(WAIT_S)
+
+    def until(self, predicate) -> list[StepEvents]:
+        seen = [self.events.get(timeout=WAIT_S)]
+        while not predicate(seen):
+            seen.append(self.events.get(timeout=WAIT_S))
+        return seen
+
+    def settled(self) -> StepEvents:
+        """The level state once the engine has gone idle."""
+        self.thread.submit(Abort(SeqId(999)))
+        return self.until(lambda seen: seen[-1].snapshot is not None and seen[-1].snapshot.num_running == 0)[-1]
+
+
+def tokens(seen: list[StepEvents]) -> list[int]:
+    return [t.token_id for events in seen for t in events.tokens]
+
+
+def test_a_colocated_request_runs_to_its_end_and_frees_its_blocks():
+    with Engine() as engine:
+        engine.thread.submit(Reserve(SeqId(1), (5, 6), GREEDY, 0, local_prefill=True))
+        seen = engine.until(lambda seen: any(t.finish_reason for e in seen for t in e.tokens))
+        assert seen[0].reserved[0].block_ids is not None
+        assert tokens(seen) == [7, 8, 9, 10]
+        assert engine.settled().snapshot.blocks.free == 10
+
+
+def test_an_idle_engine_takes_no_steps_and_a_stuck_one_does_not_spin():
+    with Engine(num_blocks=8) as engine:
+        engine.thread.submit(AddLent(SeqId(1), tuple(range(1, 29)), GREEDY, 0))
+        engine.until(lambda seen: any(e.tokens for e in seen))
+        engine.thread.submit(AddLent(SeqId(2), tuple(range(1, 29)), GREEDY, 0))  # cannot fit: the lease holds 7 of 8
+        engine.until(lambda seen: seen[-1].snapshot is not None and seen[-1].snapshot.num_waiting == 1)
+        threading.Event().wait(0.2)
+        assert engine.events.qsize() <= 1, "a plan that is empty stays empty until a command arrives"
+        engine.thread.submit(ReturnLease(SeqId(1)))
+        engine.until(lambda seen: any(lent.seq_id == 2 for e in seen for lent in e.lent))
+
+
+def test_lent_blocks_outlive_the_sequence_until_the_lease_returns():
+    with Engine() as engine:
+        engine.thread.submit(AddLent(SeqId(1), tuple(range(1, 21)), GREEDY, 0))
+        seen = engine.until(lambda seen: any(e.tokens for e in seen))
+        assert len(seen[0].lent[0].block_ids) == 5
+        assert [computed for e in seen for _, computed in e.advanced][:2] == [8, 16], "chunks of the token budget"
+        assert engine.settled().snapshot.blocks.held == 5
+        engine.thread.submit(ReturnLease(SeqId(1)))
+        assert engine.settled().snapshot.blocks.free == 10
+
+
+def test_an_inbound_request_decodes_from_token_1_after_activation():
+    with Engine() as engine:
+        engine.thread.submit(Reserve(SeqId(1), (5, 6), GREEDY, 0, local_prefill=False))
+        engine.until(lambda seen: bool(seen[-1].reserved))
+        engine.thread.submit(Activate(SeqId(1), 7))
+        seen = engine.until(lambda seen: any(t.finish_reason is FinishReason.LENGTH for e in seen for t in e.tokens))
+        assert [(t.index, t.token_id) for e in seen for t in e.tokens] == [(1, 8), (2, 9), (3, 10)]
+
+
+def test_an_aborted_inbound_request_with_a_read_in_flight_is_quarantined_until_it_stops():
+    with Engine() as engine:
+        engine.thread.submit(Reserve(SeqId(1), (5, 6), GREEDY, 0, local_prefill=False))
+        engine.thread.submit(Abort(SeqId(1), read_in_flight=True))
+        assert engine.settled().snapshot.blocks.quarantined == 2
+        engine.thread.submit(EndQuarantine(SeqId(1)))
+        assert engine.settled().snapshot.blocks.free == 10
+
+
+def test_a_request_without_room_holds_nothing():
+    with Engine(num_blocks=8) as engine:
+        engine.thread.submit(Reserve(SeqId(1), tuple(range(24)), GREEDY, 0, local_prefill=False))
+        engine.thread.submit(Reserve(SeqId(2), tuple(range(24)), GREEDY, 0, local_prefill=False))
+        seen = engine.until(lambda seen: sum(len(e.reserved) for e in seen) == 2)
+        results = {r.seq_id: r.block_ids for e in seen for r in e.reserved}
+        assert results[1] is not None
+        assert results[2] is None
+        engine.thread.submit(Abort(SeqId(1)))
+        assert engine.settled().snapshot.blocks.free == 8
+
+
+def test_what_build_raises_is_raised_by_start():
+    def build():
+        raise ValueError("no such model")
+
+    thread = EngineThread(build, print, print)
+    with pytest.raises(ValueError, match="no such model"):
+        thread.start(WAIT_S)
+
+
+def test_a_dying_model_is_reported_once_and_the_thread_ends():
+    with Engine() as engine:
+        engine.runner.fail = True
+        engine.thread.submit(Reserve(SeqId(1), (5, 6), GREEDY, 0, local_prefill=True))
+        assert "planted" in str(engine.deaths.get(timeout=WAIT_S))
