@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
+os.environ["PYTHONPATH"] = str(HERE)  # so that the workers' processes find their stand-in
 
 from pdserve import cli  # noqa: E402
 from pdserve.cluster import launch, plan  # noqa: E402

@@ -1,0 +1,159 @@
+"""The command line without a cluster: flags become settings, mistakes become one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from pdserve.cli import main
+from pdserve.commands import demo, requests, settings
+from pdserve.commands.failures import one_line_errors
+from pdserve.commands.prompts import Stream
+from pdserve.config import ClusterConfig
+from pdserve.core.errors import ConfigError, Unavailable
+from pdserve.core.sampling import Placement
+from pdserve.rpc.v1 import inference_pb2
+
+HEAVY = ("ray", "torch", "grpc", "rich", "nixl")
+
+
+def parse(*arguments: str) -> ClusterConfig:
+    """What the flags of `up` amount to."""
+    seen: list[ClusterConfig] = []
+
+    @click.command()
+    @settings.cluster_options
+    def command(**flags: Any) -> None:
+        seen.append(settings.cluster_config(**flags))
+
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert parse() == ClusterConfig()
+
+
+def test_every_flag_reaches_its_setting() -> None:
+    config = parse(
+        *("--prefill", "0", "--decode", "3", "--model", "tiny", "--served-model-name", "m", "--host", "0.0.0.0"),
+        *("--http-port", "1", "--grpc-port", "2", "--link-port", "3", "--max-model-len", "64", "--max-num-seqs", "5"),
+        *("--max-num-batched-tokens", "128", "--block-size", "8", "--kv-cache-memory", "64MiB", "--dtype", "float32"),
+        *("--placement", "colocated", "--colocate-below-tokens", "9", "--batch-invariant", "--log-dir", "l"),
+        *("--address", "auto"),
+    )
+    engine, router = config.engine, config.router
+    assert (config.prefill.replicas, config.decode.replicas, config.address, config.log_dir) == (0, 3, "auto", "l")
+    assert (router.host, router.http_port, router.grpc_port, router.link_port) == ("0.0.0.0", 1, 2, 3)
+    assert (router.placement, router.colocate_below_tokens) == ("colocated", 9)
+    assert (engine.model, engine.served_model_name, engine.dtype, engine.batch_invariant) == ("tiny", "m", "float32", True)
+    assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (64, 5, 128)
+    assert (engine.block_size, engine.kv_cache_memory) == (8, 64 << 20)
+
+
+def test_port_zero_frees_grpc_as_well_unless_it_is_given() -> None:
+    assert parse("--port", "0").router.grpc_port == 0
+    assert parse("--port", "0", "--grpc-port", "7").router.grpc_port == 7
+    assert parse("--port", "5").router.grpc_port == 50051
+
+
+def test_flags_override_the_file_and_set_overrides_both(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("engine: {block_size: 8, max_num_seqs: 3}")
+    config = parse("--config", str(file), "--block-size", "32", "--set", "engine.max_num_seqs=4")
+    assert (config.engine.block_size, config.engine.max_num_seqs) == (32, 4)
+
+
+def test_a_relative_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert parse("--model", "m").engine.model == str(tmp_path / "m")
+    assert parse("--model", "org/name").engine.model == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("up", "--port", "99999"), "--http-port"),
+        (("up", "--kv-cache-memory", "lots"), "--kv-cache-memory"),
+        (("up", "--decode", "0"), "--decode"),
+        (("up", "--placement", "moon"), "--placement"),
+        (("up", "--set", "engine.blok=1"), "error: unknown setting engine.blok"),
+        (("up", "--config", "missing.yaml"), "error: cannot read missing.yaml"),
+        (("up", "--address", "nowhere"), "error: address must be local, auto or HOST:PORT"),
+        (("demo", "--set", "decode.replicas=0"), "error: decode.replicas must be at least 1"),
+        (("generate", "--placement", "moon", "x"), "--placement"),
+    ],
+)
+def test_wrong_settings_exit_with_2_and_name_the_flag(arguments: tuple[str, ...], says: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["status", "generate", "chat"])
+def test_nobody_home_is_one_line_with_a_hint(command: str) -> None:
+    result = CliRunner().invoke(main, [command, "--address", "127.0.0.1:9"], input="hi")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("error: nothing answers at 127.0.0.1:9; is `pdserve up` running")
+
+
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("x"), 2), (Unavailable("x"), 1), (None, 0)])
+def test_errors_become_exit_statuses(error: Exception | None, status: int) -> None:
+    @click.command()
+    @one_line_errors
+    def command() -> None:
+        if error:
+            raise error
+
+    result = CliRunner().invoke(command)
+    assert result.exit_code == status
+    assert result.stderr == ("error: x\n" if error else "")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = f"import sys, pdserve.cli; print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_unset_sampling_flags_stay_unset() -> None:
+    request = requests.build(text="hi", max_tokens=None, temperature=None, placement=None)
+    assert not request.sampling.HasField("max_tokens")
+    assert not request.sampling.HasField("temperature")
+    assert not request.HasField("deadline_s")
+    assert request.placement == 0
+
+
+def test_set_request_flags_arrive() -> None:
+    request = requests.build(
+        messages=[("user", "hi")],
+        temperature=0.0,
+        seed=(1 << 64) - 1,
+        stop=("a",),
+        placement=Placement.COLOCATED.value,
+        deadline_s=1.5,
+    )
+    assert request.sampling.HasField("temperature")
+    assert (request.sampling.seed, list(request.sampling.stop), request.deadline_s) == ((1 << 64) - 1, ["a"], 1.5)
+    assert [(message.role, message.content) for message in request.chat.messages] == [("user", "hi")]
+
+
+def test_demo_counts_only_requests_whose_kv_crossed() -> None:
+    last = inference_pb2.GenerateResponse(report=inference_pb2.RequestReport(kv_bytes=1))
+    assert demo._problem(Stream("r", "p", last=last)) is None
+    assert demo._problem(Stream("r", "p", last=inference_pb2.GenerateResponse())) == "no KV bytes were moved between workers"
+    assert demo._problem(Stream("r", "p", error="broke")) == "broke"
+    assert demo._problem(Stream("r", "p")) == "the stream ended before the request did"

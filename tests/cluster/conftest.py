@@ -1,0 +1,98 @@
+"""The command line as a child process over the stand-ins, and ways to see what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.cluster import processes
+
+HERE = Path(__file__).resolve().parent
+READ_TIMEOUT_S = 60.0
+
+
+class Command:
+    """One run of the command line, with a temporary folder of its own so that what it leaves can be seen."""
+
+    def __init__(self, temporary: Path, *arguments: str, **environment: str) -> None:
+        self.temporary = temporary
+        self.output = temporary.with_suffix(".out")
+        self.seen: set[processes.Process] = set()
+        with self.output.open("wb") as file:
+            self.child = subprocess.Popen(
+                [sys.executable, str(HERE / "run_cli.py"), *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **environment},
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait until the output matches; notes every process that was started meanwhile."""
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        while time.monotonic() < deadline:
+            ended = self.child.poll() is not None
+            self.seen |= set(processes.descendants([self.child.pid]))
+            if match := re.search(pattern, self.text):
+                return match
+            assert not ended, f"it ended with {self.child.returncode} before {pattern!r}:\n{self.text}"
+            time.sleep(0.02)
+        raise AssertionError(f"{pattern!r} did not come:\n{self.text}")
+
+    def signal(self, number: int) -> None:
+        """To the whole group, as a terminal does."""
+        self.seen |= set(processes.descendants([self.child.pid]))
+        os.killpg(self.child.pid, number)
+
+    def end(self) -> int:
+        return self.child.wait(READ_TIMEOUT_S)
+
+    def assert_nothing_left(self) -> None:
+        assert not processes.wait_gone(self.seen, 5.0), self.text
+        assert list(self.temporary.iterdir()) == [], self.text
+
+    def close(self) -> None:
+        """After a failed test: leave nothing to the next one."""
+        if self.child.poll() is None:
+            self.seen |= set(processes.descendants([self.child.pid]))
+            self.child.send_signal(signal.SIGKILL)
+            self.child.wait(READ_TIMEOUT_S)
+        processes.kill(self.seen)
+
+
+@pytest.fixture
+def run_command(short_tmp: Path) -> Iterator[type[Command]]:
+    """Start commands; their rests are ended with the test."""
+    started: list[Command] = []
+
+    class Run(Command):
+        def __init__(self, *arguments: str, **environment: str) -> None:
+            folder = short_tmp / str(len(started))
+            folder.mkdir()
+            super().__init__(folder, *arguments, **environment)
+            started.append(self)
+
+    yield Run
+    for command in started:
+        command.close()
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A temporary folder short enough for Ray's sockets; pytest's own is not."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)

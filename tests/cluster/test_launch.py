@@ -1,0 +1,127 @@
+"""One real Ray cluster over stand-in workers: it comes up, heals, and is healed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pdserve.client import InferenceClient
+from pdserve.cluster import plan
+from pdserve.cluster.events import Event, Part, PartReady, RouterBack, RouterLost, WorkerChanged, WorkerPhase
+from pdserve.cluster.launch import Cluster
+from pdserve.config import ClusterConfig, PoolConfig, RouterConfig
+
+pytestmark = pytest.mark.ray
+HERE = Path(__file__).resolve().parent
+WAIT_S = 30.0
+
+
+@dataclass
+class Running:
+    cluster: Cluster
+    events: list[Event] = field(default_factory=list)
+
+    def wait_event(self, wanted: Callable[[Event], bool]) -> Event:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            for event in self.events:
+                if wanted(event):
+                    return event
+            time.sleep(0.05)
+        raise AssertionError(f"it did not come; seen: {self.events}")
+
+    def wait_worker(self, worker_id: str, phase: WorkerPhase) -> None:
+        self.wait_event(lambda e: isinstance(e, WorkerChanged) and (e.worker_id, e.phase) == (worker_id, phase))
+
+    def pid(self, worker_id: str) -> int:
+        return next(report.pid for report in self.cluster.reports if report.worker_id == worker_id)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """A supervised cluster of one prefill worker, which may restart once, and one decode worker."""
+    router = RouterConfig(http_port=0, grpc_port=0)
+    config = ClusterConfig(router=router, prefill=PoolConfig(max_restarts=1), decode=PoolConfig(max_restarts=0))
+    stop = threading.Event()
+    started = threading.Event()
+    holder: list[Running] = []
+    outcome: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PYTHONPATH", str(HERE))
+                patch.setenv("RAY_ADDRESS", "192.0.2.1:1")  # address: local must not look at it
+                cluster = Cluster(
+                    config,
+                    stop=stop,
+                    listener=lambda event: holder[0].events.append(event),
+                    router_command=(sys.executable, str(HERE / "standin_router.py")),
+                    entries={plan.PREFILL: "standin_worker:start", plan.DECODE: "standin_worker:start"},
+                )
+                holder.append(Running(cluster))
+                with cluster:
+                    cluster.start()
+                    started.set()
+                    cluster.supervise()
+        except BaseException as exc:  # noqa: BLE001  re-raised in the fixture
+            outcome.append(exc)
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert started.wait(60.0)
+    if outcome:
+        raise outcome[0]
+    yield holder[0]
+    stop.set()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    assert not holder[0].cluster.folders.private.exists()
+    assert outcome == []
+
+
+def test_every_part_and_worker_reports(running: Running) -> None:
+    ready = [event.part for event in running.events if isinstance(event, PartReady)]
+    assert sorted(part.value for part in ready) == sorted(part.value for part in Part)
+    assert [report.worker_id for report in running.cluster.reports] == ["prefill-0", "decode-0"]
+    assert all(report.kv_bytes for report in running.cluster.reports)
+    assert {path.name for path in running.cluster.folders.logs.iterdir()} >= {"prefill-0.log", "decode-0.log", "router.log"}
+
+
+def test_dead_worker_is_restarted_by_ray_and_then_reported_dead(running: Running) -> None:
+    """(1) Kill the prefill worker: Ray starts it anew. (2) Kill it again: its one restart is used up."""
+    first = running.pid("prefill-0")
+    os.kill(first, signal.SIGKILL)
+    running.wait_worker("prefill-0", WorkerPhase.RESTARTING)
+    running.wait_event(lambda _: any(report.worker_id == "prefill-0" for report in running.cluster.reports))
+    second = running.pid("prefill-0")
+    assert second != first
+    os.kill(second, signal.SIGKILL)
+    running.wait_worker("prefill-0", WorkerPhase.DEAD)
+
+
+def test_dead_router_comes_back_at_the_same_addresses(running: Running) -> None:
+    """(1) Kill it. (2) It comes back. (3) The worker dials it again, and clients find it where it was."""
+    endpoints = running.cluster.endpoints
+    assert endpoints is not None
+    os.kill(endpoints.pid, signal.SIGKILL)
+    running.wait_event(lambda event: isinstance(event, RouterLost))
+    running.wait_event(lambda event: isinstance(event, RouterBack))
+    back = running.cluster.endpoints
+    assert back is not None
+    assert (back.http, back.grpc, back.link) == (endpoints.http, endpoints.grpc, endpoints.link)
+    with InferenceClient(endpoints.grpc) as client:
+        deadline = time.monotonic() + WAIT_S
+        while not client.cluster_state().workers and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [worker.worker_id for worker in client.cluster_state().workers] == ["decode-0"]

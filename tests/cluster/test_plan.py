@@ -1,0 +1,92 @@
+"""What a configuration asks for, worker by worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.cluster import plan
+from pdserve.cluster.backoff import LONGEST_S, Backoff
+from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig
+
+
+def workers(config: ClusterConfig, nodes: int = 1) -> tuple[plan.WorkerPlan, ...]:
+    return plan.plan_workers(config, router_address="h:1", cluster_token="t", log_dir=Path("logs"), nodes=nodes)
+
+
+def test_each_pool_gets_its_workers_with_its_own_engine() -> None:
+    config = ClusterConfig(
+        prefill=PoolConfig(replicas=1, engine={"max_num_batched_tokens": 2048}),
+        decode=PoolConfig(replicas=2, resources={"big": 0.5}, max_restarts=7),
+    )
+    prefill, first, second = workers(config)
+    assert [worker.worker_id for worker in (prefill, first, second)] == ["prefill-0", "decode-0", "decode-1"]
+    assert prefill.config.engine.max_num_batched_tokens == 2048
+    assert first.config.engine.max_num_batched_tokens == 512
+    assert prefill.resources == {"pd_prefill": 1.0}
+    assert first.resources == {"big": 0.5}
+    assert first.max_restarts == 7
+    assert {worker.config.cluster_token for worker in (prefill, first, second)} == {"t"}
+
+
+@given(prefill=st.integers(0, 5), decode=st.integers(1, 5))
+def test_a_private_ray_offers_what_its_workers_need(prefill: int, decode: int) -> None:
+    config = ClusterConfig(prefill=PoolConfig(replicas=prefill), decode=PoolConfig(replicas=decode))
+    needed: dict[str, float] = {}
+    for worker in workers(config):
+        for name, amount in worker.resources.items():
+            needed[name] = needed.get(name, 0.0) + amount
+    assert plan.local_resources(config) == needed
+
+
+@given(count=st.integers(1, 20), nodes=st.integers(1, 20))
+def test_workers_share_a_nodes_cores(count: int, nodes: int) -> None:
+    config = ClusterConfig(address="auto", prefill=PoolConfig(replicas=0), decode=PoolConfig(replicas=count))
+    share = workers(config, nodes)[0].share
+    assert share * nodes >= count > (share - 1) * nodes
+
+
+def test_threads_follow_what_was_asked_for() -> None:
+    assert plan.threads_of(EngineConfig(threads=3), num_cpus=8, share=1) == 3
+    assert plan.threads_of(EngineConfig(), num_cpus=8, share=1) == 8
+    assert plan.threads_of(EngineConfig(), num_cpus=0, share=1000) == 1
+
+
+def test_only_workers_of_a_real_cluster_use_their_nodes_address() -> None:
+    local, spread = workers(ClusterConfig())[0], workers(ClusterConfig(address="auto"))[0]
+    assert plan.on_this_node(local, "10.0.0.7").host == "127.0.0.1"
+    here = plan.on_this_node(spread, "10.0.0.7")
+    assert (here.host, here.advertise_host) == ("10.0.0.7", "10.0.0.7")
+    named = workers(ClusterConfig(address="auto", advertise_host="w.example"))[0]
+    assert plan.on_this_node(named, "10.0.0.7").advertise_host == "w.example"
+    assert "PYTHONPATH" in local.env
+    assert "PYTHONPATH" not in spread.env
+
+
+@pytest.mark.parametrize(
+    ("router", "expected"),
+    [
+        (RouterConfig(), "127.0.0.1:7000"),
+        (RouterConfig(host="0.0.0.0"), "10.0.0.7:7000"),
+        (RouterConfig(host="0.0.0.0", link_host="10.9.9.9"), "10.9.9.9:7000"),
+        (RouterConfig(link_host="0.0.0.0", advertise_host="router.example"), "router.example:7000"),
+    ],
+)
+def test_workers_dial_an_address_that_leads_somewhere(router: RouterConfig, expected: str) -> None:
+    assert plan.dial_address("0.0.0.0:7000", ClusterConfig(router=router), "10.0.0.7") == expected
+
+
+def test_router_judges_by_the_smaller_pool() -> None:
+    config = ClusterConfig(prefill=PoolConfig(engine={"kv_cache_memory": "64MiB"}))
+    assert plan.router_config(config, "t").engine.kv_cache_memory == 64 << 20
+
+
+def test_backoff_grows_and_gives_up_and_forgets() -> None:
+    backoff = Backoff(tries=3, window_s=10.0)
+    delays = [backoff.next_delay_s(0.0) for _ in range(4)]
+    assert delays == [0.2, 0.4, 0.8, None]
+    assert backoff.next_delay_s(11.0) == 0.2
+    assert all((delay or 0.0) <= LONGEST_S for delay in (Backoff(tries=50).next_delay_s(0.0) for _ in range(20)))

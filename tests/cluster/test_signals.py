@@ -1,0 +1,60 @@
+"""Ctrl-C at any moment, and worse: the command ends, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from pdserve.cluster import processes
+
+pytestmark = pytest.mark.ray
+UP = ("up", "--port", "0", "--decode", "1")
+
+
+def test_up_interrupted_while_ray_starts_stops_cleanly(run_command: Any) -> None:
+    command = run_command(*UP)
+    command.wait_for("Ray starting")
+    command.signal(signal.SIGINT)
+    assert command.end() == 0, command.text
+    assert "Traceback" not in command.text
+    command.assert_nothing_left()
+
+
+def test_demo_interrupted_while_streaming_cleans_up_and_says_so(run_command: Any) -> None:
+    command = run_command("demo", "--decode", "1", STANDIN_PAUSE_S="5")
+    command.wait_for(r"r0 \+0")
+    command.signal(signal.SIGINT)
+    assert command.end() == 130, command.text
+    assert "nothing is left" in command.text
+    command.assert_nothing_left()
+
+
+def test_a_second_signal_ends_at_once(run_command: Any) -> None:
+    """(1) A worker takes long to load. (2) Ctrl-C waits for it. (3) Another one does not."""
+    command = run_command(*UP, STANDIN_LOAD_S="30")
+    command.wait_for("prefill-0 starting")
+    command.signal(signal.SIGTERM)
+    os.kill(command.child.pid, signal.SIGINT)
+    assert command.end() in (0, 130), command.text
+    command.assert_nothing_left()
+
+
+def test_up_killed_takes_router_ray_and_workers_along(run_command: Any) -> None:
+    """Ray's two agents of the node are not waited for: they look for their parent only every few seconds."""
+    command = run_command(*UP)
+    command.wait_for("ready; Ctrl-C")
+    serving = [process for process in command.seen if "Agent" not in process.command]
+    assert len(serving) > 3
+    command.child.send_signal(signal.SIGKILL)
+    command.end()
+    assert not processes.wait_gone(serving, 20.0)
+
+
+def test_a_worker_that_cannot_start_is_reported_in_one_line(run_command: Any) -> None:
+    command = run_command(*UP, "--model", "missing")
+    assert command.end() == 2
+    assert "error: model: nothing is called 'missing'; give a directory\n" in command.text
+    assert "Traceback" not in command.text

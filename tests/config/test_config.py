@@ -1,0 +1,97 @@
+"""Reading settings: what is accepted, and what the message says when it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.config import ClusterConfig, EngineConfig, RouterProcessConfig, WorkerConfig, dump, load, parse_bytes
+from pdserve.core.errors import ConfigError
+
+
+def test_order_is_file_then_flags_then_set(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("engine: {block_size: 8, max_num_seqs: 8, threads: 8}\nrouter:\n")
+    flags = {"engine.max_num_seqs": 9, "engine.threads": 9, "router.http_port": 0}
+    config = load(ClusterConfig, file, ["engine.threads=10", "decode.replicas=3"], flags)
+    assert (config.engine.block_size, config.engine.max_num_seqs, config.engine.threads) == (8, 9, 10)
+    assert config.decode.replicas == 3
+    assert config.router.http_port == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ClusterConfig(engine=EngineConfig(model="a: b # c", served_model_name="007")),
+        RouterProcessConfig(cluster_token="1e3"),
+        WorkerConfig(worker_id="w", router_address="127.0.0.1:1"),
+    ],
+)
+def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(dump(config))
+    assert load(type(config), file) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("engine.blok_size=1", "unknown setting engine.blok_size; known here: .*block_size"),
+        ("engine.block_size=0", "engine.block_size must be at least 1, got 0"),
+        ("engine.block_size=true", "engine.block_size must be int, got True"),
+        ("engine.kv_cache_memory=3 parsecs", "engine.kv_cache_memory: '3 parsecs' is not a size"),
+        ("engine.dtype=int3", "engine.dtype must be one of auto"),
+        ("engine=3", "engine must be a section"),
+        ("engine.model={", "--set engine.model: '{' is not valid YAML"),
+        ("model", "--set takes NAME=VALUE"),
+        ("=3", "--set takes NAME=VALUE"),
+        ("address.x.y=1", "unknown|not a section|must be str"),
+        ("prefill.replicas=-1", "prefill.replicas must be at least 0"),
+        ("prefill.max_restarts=-1", "prefill.max_restarts must be at least 0"),
+        ("prefill.engine={block_size: 8}", "prefill.engine.block_size and decode.engine.block_size differ"),
+        ("prefill.engine={dtipe: auto}", "unknown setting engine.dtipe"),
+        ("decode.replicas=0", "decode.replicas must be at least 1"),
+        ("decode.resources={big: many}", "decode.resources.big must be float"),
+        ("address=somewhere", "address must be local, auto or HOST:PORT"),
+        ("router.http_port=70000", "router.http_port must be from 0 to 65535"),
+        ("router.placement=up", "router.placement must be auto, disaggregated or colocated"),
+        ("router.max_deadline_s=1", "router.max_deadline_s must be at least 600"),
+        ("lease.ttl_s=.nan", "lease.ttl_s must be positive"),
+        ("transport=pigeon", "transport must be one of nixl, fake"),
+    ],
+)
+def test_wrong_settings_are_named_in_one_line(override: str, names: str) -> None:
+    with pytest.raises(ConfigError, match=names) as caught:
+        load(ClusterConfig, None, [override])
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"- a", "must hold a mapping"), (b"a: [", "not valid YAML"), (b"\xff\xfe\xfd", "not valid YAML"), (b"z: 1", "setting z")],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(ClusterConfig, file)
+    assert str(file) in caught.value.message
+    with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
+        load(ClusterConfig, tmp_path / "none.yaml")
+
+
+@given(
+    count=st.integers(0, 1 << 50),
+    unit=st.sampled_from([("", 1), ("KiB", 1024), (" MiB", 1 << 20), ("gib", 1 << 30), ("GB", 10**9)]),
+)
+def test_sizes(count: int, unit: tuple[str, int]) -> None:
+    assert parse_bytes(f"{count}{unit[0]}") == int(float(count) * unit[1])
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 XiB", "1e3", "nan"])
+def test_not_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(text)
