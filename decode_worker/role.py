@@ -146,7 +146,7 @@ class DecodeRole:
             pulled = await inbound.pull(codec.lease_id_from_wire(command.lease_id), command.ticket)
         except PdserveError as exc:
             self._fail(request, exc)
-        except Exception as exc:  # noqa: BLE001 - a bug in one handoff must cost that request alone, and be told
+        except Exception as exc:
             log.exception("handoff of request %d", request.handle)
             self._fail(request, InternalBug(f"handoff: {exc!r}"))
         else:
