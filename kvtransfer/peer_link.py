@@ -190,7 +190,7 @@ class PeerLink:
         subscribing = asyncio.create_task(_subscribe(call, queue))  # not a request iterator: grpc.aio would leak its task
         received = False
         try:
-            while (status := await call.read()) is not grpc.aio.EOF:
+            async for status in call:
                 received = True
                 self._apply(status)
         except grpc.aio.AioRpcError as exc:
