@@ -102,7 +102,7 @@ def _run(config: ClusterConfig, stop: StopSignals, console: Console, seen: Seen,
     from pdserve.commands.progress import StartView
 
     imported_s = time.monotonic() - begun
-    view = StartView(console)
+    view = StartView(console, after_ray=stop.reclaim)
     with Cluster(config, stop=stop.event, listener=view) as cluster:
         stop.at_once = cluster.kill
         try:

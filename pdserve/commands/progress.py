@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -28,7 +29,8 @@ REFRESHES_S = 8
 class StartView:
     """A listener of `Cluster`. While entered on a terminal it draws the start; afterwards it prints what changes."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, after_ray: Callable[[], None]) -> None:
+        self._after_ray = after_ray
         self._console = console
         self._live: Live | None = None
         self._parts: dict[Part, float | None] = {}
@@ -53,6 +55,8 @@ class StartView:
             self._parts[event.part] = None
         elif isinstance(event, PartReady):
             self._parts[event.part] = self.seconds[event.part] = event.seconds
+            if event.part is Part.RAY:
+                self._after_ray()
         elif isinstance(event, WorkerChanged):
             self._workers[event.worker_id] = event.phase
         if self._live is None:

@@ -7,6 +7,7 @@ a thread of its own, so that the main thread is always free to take the second s
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import sys
 import threading
@@ -28,10 +29,18 @@ class StopSignals:
         self.event = threading.Event()
         self.at_once: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: the work is done
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self._before = self._install()
         return self
+
+    def _install(self) -> dict[int, Any]:
+        return {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def reclaim(self) -> None:
+        """Take the signals again, from any thread: Ray's core puts a handler of its own before ours when it starts."""
+        self._wake.put(False)
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
@@ -59,10 +68,14 @@ class StopSignals:
                 outcome.append(work())
             except BaseException as exc:  # noqa: BLE001  handed to the caller, whole
                 failure.append(exc)
+            finally:
+                self._wake.put(True)
 
         thread = threading.Thread(target=body, name="cluster")
         thread.start()
-        thread.join()  # handlers run meanwhile; the work's own waits are bounded
+        while not self._wake.get():  # handlers run meanwhile; the work's own waits are bounded
+            self._install()
+        thread.join()
         if failure:
             raise failure[0]
         return outcome[0]

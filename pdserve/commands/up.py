@@ -39,7 +39,7 @@ def _serve(config: ClusterConfig, stop: StopSignals) -> int:
     from pdserve.commands.progress import StartView
 
     console = make_console()
-    view = StartView(console)
+    view = StartView(console, after_ray=stop.reclaim)
     try:
         with Cluster(config, stop=stop.event, listener=view) as cluster:
             stop.at_once = cluster.kill

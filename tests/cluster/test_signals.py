@@ -33,12 +33,21 @@ def test_demo_interrupted_while_streaming_cleans_up_and_says_so(run_command: Any
 
 
 def test_a_second_signal_ends_at_once(run_command: Any) -> None:
-    """(1) A worker takes long to load. (2) Ctrl-C waits for it. (3) Another one does not."""
-    command = run_command(*UP, STANDIN_LOAD_S="30")
-    command.wait_for("prefill-0 starting")
-    command.signal(signal.SIGTERM)
+    command = run_command(*UP)
+    command.wait_for("Ray starting")
+    os.kill(command.child.pid, signal.SIGTERM)
     os.kill(command.child.pid, signal.SIGINT)
-    assert command.end() in (0, 130), command.text
+    assert command.end() == 130, command.text
+    assert "stopped at once" in command.text
+    command.assert_nothing_left()
+
+
+def test_sigterm_after_ray_has_started_is_ours(run_command: Any) -> None:
+    command = run_command(*UP)
+    command.wait_for("prefill-0 starting")
+    os.kill(command.child.pid, signal.SIGTERM)
+    assert command.end() == 0, command.text
+    assert "SIGTERM received" not in command.text
     command.assert_nothing_left()
 
 
