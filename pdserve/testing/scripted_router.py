@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2
 
 WAIT_S = 20.0
+_END = link_pb2.RouterMessage()
 
 
 class Worker:
@@ -88,22 +89,28 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
         await self._server.start()
         return f"127.0.0.1:{port}"
 
-    async def Connect(self, messages, context):
+    async def Connect(
+        self, messages: AsyncIterator[link_pb2.WorkerMessage], context: object
+    ) -> AsyncIterator[link_pb2.RouterMessage]:
         outbound: asyncio.Queue[link_pb2.RouterMessage] = asyncio.Queue()
         hello = (await anext(aiter(messages))).hello
-        worker = Worker(hello, lambda m: self._loop.call_soon_threadsafe(outbound.put_nowait, m), self._changed)
+
+        def send(message: link_pb2.RouterMessage) -> None:
+            self._loop.call_soon_threadsafe(outbound.put_nowait, message)
+
+        worker = Worker(hello, send, self._changed)
         reading = asyncio.create_task(self._read(messages, worker))
         outbound.put_nowait(link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=1)))
         with self._changed:
             self.workers[hello.worker_id] = worker
             self._changed.notify_all()
         try:
-            while True:
-                yield await outbound.get()
+            while (message := await outbound.get()) is not _END:
+                yield message
         finally:
             reading.cancel()
 
-    async def _read(self, messages, worker: Worker) -> None:
+    async def _read(self, messages: AsyncIterator[link_pb2.WorkerMessage], worker: Worker) -> None:
         async for message in messages:
             body = getattr(message, message.WhichOneof("body"))
             with self._changed:
@@ -112,6 +119,11 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
                 else:
                     worker.said.append(body)
                 self._changed.notify_all()
+
+    def drop(self, worker: Worker) -> None:
+        """End this worker's stream, as a router that dies does."""
+        del self.workers[worker.hello.worker_id]
+        worker.send(_END)
 
     def worker(self, worker_id: str) -> Worker:
         with self._changed:

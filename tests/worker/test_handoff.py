@@ -97,7 +97,7 @@ def test_a_handed_off_request_continues_as_a_colocated_one(router, pair, length)
 
 
 def test_blocks_after_the_transfer_equal_those_before_bit_for_bit(router, running, pair):
-    prefill, decode = pair
+    _, decode = pair
     prompt = prompt_of(160)  # whole blocks: decode writes its tokens into a block of its own
     bound, _, started = hand_off(router, pair, prompt)
     decode.wait_finished(bound)
@@ -221,8 +221,7 @@ def test_losing_the_router_cancels_its_work_and_the_worker_dials_again():
                 decode, prompt_of(50), SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), local_prefill=True
             )
             decode.until(lambda: decode.tokens(handle))
-            del router.workers["d2"]
-            decode.send(None)  # ends the stream with an error on the router's side
+            router.drop(decode)
             again = router.worker("d2")
             assert again.hello.incarnation == decode.hello.incarnation
             again.wait_empty()
