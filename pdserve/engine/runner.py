@@ -14,7 +14,7 @@ from pdserve.core.kv_layout import fit_max_model_len
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.batch import Batch, make_batch
-from pdserve.engine.elementwise import exp_fixed, exp_whole
+from pdserve.engine.elementwise import silu_and_mul, silu_and_mul_fixed
 from pdserve.engine.kv_cache import TORCH_DTYPES, KvCache
 from pdserve.engine.models.llama import Backend, Llama
 from pdserve.engine.rows import TiledRows, WholeRows
@@ -75,5 +75,5 @@ class ModelRunner:
 
 def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
     if invariant:
-        return Backend(TiledRows(), InvariantAttention(kv, num_heads), exp_fixed)
-    return Backend(WholeRows(), FastAttention(kv, num_heads), exp_whole)
+        return Backend(TiledRows(), InvariantAttention(kv, num_heads), silu_and_mul_fixed)
+    return Backend(WholeRows(), FastAttention(kv, num_heads), silu_and_mul)
