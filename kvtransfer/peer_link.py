@@ -40,8 +40,8 @@ class PeerLink:
         self._config = config
         self._metadata = token_metadata(cluster_token)
         self._channel = open_channel(address)
-        self._peer = peer_pb2_grpc.PeerStub(self._channel)  # type: ignore[no-untyped-call]  # generated
-        self._lease = peer_pb2_grpc.LeaseStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._peer = peer_pb2_grpc.PeerStub(self._channel)  # generated
+        self._lease = peer_pb2_grpc.LeaseStub(self._channel)  # generated
         self._followed: dict[LeaseId, list[FollowedLease]] = {}  # by two binds at once while one is being replaced
         self._to_watch: asyncio.Queue[LeaseId] | None = None  # of the open Watch stream
         self._renewing: asyncio.Task[None] | None = None

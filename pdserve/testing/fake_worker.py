@@ -113,7 +113,7 @@ class FakeWorker:
     async def start(self, *, timeout_s: float = 10.0) -> None:
         """Dial, and return when the router said Welcome. Raises the router's refusal as `grpc.aio.AioRpcError`."""
         self._channel = grpc.aio.insecure_channel(self.router_address)
-        stub: Any = link_pb2_grpc.WorkerLinkStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
+        stub: Any = link_pb2_grpc.WorkerLinkStub(self._channel)
         call = stub.Connect(metadata=((CLUSTER_TOKEN_METADATA, self.cluster_token),))
         self._send(hello=self._hello())
         jobs = (self._read(call), self._write(call), self._heartbeat(), self._step_loop())

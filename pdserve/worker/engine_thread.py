@@ -57,7 +57,6 @@ class EngineThread:
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._stopping = False
-        self._idle = True  # the last plan was empty: only a command can change that
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self, timeout_s: float) -> None:
@@ -101,11 +100,10 @@ class EngineThread:
             self._on_death(exc)
 
     def _step(self, runner: Runner, scheduler: Scheduler, pool: BlockPool) -> None:
-        reserved = self._drain(scheduler, block=self._idle)
+        reserved = self._drain(scheduler, block=not scheduler.has_work)
         plan = scheduler.plan()
         lent = tuple(Lent(seq_id, block_ids) for seq_id, block_ids in scheduler.take_admitted())
-        self._idle = not plan.slices
-        if self._idle:
+        if not plan.slices:
             self._publish(StepEvents(lent=lent, reserved=reserved, snapshot=_snapshot(scheduler, pool)))
             return
         if lent or reserved:  # the reader's hand-shake need not wait for the computation
