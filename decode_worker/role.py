@@ -38,6 +38,7 @@ class BoundRequest:
     seq_id: SeqId
     reader_id: ReaderId
     prompt_len: int
+    deadline_s: float
     local_prefill: bool
     output: OutputStream
     inbound: Inbound | None = None
@@ -55,8 +56,8 @@ class DecodeRole:
             host.incarnation,
             host.agent_metadata,
             host.transfer,
+            host.config.lease,
             cluster_token=host.config.cluster_token,
-            config=host.config.lease,
         )
 
     @property
@@ -111,6 +112,7 @@ class DecodeRole:
             seq_id,
             ReaderId(self._host.incarnation, self._binds),
             len(prompt),
+            command.deadline_s,
             command.local_prefill,
             OutputStream(handle, self._host.tokenizer, params),
         )
@@ -127,7 +129,7 @@ class DecodeRole:
             return
         if not request.local_prefill:
             blocks = result.block_ids[: self._host.layout.blocks_for(request.prompt_len)]
-            request.inbound = Inbound(self._host, self._leases, request.reader_id, blocks, request.prompt_len)
+            request.inbound = Inbound(self._host, self._leases, request.reader_id, blocks, wait_s=request.deadline_s)
         self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle)))
 
     def _attach(self, command: decode_pb2.Attach) -> None:

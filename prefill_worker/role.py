@@ -20,7 +20,7 @@ from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import Ticket
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.ids import Handle, LeaseId, SeqId
-from pdserve.core.lease import FirstToken, LeaseTable, LeaseView
+from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
 from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents, Token
@@ -49,10 +49,9 @@ class PrefillRole:
         self._table = LeaseTable(host.incarnation, ttl_s=host.config.lease.ttl_s)
         self._by_handle: dict[Handle, LentRequest] = {}
         self._by_seq: dict[SeqId, LentRequest] = {}
-        self._leases = LeaseService(
-            self._table, cluster_token=host.config.cluster_token, clock=time.monotonic, on_change=self._return_leases
-        )
-        peer = PeerService(host.incarnation, host.agent_metadata, cluster_token=host.config.cluster_token)
+        token = host.config.cluster_token
+        self._leases = LeaseService(self._table, time.monotonic, self._return_leases, cluster_token=token)
+        peer = PeerService(host.incarnation, host.agent_metadata, cluster_token=token)
         peer_pb2_grpc.add_LeaseServicer_to_server(self._leases, host.server)
         peer_pb2_grpc.add_PeerServicer_to_server(peer, host.server)
 
@@ -90,7 +89,6 @@ class PrefillRole:
 
     async def close(self) -> None:
         self.on_link_lost()
-        await self._leases.close()
 
     def _prefill(self, command: prefill_pb2.Prefill) -> None:
         handle = Handle(command.handle)
@@ -170,9 +168,8 @@ class PrefillRole:
 
         A lease that ended under a running prefill (expired, released by its reader) stops the computation too.
         """
-        for lease in self._table.take_returned():
+        for lease in self._leases.take_returned():
             request = self._by_seq.pop(lease.seq_id)
             self._by_handle.pop(request.handle, None)
-            self._leases.publish(LeaseView(lease.lease_id, held=False))
             self._host.submit(Abort(lease.seq_id))
             self._host.submit(ReturnLease(lease.seq_id))

@@ -39,7 +39,8 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
 def distribution(logits: Reals, params: SamplingParams) -> tuple[Ids, Reals]:
     """The ids that may be drawn, ascending, and their probabilities up to a common factor. Temperature above 0."""
     ids: Ids = np.arange(len(logits), dtype=np.int64)
-    weights = np.exp((logits - logits.max()) / params.temperature)
+    with np.errstate(over="ignore"):  # a tiny temperature: -inf is what is meant
+        weights = np.exp((logits - logits.max()) / params.temperature)
     if 0 < params.top_k < len(ids):
         ids, weights = _keep(_top_k(weights, params.top_k), ids, weights)
     if params.top_p < 1.0:

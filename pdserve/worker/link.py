@@ -14,8 +14,7 @@ from typing import Final
 
 import grpc
 
-from pdserve.rpc.channel import open_channel
-from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
+from pdserve.rpc.channel import open_channel, token_metadata
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Link:
         on_lost: Callable[[], None],
     ) -> None:
         self._router_address = router_address
-        self._metadata = ((CLUSTER_TOKEN_METADATA, cluster_token),)
+        self._metadata = token_metadata(cluster_token)
         self._hello = hello
         self._heartbeat = heartbeat
         self._heartbeat_interval_s = heartbeat_interval_s

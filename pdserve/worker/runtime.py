@@ -35,6 +35,7 @@ from pdserve.core.kv_layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.scheduler import Scheduler
+from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
@@ -223,7 +224,7 @@ class RunningWorker:
         runner, config = self._runner, self._config
         region = Region(runner.kv.address, runner.kv.num_blocks, runner.kv.layout.block_bytes, Device())
         transfer = TransferThread(lambda: NixlTransport(WorkerId(config.worker_id), self.incarnation, region))
-        server = grpc.aio.server()
+        server = grpc.aio.server(options=server_options())
         try:
             agent_metadata = await transfer.start()
             self.address = self._bind(server)

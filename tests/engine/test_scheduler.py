@@ -260,12 +260,16 @@ def test_stopping_ids_are_banned_until_min_tokens_are_out():
 
 
 def test_a_budget_below_the_sequence_limit_limits_the_sequences():
-    """Else a step could be full of decodes for ever while a prompt waits."""
+    """Else every step could be full of decodes, one arriving for each that ends, while a prompt waits for ever."""
     scheduler = make(seqs=8, budget=2)
-    for seq_id in range(4):
-        add(scheduler, seq_id, 2, max_tokens=4)
+    params = SamplingParams(max_tokens=4)
+    for seq_id, fits in ((1, True), (2, True), (3, False)):
+        blocks = scheduler.reserve(SeqId(seq_id), prompt(2), params, priority=0, local_prefill=False)
+        assert (blocks is not None) == fits
+    for seq_id in (1, 2):
+        scheduler.activate(SeqId(seq_id), 7)
+    add(scheduler, 4, 3, max_tokens=1)
     while scheduler.has_work:
         plan, _ = step(scheduler)
         assert plan.num_tokens <= 2
-        assert scheduler.num_running <= 2
     assert_empty(scheduler)

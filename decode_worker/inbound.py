@@ -1,0 +1,57 @@
+"""The blocks of one bind that a peer's KV is pulled into: from Reserved until they are the sequence's, or nobody's."""
+
+from __future__ import annotations
+
+from kvtransfer.followed_lease import FollowedLease
+from kvtransfer.lease_client import LeaseClient
+from kvtransfer.pull import Pull, Pulled
+from kvtransfer.ticket import Ticket
+from pdserve.core.errors import TransferFailed
+from pdserve.core.ids import BlockId, LeaseId, ReaderId
+from pdserve.worker.runtime import Host
+
+
+class Inbound:
+    """Loop thread only. After `pull` has raised or was cancelled, `abandon` must follow."""
+
+    def __init__(
+        self, host: Host, leases: LeaseClient, reader_id: ReaderId, block_ids: tuple[BlockId, ...], *, wait_s: float
+    ) -> None:
+        """`wait_s` bounds the whole wait for the prompt: renewing cannot hold a lease for ever."""
+        self._host = host
+        self._leases = leases
+        self._reader_id = reader_id
+        self._block_ids = block_ids
+        self._wait_s = wait_s
+        self._lease: FollowedLease | None = None
+        self._pull: Pull | None = None
+
+    @property
+    def read_in_flight(self) -> bool:
+        """The transport may still write into the blocks."""
+        return self._pull is not None and self._pull.stopped is not None
+
+    async def pull(self, lease_id: LeaseId, ticket_bytes: bytes) -> Pulled:
+        """Follow the lease, read every block, commit. What was read may be used only after this has returned.
+
+        Raises `LeaseGone`, `TransferFailed`, `ReplicaLost`, `IncompatiblePeer`.
+        """
+        ticket = Ticket.decode(ticket_bytes)
+        ticket.check_layout(self._host.layout)
+        if len(ticket.block_ids) != len(self._block_ids):
+            raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, the prompt {len(self._block_ids)}")
+        self._lease = await self._leases.attach(lease_id, ticket, deadline_s=self._wait_s)
+        config = self._host.config.lease
+        self._pull = Pull(self._lease, ticket, self._block_ids, self._reader_id, self._host.transfer, config)
+        pulled = await self._pull.run(wait_s=self._wait_s)
+        self._lease.close()
+        return pulled
+
+    async def abandon(self) -> None:
+        """Give the lease up and return once nothing writes into the blocks any more."""
+        if self._lease is not None:
+            self._lease.close()
+            await self._lease.release()
+        stopped = self._pull.stopped if self._pull is not None else None
+        if stopped is not None:
+            await stopped

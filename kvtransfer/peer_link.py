@@ -1,0 +1,240 @@
+"""All that a reader says to one incarnation of one lender: Handshake, Watch, Renew, Commit, Release.
+
+Two ways bring a lease's state, on purpose. Watch pushes it at once; Renew, one batch for all leases every sixth of
+the time to live, repeats it. So a broken Watch costs a renewal interval and never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
+
+import grpc.aio
+
+from kvtransfer.followed_lease import FollowedLease
+from kvtransfer.lease_service import MAX_RENEWALS
+from pdserve.config import LeaseConfig
+from pdserve.core.errors import IncompatiblePeer, InternalBug, LeaseGone, Overloaded, PdserveError, ReplicaLost, TransferFailed
+from pdserve.core.ids import Incarnation, LeaseId, ReaderId
+from pdserve.rpc import codec
+from pdserve.rpc.channel import open_channel, token_metadata, translate
+from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+REWATCH_MIN_S: Final = 0.05
+COMMIT_PAUSE_S: Final = 0.1  # before the second try; twice that before the third
+_PASSING: Final = (ReplicaLost, TransferFailed, Overloaded)  # worth another try; the rest is not
+
+
+class PeerLink:
+    """One channel and its background tasks, loop-owned. `close` releases both."""
+
+    def __init__(self, incarnation: Incarnation, address: str, config: LeaseConfig, *, cluster_token: str) -> None:
+        self.incarnation = incarnation
+        self.address = address
+        self.closed = False
+        self._config = config
+        self._metadata = token_metadata(cluster_token)
+        self._channel = open_channel(address)
+        self._peer = peer_pb2_grpc.PeerStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._lease = peer_pb2_grpc.LeaseStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._followed: dict[LeaseId, list[FollowedLease]] = {}  # by two binds at once while one is being replaced
+        self._to_watch: asyncio.Queue[LeaseId] | None = None  # of the open Watch stream
+        self._renewing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answered_s = self._now_s()
+
+    @property
+    def num_followed(self) -> int:
+        return sum(len(followers) for followers in self._followed.values())
+
+    async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes:
+        """The peer's agent metadata. Raises `LeaseGone` when another incarnation answers at this address."""
+        request = peer_pb2.HandshakeRequest(incarnation=own_incarnation, agent_metadata=own_metadata)
+        response = await self._call(self._peer.Handshake, request, HANDSHAKE_TIMEOUT_S)
+        if response.incarnation != self.incarnation:
+            raise LeaseGone(f"{self.address} is now {response.incarnation:016x}, the lease was {self.incarnation:016x}'s")
+        return bytes(response.agent_metadata)
+
+    async def follow(self, lease_id: LeaseId, prompt_len: int) -> FollowedLease:
+        """Renew once, watch, and go on renewing until `unfollow`. Raises `ReplicaLost` when the link is closed."""
+        self._check_open()
+        if not self._followed:
+            self._answered_s = self._now_s()  # silence counts from when somebody listens
+        lease = FollowedLease(lease_id, prompt_len, self)
+        self._followed.setdefault(lease_id, []).append(lease)
+        if self._to_watch is not None and not self._to_watch.full():
+            self._to_watch.put_nowait(lease_id)
+        self._start_tasks()
+        try:
+            await self._renew([lease_id])
+        except BaseException:
+            self.unfollow(lease)
+            raise
+        return lease
+
+    def unfollow(self, lease: FollowedLease) -> None:
+        followers = self._followed.get(lease.lease_id, [])
+        if lease in followers:
+            followers.remove(lease)
+        if not followers:
+            self._followed.pop(lease.lease_id, None)
+        if not self._followed and self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+
+    async def commit(self, lease_id: LeaseId, reader_id: ReaderId, blocks: int) -> bool:
+        """The lender's answer. Raises `ReplicaLost` or `LeaseGone` when no try got one."""
+        request = peer_pb2.CommitRequest(
+            lease_id=codec.lease_id_to_wire(lease_id), reader_id=codec.reader_id_to_wire(reader_id), blocks=blocks
+        )
+        failure: PdserveError | None = None
+        for number in range(self._config.commit_tries):
+            await asyncio.sleep(COMMIT_PAUSE_S * number)
+            try:
+                response = await self._call(self._lease.Commit, request, self._config.commit_timeout_s)
+            except _PASSING as exc:
+                failure = exc
+            else:
+                return bool(response.result == peer_pb2.COMMIT_RESULT_OK)
+        if isinstance(failure, ReplicaLost):
+            raise failure
+        raise LeaseGone(f"lease {lease_id}: no answer to Commit in {self._config.commit_tries} tries: {failure}")
+
+    async def release(self, lease_id: LeaseId) -> None:
+        """One try. A failure is only logged: the lease expires by itself."""
+        request = peer_pb2.ReleaseRequest(lease_id=codec.lease_id_to_wire(lease_id))
+        try:
+            await self._call(self._lease.Release, request, self._config.commit_timeout_s)
+        except PdserveError as exc:
+            logger.info("lease %s was not released and will expire: %s", lease_id, exc)
+
+    async def close(self) -> None:
+        """Followed leases fail with `ReplicaLost`. Idempotent."""
+        self.closed = True
+        self._fail_all(ReplicaLost(f"the link to {self.address} is closed"))
+        self._followed.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close(None)
+
+    def _start_tasks(self) -> None:
+        if self._renewing is None or self._renewing.done():
+            self._renewing = self._spawn(self._renew_loop(), "renew")
+        if self._watching is None or self._watching.done():
+            self._watching = self._spawn(self._watch_loop(), "watch")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"{name} {self.address}")
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("task %s died", task.get_name(), exc_info=error)
+            self._fail_all(InternalBug(f"task {task.get_name()} died: {error!r}"))
+
+    async def _renew_loop(self) -> None:
+        """`follow` renews first; ended by `unfollow` of the last lease."""
+        while True:
+            await asyncio.sleep(self._config.renew_interval_s)
+            lease_ids = list(self._followed)
+            for start in range(0, len(lease_ids), MAX_RENEWALS):
+                await self._renew(lease_ids[start : start + MAX_RENEWALS])
+
+    async def _renew(self, lease_ids: Sequence[LeaseId]) -> None:
+        request = peer_pb2.RenewRequest(lease_ids=[codec.lease_id_to_wire(lease_id) for lease_id in lease_ids])
+        sent_s = self._now_s()
+        try:
+            response = await self._call(self._lease.Renew, request, self._config.renew_interval_s)
+        except PdserveError as exc:
+            self._on_silence(exc)
+            return
+        self._answered_s = sent_s
+        for status in response.statuses:
+            self._apply(status)
+
+    def _on_silence(self, error: PdserveError) -> None:
+        """One failed renewal is nothing; silence past the time to live means that every lease has expired."""
+        silent_s = self._now_s() - self._answered_s
+        if not isinstance(error, _PASSING):
+            self._fail_all(error)
+        elif silent_s > self._config.ttl_s:
+            self._fail_all(ReplicaLost(f"no answer for {silent_s:.1f} s: {error.message}"))
+        else:
+            logger.info("renewal failed: %s", error)
+
+    async def _watch_loop(self) -> None:
+        """Keeps the stream open while it holds, and reopens it with back-off while leases are followed."""
+        pause_s = REWATCH_MIN_S
+        while self._followed:
+            if await self._watch():
+                pause_s = REWATCH_MIN_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._config.renew_interval_s)
+
+    async def _watch(self) -> bool:
+        """Until the stream breaks. True when it had brought something."""
+        queue = self._to_watch = asyncio.Queue(maxsize=MAX_RENEWALS)
+        for lease_id in list(self._followed)[:MAX_RENEWALS]:
+            queue.put_nowait(lease_id)
+        call = self._lease.Watch(metadata=self._metadata)
+        subscribing = asyncio.create_task(_subscribe(call, queue))  # not a request iterator: grpc.aio would leak its task
+        received = False
+        try:
+            async for status in call:
+                received = True
+                self._apply(status)
+        except grpc.aio.AioRpcError as exc:
+            logger.info("watch broke: %s", translate(exc, self.address))
+        finally:
+            self._to_watch = None
+            call.cancel()
+            subscribing.cancel()
+            await asyncio.gather(subscribing, return_exceptions=True)  # it fails when the stream does
+        return received
+
+    def _apply(self, status: peer_pb2.LeaseStatus) -> None:
+        for lease in self._followed.get(codec.lease_id_from_wire(status.lease_id), ()):
+            try:
+                lease.apply(codec.lease_view_from_wire(status))
+            except KeyError as exc:
+                lease.fail(IncompatiblePeer(f"{self.address} sent finish reason {exc}, unknown here"))
+
+    def _fail_all(self, error: PdserveError) -> None:
+        for followers in self._followed.values():
+            for lease in followers:
+                lease.fail(error)
+
+    async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        """One unary call; its failure as a `PdserveError`."""
+        self._check_open()
+        try:
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as exc:
+            raise translate(exc, self.address) from exc
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.closed and task is not None and not task.cancelling():
+                self._check_open()  # closing the channel cancelled the call, nobody cancelled us
+            raise
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ReplicaLost(f"the link to {self.address} is closed")
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def _subscribe(call: Any, queue: asyncio.Queue[LeaseId]) -> None:
+    while True:
+        await call.write(peer_pb2.WatchRequest(lease_id=codec.lease_id_to_wire(await queue.get())))

@@ -1,0 +1,164 @@
+"""The router's end of the link, under a test's control: what each worker said, in order, and a way to command it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from pdserve.core.sampling import SamplingParams
+from pdserve.rpc import codec
+from pdserve.rpc.channel import server_options
+from pdserve.rpc.v1 import decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2
+
+WAIT_S = 20.0
+_END = link_pb2.RouterMessage()
+
+
+class Worker:
+    """One connected worker."""
+
+    def __init__(
+        self, hello: link_pb2.Hello, send: Callable[[link_pb2.RouterMessage], None], changed: threading.Condition
+    ) -> None:
+        self.hello = hello
+        self.send = send
+        self.said: list[Any] = []  # every message but heartbeats
+        self.heartbeat: link_pb2.Heartbeat | None = None
+        self._changed = changed
+
+    def wait(self, kind: str, handle: int) -> Any:
+        """The first message of this kind for this handle."""
+        return self.until(lambda: next((m for m in self.said if _kind(m) == kind and m.handle == handle), None))
+
+    def tokens(self, handle: int) -> list[link_pb2.StepRow]:
+        rows = [row for m in list(self.said) if _kind(m) == "StepBatch" for row in m.rows]
+        return [row for row in rows if row.handle == handle]
+
+    def wait_finished(self, handle: int) -> list[link_pb2.StepRow]:
+        self.until(lambda: any(row.finish_reason for row in self.tokens(handle)))
+        return self.tokens(handle)
+
+    def wait_empty(self) -> None:
+        """The next heartbeats show that nothing is held."""
+        self.heartbeat = None
+        self.until(
+            lambda: (
+                (beat := self.heartbeat) is not None
+                and beat.blocks.free == beat.blocks.total > 0
+                and not (beat.leases_held or beat.running_sequences or beat.queued_requests or beat.blocks.unaccounted)
+            )
+        )
+
+    def until(self, probe: Callable[[], Any]) -> Any:
+        with self._changed:
+            assert self._changed.wait_for(probe, WAIT_S), f"waited in vain; said: {self.said}, {self.heartbeat}"
+            return probe()
+
+
+def _kind(message: Any) -> str:
+    return type(message).__name__
+
+
+class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
+    """Serves WorkerLink on its own loop thread. A context manager."""
+
+    def __enter__(self) -> ScriptedRouter:
+        self.workers: dict[str, Worker] = {}
+        self._changed = threading.Condition()
+        self._handle = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.address = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(WAIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result(WAIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+        self._loop.close()
+
+    async def _start(self) -> str:
+        self._server = grpc.aio.server(options=server_options())
+        link_pb2_grpc.add_WorkerLinkServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def Connect(
+        self, messages: AsyncIterator[link_pb2.WorkerMessage], context: object
+    ) -> AsyncIterator[link_pb2.RouterMessage]:
+        outbound: asyncio.Queue[link_pb2.RouterMessage] = asyncio.Queue()
+        hello = (await anext(aiter(messages))).hello
+
+        def send(message: link_pb2.RouterMessage) -> None:
+            self._loop.call_soon_threadsafe(outbound.put_nowait, message)
+
+        worker = Worker(hello, send, self._changed)
+        reading = asyncio.create_task(self._read(messages, worker))
+        outbound.put_nowait(link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=1)))
+        with self._changed:
+            self.workers[hello.worker_id] = worker
+            self._changed.notify_all()
+        try:
+            while (message := await outbound.get()) is not _END:
+                yield message
+        finally:
+            reading.cancel()
+
+    async def _read(self, messages: AsyncIterator[link_pb2.WorkerMessage], worker: Worker) -> None:
+        async for message in messages:
+            body = getattr(message, message.WhichOneof("body"))
+            with self._changed:
+                if isinstance(body, link_pb2.Heartbeat):
+                    worker.heartbeat = body
+                else:
+                    worker.said.append(body)
+                self._changed.notify_all()
+
+    def drop(self, worker: Worker) -> None:
+        """End this worker's stream, as a router that dies does."""
+        del self.workers[worker.hello.worker_id]
+        worker.send(_END)
+
+    def worker(self, worker_id: str) -> Worker:
+        with self._changed:
+            assert self._changed.wait_for(lambda: worker_id in self.workers, WAIT_S), f"{worker_id} never dialled"
+            return self.workers[worker_id]
+
+    def next_handle(self) -> int:
+        self._handle += 1
+        return self._handle
+
+    def bind(self, worker: Worker, prompt: list[int], params: SamplingParams, *, local_prefill: bool = False) -> int:
+        handle = self.next_handle()
+        command = decode_pb2.Bind(
+            handle=handle,
+            request_id=str(handle),
+            prompt_ids=codec.pack_ids(prompt),
+            sampling=codec.sampling_to_wire(params),
+            deadline_s=WAIT_S,
+            local_prefill=local_prefill,
+        )
+        worker.send(link_pb2.RouterMessage(bind=command))
+        return handle
+
+    def prefill(self, worker: Worker, prompt: list[int], params: SamplingParams) -> int:
+        handle = self.next_handle()
+        wire = codec.sampling_to_wire(params)
+        command = prefill_pb2.Prefill(
+            handle=handle, request_id=str(handle), prompt_ids=codec.pack_ids(prompt), sampling=wire, deadline_s=WAIT_S
+        )
+        worker.send(link_pb2.RouterMessage(prefill=command))
+        return handle
+
+    def attach(self, worker: Worker, handle: int, started: prefill_pb2.PrefillStarted) -> None:
+        command = decode_pb2.Attach(handle=handle, lease_id=started.lease_id, ttl_s=started.ttl_s, ticket=started.ticket)
+        worker.send(link_pb2.RouterMessage(attach=command))
+
+    def cancel(self, worker: Worker, handle: int) -> None:
+        worker.send(link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle)))

@@ -1,0 +1,82 @@
+"""Every backend against the definition in float64, over random batches on shuffled blocks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.core.ids import BlockId
+from pdserve.core.kv_layout import KvLayout
+from pdserve.engine.attention.api import Span
+from pdserve.engine.attention.fast import PIECE, FastAttention
+from pdserve.engine.attention.invariant import InvariantAttention
+from pdserve.engine.attention.reference import ReferenceAttention
+from pdserve.engine.kv_cache import KvCache
+
+CPU = torch.device("cpu")
+
+
+def make_case(spans: list[tuple[int, int]], *, block_size: int, kv_heads: int, group: int, dim: int, dtype: str, seed: int):
+    """Spans of (start, count) on shuffled blocks of a cache full of noise. Returns cache, spans, query."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    needed = [-(-(start + count) // block_size) for start, count in spans]
+    layout = KvLayout(2, kv_heads, dim, block_size, dtype)
+    kv = KvCache(layout, (sum(needed) + 3) * layout.block_bytes, CPU)
+    kv.tensor.copy_(torch.randn(kv.tensor.shape, generator=generator))
+    ids = [BlockId(b) for b in rng.sample(range(kv.num_blocks), sum(needed))]
+    made, row = [], 0
+    for (start, count), blocks in zip(spans, needed, strict=True):
+        own, ids = ids[:blocks], ids[blocks:]
+        made.append(Span(row, start, count, tuple(own)))
+        row += count
+    query = torch.randn(row, kv_heads * group, dim, generator=generator).to(kv.tensor.dtype)
+    return kv, tuple(made), query
+
+
+def worst(backend, kv: KvCache, spans: tuple[Span, ...], query: torch.Tensor) -> float:
+    reference = ReferenceAttention(kv, query.shape[1])
+    tested = backend(kv, query.shape[1])
+    expected = reference.run(reference.prepare(spans), 1, query)
+    found = tested.run(tested.prepare(spans), 1, query)
+    assert found.shape == query.shape
+    assert found.dtype == query.dtype
+    return (found.double() - expected).abs().max().item()
+
+
+sizes = st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 9, 17]))
+
+
+@pytest.mark.parametrize("backend", [FastAttention, InvariantAttention])
+@settings(max_examples=25, deadline=None)
+@given(
+    spans=st.lists(sizes, min_size=1, max_size=5),
+    block_size=st.sampled_from([1, 4, 5, 16, 200]),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    dim=st.sampled_from([8, 16]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    seed=st.integers(0, 1000),
+)
+def test_random_batches_equal_the_definition(backend, spans, block_size, kv_heads, group, dim, dtype, seed):
+    kv, made, query = make_case(spans, block_size=block_size, kv_heads=kv_heads, group=group, dim=dim, dtype=dtype, seed=seed)
+    assert worst(backend, kv, made, query) < (1e-5 if dtype == "float32" else 4e-2)
+
+
+@pytest.mark.parametrize("backend", [FastAttention, InvariantAttention])
+def test_prompts_over_several_tiles_equal_the_definition(backend):
+    spans = [(0, PIECE + 3), (PIECE - 1, 2), (300, 1), (120, 20)]
+    kv, made, query = make_case(spans, block_size=16, kv_heads=1, group=2, dim=8, dtype="float32", seed=7)
+    assert worst(backend, kv, made, query) < 1e-5
+
+
+@pytest.mark.parametrize("backend", [FastAttention, InvariantAttention])
+def test_a_layer_reads_its_own_kv_only(backend):
+    kv, made, query = make_case([(3, 2)], block_size=4, kv_heads=2, group=1, dim=8, dtype="float32", seed=8)
+    tested = backend(kv, 2)
+    before = tested.run(tested.prepare(made), 0, query)
+    kv.tensor[:, 1] = 99.0
+    assert torch.equal(tested.run(tested.prepare(made), 0, query), before)

@@ -1,0 +1,130 @@
+"""A lender as a prefill worker runs it: the production services and lease table on a real grpc.aio server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+from transfer_testing import FakePeer, new_incarnation
+
+from kvtransfer.api import Device
+from kvtransfer.backends.fake import FakeFabric
+from kvtransfer.lease_service import LeaseService, PeerService
+from kvtransfer.ticket import Ticket
+from pdserve.core.ids import BlockId, Incarnation, LeaseId, SeqId
+from pdserve.core.kv_layout import KvLayout
+from pdserve.core.lease import FirstToken, Lease, LeaseTable
+from pdserve.rpc.channel import server_options
+from pdserve.rpc.v1 import peer_pb2_grpc
+
+TOKEN = "the cluster's token"
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=64, block_size=64, dtype="bfloat16")  # blocks of 96 KiB
+FIRST = FirstToken(token_id=42, finish_reason=None)
+
+
+@dataclass
+class Calls:
+    """What the server was asked, and what it is to do wrong: a method's name to how many of its calls fail."""
+
+    count: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    drop_replies: dict[str, int] = field(default_factory=dict)  # handled, then answered UNAVAILABLE
+
+
+class Chaos(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Counts calls and fails them as told."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        name = details.method.rpartition("/")[2]
+        self.calls.count[name] = self.calls.count.get(name, 0) + 1
+        handler = await continuation(details)
+        if take(self.calls.failures, name):
+            return _failing(handler, before=True)
+        if take(self.calls.drop_replies, name):
+            return _failing(handler, before=False)
+        return handler
+
+
+def take(budget: dict[str, int], name: str) -> bool:
+    left = budget.get(name, 0)
+    budget[name] = max(left - 1, 0)
+    return left > 0
+
+
+def _failing(handler: Any, *, before: bool) -> Any:
+    async def behaviour(request: Any, context: Any) -> Any:
+        if not before:
+            await handler.unary_unary(request, context)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "chaos")
+
+    make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_unary_rpc_method_handler
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)  # type: ignore[operator]
+
+
+class Lender:
+    """One incarnation of a prefill worker, without an engine."""
+
+    def __init__(self, peer: FakePeer, *, ttl_s: float) -> None:
+        self.peer = peer
+        self.calls = Calls()
+        self.table = LeaseTable(peer.incarnation, ttl_s=ttl_s)
+        self.returned: list[Lease] = []
+        self.service = LeaseService(self.table, self.now_s, self._on_change, cluster_token=TOKEN)
+        self.address = ""
+        self._server: Any = None
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def serve(self, port: int = 0) -> None:
+        self._server = grpc.aio.server(options=server_options(), interceptors=[Chaos(self.calls)])
+        peer_service = PeerService(self.peer.incarnation, self.peer.metadata, cluster_token=TOKEN)
+        peer_pb2_grpc.add_PeerServicer_to_server(peer_service, self._server)  # type: ignore[no-untyped-call]
+        peer_pb2_grpc.add_LeaseServicer_to_server(self.service, self._server)  # type: ignore[no-untyped-call]
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """As if killed: open calls break off."""
+        await self._server.stop(None)
+
+    def grant(self, blocks: tuple[int, ...], prompt_len: int) -> tuple[LeaseId, Ticket]:
+        block_ids = tuple(BlockId(block) for block in blocks)
+        lease_id = self.table.grant(SeqId(1), block_ids, prompt_len, now_s=self.now_s())
+        region = self.peer.region
+        ticket = Ticket(
+            self.peer.incarnation, self.address, LAYOUT, region.address, region.num_blocks, Device(), block_ids, prompt_len
+        )
+        return lease_id, Ticket.decode(ticket.encode())
+
+    def advance(self, lease_id: LeaseId, watermark: int, first: FirstToken | None = None, *, push: bool = True) -> None:
+        view = self.table.advance(lease_id, watermark, first, now_s=self.now_s())
+        if push:
+            self.service.publish(view)
+
+    def expire_due(self) -> None:
+        self.table.expire_due(now_s=self.now_s())
+        self._on_change()
+
+    def _on_change(self) -> None:
+        self.returned += self.service.take_returned()
+        self.table.check_invariants()
+
+
+@asynccontextmanager
+async def lender(fabric: FakeFabric, *, ttl_s: float = 30.0, incarnation: Incarnation | None = None) -> AsyncIterator[Lender]:
+    """Serves until the block ends; then no lease and no subscription may be left."""
+    one = Lender(FakePeer(fabric, incarnation=incarnation or new_incarnation()), ttl_s=ttl_s)
+    await one.serve()
+    try:
+        yield one
+    finally:
+        await one.stop()
+    assert one.service.num_watched == 0

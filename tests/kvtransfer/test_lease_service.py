@@ -1,0 +1,160 @@
+"""The lender's Watch streams: what is pushed, what is dropped, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from lender import FIRST, TOKEN, Lender, lender
+from transfer_testing import new_incarnation
+
+from kvtransfer.backends.fake import FakeFabric
+from kvtransfer.lease_service import MAX_RENEWALS
+from kvtransfer.watchers import MAX_WATCHED, TooManyWatched, Watcher, Watchers
+from pdserve.core.ids import LeaseId
+from pdserve.core.lease import LeaseView
+from pdserve.rpc import codec
+from pdserve.rpc.channel import open_channel, token_metadata
+from pdserve.rpc.v1 import common_pb2, peer_pb2, peer_pb2_grpc
+
+LEASE = LeaseId(new_incarnation(), 1)
+METADATA = token_metadata(TOKEN)
+
+
+@asynccontextmanager
+async def watch(one: Lender) -> AsyncIterator[tuple[Any, Any]]:
+    """(stub, open Watch call)."""
+    async with open_channel(one.address) as channel:
+        stub: Any = peer_pb2_grpc.LeaseStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Watch(metadata=METADATA)
+        yield stub, call
+        call.cancel()
+
+
+def subscription(lease_id: LeaseId) -> peer_pb2.WatchRequest:
+    return peer_pb2.WatchRequest(lease_id=codec.lease_id_to_wire(lease_id))
+
+
+async def read(call: Any) -> LeaseView:
+    return codec.lease_view_from_wire(await asyncio.wait_for(call.read(), 30))
+
+
+async def until_unwatched(one: Lender) -> None:
+    while one.service.num_watched:  # noqa: ASYNC110 - the server sees the end of a stream when it sees it
+        await asyncio.sleep(0.005)
+
+
+def test_gone_is_pushed_once_and_ends_the_subscription() -> None:
+    """(1) Subscribe: the state at once; (2) advance; (3) release: GONE; (4) nothing is watched any more."""
+
+    async def test() -> None:
+        async with lender(FakeFabric()) as one, watch(one) as (stub, call):
+            lease_id, _ = one.grant((1,), 30)
+            await call.write(subscription(lease_id))
+            assert await read(call) == LeaseView(lease_id, True, 0)
+            one.advance(lease_id, 30, FIRST)
+            assert await read(call) == LeaseView(lease_id, True, 30, FIRST)
+            await stub.Release(peer_pb2.ReleaseRequest(lease_id=codec.lease_id_to_wire(lease_id)), metadata=METADATA)
+            assert not (await read(call)).held
+            assert one.service.num_watched == 0
+            one.service.publish(LeaseView(lease_id, False))
+            await call.write(subscription(LEASE))  # what comes next on the stream is this answer, no second GONE
+            assert (await read(call)).lease_id == LEASE
+
+    asyncio.run(test())
+
+
+def test_a_stream_that_ends_takes_its_subscriptions_along() -> None:
+    async def test() -> None:
+        async with lender(FakeFabric()) as one:
+            lease_id, _ = one.grant((1,), 30)
+            async with watch(one) as (_, call):
+                await call.write(subscription(lease_id))
+                await read(call)
+                assert one.service.num_watched == 1
+            await asyncio.wait_for(until_unwatched(one), 30)
+            async with watch(one) as (_, call):
+                await call.write(subscription(lease_id))
+                await read(call)
+                await call.done_writing()
+                await asyncio.wait_for(until_unwatched(one), 30)
+
+    asyncio.run(test())
+
+
+def test_an_expired_lease_is_told_and_returned_once() -> None:
+    async def test() -> None:
+        async with lender(FakeFabric(), ttl_s=0.05) as one, watch(one) as (_, call):
+            lease_id, _ = one.grant((1,), 30)
+            await call.write(subscription(lease_id))
+            view = await read(call)
+            while view.held:
+                one.expire_due()
+                view = await read(call) if one.returned else view
+                await asyncio.sleep(0.01)
+            assert [lease.lease_id for lease in one.returned] == [lease_id]
+
+    asyncio.run(test())
+
+
+def test_too_many_renewals_in_one_call_are_refused() -> None:
+    async def test() -> None:
+        async with lender(FakeFabric()) as one, watch(one) as (stub, _):
+            request = peer_pb2.RenewRequest(lease_ids=[common_pb2.LeaseId()] * (MAX_RENEWALS + 1))
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.Renew(request, metadata=METADATA)
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(test())
+
+
+def test_a_slow_stream_gets_the_newest_view_and_no_backlog() -> None:
+    async def test() -> None:
+        watchers, watcher = Watchers(), Watcher()
+        watchers.subscribe(watcher, LeaseView(LEASE, True, 0))
+        for watermark in range(1, 50):
+            watchers.publish(LeaseView(LEASE, True, watermark))
+        assert await watcher.take() == [LeaseView(LEASE, True, 49)]
+        watchers.publish(LeaseView(LEASE, False))
+        assert await watcher.take() == [LeaseView(LEASE, False)]
+        assert watchers.num_subscriptions == 0
+
+    asyncio.run(test())
+
+
+def test_a_stream_that_never_reads_is_bounded() -> None:
+    """Subscriptions to leases that have ended count as long as their GONE waits to be read."""
+
+    async def test() -> None:
+        watchers, watcher = Watchers(), Watcher()
+        for counter in range(MAX_WATCHED):
+            watchers.subscribe(watcher, LeaseView(LeaseId(LEASE.incarnation, counter), held=counter % 2 == 0))
+        with pytest.raises(TooManyWatched):
+            watchers.subscribe(watcher, LeaseView(LeaseId(LEASE.incarnation, MAX_WATCHED), True))
+        watchers.drop(watcher)
+        assert watchers.num_subscriptions == 0
+
+    asyncio.run(test())
+
+
+def test_watching_too_much_ends_the_stream() -> None:
+    """The client writes and never reads."""
+
+    async def test() -> None:
+        async with lender(FakeFabric()) as one, watch(one) as (_, call):
+            one.service._watchers.subscribe = _refuse  # type: ignore[method-assign]
+            await call.write(subscription(LEASE))
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await asyncio.wait_for(call.read(), 30)
+            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    asyncio.run(test())
+
+
+def _refuse(watcher: Watcher, view: LeaseView) -> None:
+    raise TooManyWatched("no more")

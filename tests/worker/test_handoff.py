@@ -1,0 +1,229 @@
+"""Both roles with the production engine and NIXL, commanded by a scripted router.
+
+The two workers live in this process, each with its own three threads and its own NIXL agent, so that a test can look
+into both KV pools.
+"""
+
+import random
+
+import pytest
+import torch
+
+from decode_worker.main import start as start_decode
+from kvtransfer.ticket import Ticket
+from pdserve.config import MIB, EngineConfig, LeaseConfig, WorkerConfig
+from pdserve.core.sampling import SamplingParams
+from pdserve.rpc.v1 import common_pb2
+from pdserve.testing.scripted_router import ScriptedRouter, Worker
+from prefill_worker.main import start as start_prefill
+
+BLOCK = 16
+ENGINE = EngineConfig(
+    model="tiny",
+    dtype="float32",
+    batch_invariant=True,
+    max_num_batched_tokens=48,
+    kv_cache_memory=4 * MIB,
+    max_model_len=512,
+    threads=1,
+    max_num_seqs=8,
+)
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+LEASE = LeaseConfig(ttl_s=2.0)
+
+
+@pytest.fixture(scope="module")
+def router():
+    with ScriptedRouter() as running:
+        yield running
+
+
+def worker_config(router: ScriptedRouter, worker_id: str, **changes) -> WorkerConfig:
+    return WorkerConfig(worker_id, router.address, ENGINE, LEASE, heartbeat_interval_s=0.05, **changes)
+
+
+@pytest.fixture(scope="module")
+def running(router):
+    workers = [start_prefill(worker_config(router, "p")), start_decode(worker_config(router, "d"))]
+    yield workers
+    for worker in workers:
+        worker.stop()
+        assert worker.wait(0) == 0
+
+
+@pytest.fixture
+def pair(router, running):
+    """The prefill and the decode worker; both are empty again after the test."""
+    prefill, decode = router.worker("p"), router.worker("d")
+    yield prefill, decode
+    prefill.wait_empty()
+    decode.wait_empty()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(length * 1000 + seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def hand_off(router: ScriptedRouter, pair: tuple[Worker, Worker], prompt: list[int], params: SamplingParams = GREEDY):
+    """Steps 1 to 4 of a handoff. Returns the decode handle, the prefill handle, and what PrefillStarted said."""
+    prefill, decode = pair
+    bound = router.bind(decode, prompt, params)
+    decode.wait("Reserved", bound)
+    started = prefill.wait("PrefillStarted", lent := router.prefill(prefill, prompt, params))
+    router.attach(decode, bound, started)
+    return bound, lent, started
+
+
+def colocated(router: ScriptedRouter, decode: Worker, prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    handle = router.bind(decode, prompt, params, local_prefill=True)
+    return [row.ids[0] for row in decode.wait_finished(handle)]
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 48, 100, 160])
+def test_a_handed_off_request_continues_as_a_colocated_one(router, pair, length):
+    prefill, decode = pair
+    prompt = prompt_of(length)
+    bound, lent, _ = hand_off(router, pair, prompt)
+    committed = decode.wait("KvCommitted", bound)
+    rows = decode.wait_finished(bound)
+    first = prefill.tokens(lent)
+    assert [row.index for row in first] == [0]
+    assert [row.index for row in rows] == [1, 2, 3, 4, 5]
+    assert [row.ids[0] for row in first + rows] == colocated(router, decode, prompt)
+    assert committed.blocks == -(-length // BLOCK)
+    assert committed.kv_bytes == committed.blocks * BLOCK * decode.hello.kv_bytes_per_token
+    assert 0 < committed.transfer_s <= committed.exposed_transfer_s
+
+
+def test_blocks_after_the_transfer_equal_those_before_bit_for_bit(router, running, pair):
+    _, decode = pair
+    prompt = prompt_of(160)  # whole blocks: decode writes its tokens into a block of its own
+    bound, _, started = hand_off(router, pair, prompt)
+    decode.wait_finished(bound)
+    theirs = [running[0].kv.tensor[b] for b in Ticket.decode(started.ticket).block_ids]
+    ours = list(running[1].kv.tensor)
+    assert all(block.abs().sum() > 0 for block in theirs), "the prompt's KV was written"
+    for block in theirs:
+        assert any(torch.equal(block.view(torch.uint8), other.view(torch.uint8)) for other in ours)
+
+
+def test_token_0_that_ends_the_request_hands_nothing_over(router, pair):
+    prefill, decode = pair
+    one = SamplingParams(max_tokens=1, temperature=0.0)
+    bound, lent, _ = hand_off(router, pair, prompt_of(20), one)
+    assert prefill.wait_finished(lent)[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
+    router.cancel(decode, bound)
+
+
+def test_a_stop_string_found_after_the_handoff_ends_the_request(router, pair):
+    _, decode = pair
+    prompt = prompt_of(33)
+    long = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    handle = router.bind(decode, prompt, long, local_prefill=True)
+    text = b"".join(row.text for row in decode.wait_finished(handle)).decode()
+    stop = text[6:9]
+    assert stop
+    stopping = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, stop=(stop,))
+    bound, lent, _ = hand_off(router, pair, prompt, stopping)
+    rows = pair[0].tokens(lent)
+    if not any(row.finish_reason for row in rows):
+        rows = rows + decode.wait_finished(bound)
+    assert rows[-1].finish_reason == common_pb2.FINISH_REASON_STOP
+    assert b"".join(row.text for row in rows).decode() == text[: text.index(stop)]
+
+
+def test_cancel_at_each_step_leaves_nothing(router, pair):
+    """Bound; prefilling; attached; decoding. The fixture checks that both workers end up empty."""
+    prefill, decode = pair
+    prompt, params = prompt_of(200), SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    handle = router.bind(decode, prompt, params)
+    router.cancel(decode, handle)
+
+    router.cancel(prefill, router.prefill(prefill, prompt, params))
+
+    lent = router.prefill(prefill, prompt, params)
+    prefill.wait("PrefillStarted", lent)
+    router.cancel(prefill, lent)
+
+    bound, lent, _ = hand_off(router, pair, prompt, params)
+    router.cancel(decode, bound)
+    router.cancel(prefill, lent)
+
+    bound, lent, _ = hand_off(router, pair, prompt, params)
+    decode.wait("KvCommitted", bound)
+    router.cancel(decode, bound)
+
+
+def test_a_released_lease_fails_the_handoff_as_gone(router, pair):
+    prefill, decode = pair
+    prompt = prompt_of(40)
+    bound = router.bind(decode, prompt, GREEDY)
+    lent = router.prefill(prefill, prompt, GREEDY)
+    started = prefill.wait("PrefillStarted", lent)
+    router.cancel(prefill, lent)
+    prefill.wait_empty()
+    router.attach(decode, bound, started)
+    assert decode.wait("RequestFailed", bound).reason == common_pb2.ERROR_REASON_LEASE_GONE
+
+
+def test_a_lease_that_nobody_reads_expires_and_its_blocks_return(router, pair):
+    prefill, _ = pair
+    started = prefill.wait("PrefillStarted", router.prefill(prefill, prompt_of(40), GREEDY))
+    assert started.ttl_s == LEASE.ttl_s
+    prefill.until(lambda: prefill.heartbeat is not None and prefill.heartbeat.leases_held == 1)
+    prefill.wait_empty()
+
+
+def test_a_bad_ticket_fails_its_request_alone(router, pair):
+    prefill, decode = pair
+    prompt = prompt_of(40)
+    bound = router.bind(decode, prompt, GREEDY)
+    lent = router.prefill(prefill, prompt, GREEDY)
+    started = prefill.wait("PrefillStarted", lent)
+    started.ticket = started.ticket[:-3]
+    router.attach(decode, bound, started)
+    assert decode.wait("RequestFailed", bound).reason == common_pb2.ERROR_REASON_TRANSFER_FAILED
+    router.cancel(prefill, lent)
+    assert len(colocated(router, decode, prompt)) == 6
+
+
+@pytest.mark.parametrize("prompt", [[], [0] * 512, [1 << 20]])
+def test_a_prompt_that_would_break_the_engine_is_refused(router, pair, prompt):
+    prefill, decode = pair
+    for worker, handle in ((prefill, router.prefill(prefill, prompt, GREEDY)), (decode, router.bind(decode, prompt, GREEDY))):
+        assert worker.wait("RequestFailed", handle).reason == common_pb2.ERROR_REASON_INVALID_REQUEST
+
+
+def test_no_room_is_said_at_once_and_holds_nothing(router, pair):
+    _, decode = pair
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    handles = [router.bind(decode, prompt_of(500, seed), params) for seed in range(9)]
+    said = [decode.until(lambda h=h: _reserved_or_not(decode, h)) for h in handles]
+    assert "NoRoom" in said
+    assert said[0] == "Reserved"
+    for handle in handles:
+        router.cancel(decode, handle)
+
+
+def _reserved_or_not(worker: Worker, handle: int) -> str | None:
+    kinds = ("Reserved", "NoRoom")
+    return next((type(m).__name__ for m in worker.said if type(m).__name__ in kinds and m.handle == handle), None)
+
+
+def test_losing_the_router_cancels_its_work_and_the_worker_dials_again():
+    with ScriptedRouter() as router:
+        worker = start_decode(worker_config(router, "d2"))
+        try:
+            decode = router.worker("d2")
+            router.bind(decode, prompt_of(100), GREEDY)
+            handle = router.bind(
+                decode, prompt_of(50), SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), local_prefill=True
+            )
+            decode.until(lambda: decode.tokens(handle))
+            router.drop(decode)
+            again = router.worker("d2")
+            assert again.hello.incarnation == decode.hello.incarnation
+            again.wait_empty()
+        finally:
+            worker.stop()
