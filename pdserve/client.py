@@ -51,7 +51,7 @@ class InferenceClient:
     def __init__(self, address: str) -> None:
         self.address = address
         self._channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> InferenceClient:
         return self
