@@ -196,13 +196,16 @@ class Cluster:
                     self._folders.remove(keep_logs=failed)
 
     def kill(self) -> None:
-        """End everything now, from any thread; for the second wish to stop. Leaves no folder either."""
+        """End everything now, from any thread; for the second wish to stop, after which this process ends as well.
+
+        Then the janitor removes the private folder: until then a thread that is starting Ray may still write to it.
+        """
         if self._folders is None:
             return
-        ours = processes.with_argument(str(self._folders.private), os.getpid())
-        processes.kill(ours)
-        processes.wait_gone(ours, JOIN_LOOK_S)
-        self._folders.remove(keep_logs=False)
+        private = str(self._folders.private)
+        for mark in (f"{private}/session_", f"--config {private}"):  # Ray and the router, not the janitor
+            processes.kill(processes.with_argument(mark, os.getpid()))
+        self._folders.remove_logs(keep_logs=False)
 
     def _begin(self, part: Part) -> None:
         self._began[part] = time.monotonic()
