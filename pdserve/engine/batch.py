@@ -36,7 +36,8 @@ def make_batch(plan: StepPlan, kv: KvCache, padded: int) -> Batch:
         span = Span(len(ids), piece.start, len(piece.token_ids), piece.block_table)
         assert span.count > 0
         assert span.end <= len(span.block_table) * size, "tokens without a block"
-        assert all(0 <= block < kv.num_blocks for block in span.block_table)
+        assert min(span.block_table) >= 0
+        assert max(span.block_table) < kv.num_blocks
         ids += piece.token_ids
         positions += range(span.start, span.end)
         blocks += [span.block_table[p // size] for p in range(span.start, span.end)]

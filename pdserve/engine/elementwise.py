@@ -18,16 +18,12 @@ from torch import Tensor
 _VECTORS: Final = 32  # float32 elements of two 512-bit vectors, torch's widest stride
 _PIECE: Final = 16384  # below torch's grain of 32,768 elements, a multiple of _VECTORS
 
-Exp = Callable[[Tensor], Tensor]
-"""In place, x: contiguous float32."""
-
-
-def exp_whole(x: Tensor) -> Tensor:
-    return x.exp_()
+SiluAndMul = Callable[[Tensor], Tensor]
+"""gate_up: [rows, 2 * width], gate first. Returns silu(gate) * up: [rows, width]."""
 
 
 def exp_fixed(x: Tensor) -> Tensor:
-    """An element's result does not depend on its place."""
+    """In place, x: contiguous float32. An element's result does not depend on its place."""
     flat = x.view(-1)
     whole = len(flat) - len(flat) % _VECTORS
     for piece in torch.split(flat[:whole], _PIECE):
@@ -45,9 +41,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype) * weight
 
 
-def silu_and_mul(gate_up: Tensor, exp: Exp) -> Tensor:
-    """gate_up: [rows, 2 * width], gate first. Returns silu(gate) * up: [rows, width]."""
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def silu_and_mul_fixed(gate_up: Tensor) -> Tensor:
+    """An element's result does not depend on its place."""
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
-    denominator = exp(wide.neg()).add_(1)
+    denominator = exp_fixed(wide.neg().contiguous()).add_(1)
     return (wide / denominator).to(gate_up.dtype) * up

@@ -15,21 +15,25 @@ from pdserve.checkpoint.rope import Llama3Scaling
 
 
 def rope_table(card: ModelCard, max_positions: int, device: torch.device) -> Tensor:
-    """[max_positions, 2, head_dim / 2] float32: cosines, then sines."""
+    """[max_positions, 2, head_dim] float32: cosines, then sines with the first half negated, as `rotate` takes them."""
     exponents = torch.arange(0, card.head_dim, 2, dtype=torch.float32) / card.head_dim
     frequencies = 1.0 / card.rope_theta**exponents
     if card.rope_scaling is not None:
         frequencies = _stretch(frequencies, card.rope_scaling)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).to(device)
 
 
 def rotate(x: Tensor, table_rows: Tensor) -> Tensor:
-    """x: [rows, heads, head_dim] by table_rows: [rows, 2, head_dim / 2]; halves are rotated against each other."""
+    """x: [rows, heads, head_dim] by table_rows: [rows, 2, head_dim]; the halves of a head turn against each other.
+
+    Sums and products only and no fused multiply-add, each correctly rounded wherever an element stands.
+    """
     cos, sin = table_rows.unsqueeze(2).unbind(1)
-    first, second = x.chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+    wide = x.float()
+    swapped = torch.roll(wide, x.shape[-1] // 2, dims=-1)
+    return (wide * cos).add_(swapped.mul_(sin)).to(x.dtype)
 
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

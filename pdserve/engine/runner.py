@@ -14,8 +14,9 @@ from pdserve.core.kv_layout import fit_max_model_len
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.batch import Batch, make_batch
-from pdserve.engine.elementwise import exp_fixed, exp_whole
+from pdserve.engine.elementwise import silu_and_mul, silu_and_mul_fixed
 from pdserve.engine.kv_cache import TORCH_DTYPES, KvCache
+from pdserve.engine.memory import return_freed_memory
 from pdserve.engine.models.llama import Backend, Llama
 from pdserve.engine.rows import TiledRows, WholeRows
 from pdserve.engine.sampler import sample
@@ -46,7 +47,10 @@ class ModelRunner:
         with torch.inference_mode():
             weights = load_llama(directory, card, TORCH_DTYPES[layout.dtype], device)
             model = Llama(card, weights, kv, backend, max_model_len)
-        return cls(model, kv, backend, weights_bytes=weights.nbytes, max_model_len=max_model_len)
+            weights_bytes = weights.nbytes
+            del weights
+        return_freed_memory()
+        return cls(model, kv, backend, weights_bytes=weights_bytes, max_model_len=max_model_len)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
@@ -75,5 +79,5 @@ class ModelRunner:
 
 def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
     if invariant:
-        return Backend(TiledRows(), InvariantAttention(kv, num_heads), exp_fixed)
-    return Backend(WholeRows(), FastAttention(kv, num_heads), exp_whole)
+        return Backend(TiledRows(), InvariantAttention(kv, num_heads), silu_and_mul_fixed)
+    return Backend(WholeRows(), FastAttention(kv, num_heads), silu_and_mul)

@@ -15,50 +15,20 @@ A block that a step may write is freed only after that step is collected.
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 from pdserve.core.batch import Sampled, SequenceSlice, StepPlan
 from pdserve.core.blocks import BlockPool, Holder, HolderKind
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
-from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.outcome import Admitted, Advance, OutputToken, StepOutcome
 from pdserve.engine.sequence import Sequence, SequenceKind, StopRule
+
+__all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
 
 _RANK = attrgetter("rank")
 _ARRIVAL = attrgetter("arrival")
-
-
-class OutputToken(NamedTuple):
-    """Output token `output_index` of a sequence. With a finish reason it is the last."""
-
-    seq_id: SeqId
-    output_index: int
-    token_id: int
-    finish_reason: FinishReason | None
-
-
-class Advance(NamedTuple):
-    """Prompt tokens [0, computed) of a lent sequence are final."""
-
-    seq_id: SeqId
-    computed: int
-
-
-class Admitted(NamedTuple):
-    """A lent sequence got its blocks; the lease's references on them are already taken."""
-
-    seq_id: SeqId
-    block_ids: tuple[BlockId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    tokens: tuple[OutputToken, ...]
-    advanced: tuple[Advance, ...]
-    preempted: tuple[SeqId, ...]
-    """Sequences that lost their blocks since the last collected step; they will be recomputed."""
 
 
 class Scheduler:

@@ -53,7 +53,7 @@ def test_logits_equal_the_reference(make_runner, golden, batch_invariant):
 def test_greedy_continuation_equals_the_reference_until_a_near_tie(make_runner, golden, batch_invariant):
     model, data, count = golden
     runner = make_runner(model, batch_invariant=batch_invariant)
-    for i in range(count):
+    for i in range(count if model == "tiny" else 3):
         ids = tuple(data[f"prompt_{i}"].tolist())
         computed = 0
         for index, (token, margin) in enumerate(zip(data[f"greedy_{i}"].tolist(), data[f"margins_{i}"].tolist(), strict=True)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from pdserve.checkpoint.card import ModelCard
 from pdserve.engine.attention.api import Attention
 from pdserve.engine.batch import Batch
-from pdserve.engine.elementwise import Exp, rms_norm, silu_and_mul
+from pdserve.engine.elementwise import SiluAndMul, rms_norm
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.linear import Linear, make_linear
 from pdserve.engine.rope import rope_table, rotate
@@ -29,17 +29,17 @@ class Backend:
 
     rows: Rows
     attention: Attention[Any]
-    exp: Exp
+    silu_and_mul: SiluAndMul
 
 
 class Layer:
     """One decoder layer's functions of rows."""
 
-    def __init__(self, card: ModelCard, weights: LayerWeights, exp: Exp) -> None:
+    def __init__(self, card: ModelCard, weights: LayerWeights, silu_and_mul: SiluAndMul) -> None:
         self._eps = card.rms_norm_eps
         self._heads = (card.num_heads, card.num_kv_heads, card.num_kv_heads)
         self._head_dim = card.head_dim
-        self._exp = exp
+        self._silu_and_mul = silu_and_mul
         self._attention_norm = weights.attention_norm
         self._mlp_norm = weights.mlp_norm
         self._qkv = make_linear(weights.qkv)
@@ -48,7 +48,7 @@ class Layer:
         self._down = make_linear(weights.down)
 
     def before_attention(self, x: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [rows, hidden]; table_rows: [rows, 2, head_dim / 2]. Returns q, k, v: [rows, heads, head_dim]."""
+        """x: [rows, hidden]; table_rows: [rows, 2, head_dim]. Returns q, k, v: [rows, heads, head_dim]."""
         projected = self._qkv(rms_norm(x, self._attention_norm, self._eps))
         heads = projected.view(x.shape[0], -1, self._head_dim)
         num_heads, num_kv_heads, _ = self._heads
@@ -59,7 +59,7 @@ class Layer:
         """x: [rows, hidden]; attended: [rows, num_heads * head_dim]. Returns the next layer's x."""
         x = x + self._attention_out(attended)
         gate_up = self._gate_up(rms_norm(x, self._mlp_norm, self._eps))
-        return (x + self._down(silu_and_mul(gate_up, self._exp)),)
+        return (x + self._down(self._silu_and_mul(gate_up)),)
 
 
 class Llama:
@@ -69,7 +69,7 @@ class Llama:
         self._kv = kv
         self._backend = backend
         self._embedding = weights.embedding
-        self._layers = [Layer(card, layer, backend.exp) for layer in weights.layers]
+        self._layers = [Layer(card, layer, backend.silu_and_mul) for layer in weights.layers]
         self._norm = weights.norm
         self._head: Linear = make_linear(weights.head)
         self._rope = rope_table(card, max_positions, weights.embedding.device)

@@ -1,0 +1,40 @@
+"""What a scheduler reports of its steps. Immutable: crosses threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.sampling import FinishReason
+
+
+class OutputToken(NamedTuple):
+    """Output token `output_index` of a sequence. With a finish reason it is the last."""
+
+    seq_id: SeqId
+    output_index: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+class Advance(NamedTuple):
+    """Prompt tokens [0, computed) of a lent sequence are final."""
+
+    seq_id: SeqId
+    computed: int
+
+
+class Admitted(NamedTuple):
+    """A lent sequence got its blocks; the lease's references on them are already taken."""
+
+    seq_id: SeqId
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    tokens: tuple[OutputToken, ...]
+    advanced: tuple[Advance, ...]
+    preempted: tuple[SeqId, ...]
+    """Sequences that lost their blocks since the last collected step; they will be recomputed."""
