@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.cluster.janitor import Janitor
 from pdserve.core.errors import ConfigError
 
 SOCKET_PATH_LIMIT = 107  # bytes of a Unix socket's path on Linux (sun_path, without the final zero)
@@ -20,21 +21,25 @@ class Folders:
     private: Path  # removed in every case
     logs: Path
     logs_are_ours: bool  # made here: removed after a clean stop, kept after a failure
+    janitor: Janitor
 
     @classmethod
     def create(cls, log_dir: str | None) -> Folders:
         """Raises `ConfigError` when a folder cannot be made."""
         private = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_parent()))
         try:
-            logs = _logs(log_dir)
+            return cls(private, _logs(log_dir), log_dir is None, Janitor(private))
         except OSError as exc:
             shutil.rmtree(private, ignore_errors=True)
             raise ConfigError(f"log_dir: cannot make {log_dir}: {exc.strerror}; give another with --log-dir") from exc
-        return cls(private, logs, log_dir is None)
 
     def remove(self, *, keep_logs: bool) -> None:
         """Idempotent. Logs that were never written to are not worth keeping."""
         shutil.rmtree(self.private, ignore_errors=True)
+        self.janitor.close()
+        self.remove_logs(keep_logs)
+
+    def remove_logs(self, keep_logs: bool) -> None:
         if self.logs_are_ours and not (keep_logs and any(file.stat().st_size for file in self.logs.glob("*"))):
             shutil.rmtree(self.logs, ignore_errors=True)
 

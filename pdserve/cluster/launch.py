@@ -32,9 +32,9 @@ from pdserve.cluster.events import (
 )
 from pdserve.cluster.folders import Folders
 from pdserve.cluster.ray_pool import WorkerPool
-from pdserve.cluster.ray_session import RaySession
+from pdserve.cluster.ray_session import LOCAL_HOST, RaySession
 from pdserve.cluster.router_process import Endpoints, RouterProcess
-from pdserve.config import ClusterConfig
+from pdserve.config import ClusterConfig, RouterProcessConfig
 
 JOIN_TIMEOUT_S: Final = 60.0  # a worker that is loaded dials the router at once and proves itself with one round trip
 JOIN_LOOK_S: Final = 0.1
@@ -85,26 +85,39 @@ class Cluster:
     def start(self) -> Endpoints:
         """Return once every worker takes requests. Raises `Interrupted`, `ConfigError` or `ClusterError`; then `close`."""
         self._folders = Folders.create(self.config.log_dir)
+        if self.config.address == "local":
+            router = self._start_router(LOCAL_HOST)
+            session = self._connect_ray()
+        else:  # joining takes no time, and only then is this node's address known
+            session = self._connect_ray()
+            router = self._start_router(session.node_host)
+        self.endpoints = router.wait_ready(self._stop)
+        self._listener(PartReady(Part.ROUTER, router.start_s))
+        self._start_workers(session, self.endpoints, router.settings)
+        return self.endpoints
+
+    def _start_router(self, node_host: str) -> RouterProcess:
+        """Spawn it; it gets ready by itself."""
         self._begin(Part.ROUTER)
         self._router = RouterProcess(
-            plan.router_config(self.config, self._token),
-            folder=self._folders.private,
-            log=self._folders.logs / "router.log",
+            plan.router_config(self.config, self._token, node_host),
+            folder=self.folders.private,
+            log=self.folders.logs / "router.log",
             command=self._router_command,
         )
         self._router.start()
-        self._begin(Part.RAY)
-        self._ray = RaySession.connect(self.config, self._folders.private)
-        self._ready(Part.RAY)
-        self.endpoints = self._router.wait_ready(self._stop)
-        self._listener(PartReady(Part.ROUTER, self._router.start_s))
-        self._start_workers(self._ray, self.endpoints)
-        return self.endpoints
+        return self._router
 
-    def _start_workers(self, session: RaySession, endpoints: Endpoints) -> None:
+    def _connect_ray(self) -> RaySession:
+        self._begin(Part.RAY)
+        self._ray = RaySession.connect(self.config, self.folders.private)
+        self._listener(PartReady(Part.RAY, time.monotonic() - self._began[Part.RAY]))
+        return self._ray
+
+    def _start_workers(self, session: RaySession, endpoints: Endpoints, settings: RouterProcessConfig) -> None:
         plans = plan.plan_workers(
             self.config,
-            router_address=plan.dial_address(endpoints.link, self.config, session.node_host),
+            router_address=plan.dial_address(endpoints.link, settings.router, session.node_host),
             cluster_token=self._token,
             log_dir=self.folders.logs,
             nodes=session.nodes,
@@ -115,7 +128,7 @@ class Cluster:
         self._pool.launch()
         self._pool.wait_loaded(self._stop)
         self._wait_joined(endpoints.grpc, [item.worker_id for item in plans])
-        self._ready(Part.WORKERS)
+        self._listener(PartReady(Part.WORKERS, time.monotonic() - self._began[Part.WORKERS]))
 
     def _wait_joined(self, address: str, expected: Sequence[str]) -> None:
         """Until the router calls every worker ready."""
@@ -183,20 +196,20 @@ class Cluster:
                     self._folders.remove(keep_logs=failed)
 
     def kill(self) -> None:
-        """End everything now, from any thread; for the second wish to stop. Leaves no folder either."""
+        """End everything now, from any thread; for the second wish to stop, after which this process ends as well.
+
+        Then the janitor removes the private folder: until then a thread that is starting Ray may still write to it.
+        """
         if self._folders is None:
             return
-        ours = processes.with_argument(str(self._folders.private), os.getpid())
-        processes.kill(ours)
-        processes.wait_gone(ours, JOIN_LOOK_S)
-        self._folders.remove(keep_logs=False)
+        private = str(self._folders.private)
+        for mark in (f"{private}/session_", f"--config {private}"):  # Ray and the router, not the janitor
+            processes.kill(processes.with_argument(mark, os.getpid()))
+        self._folders.remove_logs(keep_logs=False)
 
     def _begin(self, part: Part) -> None:
         self._began[part] = time.monotonic()
         self._listener(PartStarted(part))
-
-    def _ready(self, part: Part) -> None:
-        self._listener(PartReady(part, time.monotonic() - self._began[part]))
 
 
 def reachable(address: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterProcessConfig, WorkerConfig
+from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, RouterProcessConfig, WorkerConfig
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -19,6 +19,7 @@ WORKER_ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """MODULE:FUNCTION that starts a worker from its `WorkerConfig`; imported only in the worker's own process."""
 
+LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 WILDCARD_HOSTS: Final = ("", "0.0.0.0", "::", "[::]")
 
 
@@ -99,19 +100,25 @@ def local_resources(config: ClusterConfig) -> dict[str, float]:
     return {name: amount for name, amount in total.items() if amount > 0}
 
 
-def router_config(config: ClusterConfig, cluster_token: str) -> RouterProcessConfig:
-    """The router judges a request by the smaller pool's workers: it must fit wherever it may be placed."""
+def router_config(config: ClusterConfig, cluster_token: str, node_host: str) -> RouterProcessConfig:
+    """The router judges a request by the smaller pool's workers: it must fit wherever it may be placed.
+
+    Workers on other machines cannot dial a loopback address, so there the link listens at the node's own.
+    """
+    router = config.router
+    if config.address != "local" and router.link_host is None and router.host in LOOPBACK_HOSTS:
+        router = dataclasses.replace(router, link_host=node_host)
     engine = config.engine_for(config.decode)
     if config.prefill.replicas:
         prefill = config.engine_for(config.prefill)
         engine = dataclasses.replace(engine, kv_cache_memory=min(engine.kv_cache_memory, prefill.kv_cache_memory))
-    return RouterProcessConfig(config.router, engine, cluster_token)
+    return RouterProcessConfig(router, engine, cluster_token)
 
 
-def dial_address(bound: str, config: ClusterConfig, node_host: str) -> str:
+def dial_address(bound: str, router: RouterConfig, node_host: str) -> str:
     """Where workers find the router: the bound port at the configured host, or at this node's when it binds all."""
     _, _, port = bound.rpartition(":")
-    host = config.router.advertise_host or config.router.link_host or config.router.host
+    host = router.advertise_host or router.link_host or router.host
     if host in WILDCARD_HOSTS:
         host = node_host
     return f"{host}:{port}"

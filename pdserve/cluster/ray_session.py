@@ -23,6 +23,7 @@ from pdserve.cluster.errors import ClusterError
 from pdserve.cluster.plan import local_resources
 from pdserve.config import ClusterConfig
 
+LOCAL_HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 STOP_TIMEOUT_S = 5.0
 
@@ -67,7 +68,7 @@ class RaySession:
     @property
     def node_host(self) -> str:
         """This machine as the other nodes of the Ray cluster reach it; loopback for a Ray of our own."""
-        return "127.0.0.1" if self._private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return LOCAL_HOST if self._private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Leave Ray; end a private one, wait for its processes and remove its folder. Idempotent."""
@@ -103,7 +104,7 @@ def _own(config: ClusterConfig, private: Path) -> dict[str, Any]:
         "address": "local",
         "include_dashboard": False,
         "_temp_dir": str(private),
-        "_node_ip_address": "127.0.0.1",
+        "_node_ip_address": LOCAL_HOST,
         "num_cpus": cpus,
         **({"num_gpus": gpus} if gpus else {}),
         "resources": local_resources(config),

@@ -47,7 +47,7 @@ class RouterProcess:
     def __init__(
         self, settings: config.RouterProcessConfig, *, folder: Path, log: Path, command: Sequence[str] = COMMAND
     ) -> None:
-        self._settings = settings
+        self.settings = settings  # with the real ports once it is ready
         self._file = folder / "router.yaml"
         self._log = log
         self._command = tuple(command)
@@ -64,7 +64,7 @@ class RouterProcess:
         self._began = time.monotonic()
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds the cluster's token
         with os.fdopen(descriptor, "w") as file:
-            file.write(config.dump(self._settings))
+            file.write(config.dump(self.settings))
         self._lines = queue.SimpleQueue()
         with self._log.open("ab") as log:
             self._log_start = log.tell()
@@ -103,7 +103,7 @@ class RouterProcess:
             endpoints = Endpoints(ready["http"], ready["grpc"], ready["link"], ready["pid"])
         except (ValueError, KeyError, TypeError) as exc:
             raise ClusterError(f"the router said {line!r} instead of its addresses") from exc
-        self._settings = dataclasses.replace(self._settings, router=_at_ports(self._settings.router, endpoints))
+        self.settings = dataclasses.replace(self.settings, router=_at_ports(self.settings.router, endpoints))
         return endpoints
 
     def _failure(self) -> ConfigError | ClusterError:

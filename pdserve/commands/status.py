@@ -46,7 +46,7 @@ def status(address: str, watch: bool, as_json: bool) -> int:
 
 
 def _watch(client: InferenceClient, console: Console) -> None:
-    """Draw anew every second; Ctrl-C is the way out, so it is not an error."""
+    """Draw anew every second, in place on a terminal; Ctrl-C is the way out, so it is not an error."""
     from rich.live import Live
 
     from pdserve.commands import tables
@@ -54,7 +54,11 @@ def _watch(client: InferenceClient, console: Console) -> None:
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                live.update(tables.status(client.cluster_state()), refresh=True)
+                now = tables.status(client.cluster_state())
+                if console.is_terminal:
+                    live.update(now, refresh=True)
+                else:
+                    console.print(now)
                 time.sleep(INTERVAL_S)
     except KeyboardInterrupt:
         return

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.table import Table
 
+from pdserve.config import MIB
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -40,12 +42,14 @@ def bar(used: float, total: float) -> str:
 
 
 def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """A table whose `left` columns hold words and whose `right` columns hold numbers."""
-    made = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    """A table whose `left` columns hold words and whose `right` columns hold numbers; fits 80 columns where it can."""
+    made = Table(
+        title=title, title_justify="left", header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD
+    )
     for name in left:
         made.add_column(name, no_wrap=True)
     for name in right:
-        made.add_column(name, justify="right", no_wrap=True)
+        made.add_column(name, justify="right")  # a long header wraps before a number does
     return made
 
 
@@ -56,19 +60,16 @@ def pool(
 ) -> Table:
     """The workers as they started: where they are, how much KV they hold, where their memory goes."""
     blocks = {worker.worker_id: worker.blocks.total for worker in state.workers}
-    made = table("", ("worker", "role", "address"), ("pid", "blocks", "KV tokens", "weights", "KV pool", "rest"))
+    made = table("", ("worker", "role", "address"), ("blocks", "KV tokens", "weights MiB", "KV pool MiB", "rest MiB"))
     for report in reports:
         count = blocks.get(report.worker_id, 0)
         made.add_row(
             report.worker_id,
             report.role,
             report.address,
-            str(report.pid),
             str(count),
             f"{count * info.block_size:,}",
-            size(report.weights_bytes),
-            size(report.kv_bytes),
-            size(report.rest_bytes),
+            *(f"{part / MIB:,.0f}" for part in (report.weights_bytes, report.kv_bytes, report.rest_bytes)),
         )
     return made
 
@@ -100,7 +101,7 @@ def status(state: inference_pb2.GetClusterStateResponse) -> Table:
 
 def requests(reports: Mapping[str, Any]) -> Table:
     """One row per finished request: name -> `RequestReport` and `Usage`, as (report, usage)."""
-    numbers = ("tokens", "TTFT", "TPOT", "KV moved", "exposed transfer")
+    numbers = ("tokens", "TTFT ms", "TPOT ms", "KV moved", "exposed ms")
     made = table("", ("request", "prefill", "decode"), numbers)
     for name, (report, usage) in reports.items():
         made.add_row(
@@ -108,9 +109,9 @@ def requests(reports: Mapping[str, Any]) -> Table:
             report.prefill_worker or "-",
             report.decode_worker,
             f"{usage.prompt_tokens} + {usage.output_tokens}",
-            millis(report.ttft_s),
-            millis(report.tpot_s),
+            f"{report.ttft_s * 1000:.1f}",
+            f"{report.tpot_s * 1000:.1f}",
             size(report.kv_bytes),
-            millis(report.exposed_transfer_s),
+            f"{report.exposed_transfer_s * 1000:.1f}",
         )
     return made

@@ -76,12 +76,21 @@ def test_only_workers_of_a_real_cluster_use_their_nodes_address() -> None:
     ],
 )
 def test_workers_dial_an_address_that_leads_somewhere(router: RouterConfig, expected: str) -> None:
-    assert plan.dial_address("0.0.0.0:7000", ClusterConfig(router=router), "10.0.0.7") == expected
+    assert plan.dial_address("0.0.0.0:7000", router, "10.0.0.7") == expected
 
 
 def test_router_judges_by_the_smaller_pool() -> None:
     config = ClusterConfig(prefill=PoolConfig(engine={"kv_cache_memory": "64MiB"}))
-    assert plan.router_config(config, "t").engine.kv_cache_memory == 64 << 20
+    assert plan.router_config(config, "t", "10.0.0.7").engine.kv_cache_memory == 64 << 20
+
+
+def test_only_a_router_of_a_real_cluster_listens_for_workers_beyond_loopback() -> None:
+    def link_host(config: ClusterConfig) -> str | None:
+        return plan.router_config(config, "t", "10.0.0.7").router.link_host
+
+    assert link_host(ClusterConfig()) is None
+    assert link_host(ClusterConfig(address="auto")) == "10.0.0.7"
+    assert link_host(ClusterConfig(address="auto", router=RouterConfig(link_host="10.1.1.1"))) == "10.1.1.1"
 
 
 def test_backoff_grows_and_gives_up_and_forgets() -> None:

@@ -60,6 +60,7 @@ def test_up_killed_takes_router_ray_and_workers_along(run_command: Any) -> None:
     command.child.send_signal(signal.SIGKILL)
     command.end()
     assert not processes.wait_gone(serving, 20.0)
+    assert [folder.name[:13] for folder in command.temporary.iterdir()] == ["pdserve-logs-"]  # the rest is removed
 
 
 def test_a_worker_that_cannot_start_is_reported_in_one_line(run_command: Any) -> None:
