@@ -11,12 +11,12 @@ from typing import Final
 from pdserve.core.ids import LeaseId
 from pdserve.core.lease import LeaseView
 
-MAX_WATCHED: Final = 4096
-"""Leases that one stream watches or has still to be told of: several times what a decode worker can bind."""
+MAX_WATCHED: Final = 8192
+"""Subscriptions and untold views of one stream together: many times what a decode worker can bind."""
 
 
 class TooManyWatched(Exception):
-    """A stream asked for more than `MAX_WATCHED` leases."""
+    """A stream asked for more than `MAX_WATCHED` allows."""
 
 
 class Watcher:
@@ -29,8 +29,9 @@ class Watcher:
         self._closed = False
 
     @property
-    def num_known(self) -> int:
-        return len(self.subscriptions | self._pending.keys())
+    def load(self) -> int:
+        """What this stream makes the server remember."""
+        return len(self.subscriptions) + len(self._pending)
 
     def push(self, view: LeaseView) -> None:
         self._pending[view.lease_id] = view
@@ -62,8 +63,8 @@ class Watchers:
 
     def subscribe(self, watcher: Watcher, view: LeaseView) -> None:
         """Push `view` now and what is published later. Raises `TooManyWatched`."""
-        if watcher.num_known >= MAX_WATCHED:
-            raise TooManyWatched(f"a stream may watch {MAX_WATCHED} leases")
+        if watcher.load >= MAX_WATCHED:
+            raise TooManyWatched(f"a stream may hold {MAX_WATCHED} subscriptions and untold views")
         if view.held and view.lease_id not in watcher.subscriptions:
             watcher.subscriptions.add(view.lease_id)
             self._by_lease.setdefault(view.lease_id, []).append(watcher)

@@ -1,0 +1,1 @@
+"""Transports: NIXL for use, an in-memory fake for tests."""

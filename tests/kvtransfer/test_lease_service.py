@@ -132,10 +132,14 @@ def test_a_stream_that_never_reads_is_bounded() -> None:
 
     async def test() -> None:
         watchers, watcher = Watchers(), Watcher()
-        for counter in range(MAX_WATCHED):
-            watchers.subscribe(watcher, LeaseView(LeaseId(LEASE.incarnation, counter), held=counter % 2 == 0))
+
+        def subscribe_to_many() -> None:
+            for counter in range(MAX_WATCHED + 1):
+                watchers.subscribe(watcher, LeaseView(LeaseId(LEASE.incarnation, counter), held=counter % 2 == 0))
+
         with pytest.raises(TooManyWatched):
-            watchers.subscribe(watcher, LeaseView(LeaseId(LEASE.incarnation, MAX_WATCHED), True))
+            subscribe_to_many()
+        assert 0 < watchers.num_subscriptions <= MAX_WATCHED
         watchers.drop(watcher)
         assert watchers.num_subscriptions == 0
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import random
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +15,7 @@ from transfer_testing import BLOCK_BYTES, NUM_BLOCKS, FakePeer, NixlPeer, Peer, 
 
 from kvtransfer.api import Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
-from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.backends.nixl import NixlTransport, prepare_environment
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import WorkerId
 
@@ -167,6 +170,34 @@ def test_death_of_the_peer_fails_its_reads(mortal_pair: Pair) -> None:
         mortal_pair.connect()
     mortal_pair.transport.close()
     mortal_pair.transport.close()
+
+
+def test_a_stalled_peer_over_tcp_writes_late() -> None:
+    """Why blocks of a read past its deadline stay out of use.
+
+    (1) The peer's process is stopped; (2) a read makes no progress and reports nothing; (3) it continues: bytes arrive.
+    """
+    with contextlib.contextmanager(make_pair)("nixl-tcp") as pair:
+        assert isinstance(pair.peer, NixlPeer)
+        pair.connect()
+        pair.read([0], [0])
+        pair.peer.process.send_signal(signal.SIGSTOP)
+        os.waitpid(pair.peer.process.pid, os.WUNTRACED)  # until every thread of it stands still
+        handle = pair.transport.post_read(pair.peer.incarnation, pair.peer.region, [1, 2], [3, 4])
+        for _ in range(100):
+            assert not pair.transport.poll(handle)
+        assert pair.pool.digest([3, 4]) == Pool().digest([3, 4])
+        pair.peer.process.send_signal(signal.SIGCONT)
+        wait_for(pair.transport, handle)
+        assert pair.pool.digest([3, 4]) == pair.peer.digest([1, 2])
+
+
+def test_nixl_leaves_a_users_environment_alone() -> None:
+    environment = {"UCX_TCP_USER_TIMEOUT": "1m", "UCX_MODULES": "cma"}
+    prepare_environment(environment)
+    assert environment["UCX_TCP_USER_TIMEOUT"] == "1m"
+    assert environment["UCX_MODULES"] == "cma"
+    assert environment["UCX_KEEPALIVE_INTERVAL"] == "1s"
 
 
 def test_metadata_is_small_and_constant(pair: Pair) -> None:
