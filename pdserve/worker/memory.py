@@ -23,6 +23,6 @@ class MemoryReport:
 
 def measure(weights_bytes: int, kv_bytes: int) -> MemoryReport:
     """Of this process, now, before its first request: the KV pool is reserved but not yet resident."""
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    resident_bytes = int(fields["VmRSS"].split()[0]) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    resident_bytes = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) * 1024
     return MemoryReport(weights_bytes, kv_bytes, max(0, resident_bytes - weights_bytes))
