@@ -1,0 +1,78 @@
+"""Directories that are made once and then only read, on a disk that several processes share.
+
+A directory appears under its final name whole or not at all: it is built beside it and renamed. When two processes
+build the same one, the first rename wins and the other discards its own copy, which is equal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+
+STALE_S: Final = 3600.0  # a conversion takes seconds to minutes; what is older was left by a process that died
+_BUILDING: Final = ".building-"
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/pdserve, else ~/.cache/pdserve."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pdserve"
+
+
+def build_once(target: Path, build: Callable[[Path], None]) -> Path:
+    """`target`, filled by `build` if it is not there yet.
+
+    `build` gets an empty directory. What it raises passes through and nothing is left behind. Raises `ConfigError`
+    when the cache cannot be written.
+    """
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        scratch = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=target.parent))
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot write the cache {target.parent}: {exc.strerror}; set XDG_CACHE_HOME to a folder that can be written"
+        ) from exc
+
+    try:
+        build(scratch)
+        _make_readable(scratch)
+        _publish(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _make_readable(folder: Path) -> None:
+    """For other users too: temporary folders and mapped files are made private, but a cache may be shared."""
+    folder.chmod(0o755)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def _publish(scratch: Path, target: Path) -> None:
+    try:
+        scratch.rename(target)
+    except OSError:
+        if not target.is_dir():  # not a lost race: a real failure
+            raise
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what builders that were killed left behind."""
+    for path in folder.glob(f"{_BUILDING}*"):
+        try:
+            age_s = time.time() - path.stat().st_mtime
+        except FileNotFoundError:  # its owner was faster
+            continue
+        if age_s > STALE_S:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,53 @@
+"""One short string that tells whether two workers serve the same model.
+
+It covers config.json, tokenizer.json, and of each weight file its size, its header (names, dtypes, shapes, offsets) and
+a few samples of its bytes: two fine-tunes of one base differ in nothing else. It does not cover paths, names or times,
+and reads at most 64 KiB of each file's values, however large the file is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.checkpoint.layout import weight_files
+from pdserve.core.errors import ConfigError
+
+_SAMPLES: Final = 16
+_SAMPLE_BYTES: Final = 4096
+_MAX_HEADER_BYTES: Final = 100_000_000  # safetensors' own limit
+_VOLATILE: Final = frozenset({"_name_or_path", "transformers_version"})
+
+
+def fingerprint(directory: Path, config: Mapping[str, Any]) -> str:
+    """32 hex digits. Raises `ConfigError` when a weight file cannot be read."""
+    digest = hashlib.sha256()
+    stable = {key: value for key, value in config.items() if key not in _VOLATILE}
+    digest.update(json.dumps(stable, sort_keys=True).encode())
+    try:
+        digest.update(hashlib.sha256((directory / "tokenizer.json").read_bytes()).digest())
+        for path in weight_files(directory):
+            digest.update(_weights(path))
+    except OSError as exc:
+        raise ConfigError(f"cannot read {exc.filename}: {exc.strerror}") from exc
+    return digest.hexdigest()[:32]
+
+
+def _weights(path: Path) -> bytes:
+    """A safetensors file is: 8 bytes header length (little-endian), the header as JSON, the values."""
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ConfigError(f"{path} is not a complete safetensors file")
+        digest.update(size.to_bytes(8, "little"))
+        digest.update(file.read(header_bytes))
+        start = 8 + header_bytes
+        for index in range(_SAMPLES):
+            file.seek(start + index * max(0, size - start - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()

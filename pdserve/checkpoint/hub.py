@@ -1,0 +1,40 @@
+"""Models by Hugging Face id, through huggingface_hub: its cache, its HF_ENDPOINT, HF_HUB_OFFLINE and tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+
+_FILES: Final = ("*.json", "*.safetensors", "*.jinja")
+_INSTEAD: Final = "Give a directory in Hugging Face layout or a GGUF file instead"
+
+
+def download(model_id: str) -> Path:
+    """The directory of the newest snapshot, downloaded as far as it is not in huggingface_hub's own cache.
+
+    Raises `ConfigError` that says whether the id is wrong, needs a login, or the hub cannot be reached.
+    """
+    from huggingface_hub import constants, errors, snapshot_download  # slow to import and seldom needed
+
+    transport_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever HTTP client it uses
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=list(_FILES)))
+    except errors.HFValidationError as exc:
+        raise ConfigError(f"{model_id!r} is not a Hugging Face id: {exc}") from exc
+    except errors.GatedRepoError as exc:
+        raise ConfigError(f"{model_id} needs its licence to be accepted and a login: set HF_TOKEN. {_INSTEAD}") from exc
+    except errors.RepositoryNotFoundError as exc:
+        raise ConfigError(
+            f"there is no model {model_id} at {constants.ENDPOINT}, or it is private (set HF_TOKEN). {_INSTEAD}"
+        ) from exc
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as exc:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        raise ConfigError(
+            f"{model_id} is not in the local Hugging Face cache and {why}. {_INSTEAD}, or make the hub reachable "
+            "(HF_ENDPOINT names a mirror)"
+        ) from exc
+    except (transport_error, OSError) as exc:
+        raise ConfigError(f"downloading {model_id} from {constants.ENDPOINT} failed: {exc}. {_INSTEAD}") from exc

@@ -1,0 +1,50 @@
+"""What a model's directory must hold, and which of its files are weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.checkpoint.shards import INDEX, SINGLE
+from pdserve.core.errors import ConfigError
+
+REQUIRED: Final = ("config.json", "tokenizer.json")
+
+
+def check_directory(directory: Path) -> None:
+    """Raises `ConfigError` naming everything that is missing."""
+    missing = [name for name in REQUIRED if not (directory / name).is_file()]
+    files = weight_files(directory)
+    if not files:
+        missing.append(f"{SINGLE} (or {INDEX} and its files)")
+    missing += [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ConfigError(f"{directory} is not a model directory in Hugging Face layout: it lacks {', '.join(missing)}")
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files that hold the weights, sorted; empty when there are none.
+
+    As the index lists them, whether they exist or not; without an index every *.safetensors of the directory.
+    """
+    index = directory / INDEX
+    if index.is_file():
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ConfigError(f"{index} lacks weight_map")
+        return tuple(directory / name for name in sorted(set(listed.values())))
+    return tuple(sorted(directory.glob("*.safetensors")))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises `ConfigError` when the file cannot be read or holds no JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path} is not valid JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return value

@@ -1,0 +1,44 @@
+"""How rotary positions are scaled, read from config.json in either of its spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1: frequencies whose wavelength exceeds the first training context are slowed by `factor`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+def read_rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> tuple[float, Llama3Scaling | None]:
+    """(theta, scaling). Raises `ConfigError` for a scaling that is not known.
+
+    transformers 5 writes both under `rope_parameters`; before, `rope_theta` stood alone and `rope_scaling` held the
+    rest, with `type` as the oldest name of `rope_type`.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", default_theta))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return float(theta), None
+    if kind != "llama3":
+        raise ConfigError(f"rope scaling {kind!r} is not supported; supported: 'default', 'llama3'")
+    try:
+        scaling = Llama3Scaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position=int(rope["original_max_position_embeddings"]),
+        )
+    except KeyError as exc:
+        raise ConfigError(f"llama3 rope scaling lacks {exc.args[0]}") from exc
+    return float(theta), scaling

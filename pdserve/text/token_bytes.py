@@ -1,0 +1,74 @@
+"""What each token adds to the text, as bytes.
+
+Both kinds of tokenizer that Llama-family models come with can be decoded token by token, so a request's text is the
+concatenation of its tokens' bytes, and detokenising costs a list lookup. Two kinds of decoder are known:
+
+- ByteLevel: each character of a token stands for one byte, by GPT-2's table.
+- Replace, ByteFallback, Fuse, Strip (Llama 2): "▁" is a space, "<0xE2>" a byte, and the text loses one leading space.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pdserve.core.errors import ConfigError
+
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """`to_bytes(token)`, and whether a text's first character is dropped when it is a space."""
+
+    to_bytes: Callable[[str], bytes]
+    strip_leading_space: bool
+
+
+def read_decoder(spec: Mapping[str, Any] | None) -> Decoder:
+    """From the `decoder` of tokenizer.json. Raises `ConfigError` for one that is not known."""
+    if spec is not None and spec.get("type") == "ByteLevel":
+        return Decoder(_byte_level, strip_leading_space=False)
+    if spec is not None and spec.get("type") == "Sequence":
+        decoder = _byte_fallback(spec["decoders"])
+        if decoder is not None:
+            return decoder
+    raise ConfigError(f"the tokenizer's decoder is not supported: {spec}; supported: ByteLevel, ByteFallback sequences")
+
+
+def _byte_fallback(steps: list[dict[str, Any]]) -> Decoder | None:
+    """The sequence that Llama 2's tokenizer has, its last step optional; None for any other."""
+    if [step["type"] for step in steps[:3]] != ["Replace", "ByteFallback", "Fuse"]:
+        return None
+    replace, rest = steps[0], steps[3:]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if "String" not in replace["pattern"] or rest not in ([], [strip]):
+        return None
+    old, new = replace["pattern"]["String"], replace["content"]
+
+    def to_bytes(token: str) -> bytes:
+        match = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(match[1], 16)]) if match else token.replace(old, new).encode()
+
+    return Decoder(to_bytes, strip_leading_space=bool(rest))
+
+
+def _gpt2_table() -> dict[str, int]:
+    """Bytes that print stand for themselves; the others, in order, for the characters from 256 on."""
+    printing = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    table = {chr(byte): byte for byte in printing}
+    others = [byte for byte in range(256) if byte not in table.values()]
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_GPT2: Final = _gpt2_table()
+
+
+def _byte_level(token: str) -> bytes:
+    """A token with a character outside the table, which only an added one can have, is taken as plain text."""
+    try:
+        return bytes([_GPT2[char] for char in token])
+    except KeyError:
+        return token.encode()

@@ -1,0 +1,197 @@
+"""Write tests/goldens from the reference implementation (transformers, float32, CPU). Run: `make goldens`.
+
+Files, for each MODEL of "tiny" and "default":
+
+`MODEL.npz`, for prompt number i (from 0, `len(MODEL.json["prompts"])` of them):
+    prompt_{i}     int32   [n]         token ids
+    positions_{i}  int32   [p]         which positions of the prompt have logits here; tiny: all; default: the last two
+    logits_{i}     float32 [p, vocab]  the reference's logits at those positions
+    greedy_{i}     int32   [16]        the greedy continuation; the end of sequence does not stop it
+    margins_{i}    float32 [16]        best minus second-best logit at each of its steps: skip what follows a near tie
+
+`MODEL.json`: the prompts' texts, the model's fingerprint, the versions that made it.
+`default_text.json`: texts with their token ids, and chats with their rendered prompts.
+
+Read them so:
+
+    golden = np.load("tests/goldens/tiny.npz")
+    ids, logits = golden["prompt_0"], golden["logits_0"]        # compare: max abs difference <= 1e-4 in float32
+    assert ModelCard.load(resolve("tiny")).fingerprint == json.load(open("tests/goldens/tiny.json"))["fingerprint"]
+
+The tool also checks, once, that the converted default model's tensors equal transformers' own reading of the GGUF.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import default_gguf, resolve
+
+GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
+GREEDY_TOKENS = 16
+
+STORY = (
+    "The lighthouse keeper climbed the stairs every evening at dusk, counted 128 steps, lit the lamp and wrote one line "
+    "into the book. For thirty-one years nothing had happened that needed a second line. Then, in the autumn of 1987, "
+)
+PROMPTS: dict[str, list[str]] = {
+    "tiny": [
+        "a",
+        "Hello world, how are you?",
+        "exactly sixteen!!",
+        "The cat and the other people of this world would not have been here before, had they known what was good.",
+        "<|im_start|>user\nCount: 1, 2, 3; naïve café 🎉 日本語<|im_end|>\n<|im_start|>assistant\n",
+        "One, two, three and so on: " + "there would have been more time for the people of this world, " * 5,
+    ],
+    "default": [
+        "Hi",
+        "The capital of France is",
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n",
+        "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n",
+        "Naïve café, 日本語, emoji 🎉🚀 — “quotes”\n\n1. ",
+        STORY * 5,
+    ],
+}
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "  leading and trailing  ",
+    "tabs\tand\nnew\r\nlines\n\n\nthree",
+    "digits 1 22 333 4444 12345678 3.14159 1,000,000 ½ ² ٣",
+    "don't I'll we've they're it's I'd I'm",
+    "def f(x):\n    return x**2  # comment\n\n\nclass A:\n\tpass\n",
+    '{"key": [1, 2, {"nested": null}], "s": "\\u00e9"}',
+    "日本語テキスト 中文字符 한국어 العربية עברית ไทย हिन्दी",
+    "emoji 🎉🚀👩‍👩‍👧‍👦🏳️‍🌈 and combining e\u0301 ﬁ ligature",
+    "zero\u200bwidth\u00a0nbsp\u2003em\u3000ideographic",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><repo_name>x<file_sep>",
+    "MiXeD CaSe ALLCAPS snake_case camelCase kebab-case http://example.com/?q=a&b=c#d",
+    "a" * 50 + " " * 30 + "!" * 20,
+    STORY,
+]
+DIGIT_TEXTS = [  # white space before a digit: where the rule of "smollm" and that of GPT-2 part
+    "\n\n1. one\n\n2. two",
+    "x  =  12",
+    "    42\n\t\t7",
+]
+CHATS: list[list[dict[str, str]]] = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}],
+    [
+        {"role": "user", "content": "  spaces  \n"},
+        {"role": "assistant", "content": "naïve 🎉"},
+        {"role": "user", "content": "<b>{{ not_a_template }}</b> & 'quotes'"},
+    ],
+]
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # one order of sums
+    GOLDENS.mkdir(exist_ok=True)
+    check_default_tensors()
+    for model in PROMPTS:
+        write_model(model)
+    write_default_text()
+
+
+def write_model(model: str) -> None:
+    directory = resolve(model)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    arrays: dict[str, np.ndarray] = {}
+    for index, text in enumerate(PROMPTS[model]):
+        ids = tokenizer(text)["input_ids"]
+        positions = range(len(ids)) if model == "tiny" else range(max(0, len(ids) - 2), len(ids))
+        greedy, margins = continue_greedily(reference, ids)
+        arrays |= {
+            f"prompt_{index}": np.array(ids, np.int32),
+            f"positions_{index}": np.array(positions, np.int32),
+            f"logits_{index}": logits(reference, ids)[list(positions)],
+            f"greedy_{index}": np.array(greedy, np.int32),
+            f"margins_{index}": np.array(margins, np.float32),
+        }
+    np.savez_compressed(GOLDENS / f"{model}.npz", **arrays)
+    write_json(
+        f"{model}.json",
+        {"prompts": PROMPTS[model], "fingerprint": ModelCard.load(directory).fingerprint, "made_by": versions()},
+    )
+
+
+@torch.inference_mode()
+def logits(reference: PreTrainedModel, ids: list[int]) -> np.ndarray:
+    """[len(ids), vocab], float32; the whole sequence at once, without a cache."""
+    return reference(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def continue_greedily(reference: PreTrainedModel, ids: list[int]) -> tuple[list[int], list[float]]:
+    """The next tokens and the margin of each choice; recomputed from the start at every step, as a check on caches."""
+    greedy: list[int] = []
+    margins: list[float] = []
+    for _ in range(GREEDY_TOKENS):
+        last = logits(reference, ids + greedy)[-1]
+        second, first = np.partition(last, -2)[-2:]
+        greedy.append(int(last.argmax()))
+        margins.append(float(first - second))
+    return greedy, margins
+
+
+def check_default_tensors() -> None:
+    """Our reading of the GGUF and transformers' must be the same numbers."""
+    ours = AutoModelForCausalLM.from_pretrained(resolve("default"), dtype=torch.float32)
+    theirs = load_gguf_checkpoint(str(default_gguf()), return_tensors=True, model_to_load=ours)["tensors"]
+    state = ours.state_dict()
+    untied = state.keys() - {"lm_head.weight"}  # the same tensor as the embedding
+    assert theirs.keys() == untied, f"names differ: {sorted(theirs.keys() ^ untied)[:5]}"
+    different = [name for name in theirs if not torch.equal(state[name], theirs[name])]
+    assert not different, f"differ from transformers' own reading: {different[:5]}"
+
+
+def write_default_text() -> None:
+    """transformers does not know the GGUF's splitting rule "smollm" and uses GPT-2's: where they part, the rule that the
+    name means is put into its tokenizer first.
+    """
+    path = default_gguf()
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    plain = {text: tokenizer(text)["input_ids"] for text in TEXTS}
+    split = tokenizers.pre_tokenizers
+    tokenizer.backend_tokenizer.pre_tokenizer = split.Sequence(
+        [split.Digits(individual_digits=True), split.ByteLevel(add_prefix_space=False)]
+    )
+    digits = {text: tokenizer(text)["input_ids"] for text in DIGIT_TEXTS}
+    write_json(
+        "default_text.json",
+        {
+            "made_by": versions(),
+            "texts": [{"text": text, "ids": ids} for text, ids in plain.items()],
+            "digit_texts": [{"text": text, "ids": ids} for text, ids in digits.items()],
+            "chats": [{"messages": chat, "prompt": render(tokenizer, chat)} for chat in CHATS],
+        },
+    )
+
+
+def render(tokenizer: Any, chat: list[dict[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+def versions() -> dict[str, str]:
+    return {module.__name__: module.__version__ for module in (transformers, torch, tokenizers, np)}
+
+
+def write_json(name: str, value: dict[str, Any]) -> None:
+    (GOLDENS / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
