@@ -44,11 +44,6 @@ async def read(call: Any) -> LeaseView:
     return codec.lease_view_from_wire(await asyncio.wait_for(call.read(), 30))
 
 
-async def until_unwatched(one: Lender) -> None:
-    while one.service.num_watched:  # noqa: ASYNC110 - the server sees the end of a stream when it sees it
-        await asyncio.sleep(0.005)
-
-
 def test_gone_is_pushed_once_and_ends_the_subscription() -> None:
     """(1) Subscribe: the state at once; (2) advance; (3) release: GONE; (4) nothing is watched any more."""
 
@@ -77,12 +72,12 @@ def test_a_stream_that_ends_takes_its_subscriptions_along() -> None:
                 await call.write(subscription(lease_id))
                 await read(call)
                 assert one.service.num_watched == 1
-            await asyncio.wait_for(until_unwatched(one), 30)
+            await asyncio.wait_for(one.until_unwatched(), 30)
             async with watch(one) as (_, call):
                 await call.write(subscription(lease_id))
                 await read(call)
                 await call.done_writing()
-                await asyncio.wait_for(until_unwatched(one), 30)
+                await asyncio.wait_for(one.until_unwatched(), 30)
 
     asyncio.run(test())
 

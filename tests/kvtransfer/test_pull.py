@@ -22,7 +22,7 @@ from pdserve.core.ids import LeaseId, ReaderId, WorkerId
 from pdserve.core.lease import LeaseState
 
 CONFIG = LeaseConfig()
-HASTY = LeaseConfig(transfer_deadline_floor_s=0.05, transfer_bandwidth_bytes_s=1e12)
+HASTY = LeaseConfig(transfer_deadline_floor_s=0.3, transfer_bandwidth_bytes_s=1e12)
 
 
 @dataclass
