@@ -1,0 +1,111 @@
+"""The router's Prometheus metrics. Counters and histograms are fed once a finished request; the state of the cluster
+is read when it is scraped, so it costs nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdserve.observe.record import RequestRecord
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+
+LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+TOKEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+TRANSFER_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+class Metrics:
+    """Has a registry of its own, so that two routers in one process do not meet."""
+
+    def __init__(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(_ClusterCollector(snapshot))
+        self._requests = Counter("pdserve_requests", "Finished requests.", ["outcome"], registry=registry)
+        self._rejected = Counter("pdserve_requests_rejected", "Requests refused at submit.", ["reason"], registry=registry)
+        self._placements = Counter("pdserve_placements", "Placed requests.", ["placement", "reason"], registry=registry)
+        self._prompt_tokens = Counter("pdserve_prompt_tokens", "Prompt tokens of finished requests.", registry=registry)
+        self._output_tokens = Counter("pdserve_generation_tokens", "Output tokens.", registry=registry)
+        self._kv_bytes = Counter("pdserve_kv_transfer_bytes", "KV moved from prefill to decode.", registry=registry)
+        self._extra_binds = Counter("pdserve_extra_binds", "Binds after the first of a request.", registry=registry)
+        self._ttft = _histogram(registry, "time_to_first_token", "Arrival to token 0 leaving the router.", LATENCY_S)
+        self._tpot = _histogram(registry, "time_per_output_token", "(last - first) / (tokens - 1).", TOKEN_S)
+        self._total = _histogram(registry, "e2e_request_latency", "Arrival to the last token.", LATENCY_S)
+        self._queue = _histogram(registry, "request_queue_time", "Arrival to the first bind that had room.", LATENCY_S)
+        self._transfer = _histogram(registry, "kv_transfer", "First read posted to last read finished.", TRANSFER_S)
+        self._exposed = _histogram(registry, "kv_transfer_exposed", "Prefill known done to KV usable.", TRANSFER_S)
+
+    def finished(self, record: RequestRecord) -> None:
+        self._requests.labels(record.outcome).inc()
+        self._prompt_tokens.inc(record.prompt_tokens)
+        self._output_tokens.inc(record.output_tokens)
+        if record.placement_reason:
+            self._placements.labels(record.placement, record.placement_reason).inc()
+            self._extra_binds.inc(max(0, record.binds - 1))
+            self._queue.observe(record.queue_s)
+        if record.output_tokens > 0:
+            self._ttft.observe(record.ttft_s)
+        if record.output_tokens > 1:
+            self._tpot.observe(record.tpot_s)
+        if not record.message:
+            self._total.observe(record.total_s)
+        if record.kv_bytes > 0:
+            self._kv_bytes.inc(record.kv_bytes)
+            self._transfer.observe(record.transfer_s)
+            self._exposed.observe(record.exposed_transfer_s)
+
+    def rejected(self, reason: str) -> None:
+        """`reason` is an error code."""
+        self._rejected.labels(reason).inc()
+
+    def render(self) -> bytes:
+        """Prometheus text."""
+        return generate_latest(self._registry)
+
+
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"pdserve_{name}_seconds", text, buckets=buckets, registry=registry)
+
+
+class _ClusterCollector(Collector):
+    def __init__(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> list[Metric]:
+        """Nothing: else registering would already take a snapshot."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        cluster = self._snapshot()
+        waiting, running = cluster.queued_requests, cluster.running_requests
+        yield GaugeMetricFamily("pdserve_num_requests_waiting", "Requests that wait for room on decode.", value=waiting)
+        yield GaugeMetricFamily("pdserve_num_requests_running", "Requests placed on workers.", value=running)
+        yield _blocks(cluster.workers)
+        for name, text, read in _WORKER_GAUGES:
+            family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
+            for worker in cluster.workers:
+                family.add_metric([worker.worker_id, worker.role], read(worker))
+            yield family
+
+
+_WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
+    ("ready", "1: takes requests.", lambda w: float(w.ready)),
+    ("queued_requests", "Requests that wait inside the worker.", lambda w: w.queued_requests),
+    ("queued_tokens", "Prompt tokens not yet computed.", lambda w: w.queued_tokens),
+    ("running_sequences", "Sequences in the engine.", lambda w: w.running_sequences),
+    ("leases_held", "Leases over lent blocks.", lambda w: w.leases_held),
+    ("requests_placed", "Placed by this router and not finished.", lambda w: w.requests_placed),
+    ("heartbeat_age_seconds", "Since the worker was last heard.", lambda w: w.heartbeat_age_s),
+    ("loop_lag_ms", "How late the worker's loop runs.", lambda w: w.loop_lag_ms),
+)
+
+
+def _blocks(workers: tuple[WorkerSnapshot, ...]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily("pdserve_worker_blocks", "KV blocks by state.", labels=["worker", "role", "state"])
+    for worker in workers:
+        for state in ("free", "cached", "held", "quarantined", "unaccounted"):
+            family.add_metric([worker.worker_id, worker.role, state], getattr(worker.blocks, state))
+    return family

@@ -1,0 +1,162 @@
+"""The gRPC front end: `Inference`, health and reflection on one port."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Any, Final
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.core.errors import PdserveError
+from pdserve.rpc import status
+from pdserve.rpc.codec import finish_to_wire, placement_to_wire
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from router.api import Delta, Report
+from router.generation import LiveGeneration
+from router.grpc_request import generate_input, prompt_of
+from router.server import bind_port, make_server, stop_server
+from router.service import RouterService
+from router.wire import cluster_state_to_wire
+
+TIMELINE_METADATA: Final = "pdserve-timeline"
+SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, router: RouterService) -> None:
+        self._router = router
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        """The handler's task is cancelled when the client leaves: closing then cancels the request at once."""
+        try:
+            generation = await self._router.submit(
+                generate_input(request, call_remaining_s=context.time_remaining(), max_deadline_s=self._router.max_deadline_s)
+            )
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+
+        try:
+            await self._stream(generation, context)
+        except PdserveError as exc:
+            await status.abort(context, exc)
+        finally:
+            generation.close()
+
+    async def _stream(self, generation: LiveGeneration, context: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        generation.on_stalled(task.cancel)
+        request_id = generation.request_id
+        async for delta in generation:
+            if delta.finish_reason is None:
+                ids, text = delta.ids, delta.text
+                await context.write(
+                    inference_pb2.GenerateResponse(request_id=request_id, index=delta.index, ids=ids, text=text)
+                )
+            else:
+                context.set_trailing_metadata(((TIMELINE_METADATA, _timeline(generation.report)),))
+                await context.write(_last(request_id, delta, generation.report))
+
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
+        return inference_pb2.CancelResponse(found=self._router.cancel(request.request_id))
+
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        try:
+            ids = await self._router.tokenize(request.model or None, prompt_of(request))
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+        return inference_pb2.TokenizeResponse(ids=ids)
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: Any
+    ) -> inference_pb2.GetModelInfoResponse:
+        model = self._router.model
+        return inference_pb2.GetModelInfoResponse(
+            model=model.name,
+            architecture=model.card.architecture,
+            vocab_size=model.card.vocab_size,
+            max_model_len=model.max_model_len,
+            block_size=model.layout.block_size,
+            dtype=model.layout.dtype,
+            kv_bytes_per_token=model.layout.bytes_per_token,
+            eos_token_ids=model.card.eos_token_ids,
+            has_chat_template=model.tokenizer.has_chat_template,
+        )
+
+    async def GetClusterState(
+        self, request: inference_pb2.GetClusterStateRequest, context: Any
+    ) -> inference_pb2.GetClusterStateResponse:
+        return cluster_state_to_wire(self._router.snapshot())
+
+
+def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        index=delta.index,
+        ids=delta.ids,
+        text=delta.text,
+        finish_reason=finish_to_wire(delta.finish_reason),
+        usage=inference_pb2.Usage(prompt_tokens=report.prompt_tokens, output_tokens=report.output_tokens),
+        report=_report(report),
+    )
+
+
+def _report(report: Report) -> inference_pb2.RequestReport:
+    values = dataclasses.asdict(report)
+    del values["prompt_tokens"], values["output_tokens"]  # in Usage
+    values["placement"] = placement_to_wire(report.placement)
+    return inference_pb2.RequestReport(**values)
+
+
+def _timeline(report: Report) -> str:
+    """The report as compact JSON, for clients that log metadata and do not know our messages."""
+    values = dataclasses.asdict(report) | {"placement": report.placement.value}
+    rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
+    return json.dumps(rounded, separators=(",", ":"))
+
+
+class GrpcFront:
+    """The running server. `close` it."""
+
+    def __init__(self, router: RouterService) -> None:
+        self._router = router
+        self._server = make_server(max_receive_bytes=router.max_body_bytes)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
+        self._follower: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises `ConfigError` naming --grpc-port."""
+        self.port = bind_port(self._server, host, port, "--grpc-port")
+        inference_pb2_grpc.add_InferenceServicer_to_server(  # type: ignore[no-untyped-call]  # generated code
+            InferenceService(self._router), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        await self._publish(self._router.ready)
+        await self._server.start()
+        self._follower = asyncio.create_task(self._follow_ready())
+
+    async def close(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+            self._follower = None
+        await stop_server(self._server)
+
+    async def _follow_ready(self) -> None:
+        ready = self._router.ready
+        while True:
+            await self._publish(ready)
+            ready = await self._router.next_ready(ready)
+
+    async def _publish(self, ready: bool) -> None:
+        response = health_pb2.HealthCheckResponse
+        state = response.SERVING if ready else response.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, state)

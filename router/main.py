@@ -1,0 +1,127 @@
+"""The router process: reads its configuration, listens on three ports, says so on stdout, stops cleanly when told to."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+import uvloop
+
+from pdserve.config import RouterProcessConfig, load
+from pdserve.core.errors import ConfigError
+from pdserve.observe.logs import setup_logging
+from pdserve.rpc.v1 import link_pb2_grpc
+from router.grpc_front import GrpcFront
+from router.http import serve_http
+from router.model import ServedModel
+from router.server import bind_port, make_server, stop_server
+from router.service import RouterService
+
+logger = logging.getLogger(__name__)
+
+MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
+"""A ticket of a 128k-token prompt is well below 1 MiB; this bounds a broken worker, not a working one."""
+EXIT_CONFIG: Final = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
+    try:
+        setup_logging(args.log_level)
+        config = load(RouterProcessConfig, args.config, args.set)
+        model = ServedModel.load(config.engine)
+        uvloop.run(_run(config, model, exit_with_parent=args.exit_with_parent))
+    except ConfigError as exc:
+        print(f"router: {exc.message}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m router", description="Run one pdserve router.")
+    parser.add_argument("--config", metavar="FILE", help="YAML of RouterProcessConfig")
+    parser.add_argument(
+        "--set", metavar="NAME=VALUE", action="append", default=[], help="override a setting, as router.grpc_port=0"
+    )
+    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
+    parser.add_argument("--exit-with-parent", action="store_true", help="exit when stdin ends")
+    return parser.parse_args(argv)
+
+
+async def _run(config: RouterProcessConfig, model: ServedModel, *, exit_with_parent: bool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with contextlib.AsyncExitStack() as stack:
+        if exit_with_parent:
+            await stack.enter_async_context(_stdin_watched(stop))
+        ready = await stack.enter_async_context(serve(config, model))
+        print(json.dumps(ready), flush=True)
+        await stop.wait()
+        logger.info("stopping")
+
+
+@contextlib.asynccontextmanager
+async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterator[dict[str, object]]:
+    """A running router; yields what is printed when it listens. Everything is closed on every way out.
+
+    Raises `ConfigError` for a port that is taken, naming its flag.
+    """
+    settings = config.router
+    link_host = settings.link_host or settings.host
+    service = RouterService(settings, model, cluster_token=config.cluster_token)
+    async with contextlib.AsyncExitStack() as stack:
+        service.start()
+        stack.push_async_callback(service.close)
+
+        link_server = make_server(max_receive_bytes=MAX_LINK_MESSAGE_BYTES)
+        link_port = bind_port(link_server, link_host, settings.link_port, "--link-port")
+        link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, link_server)  # type: ignore[no-untyped-call]  # generated code
+        stack.push_async_callback(stop_server, link_server)
+        await link_server.start()
+
+        front = GrpcFront(service)
+        stack.push_async_callback(front.close)
+        await front.start(settings.host, settings.grpc_port)
+
+        http = await serve_http(service, settings.host, settings.http_port, stalled_client_s=settings.stalled_client_s)
+        stack.push_async_callback(http.close)
+
+        yield {
+            "event": "ready",
+            "http": f"{settings.host}:{http.port}",
+            "grpc": f"{settings.host}:{front.port}",
+            "link": f"{settings.advertise_host or link_host}:{link_port}",
+            "pid": os.getpid(),
+        }
+
+
+@contextlib.asynccontextmanager
+async def _stdin_watched(stop: asyncio.Event) -> AsyncIterator[None]:
+    """Set `stop` when stdin ends: the parent holds its other end, so it ends with the parent, however that dies."""
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: _EndOfFile(stop), sys.stdin)
+    try:
+        yield
+    finally:
+        transport.close()
+
+
+class _EndOfFile(asyncio.Protocol):
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+
+    def eof_received(self) -> bool:
+        self._stop.set()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop.set()

@@ -1,0 +1,222 @@
+"""The shell around the core: performs its effects, feeds it what happens, and is what the front ends call.
+
+Everything here runs on one loop. Between two awaits the core is told one event and its effects are performed at once,
+in order, so nobody ever sees a half-applied change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.core.ids import Incarnation, RequestId
+from pdserve.core.sampling import SEED_LIMIT
+from pdserve.observe.metrics import Metrics
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from router import events as ev
+from router.admission import Admission
+from router.api import GenerateInput, Prompt
+from router.core import RouterCore
+from router.generation import LiveGeneration
+from router.link import LinkService
+from router.model import ServedModel
+from router.prompts import PromptEncoder
+from router.record import record_of
+from router.registry import Worker
+from router.wire import command_to_wire, welcome
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1  # while requests run: how late a deadline may be noticed
+IDLE_TICK_S = 1.0  # otherwise: only silent workers are looked for
+
+
+class RouterService:
+    """Implements `router.api.RouterApi`. `start` it on the loop it is to live on, and `close` it."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        model: ServedModel,
+        *,
+        cluster_token: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.model_name = model.name
+        self.max_body_bytes = config.max_body_bytes
+        self.max_deadline_s = config.max_deadline_s
+        self.incarnation = Incarnation(secrets.randbits(64))
+        self.links = LinkService(cluster_token, self.tell)
+        self._stalled_client_s = config.stalled_client_s
+        self._clock = clock
+        self._core = RouterCore(config, model.card.fingerprint)
+        self._encoder = PromptEncoder(model)
+        self._admission = Admission(config, model, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
+        self._metrics = Metrics(self.snapshot)
+        self._live: dict[RequestId, LiveGeneration] = {}  # the core may still emit
+        self._open: dict[LiveGeneration, None] = {}  # a client may still take
+        self._busy = asyncio.Event()
+        self._ready = False
+        self._ready_flipped = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        assert self._ticker is None
+        self._ticker = asyncio.create_task(self._tick_for_ever())
+
+    async def close(self) -> None:
+        """Cancel every request and stop. The servers are closed by whoever made them. Idempotent."""
+        for request_id in list(self._live):
+            self.cancel(request_id)
+        if self._ticker is not None:
+            ticker, self._ticker = self._ticker, None
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+        self._encoder.close()
+
+    # What front ends call ----------------------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerateInput) -> LiveGeneration:
+        arrived_s = self._clock()
+        try:
+            submit = await self._admission.admit(request, arrived_s=arrived_s)
+            return self._start(submit)
+        except PdserveError as exc:
+            self._metrics.rejected(exc.code.value)
+            raise
+
+    def cancel(self, request_id: str) -> bool:
+        known = RequestId(request_id) in self._live
+        if known:
+            self.tell(ev.ClientGone(RequestId(request_id)))
+        return known
+
+    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+        self._admission.check_model(model)
+        return await self._encoder.encode(prompt)
+
+    @property
+    def ready(self) -> bool:
+        now_s = self._clock()
+        decoders = self._core.registry.of_role(ev.Role.DECODE)
+        return any(not self._core.placer.suspect(worker, now_s=now_s) for worker in decoders)
+
+    async def next_ready(self, known: bool) -> bool:
+        """Wait until `ready` is no longer what is known, and return it. For one waiter."""
+        while self.ready == known:
+            await self._ready_flipped.wait()
+            self._ready_flipped.clear()
+        return not known
+
+    def metrics(self) -> bytes:
+        return self._metrics.render()
+
+    def snapshot(self) -> ClusterSnapshot:
+        now_s = self._clock()
+        queued = len(self._core.waiting)
+        return ClusterSnapshot(
+            router_incarnation=self.incarnation,
+            queued_requests=queued,
+            running_requests=self._core.num_requests - queued,
+            workers=tuple(self._worker_snapshot(worker, now_s) for worker in self._core.registry),
+        )
+
+    # Events in, effects out --------------------------------------------------------------------------------------------
+
+    def tell(self, event: ev.Event) -> None:
+        """The only way in for everything but time and submits."""
+        self._perform(self._core.handle(event, now_s=self._clock()))
+        if type(event) is not ev.StepRows:  # nothing about readiness is in tokens
+            self._note_ready()
+
+    def _start(self, submit: ev.Submit) -> LiveGeneration:
+        generation = LiveGeneration(submit.request_id, len(submit.prompt_ids), self._released)
+        effects = self._core.handle(submit, now_s=self._clock())  # raises before anything is registered
+        self._live[submit.request_id] = generation
+        self._open[generation] = None
+        self._busy.set()
+        self._perform(effects)
+        return generation
+
+    def _perform(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, ev.EmitDelta):
+                self._live[effect.request_id].push(effect.delta)
+            elif isinstance(effect, ev.SendWelcome):
+                self.links.send(effect.link, welcome(self.incarnation))
+            elif isinstance(effect, ev.CloseLink):
+                self.links.close(effect.link, effect.error)
+            elif isinstance(effect, ev.EmitDone):
+                self._ended(effect.request_id, effect, None)
+            elif isinstance(effect, ev.EmitFailed):
+                self._ended(effect.request_id, effect, effect.error)
+            else:
+                self.links.send(effect.link, command_to_wire(effect))
+
+    def _ended(self, request_id: RequestId, effect: ev.EmitDone | ev.EmitFailed, error: PdserveError | None) -> None:
+        generation = self._live.pop(request_id)
+        generation.end(effect.report, error)
+        record = record_of(request_id, effect.report, error or generation.finish_reason)
+        self._metrics.finished(record)
+        logger.info("%s", record.line())
+
+    def _released(self, generation: LiveGeneration) -> None:
+        """Its client has it all, or is gone."""
+        self._open.pop(generation, None)
+        if self._live.get(RequestId(generation.request_id)) is generation:
+            self.tell(ev.ClientGone(RequestId(generation.request_id)))
+
+    # Time --------------------------------------------------------------------------------------------------------------
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            if self._open:
+                await asyncio.sleep(TICK_S)
+            else:
+                self._busy.clear()
+                await self._wait_busy(IDLE_TICK_S)
+            self.tell(ev.Tick())
+            self._drop_stalled_clients()
+
+    async def _wait_busy(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._busy.wait(), timeout_s)
+        except TimeoutError:
+            pass
+
+    def _drop_stalled_clients(self) -> None:
+        now_s, limit_s = self._clock(), self._stalled_client_s
+        for generation in [g for g in self._open if g.stalls(now_s=now_s, limit_s=limit_s)]:
+            logger.warning("request %s: its client took nothing for %.1f s", generation.request_id, limit_s)
+            generation.drop_client(Cancelled(f"the client took nothing for {limit_s:g} s"))
+
+    def _note_ready(self) -> None:
+        ready = self.ready
+        if ready != self._ready:
+            self._ready = ready
+            self._ready_flipped.set()
+
+    def _worker_snapshot(self, worker: Worker, now_s: float) -> WorkerSnapshot:
+        hello, load = worker.hello, worker.load
+        return WorkerSnapshot(
+            worker_id=hello.worker_id,
+            role=hello.role.value,
+            incarnation=hello.incarnation,
+            address=hello.address,
+            ready=not self._core.placer.suspect(worker, now_s=now_s),
+            blocks=load.blocks,
+            queued_requests=load.queued_requests,
+            queued_tokens=load.queued_tokens,
+            running_sequences=load.running_sequences,
+            leases_held=load.leases_held,
+            heartbeat_age_s=now_s - worker.last_seen_s,
+            requests_placed=len(worker.work),
+            loop_lag_ms=load.loop_lag_ms,
+            pid=hello.pid,
+        )
