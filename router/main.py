@@ -107,8 +107,10 @@ async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterato
 @contextlib.asynccontextmanager
 async def _stdin_watched(stop: asyncio.Event) -> AsyncIterator[None]:
     """Set `stop` when stdin ends: the parent holds its other end, so it ends with the parent, however that dies."""
-    loop = asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(lambda: _EndOfFile(stop), sys.stdin)
+    try:
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: _EndOfFile(stop), sys.stdin)
+    except (ValueError, OSError) as exc:
+        raise ConfigError("--exit-with-parent needs a pipe as stdin, held by the parent") from exc
     try:
         yield
     finally:
