@@ -17,6 +17,7 @@ from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from router.api import Delta, Report
 from router.generation import LiveGeneration
 from router.grpc_request import generate_input, prompt_of
+from router.malformed import MalformedGuard
 from router.server import bind_port, make_server, stop_server
 from router.service import RouterService
 from router.wire import cluster_state_to_wire
@@ -125,7 +126,7 @@ class GrpcFront:
 
     def __init__(self, router: RouterService) -> None:
         self._router = router
-        self._server = make_server(max_receive_bytes=router.max_body_bytes)
+        self._server = make_server(max_receive_bytes=router.max_body_bytes, interceptors=[MalformedGuard(SERVICE)])
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._follower: asyncio.Task[None] | None = None
         self.port = 0

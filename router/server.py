@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import grpc.aio
 
@@ -19,14 +20,17 @@ _KEEPALIVE: Final = (
 STOP_GRACE_S: Final = 0.5
 
 
-def make_server(*, max_receive_bytes: int, max_send_bytes: int = -1) -> grpc.aio.Server:
+def make_server(
+    *, max_receive_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = ()
+) -> grpc.aio.Server:
+    """Messages that are sent have no limit: they are ours."""
     options = [
         ("grpc.so_reuseport", 0),  # else two routers would share a port and each get half of the calls
         ("grpc.max_receive_message_length", max_receive_bytes),
-        ("grpc.max_send_message_length", max_send_bytes),
+        ("grpc.max_send_message_length", -1),
         *_KEEPALIVE,
     ]
-    return grpc.aio.server(options=options)
+    return grpc.aio.server(options=options, interceptors=list(interceptors))
 
 
 def bind_port(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
