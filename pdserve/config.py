@@ -12,7 +12,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import yaml
 
@@ -138,7 +138,6 @@ class ClusterConfig:
     address: str = "local"  # of Ray: local (its own, private), auto, or host:port
     advertise_host: str | None = None  # of workers; None: loopback when local, else the node's address
     log_dir: str | None = None  # None: a temporary folder, kept when the service fails
-    transport: Literal["nixl", "fake"] = "nixl"
     engine: EngineConfig = field(default_factory=EngineConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -173,7 +172,6 @@ class WorkerConfig:
     host: str = "127.0.0.1"  # the peer services bind here, on any free port unless `port` is set
     port: int = 0
     advertise_host: str | None = None  # None: `host`
-    transport: Literal["nixl", "fake"] = "nixl"
     heartbeat_interval_s: float = 1.0
 
 
@@ -295,10 +293,6 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin is types.UnionType or origin is typing.Union:
         options = [o for o in typing.get_args(hint) if o is not type(None)]
         return None if value is None else _convert(options[0], value, path)
-    if origin is Literal:
-        if value not in typing.get_args(hint):
-            raise ConfigError(f"{path} must be one of {', '.join(map(str, typing.get_args(hint)))}, got {value!r}")
-        return value
     expected = origin or hint
     if expected is Any:
         return value

@@ -70,7 +70,7 @@ class Report:
 
 
 class Generation(Protocol):
-    """One running request. Iterate it to its end, or `aclose` it: then everything it holds is released."""
+    """One running request. Iterate it to its end, or `close` it: then everything it holds is released."""
 
     request_id: str
     prompt_len: int

@@ -167,9 +167,8 @@ class RouterCore:
         before = self.registry.find(event.hello.worker_id)
         if before is not None:
             self._lose(before.link, ReplicaLost(f"worker {event.hello.worker_id} dialled again"), now_s, close=True)
-        _, orphans = self.registry.join(event.link, event.hello, now_s=now_s)
+        self.registry.join(event.link, event.hello, now_s=now_s)
         self._effects.append(SendWelcome(event.link))
-        self._effects.extend(SendCancel(event.link, handle) for handle in orphans)
         self._pump(now_s)
 
     def _worker_left(self, event: WorkerLeft, now_s: float) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import IncompatiblePeer
-from pdserve.core.ids import Handle, Incarnation, WorkerId
+from pdserve.core.ids import Handle, WorkerId
 from router.events import LinkId, Role, WorkerHello, WorkerLoad
 from router.live import RemoteWork
-
-MAX_ORPHANS: Final = 256
-"""Workers that left with work; past it the oldest is forgotten, and its worker cancels by its own grace."""
 
 
 @dataclass(slots=True)
@@ -46,7 +41,6 @@ class Registry:
     def __init__(self, model_fingerprint: str) -> None:
         self._model_fingerprint = model_fingerprint
         self._by_link: dict[LinkId, Worker] = {}
-        self._orphans: OrderedDict[WorkerId, tuple[Incarnation, tuple[Handle, ...]]] = OrderedDict()
 
     def check(self, hello: WorkerHello) -> None:
         """Raises `IncompatiblePeer` with the reason when this worker may not serve here."""
@@ -64,22 +58,16 @@ class Registry:
                     "(block_size, dtype, kv_bytes_per_token)"
                 )
 
-    def join(self, link: LinkId, hello: WorkerHello, *, now_s: float) -> tuple[Worker, tuple[Handle, ...]]:
-        """Add a checked worker. Also returns what it may still be working on since its last link broke."""
+    def join(self, link: LinkId, hello: WorkerHello, *, now_s: float) -> Worker:
+        """Add a checked worker. It comes with no work: one whose link broke has dropped what that link carried."""
         assert self.find(hello.worker_id) is None
         idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
         worker = self._by_link[link] = Worker(link, hello, now_s, idle)
-        incarnation, handles = self._orphans.pop(hello.worker_id, (None, ()))
-        return worker, handles if incarnation == hello.incarnation else ()
+        return worker
 
     def leave(self, link: LinkId) -> Worker | None:
         """Remove; None when it had left already."""
-        worker = self._by_link.pop(link, None)
-        if worker is not None and worker.work:
-            self._orphans[worker.hello.worker_id] = (worker.hello.incarnation, tuple(worker.work))
-            while len(self._orphans) > MAX_ORPHANS:
-                self._orphans.popitem(last=False)
-        return worker
+        return self._by_link.pop(link, None)
 
     def get(self, link: LinkId) -> Worker | None:
         return self._by_link.get(link)

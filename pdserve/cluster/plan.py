@@ -66,7 +66,6 @@ def plan_workers(
                 lease=config.lease,
                 cluster_token=cluster_token,
                 advertise_host=config.advertise_host,
-                transport=config.transport,
             )
             plans.append(
                 WorkerPlan(

@@ -60,7 +60,7 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
         ("router.placement=up", "router.placement must be auto, disaggregated or colocated"),
         ("router.max_deadline_s=1", "router.max_deadline_s must be at least 600"),
         ("lease.ttl_s=.nan", "lease.ttl_s must be positive"),
-        ("transport=pigeon", "transport must be one of nixl, fake"),
+        ("transport=fake", "unknown setting transport"),
     ],
 )
 def test_wrong_settings_are_named_in_one_line(override: str, names: str) -> None:

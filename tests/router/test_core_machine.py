@@ -42,12 +42,7 @@ class CoreMachine(RuleBasedStateMachine):
         before = next((p for p in self.stage.peers.values() if p.hello.worker_id == worker_id), None)
         self.incarnations += 1
         incarnation = self.incarnations if before is None or restarted else before.hello.incarnation
-        peer = self.stage.join(worker_id, role, incarnation=incarnation)
-        if before is not None and not restarted:  # the same process dialled again and still has its jobs
-            peer.jobs.update({h: j for h, j in before.jobs.items() if h not in self._cancelled(peer)})
-
-    def _cancelled(self, peer: Peer) -> set[int]:
-        return {e.handle for e in self.stage.effects if isinstance(e, ev.SendCancel) and e.link == peer.link}
+        self.stage.join(worker_id, role, incarnation=incarnation)  # without jobs: losing a link, a worker drops its work
 
     @precondition(lambda self: self.stage.peers)
     @rule(pick=PICK)
