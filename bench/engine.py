@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from bench.floors import Machine, mean_s, measure
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
@@ -59,33 +59,6 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Machine:
-    bytes_s: float
-    flops_s: float
-
-
-def seconds(work: Callable[[], Any], *, at_least_s: float = 0.2) -> float:
-    """Mean time of a run, over as many runs as take `at_least_s`."""
-    runs, start = 0, time.perf_counter()
-    while True:
-        work()
-        runs += 1
-        elapsed = time.perf_counter() - start
-        if elapsed >= at_least_s:
-            return elapsed / runs
-
-
-def measure_machine() -> Machine:
-    """The best of a few: reading 256 MiB once, and a bfloat16 product of 2048^3."""
-    data, ones = torch.ones(32 * MIB), torch.ones(2048, 2048, dtype=torch.bfloat16)
-    rows = data.view(-1, 4096)
-    vector = torch.ones(4096)
-    read_s = min(seconds(reader) for reader in (data.sum, lambda: rows @ vector, lambda: torch.dot(data, data)))
-    gemm_s = min(seconds(lambda: ones @ ones) for _ in range(2))
-    return Machine(data.nbytes / read_s, 2 * 2048**3 / gemm_s)
-
-
 def floor_s(case: Case, machine: Machine, card: ModelCard, runner: ModelRunner) -> float:
     """Weights once; KV of all tokens written or read once; two operations a weight and token, the head once a sequence."""
     kv_bytes = case.batch * (case.cached + case.tokens) * runner.kv.layout.bytes_per_token
@@ -94,7 +67,7 @@ def floor_s(case: Case, machine: Machine, card: ModelCard, runner: ModelRunner) 
     layers = runner.weights_bytes // 2 - embeddings
     scores = case.batch * case.tokens * (case.cached + case.tokens / 2) * card.num_layers * card.num_heads * card.head_dim * 2
     operations = 2 * (layers * case.step_tokens + head * case.batch + scores)
-    return max((2 * (layers + head) + kv_bytes) / machine.bytes_s, operations / machine.flops_s)
+    return max((2 * (layers + head) + kv_bytes) / machine.read_bytes_s, operations / machine.bf16_flops_s)
 
 
 def our_step(case: Case, runner: ModelRunner, vocab_size: int) -> Callable[[], Any]:
@@ -138,7 +111,7 @@ def load(directory: Path, card: ModelCard, threads: int) -> tuple[ModelRunner, A
 def run(directory: Path, threads: int, rounds: int) -> Table:
     card = ModelCard.load(directory)
     runner, model = load(directory, card, threads)
-    machine = measure_machine()
+    machine = measure(threads)
     steps = {case: (our_step(case, runner, card.vocab_size), peer_step(case, model)) for case in CASES}
     times: dict[Case, tuple[list[float], list[float]]] = {case: ([], []) for case in CASES}
     for pair in steps.values():
@@ -147,10 +120,10 @@ def run(directory: Path, threads: int, rounds: int) -> Table:
     for _ in range(rounds):
         for case, pair in steps.items():
             for step, found in zip(pair, times[case], strict=True):
-                found.append(seconds(step))
+                found.append(mean_s(step))
     title = (
         f"{card.name}, bfloat16, {threads} thread(s): "
-        f"memory {machine.bytes_s / 1e9:.0f} GB/s, products {machine.flops_s / 1e9:.0f} GFLOP/s"
+        f"memory {machine.read_bytes_s / 1e9:.0f} GB/s, products {machine.bf16_flops_s / 1e9:.0f} GFLOP/s"
     )
     table = Table("step", "ms", "tokens/s", "floor tokens/s", "of floor", "transformers tokens/s", "against it", title=title)
     for case, (ours, peers) in times.items():

@@ -42,10 +42,6 @@ class Setup:
     answers: dict[int, list[Answer]] = field(default_factory=dict)
     walls_s: dict[int, list[float]] = field(default_factory=dict)
 
-    @property
-    def workers_decoding(self) -> int:
-        return self.decode
-
 
 def setups(model: str, kv_bytes: int) -> list[Setup]:
     one = EngineConfig(model=model, kv_cache_memory=kv_bytes, threads=1)
@@ -72,14 +68,19 @@ class Floors:
     tokens_s: float
 
 
-def floors(card: ModelCard, layout: KvLayout, machine: Machine, prompt: int, batch: int, workers: int) -> Floors:
-    """Prefill: FLOPs over peak, requests spread over `workers`. A decode step: weights and KV read once, or its FLOPs."""
-    share = -(-batch // workers)
+def floors(card: ModelCard, layout: KvLayout, machine: Machine, prompt: int, batch: int, setup: Setup) -> Floors:
+    """Prefill: FLOPs over peak, and the median request waits for half of its worker's others.
+
+    A decode step: weights and KV read once, or its FLOPs, whichever takes longer.
+    """
     head = card.vocab_size * card.hidden_size
     prefill_s = 2 * ((parameters(card) - head) * prompt + head) / machine.bf16_flops_s
-    step_bytes = parameters(card) * 2 + share * prompt * layout.bytes_per_token
-    step_s = max(step_bytes / machine.read_bytes_s, 2 * parameters(card) * share / machine.bf16_flops_s)
-    return Floors(prefill_s, step_s, share * workers / step_s)
+    prefills_each = -(-batch // (setup.prefill or setup.decode))
+    decodes_each = -(-batch // setup.decode)
+    step_bytes = parameters(card) * 2 + decodes_each * prompt * layout.bytes_per_token
+    step_s = max(step_bytes / machine.read_bytes_s, 2 * parameters(card) * decodes_each / machine.bf16_flops_s)
+    whole_s = prefills_each * prefill_s + (OUTPUT_TOKENS - 1) * step_s
+    return Floors((prefills_each + 1) / 2 * prefill_s, step_s, batch * OUTPUT_TOKENS / whole_s)
 
 
 def run_round(cluster: ProcessCluster, setup: Setup, concurrency: int, prompt: Sequence[Sequence[int]]) -> None:
@@ -202,7 +203,7 @@ def main() -> None:
             for cluster in clusters:
                 cluster.__exit__()
     floor_of = {
-        (s.name, c): floors(card, layout, machines[s.engine.threads], args.prompt_tokens, c, s.decode)
+        (s.name, c): floors(card, layout, machines[s.engine.threads], args.prompt_tokens, c, s)
         for s in all_setups
         for c in args.concurrency
     }

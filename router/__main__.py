@@ -1,3 +1,6 @@
+"""`python -m router --config FILE`: one router process."""
+
 from router.main import main
 
-main()
+if __name__ == "__main__":
+    main()

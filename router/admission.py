@@ -1,118 +1,126 @@
-"""What a request must be to be let in: every refusal names the field and the limit. No I/O, but for the tokenizer."""
+"""Which requests come in: everything a client may have got wrong is found here, with the field and the limit named."""
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass
-from typing import Final
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
+from pdserve.config import RouterConfig
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from pdserve.core.ids import RequestId
-from pdserve.core.sampling import SEED_LIMIT, SamplingParams
-from pdserve.text.tokenizer import Tokenizer
-from router.api import GenerateInput, Prompt
+from pdserve.core.sampling import SamplingParams
+from router.api import ChatMessage, GenerateInput, Prompt
 from router.events import Submit
+from router.model import ServedModel
+from router.prompts import PromptEncoder
 
 MAX_REQUEST_ID_BYTES: Final = 128
 PRIORITY_LIMIT: Final = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of the model that is served."""
+class Admission:
+    def __init__(self, config: RouterConfig, model: ServedModel, encoder: PromptEncoder, draw_seed: Callable[[], int]) -> None:
+        self._config = config
+        self._model = model
+        self._encoder = encoder
+        self._draw_seed = draw_seed
 
-    model_name: str
-    vocab_size: int
-    max_model_len: int
-    default_deadline_s: float
-    max_deadline_s: float
-
-
-def check_model(model: str | None, limits: Limits) -> None:
-    if model and model != limits.model_name:
-        raise UnknownModel(f"model {model!r} is not served here; {limits.model_name!r} is", field="model")
-
-
-def encode(prompt: Prompt, tokenizer: Tokenizer, limits: Limits) -> tuple[int, ...]:
-    """The prompt's token ids, checked. Long texts take time: call it in a thread."""
-    if isinstance(prompt, str):
-        ids = tuple(tokenizer.encode(prompt))
-    elif prompt and not isinstance(prompt[0], int):
-        ids = _encode_chat(prompt, tokenizer)
-    else:
-        ids = tuple(prompt)  # type: ignore[arg-type]
-        _check_ids(ids, limits)
-    if not ids:
-        raise InvalidRequest("must not be empty", field="prompt")
-    if len(ids) >= limits.max_model_len:
-        raise InvalidRequest(
-            f"has {len(ids)} tokens; at most {limits.max_model_len - 1} leave room for an output token "
-            f"(max_model_len is {limits.max_model_len})",
-            field="prompt",
+    async def admit(self, request: GenerateInput, *, arrived_s: float) -> Submit:
+        """Checked and tokenised. Raises `InvalidRequest`, `UnknownModel`, `DeadlineExceeded`, `Overloaded`."""
+        self.check_model(request.model)
+        request_id = _request_id(request.request_id)
+        deadline_s = self._deadline_s(request.deadline_s)
+        if not -PRIORITY_LIMIT <= request.priority <= PRIORITY_LIMIT:
+            raise InvalidRequest(
+                f"must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}, got {request.priority}", field="priority"
+            )
+        check_field_types(request.sampling)  # before tokenising: a wrong type should not cost a long encode
+        prompt_ids = await self._encoder.encode(request.prompt)
+        self._check_length(request.prompt, prompt_ids)
+        return Submit(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling=self._sampling(request.sampling, len(prompt_ids)),
+            arrived_s=arrived_s,
+            deadline_s=arrived_s + deadline_s,
+            priority=request.priority,
+            placement=request.placement,
         )
-    return ids
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `UnknownModel`; None and empty mean the one that is served."""
+        if name and name != self._model.name:
+            raise UnknownModel(f"model {name!r} is not served here; {self._model.name!r} is", field="model")
+
+    def _deadline_s(self, asked: float | None) -> float:
+        if asked is None:
+            return self._config.default_deadline_s
+        if math.isnan(asked):
+            raise InvalidRequest("must be a number of seconds, got nan", field="deadline_s")
+        if asked <= 0:
+            raise DeadlineExceeded(f"deadline_s of {asked:.3g} s had passed when the request arrived")
+        if asked > self._config.max_deadline_s:
+            raise InvalidRequest(f"must be at most {self._config.max_deadline_s:g}, got {asked:g}", field="deadline_s")
+        return asked
+
+    def _check_length(self, prompt: Prompt, ids: tuple[int, ...]) -> None:
+        limit = self._model.max_model_len
+        if len(ids) >= limit:
+            is_chat = not isinstance(prompt, str) and isinstance(prompt[0], ChatMessage)
+            raise InvalidRequest(
+                f"has {len(ids)} tokens; max_model_len is {limit} for prompt and output, so at most {limit - 1} are allowed",
+                field="messages" if is_chat else "prompt",
+            )
+
+    def _sampling(self, fields: Mapping[str, Any], prompt_len: int) -> SamplingParams:
+        room = self._model.max_model_len - prompt_len
+        values = {"max_tokens": room, **fields}
+        if "seed" not in values:
+            values["seed"] = self._draw_seed()
+        params = SamplingParams(**values)
+        if params.max_tokens > room:
+            raise InvalidRequest(
+                f"{params.max_tokens} is too large: the prompt has {prompt_len} tokens and max_model_len is "
+                f"{self._model.max_model_len}, so at most {room} can follow",
+                field="max_tokens",
+            )
+        vocab_size = self._model.card.vocab_size
+        for token_id in params.stop_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"token id {token_id} is not in [0, {vocab_size - 1}]", field="stop_token_ids")
+        return params
 
 
-def _encode_chat(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    if not tokenizer.has_chat_template:
-        raise InvalidRequest("this model has no chat template: send text or token ids", field="messages")
-    text = tokenizer.apply_chat_template([(m.role, m.content) for m in prompt])  # type: ignore[union-attr]
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+def _request_id(asked: str | None) -> RequestId:
+    if not asked:
+        return RequestId(uuid.uuid4().hex)
+    if len(asked.encode(errors="replace")) > MAX_REQUEST_ID_BYTES:
+        raise InvalidRequest(f"must have at most {MAX_REQUEST_ID_BYTES} bytes", field="request_id")
+    if not asked.isprintable():
+        raise InvalidRequest("must be printable", field="request_id")
+    return RequestId(asked)
 
 
-def _check_ids(ids: tuple[int, ...], limits: Limits) -> None:
-    bad = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
-    if bad is not None:
-        raise InvalidRequest(f"token id {bad} is not from 0 to {limits.vocab_size - 1}", field="prompt")
+_INT_FIELDS: Final = ("max_tokens", "top_k", "seed", "min_tokens")
+_REAL_FIELDS: Final = ("temperature", "top_p", "min_p")
 
 
-def submission(request: GenerateInput, ids: tuple[int, ...], limits: Limits, *, now_s: float) -> Submit:
-    """A request that may be queued. Raises `InvalidRequest` or `DeadlineExceeded`."""
-    if not -PRIORITY_LIMIT <= request.priority <= PRIORITY_LIMIT:
-        raise InvalidRequest(f"must be from -{PRIORITY_LIMIT} to {PRIORITY_LIMIT}, got {request.priority}", field="priority")
-    return Submit(
-        request_id=_request_id(request.request_id),
-        prompt_ids=ids,
-        sampling=_sampling(request, len(ids), limits),
-        arrived_s=now_s,
-        deadline_s=now_s + _deadline_s(request, limits),
-        priority=request.priority,
-        placement=request.placement,
-    )
-
-
-def _request_id(given: str | None) -> RequestId:
-    if not given:
-        return RequestId(secrets.token_hex(12))
-    if len(given.encode()) > MAX_REQUEST_ID_BYTES or not given.isprintable():
-        raise InvalidRequest(f"must be printable and at most {MAX_REQUEST_ID_BYTES} bytes", field="request_id")
-    return RequestId(given)
-
-
-def _deadline_s(request: GenerateInput, limits: Limits) -> float:
-    """The nearest of what the client asked for, its transport's own, and the default. NaN is refused with the rest."""
-    asked_s, wait_s = request.deadline_s, request.max_wait_s
-    if (asked_s is not None and asked_s <= 0) or (wait_s is not None and wait_s <= 0):
-        raise DeadlineExceeded("deadline_s has already passed")
-    if asked_s is not None and not asked_s <= limits.max_deadline_s:
-        raise InvalidRequest(f"must be at most {limits.max_deadline_s:g} s, got {asked_s:g}", field="deadline_s")
-    deadline_s = limits.default_deadline_s if asked_s is None else asked_s
-    return deadline_s if wait_s is None else min(deadline_s, wait_s)
-
-
-def _sampling(request: GenerateInput, prompt_len: int, limits: Limits) -> SamplingParams:
-    fields = dict(request.sampling)
-    room = limits.max_model_len - prompt_len
-    fields.setdefault("max_tokens", room)
-    fields.setdefault("seed", secrets.randbelow(SEED_LIMIT))
-    params = SamplingParams(**fields)
-    if params.max_tokens > room:
-        raise InvalidRequest(
-            f"{params.max_tokens} and a prompt of {prompt_len} tokens exceed max_model_len {limits.max_model_len}; "
-            f"at most {room} fit",
-            field="max_tokens",
-        )
-    bad = next((i for i in params.stop_token_ids if not 0 <= i < limits.vocab_size), None)
-    if bad is not None:
-        raise InvalidRequest(f"token id {bad} is not from 0 to {limits.vocab_size - 1}", field="stop_token_ids")
-    return params
+def check_field_types(fields: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequest` for a sampling field that does not exist or has the wrong type."""
+    for name, value in fields.items():
+        if name in _INT_FIELDS:
+            good, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
+        elif name in _REAL_FIELDS:
+            good, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+        elif name == "stop":
+            good, wanted = isinstance(value, tuple) and all(isinstance(s, str) for s in value), "strings"
+        elif name == "stop_token_ids":
+            good, wanted = isinstance(value, tuple) and all(type(i) is int for i in value), "integers"
+        elif name == "ignore_eos":
+            good, wanted = isinstance(value, bool), "true or false"
+        else:
+            raise InvalidRequest("is not a sampling parameter", field=name)
+        if not good:
+            raise InvalidRequest(f"must be {wanted}, got {value!r:.100}", field=name)

@@ -31,8 +31,6 @@ class GenerateInput:
     model: str | None = None
     request_id: str | None = None
     deadline_s: float | None = None
-    max_wait_s: float | None = None
-    """The transport's own deadline, if it has one: the request ends with it, however far away."""
     priority: int = 0
     placement: Placement | None = None
 

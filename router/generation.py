@@ -1,74 +1,103 @@
-"""One running request as its front end sees it: an iterator of deltas that can be closed at any moment."""
+"""One request as its front end holds it: a buffer between the core, which never waits, and a client, which may."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
-from pdserve.core.errors import PdserveError
-from pdserve.core.ids import RequestId
+from pdserve.core.errors import Cancelled, InternalBug, PdserveError
+from pdserve.core.sampling import FinishReason
 from router.api import Delta, Report
 
 
-class RunningGeneration:
-    """Filled by the shell, drained by one front end. Holds at most the request's max_tokens deltas."""
+class LiveGeneration:
+    """Implements `router.api.Generation`; iterated by one task. The buffer is bounded by the request's max_tokens."""
 
-    def __init__(self, request_id: RequestId, prompt_len: int, on_close: Callable[[RequestId], None], now_s: float) -> None:
-        self.request_id: str = request_id
+    def __init__(self, request_id: str, prompt_len: int, released: Callable[[LiveGeneration], None]) -> None:
+        """`released` is called once: when the client has taken all of it, or has left."""
+        self.request_id = request_id
         self.prompt_len = prompt_len
-        self.waiting_since_s: float | None = None
-        """When the oldest delta that the client has not taken came; None when it has taken everything."""
-        self._on_close = on_close
-        self._deltas: deque[tuple[Delta, float]] = deque()
-        self._wake: asyncio.Future[None] | None = None
-        self._error: PdserveError | None = None
+        self._released: Callable[[LiveGeneration], None] | None = released
+        self._buffer: deque[Delta] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self._report: Report | None = None
-        self._closed = False
+        self._error: PdserveError | None = None
+        self._ended = False
+        self.finish_reason: FinishReason | None = None
+        self._taken = 0
+        self._seen_taken = 0
+        self._stalled_since_s: float | None = None
+        self._stall_callback: Callable[[], object] | None = None
 
-    def __aiter__(self) -> AsyncIterator[Delta]:
+    # The client's side -----------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> LiveGeneration:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            if self._report is not None:
+        while not self._buffer:
+            if self._ended:
+                self._release()
+                if self._error is not None:
+                    raise self._error
                 raise StopAsyncIteration
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        delta, _ = self._deltas.popleft()
-        self.waiting_since_s = self._deltas[0][1] if self._deltas else None
-        return delta
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._taken += 1
+        return self._buffer.popleft()
 
     @property
     def report(self) -> Report:
-        """Complete after the last delta; of a failed request, how far it came."""
-        assert self._report is not None, "the request has not ended"
+        if self._report is None:
+            raise InternalBug(f"request {self.request_id} has no report before its end")
         return self._report
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._deltas.clear()
-            if self._report is None:
-                self._on_close(RequestId(self.request_id))
+        self._buffer.clear()
+        self._release()
 
-    # Called by the shell.
+    def on_stalled(self, callback: Callable[[], object]) -> None:
+        """Called when the client took nothing for too long: ends a task that waits for it to read."""
+        self._stall_callback = callback
 
-    def put(self, delta: Delta, now_s: float) -> None:
-        if self._closed:
-            return
-        self._deltas.append((delta, now_s))
-        if self.waiting_since_s is None:
-            self.waiting_since_s = now_s
-        self._notify()
+    # The router's side -----------------------------------------------------------------------------------------------
+
+    def push(self, delta: Delta) -> None:
+        self._buffer.append(delta)
+        self.finish_reason = delta.finish_reason
+        self._wake()
 
     def end(self, report: Report, error: PdserveError | None) -> None:
-        self._report = report
-        self._error = error
-        self._notify()
+        self._report, self._error, self._ended = report, error, True
+        self._wake()
 
-    def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+    def stalls(self, *, now_s: float, limit_s: float) -> bool:
+        """Looked at by every tick: something was there to take for `limit_s`, and nothing was taken."""
+        if not self._buffer or self._taken != self._seen_taken:
+            self._seen_taken, self._stalled_since_s = self._taken, None
+            return False
+        if self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+        return now_s - self._stalled_since_s >= limit_s
+
+    def drop_client(self, error: Cancelled) -> None:
+        """It took nothing for too long: what it did not take is gone."""
+        self._buffer.clear()
+        self._error, self._ended = error, True
+        self._wake()
+        self._release()
+        if self._stall_callback is not None:
+            self._stall_callback()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _release(self) -> None:
+        if self._released is not None:
+            released, self._released = self._released, None
+            released(self)

@@ -1,173 +1,161 @@
-"""The gRPC front end: `pdserve.rpc.v1.Inference`, health and reflection."""
+"""The gRPC front end: `Inference`, health and reflection on one port."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator
 from typing import Any, Final
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
-from pdserve.rpc import codec
-from pdserve.rpc.status import abort
-from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from router.api import ChatMessage, GenerateInput, Prompt, Report
+from pdserve.core.errors import PdserveError
+from pdserve.rpc import status
+from pdserve.rpc.codec import finish_to_wire, placement_to_wire
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from router.api import Delta, Report
+from router.generation import LiveGeneration
+from router.grpc_request import generate_input, prompt_of
+from router.malformed import MalformedGuard
+from router.server import bind_port, make_server, stop_server
 from router.service import RouterService
-from router.state import cluster_state
+from router.wire import cluster_state_to_wire
 
 TIMELINE_METADATA: Final = "pdserve-timeline"
-_PRESENCE_FIELDS: Final = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, service: RouterService) -> None:
-        self._service = service
+    def __init__(self, router: RouterService) -> None:
+        self._router = router
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        """The handler's task is cancelled when the client leaves: closing then cancels the request at once."""
         try:
-            generation = await self._service.submit(_input(request, context.time_remaining()))
+            generation = await self._router.submit(
+                generate_input(request, call_remaining_s=context.time_remaining(), max_deadline_s=self._router.max_deadline_s)
+            )
         except PdserveError as exc:
-            await abort(context, exc)
-            return
+            await status.abort(context, exc)
+            raise
+
         try:
-            async for delta in generation:
-                response = inference_pb2.GenerateResponse(
-                    request_id=generation.request_id, index=delta.index, ids=delta.ids, text=delta.text
-                )
-                if delta.finish_reason is not None:
-                    report = generation.report
-                    response.finish_reason = codec.finish_to_wire(delta.finish_reason)
-                    response.usage.CopyFrom(_usage(report))
-                    response.report.CopyFrom(_report(report))
-                    context.set_trailing_metadata(((TIMELINE_METADATA, _timeline(report)),))
-                yield response
+            await self._stream(generation, context)
         except PdserveError as exc:
-            await abort(context, exc)
+            await status.abort(context, exc)
         finally:
-            generation.close()  # a client that left: its coroutine is cancelled, and so is its request
+            generation.close()
+
+    async def _stream(self, generation: LiveGeneration, context: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        generation.on_stalled(task.cancel)
+        request_id = generation.request_id
+        async for delta in generation:
+            if delta.finish_reason is None:
+                ids, text = delta.ids, delta.text
+                await context.write(
+                    inference_pb2.GenerateResponse(request_id=request_id, index=delta.index, ids=ids, text=text)
+                )
+            else:
+                context.set_trailing_metadata(((TIMELINE_METADATA, _timeline(generation.report)),))
+                await context.write(_last(request_id, delta, generation.report))
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
-        if not request.request_id:
-            await abort(context, InvalidRequest("must not be empty", field="request_id"))
-        return inference_pb2.CancelResponse(found=self._service.cancel(request.request_id))
+        return inference_pb2.CancelResponse(found=self._router.cancel(request.request_id))
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         try:
-            prompt: Prompt = _chat(request.chat) if request.WhichOneof("prompt") == "chat" else request.text
-            return inference_pb2.TokenizeResponse(ids=await self._service.tokenize(request.model, prompt))
+            ids = await self._router.tokenize(request.model or None, prompt_of(request))
         except PdserveError as exc:
-            await abort(context, exc)
+            await status.abort(context, exc)
             raise
+        return inference_pb2.TokenizeResponse(ids=ids)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Any
     ) -> inference_pb2.GetModelInfoResponse:
-        service, card = self._service, self._service.card
+        model = self._router.model
         return inference_pb2.GetModelInfoResponse(
-            model=service.model_name,
-            architecture=card.architecture,
-            vocab_size=card.vocab_size,
-            max_model_len=service.max_model_len,
-            block_size=service.layout.block_size,
-            dtype=service.layout.dtype,
-            kv_bytes_per_token=service.layout.bytes_per_token,
-            eos_token_ids=card.eos_token_ids,
-            has_chat_template=service.has_chat_template,
+            model=model.name,
+            architecture=model.card.architecture,
+            vocab_size=model.card.vocab_size,
+            max_model_len=model.max_model_len,
+            block_size=model.layout.block_size,
+            dtype=model.layout.dtype,
+            kv_bytes_per_token=model.layout.bytes_per_token,
+            eos_token_ids=model.card.eos_token_ids,
+            has_chat_template=model.tokenizer.has_chat_template,
         )
 
     async def GetClusterState(
         self, request: inference_pb2.GetClusterStateRequest, context: Any
     ) -> inference_pb2.GetClusterStateResponse:
-        return cluster_state(self._service)
+        return cluster_state_to_wire(self._router.snapshot())
 
 
-def _input(request: inference_pb2.GenerateRequest, remaining_s: float | None) -> GenerateInput:
-    """Raises `InvalidRequest`. The call's own deadline bounds the request like `deadline_s`."""
-    sampling = request.sampling
-    fields: dict[str, Any] = {name: getattr(sampling, name) for name in _PRESENCE_FIELDS if sampling.HasField(name)}
-    fields |= {
-        "stop": tuple(sampling.stop),
-        "stop_token_ids": tuple(sampling.stop_token_ids),
-        "min_tokens": sampling.min_tokens,
-        "ignore_eos": sampling.ignore_eos,
-    }
-    if request.placement not in common_pb2.Placement.values():
-        raise InvalidRequest(f"{request.placement} is not a Placement", field="placement")
-    return GenerateInput(
-        prompt=_prompt(request),
-        sampling=fields,
-        model=request.model or None,
-        request_id=request.request_id or None,
-        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
-        max_wait_s=remaining_s,
-        priority=request.priority,
-        placement=codec.placement_from_wire(request.placement),
+def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        index=delta.index,
+        ids=delta.ids,
+        text=delta.text,
+        finish_reason=finish_to_wire(delta.finish_reason),
+        usage=inference_pb2.Usage(prompt_tokens=report.prompt_tokens, output_tokens=report.output_tokens),
+        report=_report(report),
     )
 
 
-def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
-    match request.WhichOneof("prompt"):
-        case "text":
-            return request.text
-        case "tokens":
-            return tuple(request.tokens.ids)
-        case "chat":
-            return _chat(request.chat)
-    raise InvalidRequest("one of text, tokens or chat must be set", field="prompt")
-
-
-def _chat(chat: inference_pb2.ChatPrompt) -> Prompt:
-    return tuple(ChatMessage(message.role, message.content) for message in chat.messages)
-
-
-def _usage(report: Report) -> inference_pb2.Usage:
-    return inference_pb2.Usage(prompt_tokens=report.prompt_tokens, output_tokens=report.output_tokens)
-
-
 def _report(report: Report) -> inference_pb2.RequestReport:
-    fields = dataclasses.asdict(report) | {"placement": codec.placement_to_wire(report.placement)}
-    del fields["prompt_tokens"], fields["output_tokens"]
-    return inference_pb2.RequestReport(**fields)
+    values = dataclasses.asdict(report)
+    del values["prompt_tokens"], values["output_tokens"]  # in Usage
+    values["placement"] = placement_to_wire(report.placement)
+    return inference_pb2.RequestReport(**values)
 
 
 def _timeline(report: Report) -> str:
-    """The phases of a request as compact JSON, for clients that look at metadata only."""
-    fields = dataclasses.asdict(report) | {"placement": report.placement.value}
-    return json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in fields.items()}, separators=(",", ":"))
+    """The report as compact JSON, for clients that log metadata and do not know our messages."""
+    values = dataclasses.asdict(report) | {"placement": report.placement.value}
+    rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
+    return json.dumps(rounded, separators=(",", ":"))
 
 
-async def start_grpc(service: RouterService, host: str, port: int) -> tuple[grpc.aio.Server, int]:
-    """Serve on host:port (0: any free one). Raises `ConfigError` naming the flag when the port is busy."""
-    options = [
-        ("grpc.so_reuseport", 0),  # two processes on one port would share its calls
-        ("grpc.max_receive_message_length", service.max_body_bytes),
-        ("grpc.max_metadata_size", 16 << 10),
-    ]
-    server = grpc.aio.server(options=options)
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(service), server)
-    servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-    for name in ("", SERVICE):
-        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    bound = bind(server, host, port, "--grpc-port")
-    await server.start()
-    return server, bound
+class GrpcFront:
+    """The running server. `close` it."""
 
+    def __init__(self, router: RouterService) -> None:
+        self._router = router
+        self._server = make_server(max_receive_bytes=router.max_body_bytes, interceptors=[MalformedGuard(SERVICE)])
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
+        self._follower: asyncio.Task[None] | None = None
+        self.port = 0
 
-def bind(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
-    """The port that was bound. Raises `ConfigError` naming the flag."""
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as exc:
-        raise ConfigError(f"cannot listen on {host}:{port}: the port is busy or not ours; choose another with {flag}") from exc
-    if bound == 0:
-        raise ConfigError(f"cannot listen on {host}:{port}: choose another with {flag}")
-    return bound
+    async def start(self, host: str, port: int) -> None:
+        """Raises `ConfigError` naming --grpc-port."""
+        self.port = bind_port(self._server, host, port, "--grpc-port")
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._router), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        await self._publish(self._router.ready)
+        await self._server.start()
+        self._follower = asyncio.create_task(self._follow_ready())
+
+    async def close(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+            self._follower = None
+        await stop_server(self._server)
+
+    async def _follow_ready(self) -> None:
+        ready = self._router.ready
+        while True:
+            await self._publish(ready)
+            ready = await self._router.next_ready(ready)
+
+    async def _publish(self, ready: bool) -> None:
+        response = health_pb2.HealthCheckResponse
+        state = response.SERVING if ready else response.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, state)

@@ -1,124 +1,139 @@
-"""The router's end of the links: authenticates, takes Hello, then moves messages between one worker and the core."""
+"""The link service: workers dial in, each on one long-lived stream. Owns the connections; knows nothing of requests.
+
+A link is closed when its worker says nothing sensible, when its outbound queue overflows (the worker does not read), or
+when the core asks for it (refused, silent, dialled again). The core hears WorkerLeft whatever the reason was.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final
 
-import grpc
+import grpc.aio
 
-from pdserve.core.errors import InvalidRequest, PdserveError
-from pdserve.rpc.channel import require_token
-from pdserve.rpc.status import abort
+from pdserve.core.errors import InternalBug, Overloaded, PdserveError
+from pdserve.rpc import status
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
-from router import wire
-from router.events import Event, LinkId, WorkerJoined, WorkerLeft
+from router import events as ev
+from router.wire import event_from_wire, hello_from_wire
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-MAX_OUTBOUND: Final = 8192
-"""Commands that a worker has not read. One that falls so far behind is stuck, and its link is closed."""
-HELLO_TIMEOUT_S: Final = 10.0
+HELLO_TIMEOUT_S: Final = 5.0
+MAX_OUTBOUND: Final = 4096
+"""Commands that wait to be written to one worker: several for each request it could hold."""
+
+Deliver = Callable[[ev.Event], None]
 
 
 class Link:
-    """One worker's connection, as the shell sees it."""
+    """One connection. Commands keep their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, link_id: ev.LinkId, worker: str) -> None:
+        self.link_id = link_id
+        self.worker = worker
+        self.error: PdserveError | None = None
         self._outbound: asyncio.Queue[link_pb2.RouterMessage] = asyncio.Queue(MAX_OUTBOUND)
-        self._closed: asyncio.Future[PdserveError] = asyncio.get_running_loop().create_future()
+        self._closed = asyncio.Event()
 
     def send(self, message: link_pb2.RouterMessage) -> None:
-        """Never blocks: a worker that does not read loses its link."""
         try:
             self._outbound.put_nowait(message)
         except asyncio.QueueFull:
-            self.close(InvalidRequest(f"{MAX_OUTBOUND} commands are unread", field="link"))
+            error = Overloaded(f"{self.worker} does not read: {MAX_OUTBOUND} commands wait", retry_after_s=1.0)
+            self.close(error)
 
     def close(self, error: PdserveError) -> None:
-        if not self._closed.done():
-            self._closed.set_result(error)
+        self.error = self.error or error
+        self._closed.set()
 
-    async def messages(self) -> AsyncIterator[link_pb2.RouterMessage]:
-        """What is to be written, in order. Raises the error that `close` was given."""
+    async def run(self, context: Any, deliver: Deliver) -> None:
+        """Until the worker hangs up, the link is closed or either direction breaks."""
+        jobs = (self._read(context, deliver), self._write(context), self._closed.wait())
+        tasks = [asyncio.ensure_future(job) for job in jobs]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, context: Any, deliver: Deliver) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
+            event = event_from_wire(self.link_id, message)
+            if event is not None and not self._closed.is_set():
+                deliver(event)
+
+    async def _write(self, context: Any) -> None:
         while True:
-            if self._outbound.empty():
-                get = asyncio.ensure_future(self._outbound.get())
-                try:
-                    await asyncio.wait((get, self._closed), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    if not get.done():
-                        get.cancel()
-                if self._closed.done():
-                    raise self._closed.result()
-                yield get.result()
-            else:
-                yield self._outbound.get_nowait()
-
-
-class Hub(Protocol):
-    """The shell: `router.service.RouterService`."""
-
-    def open_link(self, link: Link) -> LinkId: ...
-    def forget_link(self, link_id: LinkId) -> None: ...
-    def handle(self, event: Event) -> None: ...
+            await context.write(await self._outbound.get())
 
 
 class LinkService(link_pb2_grpc.WorkerLinkServicer):
-    def __init__(self, hub: Hub, *, cluster_token: str) -> None:
-        self._hub = hub
-        self._cluster_token = cluster_token
+    def __init__(self, cluster_token: str, deliver: Deliver) -> None:
+        """`deliver` takes every event, on the loop; its effects come back through `send` and `close`."""
+        self._token = cluster_token.encode()
+        self._deliver = deliver
+        self._links: dict[ev.LinkId, Link] = {}
+        self._count = 0
 
-    async def Connect(
-        self, messages: AsyncIterator[link_pb2.WorkerMessage], context: Any
-    ) -> AsyncIterator[link_pb2.RouterMessage]:
-        await require_token(context, self._cluster_token)
-        link = Link()
-        link_id = self._hub.open_link(link)
-        reading: asyncio.Task[None] | None = None
+    def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
+        """Queue a command. Nothing happens for a link that has gone: the core hears of that by itself."""
+        link = self._links.get(link_id)
+        if link is not None:
+            link.send(message)
+
+    def close(self, link_id: ev.LinkId, error: PdserveError) -> None:
+        link = self._links.get(link_id)
+        if link is not None:
+            link.close(error)
+
+    async def Connect(self, request_iterator: Any, context: Any) -> None:
+        await self._authenticate(context)
+        hello = await self._hello(context)
+        self._count += 1
+        link = Link(ev.LinkId(self._count), f"{hello.role.value} worker {hello.worker_id}")
+
+        self._links[link.link_id] = link
         try:
-            await self._greet(link_id, messages)
-            reading = asyncio.create_task(self._read(link_id, messages))
-            reading.add_done_callback(_closer(link))
-            async for message in link.messages():
-                yield message
-        except PdserveError as exc:
-            log.warning("link %d is closed: %s", link_id, exc.message)
-            await abort(context, exc)
+            self._deliver(ev.WorkerJoined(link.link_id, hello))
+            logger.info("link %d: %s at %s", link.link_id, link.worker, hello.address)
+            await link.run(context, self._deliver)
+        except InternalBug as exc:
+            link.close(exc)
         finally:
-            self._hub.forget_link(link_id)
-            self._hub.handle(WorkerLeft(link_id))
-            if reading is not None:
-                reading.cancel()
+            del self._links[link.link_id]
+            self._deliver(ev.WorkerLeft(link.link_id))
 
-    async def _greet(self, link_id: LinkId, messages: AsyncIterator[link_pb2.WorkerMessage]) -> None:
+        reason = link.error.message if link.error is not None else "hung up"
+        logger.warning("link %d: %s at %s ended: %s", link.link_id, link.worker, hello.address, reason)
+        if link.error is not None:
+            await status.abort(context, link.error)
+
+    async def _authenticate(self, context: Any) -> None:
+        given = dict(context.invocation_metadata() or ()).get(status.CLUSTER_TOKEN_METADATA, "")
+        given = given if isinstance(given, bytes) else given.encode()
+        if not hmac.compare_digest(given, self._token):
+            logger.warning("refused a link from %s: wrong cluster token", context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{status.CLUSTER_TOKEN_METADATA} does not match")
+
+    async def _hello(self, context: Any) -> ev.WorkerHello:
+        """Aborts the call unless the first message is a sensible Hello."""
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await anext(aiter(messages))
-        except (TimeoutError, StopAsyncIteration) as exc:
-            raise InvalidRequest(f"no Hello within {HELLO_TIMEOUT_S:.0f} s", field="hello") from exc
-        hello = wire.hello(first.hello)
-        log.info(
-            "%s worker %s joins from %s, incarnation %016x", hello.role.value, hello.worker_id, hello.address, hello.incarnation
-        )
-        self._hub.handle(WorkerJoined(link_id, hello))
-
-    async def _read(self, link_id: LinkId, messages: AsyncIterator[link_pb2.WorkerMessage]) -> None:
-        async for message in messages:
-            event = wire.event(link_id, message)
-            if event is not None:
-                self._hub.handle(event)
-
-
-def _closer(link: Link) -> Callable[[asyncio.Task[None]], None]:
-    """A worker that has stopped talking is gone; a bug in reading must not leave a deaf link."""
-
-    def done(task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, grpc.aio.AioRpcError | asyncio.CancelledError):
-            log.error("reading a link failed", exc_info=error)
-        link.close(InvalidRequest("the worker ended the stream", field="link"))
-
-    return done
+            message = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+        except TimeoutError:
+            message = None
+        if not isinstance(message, link_pb2.WorkerMessage) or message.WhichOneof("body") != "hello":
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"the first message, within {HELLO_TIMEOUT_S} s, must be Hello"
+            )
+        try:
+            return hello_from_wire(message.hello)
+        except InternalBug as exc:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exc.message)
+            raise

@@ -1,117 +1,129 @@
-"""One router process: resolve the model's tokenizer, listen, serve until told to stop."""
+"""The router process: reads its configuration, listens on three ports, says so on stdout, stops cleanly when told to."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
 import json
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
 
-import click
-import grpc
+import uvloop
 
-from pdserve.checkpoint.card import ModelCard, resolve_dtype
-from pdserve.checkpoint.resolve import resolve
-from pdserve.config import EngineConfig, RouterProcessConfig, load
+from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import fit_max_model_len
-from pdserve.observe.logs import configure_logging
-from pdserve.rpc.channel import server_options
+from pdserve.observe.logs import setup_logging
 from pdserve.rpc.v1 import link_pb2_grpc
-from pdserve.text.tokenizer import Tokenizer
-from router.grpc_front import bind, start_grpc
+from router.grpc_front import GrpcFront
 from router.http import serve_http
-from router.link import LinkService
+from router.model import ServedModel
+from router.server import bind_port, make_server, stop_server
 from router.service import RouterService
 
+logger = logging.getLogger(__name__)
 
-def make_service(config: RouterProcessConfig) -> RouterService:
-    """Raises `ConfigError`."""
-    engine = config.engine
-    directory = resolve(engine.model)
-    card = ModelCard.load(directory)
-    layout = card.kv_layout(engine.block_size, resolve_dtype(engine.dtype))
-    pool_tokens = engine.kv_cache_memory // layout.block_bytes * engine.block_size
-    return RouterService(
-        config.router,
-        card,
-        Tokenizer.load(directory),
-        layout,
-        model_name=_model_name(engine, card),
-        max_model_len=fit_max_model_len(engine.max_model_len, card.max_position, pool_tokens),
-    )
+MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
+"""A ticket of a 128k-token prompt is well below 1 MiB; this bounds a broken worker, not a working one."""
+EXIT_CONFIG: Final = 2
 
 
-def _model_name(engine: EngineConfig, card: ModelCard) -> str:
-    """What clients call the model: as told, else a Hugging Face id as it was given, else the model's own name."""
-    if engine.served_model_name:
-        return engine.served_model_name
-    is_id = "/" in engine.model and not os.path.exists(engine.model)
-    return engine.model if is_id else card.name
-
-
-async def serve(config: RouterProcessConfig, stop: asyncio.Event, on_ready: Callable[[dict[str, object]], None]) -> None:
-    """Until `stop`. Raises `ConfigError` for a port that cannot be had."""
-    service = make_service(config)
-    router = config.router
-    link_host = router.link_host or router.host
-    links = grpc.aio.server(options=server_options())
-    link_pb2_grpc.add_WorkerLinkServicer_to_server(LinkService(service, cluster_token=config.cluster_token), links)
-    link_port = bind(links, link_host, router.link_port, "--link-port")
-    await links.start()
-    timekeeper = asyncio.create_task(service.run())
-    closing: list[Callable[[], object]] = []
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
     try:
-        clients, grpc_port = await start_grpc(service, router.host, router.grpc_port)
-        closing.append(lambda: clients.stop(1.0))
-        http = await serve_http(service, router.host, router.http_port, stalled_client_s=router.stalled_client_s)
-        closing.append(http.close)
-        on_ready(
-            {
-                "event": "ready",
-                "http": f"{router.host}:{http.port}",
-                "grpc": f"{router.host}:{grpc_port}",
-                "link": f"{router.advertise_host or link_host}:{link_port}",
-                "pid": os.getpid(),
-            }
-        )
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((stopping, timekeeper), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if timekeeper.done():
-            timekeeper.result()  # raises what ended it: a router that keeps no time must not live on
-    finally:
-        timekeeper.cancel()
-        await asyncio.gather(*(close() for close in closing), links.stop(None), return_exceptions=True)  # type: ignore[call-overload]
+        setup_logging(args.log_level)
+        config = load(RouterProcessConfig, args.config, args.set)
+        model = ServedModel.load(config.engine)
+        uvloop.run(_run(config, model, exit_with_parent=args.exit_with_parent))
+    except ConfigError as exc:
+        print(f"error: {exc.message}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
 
 
-async def _serve_until_signal(config: RouterProcessConfig, exit_with_parent: bool) -> None:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m router", description="Run one pdserve router.")
+    parser.add_argument("--config", metavar="FILE", help="YAML of RouterProcessConfig")
+    parser.add_argument(
+        "--set", metavar="NAME=VALUE", action="append", default=[], help="override a setting, as router.grpc_port=0"
+    )
+    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
+    parser.add_argument("--exit-with-parent", action="store_true", help="exit when stdin ends")
+    return parser.parse_args(argv)
+
+
+async def _run(config: RouterProcessConfig, model: ServedModel, *, exit_with_parent: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if exit_with_parent:
-        loop.add_reader(sys.stdin.fileno(), _stop_at_eof, loop, stop)
-    await serve(config, stop, lambda ready: print(json.dumps(ready), flush=True))
+    async with contextlib.AsyncExitStack() as stack:
+        if exit_with_parent:
+            await stack.enter_async_context(_stdin_watched(stop))
+        ready = await stack.enter_async_context(serve(config, model))
+        print(json.dumps(ready), flush=True)
+        await stop.wait()
+        logger.info("stopping")
 
 
-def _stop_at_eof(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        loop.remove_reader(sys.stdin.fileno())
-        stop.set()
+@contextlib.asynccontextmanager
+async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterator[dict[str, object]]:
+    """A running router; yields what is printed when it listens. Everything is closed on every way out.
+
+    Raises `ConfigError` for a port that is taken, naming its flag.
+    """
+    settings = config.router
+    link_host = settings.link_host or settings.host
+    service = RouterService(settings, model, cluster_token=config.cluster_token)
+    async with contextlib.AsyncExitStack() as stack:
+        service.start()
+        stack.push_async_callback(service.close)
+
+        link_server = make_server(max_receive_bytes=MAX_LINK_MESSAGE_BYTES)
+        link_port = bind_port(link_server, link_host, settings.link_port, "--link-port")
+        link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, link_server)
+        stack.push_async_callback(stop_server, link_server)
+        await link_server.start()
+
+        front = GrpcFront(service)
+        stack.push_async_callback(front.close)
+        await front.start(settings.host, settings.grpc_port)
+
+        http = await serve_http(service, settings.host, settings.http_port, stalled_client_s=settings.stalled_client_s)
+        stack.push_async_callback(http.close)
+
+        yield {
+            "event": "ready",
+            "http": f"{settings.host}:{http.port}",
+            "grpc": f"{settings.host}:{front.port}",
+            "link": f"{settings.advertise_host or link_host}:{link_port}",
+            "pid": os.getpid(),
+        }
 
 
-@click.command(name="router", help="Run one router until SIGTERM or Ctrl-C.")
-@click.option("--config", type=click.Path(dir_okay=False), help="YAML with RouterProcessConfig's settings.")
-@click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override one setting.")
-@click.option("--log-level", default="info", show_default=True)
-@click.option("--exit-with-parent", is_flag=True, help="Stop when standard input closes.")
-def main(config: str | None, overrides: tuple[str, ...], log_level: str, exit_with_parent: bool) -> None:
+@contextlib.asynccontextmanager
+async def _stdin_watched(stop: asyncio.Event) -> AsyncIterator[None]:
+    """Set `stop` when stdin ends: the parent holds its other end, so it ends with the parent, however that dies."""
     try:
-        configure_logging(log_level)
-        asyncio.run(_serve_until_signal(load(RouterProcessConfig, config, overrides), exit_with_parent))
-    except ConfigError as exc:
-        print(f"error: {exc.message}", file=sys.stderr)
-        raise SystemExit(2) from exc
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: _EndOfFile(stop), sys.stdin)
+    except (ValueError, OSError) as exc:
+        raise ConfigError("--exit-with-parent needs a pipe as stdin, held by the parent") from exc
+    try:
+        yield
+    finally:
+        transport.close()
+
+
+class _EndOfFile(asyncio.Protocol):
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+
+    def eof_received(self) -> bool:
+        self._stop.set()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop.set()

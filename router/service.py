@@ -1,4 +1,8 @@
-"""The shell around the pure core: performs its effects, keeps time, and gives front ends something to iterate."""
+"""The shell around the core: performs its effects, feeds it what happens, and is what the front ends call.
+
+Everything here runs on one loop. Between two awaits the core is told one event and its effects are performed at once,
+in order, so nobody ever sees a half-applied change.
+"""
 
 from __future__ import annotations
 
@@ -6,230 +10,213 @@ import asyncio
 import logging
 import secrets
 import time
-from typing import Final
+from collections.abc import Callable
 
-from pdserve.checkpoint.card import ModelCard
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.core.ids import Incarnation, RequestId
-from pdserve.core.kv_layout import KvLayout
-from pdserve.observe.metrics import FinishedRequest, Gauges, RouterMetrics, WorkerGauges
-from pdserve.rpc.v1 import link_pb2
-from pdserve.text.tokenizer import Tokenizer
-from router import admission, wire
-from router.admission import Limits
-from router.api import GenerateInput, Prompt, Report
+from pdserve.core.sampling import SEED_LIMIT
+from pdserve.observe.metrics import Metrics
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from router import events as ev
+from router.admission import Admission
+from router.api import GenerateInput, Prompt
 from router.core import RouterCore
-from router.events import (
-    ClientGone,
-    CloseLink,
-    Effect,
-    EmitDelta,
-    EmitDone,
-    EmitFailed,
-    Event,
-    LinkId,
-    Role,
-    SendWelcome,
-    Tick,
-)
-from router.generation import RunningGeneration
-from router.link import Link
+from router.generation import LiveGeneration
+from router.link import LinkService
+from router.model import ServedModel
+from router.prompts import PromptEncoder
+from router.record import record_of
+from router.registry import Worker
+from router.wire import command_to_wire, welcome
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-TICK_S: Final = 0.05
-"""How late a deadline may be noticed; an idle router wakes up that often, which costs it 0.1 % of a core."""
-ENCODE_IN_THREAD_CHARS: Final = 4096
-"""Texts above it take more than a millisecond to tokenise and would hold up every stream."""
+TICK_S = 0.1  # while requests run: how late a deadline may be noticed
+IDLE_TICK_S = 1.0  # otherwise: only silent workers are looked for
 
 
 class RouterService:
-    """Implements `router.api.RouterApi` and `router.link.Hub`. Loop-owned."""
+    """Implements `router.api.RouterApi`. `start` it on the loop it is to live on, and `close` it."""
 
     def __init__(
         self,
         config: RouterConfig,
-        card: ModelCard,
-        tokenizer: Tokenizer,
-        layout: KvLayout,
+        model: ServedModel,
         *,
-        model_name: str,
-        max_model_len: int,
+        cluster_token: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
-        self.card = card
-        self.layout = layout
-        self.has_chat_template = tokenizer.has_chat_template
-        self.model_name = model_name
-        self.max_model_len = max_model_len
+        self.model = model
+        self.model_name = model.name
         self.max_body_bytes = config.max_body_bytes
+        self.max_deadline_s = config.max_deadline_s
         self.incarnation = Incarnation(secrets.randbits(64))
-        self.core = RouterCore(config, card.fingerprint)
-        self._tokenizer = tokenizer
-        self._limits = Limits(model_name, card.vocab_size, max_model_len, config.default_deadline_s, config.max_deadline_s)
-        self._metrics = RouterMetrics(self._gauges)
-        self._links: dict[LinkId, Link] = {}
-        self._last_link_id = 0
-        self._generations: dict[RequestId, RunningGeneration] = {}
+        self.links = LinkService(cluster_token, self.tell)
+        self._stalled_client_s = config.stalled_client_s
+        self._clock = clock
+        self._core = RouterCore(config, model.card.fingerprint)
+        self._encoder = PromptEncoder(model)
+        self._admission = Admission(config, model, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
+        self._metrics = Metrics(self.snapshot)
+        self._live: dict[RequestId, LiveGeneration] = {}  # the core may still emit
+        self._open: dict[LiveGeneration, None] = {}  # a client may still take
+        self._busy = asyncio.Event()
+        self._ready = False
+        self._ready_flipped = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
-        """Until cancelled: keep time."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._cancel_stalled()
-            self.handle(Tick())
+    def start(self) -> None:
+        assert self._ticker is None
+        self._ticker = asyncio.create_task(self._tick_for_ever())
 
-    # Front ends.
+    async def close(self) -> None:
+        """Cancel every request and stop. The servers are closed by whoever made them. Idempotent."""
+        for request_id in list(self._live):
+            self.cancel(request_id)
+        if self._ticker is not None:
+            ticker, self._ticker = self._ticker, None
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+        self._encoder.close()
 
-    async def submit(self, request: GenerateInput) -> RunningGeneration:
-        """Check, tokenise, queue. Raises `PdserveError`."""
+    # What front ends call ----------------------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerateInput) -> LiveGeneration:
+        arrived_s = self._clock()
         try:
-            admission.check_model(request.model, self._limits)
-            arrived_s = self.now_s()
-            ids = await self._encode(request.prompt)
-            submit = admission.submission(request, ids, self._limits, now_s=arrived_s)
-            generation = RunningGeneration(submit.request_id, len(ids), self._client_gone, arrived_s)
-            effects = self.core.handle(submit, now_s=self.now_s())
+            submit = await self._admission.admit(request, arrived_s=arrived_s)
+            return self._start(submit)
         except PdserveError as exc:
-            self._refused(request, exc)
+            self._metrics.rejected(exc.code.value)
             raise
-        self._generations[submit.request_id] = generation
-        self._perform(effects)
-        return generation
 
     def cancel(self, request_id: str) -> bool:
-        found = self.core.is_live(RequestId(request_id))
-        if found:
-            self.handle(ClientGone(RequestId(request_id)))
-        return found
+        known = RequestId(request_id) in self._live
+        if known:
+            self.tell(ev.ClientGone(RequestId(request_id)))
+        return known
 
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
-        admission.check_model(model, self._limits)
-        return await self._encode(prompt)
+        self._admission.check_model(model)
+        return await self._encoder.encode(prompt)
 
     @property
     def ready(self) -> bool:
-        return any(worker.hello.role is Role.DECODE for worker in self.core.registry)
+        now_s = self._clock()
+        decoders = self._core.registry.of_role(ev.Role.DECODE)
+        return any(not self._core.placer.suspect(worker, now_s=now_s) for worker in decoders)
+
+    async def next_ready(self, known: bool) -> bool:
+        """Wait until `ready` is no longer what is known, and return it. For one waiter."""
+        while self.ready == known:
+            await self._ready_flipped.wait()
+            self._ready_flipped.clear()
+        return not known
 
     def metrics(self) -> bytes:
-        return self._metrics.text()
+        return self._metrics.render()
 
-    def now_s(self) -> float:
-        return time.monotonic()
+    def snapshot(self) -> ClusterSnapshot:
+        now_s = self._clock()
+        queued = len(self._core.waiting)
+        return ClusterSnapshot(
+            router_incarnation=self.incarnation,
+            queued_requests=queued,
+            running_requests=self._core.num_requests - queued,
+            workers=tuple(self._worker_snapshot(worker, now_s) for worker in self._core.registry),
+        )
 
-    # Links.
+    # Events in, effects out --------------------------------------------------------------------------------------------
 
-    def open_link(self, link: Link) -> LinkId:
-        self._last_link_id += 1
-        link_id = LinkId(self._last_link_id)
-        self._links[link_id] = link
-        return link_id
+    def tell(self, event: ev.Event) -> None:
+        """The only way in for everything but time and submits."""
+        self._perform(self._core.handle(event, now_s=self._clock()))
+        if type(event) is not ev.StepRows:  # nothing about readiness is in tokens
+            self._note_ready()
 
-    def forget_link(self, link_id: LinkId) -> None:
-        self._links.pop(link_id, None)
+    def _start(self, submit: ev.Submit) -> LiveGeneration:
+        generation = LiveGeneration(submit.request_id, len(submit.prompt_ids), self._released)
+        effects = self._core.handle(submit, now_s=self._clock())  # raises before anything is registered
+        self._live[submit.request_id] = generation
+        self._open[generation] = None
+        self._busy.set()
+        self._perform(effects)
+        return generation
 
-    def handle(self, event: Event) -> None:
-        self._perform(self.core.handle(event, now_s=self.now_s()))
-
-    def _perform(self, effects: list[Effect]) -> None:
+    def _perform(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
-            match effect:
-                case EmitDelta(request_id, delta):
-                    self._generations[request_id].put(delta, self.now_s())
-                case EmitDone(request_id, report):
-                    self._ended(request_id, report, None)
-                case EmitFailed(request_id, error, report):
-                    self._ended(request_id, report, error)
-                case SendWelcome(link_id):
-                    self._send(link_id, link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=self.incarnation)))
-                case CloseLink(link_id, error):
-                    if link_id in self._links:
-                        self._links[link_id].close(error)
-                case _:
-                    self._send(effect.link, wire.command(effect))
+            if isinstance(effect, ev.EmitDelta):
+                self._live[effect.request_id].push(effect.delta)
+            elif isinstance(effect, ev.SendWelcome):
+                self.links.send(effect.link, welcome(self.incarnation))
+            elif isinstance(effect, ev.CloseLink):
+                self.links.close(effect.link, effect.error)
+            elif isinstance(effect, ev.EmitDone):
+                self._ended(effect.request_id, effect, None)
+            elif isinstance(effect, ev.EmitFailed):
+                self._ended(effect.request_id, effect, effect.error)
+            else:
+                self.links.send(effect.link, command_to_wire(effect))
 
-    def _send(self, link_id: LinkId, message: link_pb2.RouterMessage) -> None:
-        link = self._links.get(link_id)
-        if link is not None:  # a link that has gone is reported by its own WorkerLeft
-            link.send(message)
+    def _ended(self, request_id: RequestId, effect: ev.EmitDone | ev.EmitFailed, error: PdserveError | None) -> None:
+        generation = self._live.pop(request_id)
+        generation.end(effect.report, error)
+        record = record_of(request_id, effect.report, error or generation.finish_reason)
+        self._metrics.finished(record)
+        logger.info("%s", record.line())
 
-    async def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        size = len(prompt) if isinstance(prompt, str) else sum(len(getattr(m, "content", "")) for m in prompt)
-        if size > ENCODE_IN_THREAD_CHARS:
-            return await asyncio.to_thread(admission.encode, prompt, self._tokenizer, self._limits)
-        return admission.encode(prompt, self._tokenizer, self._limits)
+    def _released(self, generation: LiveGeneration) -> None:
+        """Its client has it all, or is gone."""
+        self._open.pop(generation, None)
+        if self._live.get(RequestId(generation.request_id)) is generation:
+            self.tell(ev.ClientGone(RequestId(generation.request_id)))
 
-    def _client_gone(self, request_id: RequestId) -> None:
-        self.handle(ClientGone(request_id))
+    # Time --------------------------------------------------------------------------------------------------------------
 
-    def _cancel_stalled(self) -> None:
-        """A client that takes nothing holds blocks on two workers for nobody."""
-        stalled_before_s = self.now_s() - self.config.stalled_client_s
-        for generation in list(self._generations.values()):
-            since_s = generation.waiting_since_s
-            if since_s is not None and since_s < stalled_before_s:
-                log.warning(
-                    "request %s: its client took nothing for %.0f s", generation.request_id, self.config.stalled_client_s
-                )
-                self.handle(ClientGone(RequestId(generation.request_id)))
+    async def _tick_for_ever(self) -> None:
+        while True:
+            if self._open:
+                await asyncio.sleep(TICK_S)
+            else:
+                self._busy.clear()
+                await self._wait_busy(IDLE_TICK_S)
+            self.tell(ev.Tick())
+            self._drop_stalled_clients()
 
-    # The end of a request.
+    async def _wait_busy(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._busy.wait(), timeout_s)
+        except TimeoutError:
+            pass
 
-    def _ended(self, request_id: RequestId, report: Report, error: PdserveError | None) -> None:
-        self._generations.pop(request_id).end(report, error)
-        outcome = "ok" if error is None else error.code.value
-        self._metrics.saw(
-            FinishedRequest(
-                outcome=outcome,
-                placement=report.placement.value,
-                placement_reason=report.placement_reason,
-                prompt_tokens=report.prompt_tokens,
-                output_tokens=report.output_tokens,
-                kv_bytes=report.kv_bytes,
-                queue_s=report.queue_s,
-                ttft_s=report.ttft_s,
-                tpot_s=report.tpot_s,
-                total_s=report.total_s,
-                exposed_transfer_s=report.exposed_transfer_s,
-            )
+    def _drop_stalled_clients(self) -> None:
+        now_s, limit_s = self._clock(), self._stalled_client_s
+        for generation in [g for g in self._open if g.stalls(now_s=now_s, limit_s=limit_s)]:
+            logger.warning("request %s: its client took nothing for %.1f s", generation.request_id, limit_s)
+            generation.drop_client(Cancelled(f"the client took nothing for {limit_s:g} s"))
+
+    def _note_ready(self) -> None:
+        ready = self.ready
+        if ready != self._ready:
+            self._ready = ready
+            self._ready_flipped.set()
+
+    def _worker_snapshot(self, worker: Worker, now_s: float) -> WorkerSnapshot:
+        hello, load = worker.hello, worker.load
+        return WorkerSnapshot(
+            worker_id=hello.worker_id,
+            role=hello.role.value,
+            incarnation=hello.incarnation,
+            address=hello.address,
+            ready=not self._core.placer.suspect(worker, now_s=now_s),
+            blocks=load.blocks,
+            queued_requests=load.queued_requests,
+            queued_tokens=load.queued_tokens,
+            running_sequences=load.running_sequences,
+            leases_held=load.leases_held,
+            heartbeat_age_s=now_s - worker.last_seen_s,
+            requests_placed=len(worker.work),
+            loop_lag_ms=load.loop_lag_ms,
+            pid=hello.pid,
         )
-        log.log(
-            logging.INFO if error is None or isinstance(error, Cancelled) else logging.WARNING,
-            "request %s %s: %s (%s) prefill=%s decode=%s prompt=%d output=%d ttft=%.1fms tpot=%.2fms total=%.1fms "
-            "kv=%dB exposed=%.2fms%s",
-            request_id,
-            outcome,
-            report.placement.value,
-            report.placement_reason or "not placed",
-            report.prefill_worker or "-",
-            report.decode_worker or "-",
-            report.prompt_tokens,
-            report.output_tokens,
-            report.ttft_s * 1e3,
-            report.tpot_s * 1e3,
-            report.total_s * 1e3,
-            report.kv_bytes,
-            report.exposed_transfer_s * 1e3,
-            "" if error is None else f": {error.message}",
-        )
-
-    def _refused(self, request: GenerateInput, error: PdserveError) -> None:
-        log.info("request %s refused, %s: %s", request.request_id or "-", error.code.value, error.message)
-        self._metrics.saw(FinishedRequest(error.code.value, "", "", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0))
-
-    def _gauges(self) -> Gauges:
-        waiting = len(self.core.waiting)
-        workers = tuple(
-            WorkerGauges(
-                worker.hello.worker_id,
-                worker.hello.role.value,
-                worker.load.blocks,
-                worker.load.queued_requests,
-                worker.load.running_sequences,
-                worker.load.leases_held,
-                worker.load.loop_lag_ms,
-            )
-            for worker in self.core.registry
-        )
-        return Gauges(waiting, self.core.num_requests - waiting, workers)

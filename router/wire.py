@@ -1,124 +1,162 @@
-"""Between the link's messages and the core's events and effects."""
+"""Between the link's messages and the core's events and effects. What a worker sends is checked here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Final
+
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, WorkerId
-from pdserve.rpc import codec
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, sampling_to_wire
 from pdserve.rpc.status import from_reason
-from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
-from router.events import (
-    Event,
-    HeartbeatSeen,
-    KvCommitted,
-    LinkId,
-    NoRoom,
-    PrefillStarted,
-    RequestFailed,
-    Reserved,
-    Role,
-    SendAttach,
-    SendBind,
-    SendCancel,
-    SendPrefill,
-    StepRows,
-    WorkerHello,
-    WorkerLoad,
-)
+from pdserve.rpc.v1 import common_pb2, decode_pb2, inference_pb2, link_pb2, prefill_pb2
+from router import events as ev
 
-_ROLES = {common_pb2.ROLE_PREFILL: Role.PREFILL, common_pb2.ROLE_DECODE: Role.DECODE}
+_ROLES: Final = {common_pb2.ROLE_PREFILL: ev.Role.PREFILL, common_pb2.ROLE_DECODE: ev.Role.DECODE}
+_ROLES_TO_WIRE: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 
 
-def hello(wire: link_pb2.Hello) -> WorkerHello:
-    """Raises `InvalidRequest` for what no worker of ours says."""
-    if wire.role not in _ROLES or not wire.worker_id:
-        raise InvalidRequest("Hello needs a worker_id and a role", field="hello")
-    return WorkerHello(
-        worker_id=WorkerId(wire.worker_id),
-        role=_ROLES[wire.role],
-        incarnation=Incarnation(wire.incarnation),
-        address=wire.address,
-        model_fingerprint=wire.model_fingerprint,
-        block_size=wire.block_size,
-        num_blocks=wire.num_blocks,
-        max_model_len=wire.max_model_len,
-        max_num_seqs=wire.max_num_seqs,
-        dtype=wire.dtype,
-        kv_bytes_per_token=wire.kv_bytes_per_token,
-        pid=wire.pid,
+def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
+    """Raises `InternalBug` for an introduction that nobody could have meant."""
+    role = _ROLES.get(hello.role)
+    if role is None or not hello.worker_id:
+        raise InternalBug(f"Hello without role or worker_id: role {hello.role}, worker_id {hello.worker_id!r}")
+    return ev.WorkerHello(
+        worker_id=WorkerId(hello.worker_id),
+        role=role,
+        incarnation=Incarnation(hello.incarnation),
+        address=hello.address,
+        model_fingerprint=hello.model_fingerprint,
+        block_size=hello.block_size,
+        num_blocks=hello.num_blocks,
+        max_model_len=hello.max_model_len,
+        max_num_seqs=hello.max_num_seqs,
+        dtype=hello.dtype,
+        kv_bytes_per_token=hello.kv_bytes_per_token,
+        pid=hello.pid,
     )
 
 
-def event(link: LinkId, message: link_pb2.WorkerMessage) -> Event | None:
-    """None for a message of a newer protocol, which an older router may ignore."""
-    match message.WhichOneof("body"):
-        case "step_batch":
-            return StepRows(link, message.step_batch.rows)
-        case "heartbeat":
-            return HeartbeatSeen(link, _load(message.heartbeat))
-        case "reserved":
-            return Reserved(link, Handle(message.reserved.handle))
-        case "no_room":
-            wire = message.no_room
-            return NoRoom(link, Handle(wire.handle), wire.blocks_needed, wire.blocks_free)
-        case "prefill_started":
-            started = message.prefill_started
-            lease_id = codec.lease_id_from_wire(started.lease_id)
-            return PrefillStarted(link, Handle(started.handle), lease_id, started.ttl_s, started.ticket)
-        case "kv_committed":
-            done = message.kv_committed
-            times = (done.transfer_s, done.commit_s, done.exposed_transfer_s)
-            return KvCommitted(link, Handle(done.handle), done.kv_bytes, *times)
-        case "request_failed":
-            failed = message.request_failed
-            return RequestFailed(link, Handle(failed.handle), from_reason(failed.reason, failed.message))
-    return None
+def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.Event | None:
+    """None for a message that a newer worker knows and we do not. Raises `InternalBug` for a second Hello."""
+    kind = message.WhichOneof("body")
+    if kind == "step_batch":  # by far the most
+        return ev.StepRows(link, message.step_batch.rows)
+    if kind is None:
+        return None
+    if kind == "hello":
+        raise InternalBug("a second Hello on one link")
+    return _READERS[kind](link, getattr(message, kind))
 
 
-def _load(beat: link_pb2.Heartbeat) -> WorkerLoad:
-    blocks = beat.blocks
-    return WorkerLoad(
-        blocks=BlockCounts(blocks.total, blocks.free, blocks.cached, blocks.held, blocks.quarantined),
-        queued_requests=beat.queued_requests,
-        queued_tokens=beat.queued_tokens,
-        running_sequences=beat.running_sequences,
-        leases_held=beat.leases_held,
-        loop_lag_ms=beat.loop_lag_ms,
-    )
+def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.Event:
+    blocks = BlockCounts(m.blocks.total, m.blocks.free, m.blocks.cached, m.blocks.held, m.blocks.quarantined)
+    load = ev.WorkerLoad(blocks, m.queued_requests, m.queued_tokens, m.running_sequences, m.leases_held, m.loop_lag_ms)
+    return ev.HeartbeatSeen(link, load)
 
 
-def command(effect: SendBind | SendPrefill | SendAttach | SendCancel) -> link_pb2.RouterMessage:
-    """The message that carries this effect to its worker."""
+def _prefill_started(link: ev.LinkId, m: prefill_pb2.PrefillStarted) -> ev.Event:
+    return ev.PrefillStarted(link, Handle(m.handle), lease_id_from_wire(m.lease_id), m.ttl_s, m.ticket)
+
+
+def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.Event:
+    return ev.Reserved(link, Handle(m.handle))
+
+
+def _no_room(link: ev.LinkId, m: decode_pb2.NoRoom) -> ev.Event:
+    return ev.NoRoom(link, Handle(m.handle), m.blocks_needed, m.blocks_free)
+
+
+def _kv_committed(link: ev.LinkId, m: decode_pb2.KvCommitted) -> ev.Event:
+    return ev.KvCommitted(link, Handle(m.handle), m.kv_bytes, m.transfer_s, m.commit_s, m.exposed_transfer_s)
+
+
+def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.Event:
+    return ev.RequestFailed(link, Handle(m.handle), _error(m.reason, m.message))
+
+
+_READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.Event]]] = {
+    "heartbeat": _heartbeat,
+    "prefill_started": _prefill_started,
+    "reserved": _reserved,
+    "no_room": _no_room,
+    "kv_committed": _kv_committed,
+    "request_failed": _request_failed,
+}
+
+
+def _error(reason: int, message: str) -> PdserveError:
+    try:
+        return from_reason(reason, message)
+    except ValueError:  # not in our version of the enum
+        return InternalBug(f"worker failed with unknown reason {reason}: {message}")
+
+
+def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
+    return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=incarnation))
+
+
+def command_to_wire(
+    effect: ev.SendBind | ev.SendPrefill | ev.SendAttach | ev.SendCancel,
+) -> link_pb2.RouterMessage:
     match effect:
-        case SendBind(_, work, bind, local_prefill):
-            return link_pb2.RouterMessage(
-                bind=decode_pb2.Bind(
-                    handle=work.handle,
-                    request_id=work.request_id,
-                    attempt=work.attempt,
-                    bind=bind,
-                    prompt_ids=codec.pack_ids(work.prompt_ids),
-                    sampling=codec.sampling_to_wire(work.sampling),
-                    deadline_s=work.deadline_s,
-                    priority=work.priority,
-                    local_prefill=local_prefill,
-                )
-            )
-        case SendPrefill(_, work):
-            return link_pb2.RouterMessage(
-                prefill=prefill_pb2.Prefill(
-                    handle=work.handle,
-                    request_id=work.request_id,
-                    attempt=work.attempt,
-                    prompt_ids=codec.pack_ids(work.prompt_ids),
-                    sampling=codec.sampling_to_wire(work.sampling),
-                    deadline_s=work.deadline_s,
-                    priority=work.priority,
-                )
-            )
-        case SendAttach(_, handle, lease_id, ttl_s, ticket):
-            lease = codec.lease_id_to_wire(lease_id)
-            return link_pb2.RouterMessage(attach=decode_pb2.Attach(handle=handle, lease_id=lease, ttl_s=ttl_s, ticket=ticket))
-        case SendCancel(_, handle):
+        case ev.SendBind(work=work, bind=bind, local_prefill=local):
+            fields = _work(work)
+            return link_pb2.RouterMessage(bind=decode_pb2.Bind(bind=bind, local_prefill=local, **fields))
+        case ev.SendPrefill(work=work):
+            return link_pb2.RouterMessage(prefill=prefill_pb2.Prefill(**_work(work)))
+        case ev.SendAttach(handle=handle, lease_id=lease_id, ttl_s=ttl_s, ticket=ticket):
+            attach = decode_pb2.Attach(handle=handle, lease_id=lease_id_to_wire(lease_id), ttl_s=ttl_s, ticket=ticket)
+            return link_pb2.RouterMessage(attach=attach)
+        case ev.SendCancel(handle=handle):
             return link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle))
+
+
+def _work(work: ev.Work) -> dict[str, Any]:
+    return {
+        "handle": work.handle,
+        "request_id": work.request_id,
+        "attempt": work.attempt,
+        "prompt_ids": pack_ids(work.prompt_ids),
+        "sampling": sampling_to_wire(work.sampling),
+        "deadline_s": work.deadline_s,
+        "priority": work.priority,
+    }
+
+
+def cluster_state_to_wire(cluster: ClusterSnapshot) -> inference_pb2.GetClusterStateResponse:
+    return inference_pb2.GetClusterStateResponse(
+        router_incarnation=cluster.router_incarnation,
+        queued_requests=cluster.queued_requests,
+        running_requests=cluster.running_requests,
+        workers=[_worker_state(worker) for worker in cluster.workers],
+    )
+
+
+def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
+    counts = worker.blocks
+    return inference_pb2.WorkerState(
+        worker_id=worker.worker_id,
+        role=_ROLES_TO_WIRE[worker.role],
+        incarnation=worker.incarnation,
+        address=worker.address,
+        ready=worker.ready,
+        blocks=common_pb2.BlockCounts(
+            total=counts.total,
+            free=counts.free,
+            cached=counts.cached,
+            held=counts.held,
+            quarantined=counts.quarantined,
+            unaccounted=max(0, counts.unaccounted),
+        ),
+        queued_requests=worker.queued_requests,
+        queued_tokens=worker.queued_tokens,
+        running_sequences=worker.running_sequences,
+        leases_held=worker.leases_held,
+        heartbeat_age_s=worker.heartbeat_age_s,
+        requests_placed=worker.requests_placed,
+        loop_lag_ms=worker.loop_lag_ms,
+        pid=worker.pid,
+    )

@@ -69,7 +69,7 @@ TEXTS = [
     "Hello, world!",
     "  leading and trailing  ",
     "tabs\tand\nnew\r\nlines\n\n\nthree",
-    "digits 1 22 333 4444 12345678 3.14159 1,000,000 ½ ² ٣",
+    "digits 1 22 333 4444 12345678 3.14159 1,000,000",
     "don't I'll we've they're it's I'd I'm",
     "def f(x):\n    return x**2  # comment\n\n\nclass A:\n\tpass\n",
     '{"key": [1, 2, {"nested": null}], "s": "\\u00e9"}',
@@ -81,7 +81,8 @@ TEXTS = [
     "a" * 50 + " " * 30 + "!" * 20,
     STORY,
 ]
-DIGIT_TEXTS = [  # white space before a digit: where the rule of "smollm" and that of GPT-2 part
+NUMERAL_TEXTS = [  # white space before a numeral, numerals of several bytes: where "smollm" and GPT-2's rule part
+    "½ cup, x² + y², ٣ and ４２ Ⅻ",
     "\n\n1. one\n\n2. two",
     "x  =  12",
     "    42\n\t\t7",
@@ -169,13 +170,13 @@ def write_default_text() -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = split.Sequence(
         [split.Digits(individual_digits=True), split.ByteLevel(add_prefix_space=False)]
     )
-    digits = {text: tokenizer(text)["input_ids"] for text in DIGIT_TEXTS}
+    numerals = {text: tokenizer(text)["input_ids"] for text in NUMERAL_TEXTS}
     write_json(
         "default_text.json",
         {
             "made_by": versions(),
             "texts": [{"text": text, "ids": ids} for text, ids in plain.items()],
-            "digit_texts": [{"text": text, "ids": ids} for text, ids in digits.items()],
+            "numeral_texts": [{"text": text, "ids": ids} for text, ids in numerals.items()],
             "chats": [{"messages": chat, "prompt": render(tokenizer, chat)} for chat in CHATS],
         },
     )

@@ -9,6 +9,9 @@ Host memory (DRAM) and CUDA memory (VRAM) take the same path. What shaped this f
 - The death of a peer shows as an exception, from posting as often as from polling. A stopped peer or a cut link shows
   as nothing at all for minutes, unless TCP's own timers are shortened; callers keep deadlines of their own.
 - Releasing a read in flight reports success, yet late data is still written: a handle is released only when over.
+- Over TCP, UCX aborts a passive process that was stalled when its reader went away mid-read, as soon as it goes on
+  ("Fatal: unexpected error: Endpoint timeout"), whatever the timers. It survives when it was running, and with CMA. So
+  a lender may die of a reader's death: its supervisor restarts it, and its leases answer GONE.
 - An agent name that is known cannot be loaded again, so agents are named by worker and incarnation.
 - NIXL's own helpers for addresses are pickles and its notifications are unauthenticated: neither is used.
 """

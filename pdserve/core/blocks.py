@@ -11,7 +11,6 @@ lent before they are handed to a `Sequence`.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
@@ -52,7 +51,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
+        # A stack: the block freed last is in the caches and its pages are mapped; one never used costs page faults.
+        self._free: list[BlockId] = [BlockId(i) for i in reversed(range(num_blocks))]
         self._holders: dict[BlockId, set[Holder]] = {}
         self._blocks_of: dict[Holder, list[BlockId]] = {}
         self._quarantined: dict[SeqId, list[BlockId]] = {}
@@ -65,7 +65,7 @@ class BlockPool:
         """`count` free blocks, appended to the holder's; None when there are fewer, and nothing changes."""
         if count > len(self._free):
             return None
-        taken = tuple(self._free.popleft() for _ in range(count))
+        taken = tuple(self._free.pop() for _ in range(count))
         for block_id in taken:
             self._holders[block_id] = {holder}
         self._blocks_of.setdefault(holder, []).extend(taken)

@@ -11,6 +11,7 @@ blocks drops the lease's references then.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
@@ -103,6 +104,7 @@ class LeaseTable:
         self._held: dict[LeaseId, Lease] = {}
         self._ended: OrderedDict[LeaseId, Lease] = OrderedDict()
         self._returned: list[Lease] = []
+        self._earliest_s = math.inf  # no held lease expires before: renewing only moves expiries out
 
     def grant(self, seq_id: SeqId, block_ids: tuple[BlockId, ...], prompt_len: int, *, now_s: float) -> LeaseId:
         """A new lease over blocks on which its references are already taken. Returns its id, never used before."""
@@ -112,6 +114,7 @@ class LeaseTable:
         self._counter += 1
         lease_id = LeaseId(self._incarnation, self._counter)
         self._held[lease_id] = Lease(lease_id, seq_id, block_ids, prompt_len, now_s + self.ttl_s)
+        self._earliest_s = min(self._earliest_s, now_s + self.ttl_s)
         return lease_id
 
     def renew(self, lease_id: LeaseId, *, now_s: float) -> LeaseView:
@@ -173,9 +176,6 @@ class LeaseTable:
     def expire_due(self, *, now_s: float) -> None:
         self._expire(now_s)
 
-    def next_expiry_s(self) -> float | None:
-        return min((lease.expires_s for lease in self._held.values()), default=None)
-
     def take_returned(self) -> list[Lease]:
         """Leases that left HELD since the last call; the caller drops their block references, once."""
         returned, self._returned = self._returned, []
@@ -190,6 +190,7 @@ class LeaseTable:
             assert lease.state is LeaseState.HELD
             assert lease.reader is None
             assert 0 <= lease.watermark <= lease.prompt_len
+            assert lease.expires_s >= self._earliest_s
         for lease in self._ended.values():
             assert lease.state is not LeaseState.HELD
             assert (lease.reader is not None) == (lease.state is LeaseState.COMMITTED)
@@ -200,9 +201,11 @@ class LeaseTable:
         return LeaseView(lease.lease_id, True, lease.watermark, lease.first_token)
 
     def _expire(self, now_s: float) -> None:
-        due = [lease for lease in self._held.values() if now_s >= lease.expires_s]
-        for lease in due:
+        if now_s < self._earliest_s:
+            return
+        for lease in [lease for lease in self._held.values() if now_s >= lease.expires_s]:
             self._end(lease, LeaseEvent.EXPIRE)
+        self._earliest_s = min((lease.expires_s for lease in self._held.values()), default=math.inf)
 
     def _end(self, lease: Lease, event: LeaseEvent) -> None:
         lease.move(event)

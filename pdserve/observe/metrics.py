@@ -1,120 +1,111 @@
-"""The router's metrics, in a registry of their own. Level state is read at scrape time from a snapshot."""
+"""The router's Prometheus metrics. Counters and histograms are fed once a finished request; the state of the cluster
+is read when it is scraped, so it costs nothing in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from pdserve.core.blocks import BlockCounts
+from pdserve.observe.record import RequestRecord
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 
-LATENCY_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-TOKEN_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2)
-TRANSFER_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerGauges:
-    worker_id: str
-    role: str
-    blocks: BlockCounts
-    queued_requests: int
-    running_sequences: int
-    leases_held: int
-    loop_lag_ms: float
+LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+TOKEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+TRANSFER_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """The router's level state."""
+class Metrics:
+    """Has a registry of its own, so that two routers in one process do not meet."""
 
-    waiting_requests: int
-    running_requests: int
-    workers: tuple[WorkerGauges, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """What one ended request adds. `outcome` is "ok" or the error's code."""
-
-    outcome: str
-    placement: str
-    placement_reason: str
-    prompt_tokens: int
-    output_tokens: int
-    kv_bytes: int
-    queue_s: float
-    ttft_s: float
-    tpot_s: float
-    total_s: float
-    exposed_transfer_s: float
-
-
-class RouterMetrics:
-    def __init__(self, gauges: Callable[[], Gauges]) -> None:
+    def __init__(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
         self._registry = registry = CollectorRegistry()
-        registry.register(_LevelState(gauges))
-        self._requests = Counter("pdserve_requests", "Ended requests", ["outcome"], registry=registry)
-        self._placements = Counter("pdserve_placements", "Placement decisions", ["placement", "reason"], registry=registry)
-        self._prompt_tokens = Counter("pdserve_prompt_tokens", "Prompt tokens of ended requests", registry=registry)
-        self._output_tokens = Counter("pdserve_generation_tokens", "Output tokens of ended requests", registry=registry)
-        self._kv_bytes = Counter("pdserve_kv_transfer_bytes", "KV bytes moved between workers", registry=registry)
-        self._queue_s = _histogram("pdserve_request_queue_time_seconds", "Arrival to bind", LATENCY_BUCKETS_S, registry)
-        self._ttft_s = _histogram("pdserve_time_to_first_token_seconds", "Arrival to token 0", LATENCY_BUCKETS_S, registry)
-        self._tpot_s = _histogram("pdserve_time_per_output_token_seconds", "Mean gap of a request", TOKEN_BUCKETS_S, registry)
-        self._total_s = _histogram("pdserve_e2e_request_latency_seconds", "Arrival to last token", LATENCY_BUCKETS_S, registry)
-        self._exposed_s = _histogram(
-            "pdserve_kv_transfer_exposed_seconds", "Prefill known done to KV usable on decode", TRANSFER_BUCKETS_S, registry
-        )
+        registry.register(_ClusterCollector(snapshot))
+        self._requests = Counter("pdserve_requests", "Finished requests.", ["outcome"], registry=registry)
+        self._rejected = Counter("pdserve_requests_rejected", "Requests refused at submit.", ["reason"], registry=registry)
+        self._placements = Counter("pdserve_placements", "Placed requests.", ["placement", "reason"], registry=registry)
+        self._prompt_tokens = Counter("pdserve_prompt_tokens", "Prompt tokens of finished requests.", registry=registry)
+        self._output_tokens = Counter("pdserve_generation_tokens", "Output tokens.", registry=registry)
+        self._kv_bytes = Counter("pdserve_kv_transfer_bytes", "KV moved from prefill to decode.", registry=registry)
+        self._extra_binds = Counter("pdserve_extra_binds", "Binds after the first of a request.", registry=registry)
+        self._ttft = _histogram(registry, "time_to_first_token", "Arrival to token 0 leaving the router.", LATENCY_S)
+        self._tpot = _histogram(registry, "time_per_output_token", "(last - first) / (tokens - 1).", TOKEN_S)
+        self._total = _histogram(registry, "e2e_request_latency", "Arrival to the last token.", LATENCY_S)
+        self._queue = _histogram(registry, "request_queue_time", "Arrival to the first bind that had room.", LATENCY_S)
+        self._transfer = _histogram(registry, "kv_transfer", "First read posted to last read finished.", TRANSFER_S)
+        self._exposed = _histogram(registry, "kv_transfer_exposed", "Prefill known done to KV usable.", TRANSFER_S)
 
-    def saw(self, request: FinishedRequest) -> None:
-        self._requests.labels(request.outcome).inc()
-        if request.placement_reason:
-            self._placements.labels(request.placement, request.placement_reason).inc()
-        self._prompt_tokens.inc(request.prompt_tokens)
-        self._output_tokens.inc(request.output_tokens)
-        if request.outcome != "ok":
-            return
-        self._queue_s.observe(request.queue_s)
-        self._ttft_s.observe(request.ttft_s)
-        self._total_s.observe(request.total_s)
-        if request.output_tokens > 1:
-            self._tpot_s.observe(request.tpot_s)
-        if request.kv_bytes:
-            self._kv_bytes.inc(request.kv_bytes)
-            self._exposed_s.observe(request.exposed_transfer_s)
+    def finished(self, record: RequestRecord) -> None:
+        self._requests.labels(record.outcome).inc()
+        self._prompt_tokens.inc(record.prompt_tokens)
+        self._output_tokens.inc(record.output_tokens)
+        if record.placement_reason:
+            self._placements.labels(record.placement, record.placement_reason).inc()
+            self._extra_binds.inc(max(0, record.binds - 1))
+            self._queue.observe(record.queue_s)
+        if record.output_tokens > 0:
+            self._ttft.observe(record.ttft_s)
+        if record.output_tokens > 1:
+            self._tpot.observe(record.tpot_s)
+        if not record.message:
+            self._total.observe(record.total_s)
+        if record.kv_bytes > 0:
+            self._kv_bytes.inc(record.kv_bytes)
+            self._transfer.observe(record.transfer_s)
+            self._exposed.observe(record.exposed_transfer_s)
 
-    def text(self) -> bytes:
-        """Prometheus text exposition, version 0.0.4."""
+    def rejected(self, reason: str) -> None:
+        """`reason` is an error code."""
+        self._rejected.labels(reason).inc()
+
+    def render(self) -> bytes:
+        """Prometheus text."""
         return generate_latest(self._registry)
 
 
-def _histogram(name: str, text: str, buckets: Iterable[float], registry: CollectorRegistry) -> Histogram:
-    return Histogram(name, text, buckets=tuple(buckets), registry=registry)
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"pdserve_{name}_seconds", text, buckets=buckets, registry=registry)
 
 
-class _LevelState:
-    def __init__(self, gauges: Callable[[], Gauges]) -> None:
-        self._gauges = gauges
+class _ClusterCollector(Collector):
+    def __init__(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
+        self._snapshot = snapshot
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Nothing: the registry would otherwise collect at registration, before there is a state."""
-        return iter(())
+    def describe(self) -> list[Metric]:
+        """Nothing: else registering would already take a snapshot."""
+        return []
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        gauges = self._gauges()
-        yield GaugeMetricFamily("pdserve_requests_waiting", "Requests without a worker", gauges.waiting_requests)
-        yield GaugeMetricFamily("pdserve_requests_running", "Requests on workers", gauges.running_requests)
-        blocks = GaugeMetricFamily("pdserve_kv_blocks", "KV blocks by state", labels=["worker", "role", "state"])
-        state = GaugeMetricFamily("pdserve_worker", "A worker's level state", labels=["worker", "role", "what"])
-        for worker in gauges.workers:
-            labels = [worker.worker_id, worker.role]
-            for name in ("free", "cached", "held", "quarantined", "unaccounted"):
-                blocks.add_metric([*labels, name], getattr(worker.blocks, name))
-            for name in ("queued_requests", "running_sequences", "leases_held", "loop_lag_ms"):
-                state.add_metric([*labels, name], getattr(worker, name))
-        yield blocks
-        yield state
+    def collect(self) -> Iterator[Metric]:
+        cluster = self._snapshot()
+        waiting, running = cluster.queued_requests, cluster.running_requests
+        yield GaugeMetricFamily("pdserve_num_requests_waiting", "Requests that wait for room on decode.", value=waiting)
+        yield GaugeMetricFamily("pdserve_num_requests_running", "Requests placed on workers.", value=running)
+        yield _blocks(cluster.workers)
+        for name, text, read in _WORKER_GAUGES:
+            family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
+            for worker in cluster.workers:
+                family.add_metric([worker.worker_id, worker.role], read(worker))
+            yield family
+
+
+_WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
+    ("ready", "1: takes requests.", lambda w: float(w.ready)),
+    ("queued_requests", "Requests that wait inside the worker.", lambda w: w.queued_requests),
+    ("queued_tokens", "Prompt tokens not yet computed.", lambda w: w.queued_tokens),
+    ("running_sequences", "Sequences in the engine.", lambda w: w.running_sequences),
+    ("leases_held", "Leases over lent blocks.", lambda w: w.leases_held),
+    ("requests_placed", "Placed by this router and not finished.", lambda w: w.requests_placed),
+    ("heartbeat_age_seconds", "Since the worker was last heard.", lambda w: w.heartbeat_age_s),
+    ("loop_lag_ms", "How late the worker's loop runs.", lambda w: w.loop_lag_ms),
+)
+
+
+def _blocks(workers: tuple[WorkerSnapshot, ...]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily("pdserve_worker_blocks", "KV blocks by state.", labels=["worker", "role", "state"])
+    for worker in workers:
+        for state in ("free", "cached", "held", "quarantined", "unaccounted"):
+            family.add_metric([worker.worker_id, worker.role, state], getattr(worker.blocks, state))
+    return family

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -18,6 +18,8 @@ from pdserve.rpc.channel import open_channel, token_metadata
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+Stream = grpc.aio.StreamStreamCall[link_pb2.WorkerMessage, link_pb2.RouterMessage]
 
 MAX_OUTBOUND: Final = 8192
 REDIAL_FIRST_S: Final = 0.1
@@ -75,19 +77,23 @@ class Link:
             pause_s = min(pause_s * 2, REDIAL_MAX_S)
 
     async def _serve_once(self) -> None:
+        """One stream, until it breaks: raises what ended it."""
         self._outbound = asyncio.Queue(MAX_OUTBOUND)
         self._overflow.clear()
         self._outbound.put_nowait(link_pb2.WorkerMessage(hello=self._hello()))
         try:
             async with open_channel(self._router_address) as channel:
-                call = link_pb2_grpc.WorkerLinkStub(channel).Connect(self._messages(), metadata=self._metadata)
-                helpers = [asyncio.create_task(self._beat()), asyncio.create_task(self._end_on_overflow(call))]
+                call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=self._metadata)
+                # Written by a task of ours: grpc.aio leaks the one it makes for a request iterator when a stream breaks.
+                jobs = (self._write(call, self._outbound), self._beat(), self._end_on_overflow(call))
+                helpers = [asyncio.create_task(job) for job in jobs]
                 try:
                     async for message in call:
                         self._take(message)
                 finally:
                     for task in helpers:
                         task.cancel()
+                    await asyncio.gather(*helpers, return_exceptions=True)
                     call.cancel()
             raise ConnectionError("the router closed the stream")
         finally:
@@ -100,18 +106,17 @@ class Link:
         else:
             self._on_command(message)
 
-    async def _messages(self) -> AsyncIterator[link_pb2.WorkerMessage]:
-        outbound = self._outbound
-        assert outbound is not None
+    async def _write(self, call: Stream, outbound: asyncio.Queue[link_pb2.WorkerMessage]) -> None:
+        """Ends with the stream; why it broke is what reading it raises."""
         while True:
-            yield await outbound.get()
+            await call.write(await outbound.get())
 
     async def _beat(self) -> None:
         while True:
             self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
             await asyncio.sleep(self._heartbeat_interval_s)
 
-    async def _end_on_overflow(self, call: grpc.aio.StreamStreamCall[link_pb2.WorkerMessage, link_pb2.RouterMessage]) -> None:
+    async def _end_on_overflow(self, call: Stream) -> None:
         await self._overflow.wait()
         log.error("the router reads too slowly: %d messages are waiting; the link is ended", MAX_OUTBOUND)
         call.cancel()

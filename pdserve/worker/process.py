@@ -13,7 +13,7 @@ import click
 
 from pdserve.config import WorkerConfig, load
 from pdserve.core.errors import ConfigError
-from pdserve.observe.logs import configure_logging
+from pdserve.observe.logs import setup_logging
 from pdserve.worker.runtime import RunningWorker
 
 
@@ -26,7 +26,7 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
     @click.option("--log-level", default="info", show_default=True)
     @click.option("--exit-with-parent", is_flag=True, help="Stop when standard input closes.")
     def command(config: str, overrides: tuple[str, ...], log_level: str, exit_with_parent: bool) -> None:
-        configure_logging(log_level)
+        setup_logging(log_level)
         try:
             worker_config = load(WorkerConfig, config, overrides)
             stop = threading.Event()

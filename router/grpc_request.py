@@ -1,0 +1,66 @@
+"""From the client API's messages to what the router takes. Only what the client set is passed on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.sampling import Placement
+from pdserve.rpc.codec import placement_from_wire
+from pdserve.rpc.v1 import common_pb2, inference_pb2
+from router.api import ChatMessage, GenerateInput, Prompt
+
+
+def generate_input(
+    request: inference_pb2.GenerateRequest, *, call_remaining_s: float | None, max_deadline_s: float
+) -> GenerateInput:
+    """`call_remaining_s`: what is left of the call's own deadline, None without one. Raises `InvalidRequest`."""
+    return GenerateInput(
+        prompt=prompt_of(request),
+        sampling=_sampling(request.sampling),
+        model=request.model or None,
+        request_id=request.request_id or None,
+        deadline_s=_deadline_s(request, call_remaining_s, max_deadline_s),
+        priority=request.priority,
+        placement=_placement(request.placement),
+    )
+
+
+def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Prompt:
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "tokens" and isinstance(request, inference_pb2.GenerateRequest):
+        return tuple(request.tokens.ids)
+    if kind == "chat":
+        if not request.chat.messages:
+            raise InvalidRequest("is empty", field="messages")
+        return tuple(ChatMessage(m.role, m.content) for m in request.chat.messages)
+    raise InvalidRequest("is missing: set text, tokens or chat", field="prompt")
+
+
+def _sampling(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
+    """Fields that are present, zero or not; repeated ones when they are not empty."""
+    values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
+    for name in ("stop", "stop_token_ids"):
+        if name in values:
+            values[name] = tuple(values[name])
+    return values
+
+
+def _placement(wire: int) -> Placement | None:
+    try:
+        return placement_from_wire(wire)
+    except KeyError:
+        raise InvalidRequest(f"{wire} is not a placement", field="placement") from None
+
+
+def _deadline_s(request: inference_pb2.GenerateRequest, call_remaining_s: float | None, max_deadline_s: float) -> float | None:
+    """The earlier of both; a call's own may be as long as it likes, it is the client's."""
+    asked = request.deadline_s if request.HasField("deadline_s") else None
+    if call_remaining_s is None or (asked is not None and math.isnan(asked)):
+        return asked
+    if asked is None:
+        return min(call_remaining_s, max_deadline_s)
+    return min(asked, call_remaining_s)

@@ -1,0 +1,35 @@
+"""What the router knows of the served model: its card, tokenizer and limits. No weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import resolve
+from pdserve.config import EngineConfig
+from pdserve.core.kv_layout import KvLayout, fit_max_model_len
+from pdserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str  # what clients call it
+    card: ModelCard
+    tokenizer: Tokenizer
+    layout: KvLayout
+    max_model_len: int  # prompt + output tokens of one request
+
+    @classmethod
+    def load(cls, engine: EngineConfig) -> ServedModel:
+        """Resolve and read. Blocks: for seconds when the model has to be converted. Raises `ConfigError`."""
+        directory = resolve(engine.model)
+        card = ModelCard.load(directory)
+        layout = card.kv_layout(engine.block_size, engine.dtype)
+        pool_tokens = engine.kv_cache_memory // layout.block_bytes * engine.block_size
+        return cls(
+            name=engine.served_model_name or card.name,
+            card=card,
+            tokenizer=Tokenizer.load(directory),
+            layout=layout,
+            max_model_len=fit_max_model_len(engine.max_model_len, card.max_position, pool_tokens),
+        )

@@ -1,0 +1,48 @@
+"""Starting a gRPC server on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+import grpc.aio
+
+from pdserve.core.errors import ConfigError
+
+_KEEPALIVE: Final = (
+    # A client that vanished without a word is noticed within half a minute.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+STOP_GRACE_S: Final = 0.5
+
+
+def make_server(
+    *, max_receive_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = ()
+) -> grpc.aio.Server:
+    """Messages that are sent have no limit: they are ours."""
+    options = [
+        ("grpc.so_reuseport", 0),  # else two routers would share a port and each get half of the calls
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_send_message_length", -1),
+        *_KEEPALIVE,
+    ]
+    return grpc.aio.server(options=options, interceptors=list(interceptors))
+
+
+def bind_port(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
+    """The bound port; `port` 0 takes any free one. Raises `ConfigError` naming the flag."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        return int(server.add_insecure_port(address))
+    except RuntimeError as exc:
+        raise ConfigError(f"cannot listen on {address}: the port is taken or the host is not ours; set {flag}") from exc
+
+
+async def stop_server(server: grpc.aio.Server) -> None:
+    """Running calls get a short grace, then are cancelled. Bounded."""
+    async with asyncio.timeout(STOP_GRACE_S + 2.0):
+        await server.stop(STOP_GRACE_S)
