@@ -4,9 +4,11 @@ Batch-invariant mode: without it a row of a matrix product differs in its last b
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from pdserve.client import InferenceClient
 from pdserve.config import MIB, EngineConfig
 from pdserve.rpc.v1 import common_pb2
 from pdserve.testing.client import generate_all, request
@@ -51,7 +53,18 @@ def sampling(i: int) -> dict[str, object]:
 
 
 def test_disaggregated_equals_colocated_on_216_prompts_64_at_once(cluster):
-    batch = prompts(216, seed=1)
+    check_placements_agree(cluster, prompts(216, seed=1))
+
+
+def test_disaggregated_equals_colocated_in_bfloat16():
+    with ProcessCluster(replace(ENGINE, dtype="bfloat16"), prefill=1, decode=2) as cluster:
+        check_placements_agree(cluster, prompts(54, seed=4))
+        cluster.assert_empty()
+
+
+def check_placements_agree(cluster, batch):
+    """Every prompt by both placements: the same tokens and text, and the right number of KV bytes."""
+    bytes_per_token = kv_bytes_per_token(cluster)
     runs = {}
     for placement in (common_pb2.PLACEMENT_DISAGGREGATED, common_pb2.PLACEMENT_COLOCATED):
         messages = [request(ids, placement, **sampling(i)) for i, ids in enumerate(batch)]
@@ -61,21 +74,18 @@ def test_disaggregated_equals_colocated_on_216_prompts_64_at_once(cluster):
         assert a.ids == b.ids, f"prompt {i} of {len(batch[i])} tokens"
         assert a.text == b.text
         assert a.finish_reason == b.finish_reason
-        assert a.report.kv_bytes == -(-len(batch[i]) // BLOCK) * BLOCK * KV_BYTES_PER_TOKEN(cluster)
+        assert a.report.kv_bytes == -(-len(batch[i]) // BLOCK) * BLOCK * bytes_per_token
         assert b.report.kv_bytes == 0
         assert a.report.prefill_worker == "prefill-0"
     assert {a.report.decode_worker for a in apart} == {"decode-0", "decode-1"}
-    assert len({tuple(a.ids) for a in apart}) > 100, "the prompts' outputs hardly differ: the comparison shows little"
+    assert len({tuple(a.ids) for a in apart}) > len(batch) / 2, (
+        "the prompts' outputs hardly differ: the comparison shows little"
+    )
 
 
-def KV_BYTES_PER_TOKEN(cluster) -> int:
-    import grpc
-
-    from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-
-    with grpc.insecure_channel(cluster.grpc) as channel:
-        info = inference_pb2_grpc.InferenceStub(channel).GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=10)
-    return info.kv_bytes_per_token
+def kv_bytes_per_token(cluster) -> int:
+    with InferenceClient(cluster.grpc) as client:
+        return client.model_info().kv_bytes_per_token
 
 
 def test_alone_equals_in_company(cluster):
