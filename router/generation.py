@@ -29,6 +29,8 @@ class LiveGeneration:
         self._seen_taken = 0
         self._stalled_since_s: float | None = None
         self._stall_callback: Callable[[], object] | None = None
+        self.dropped: Cancelled | None = None
+        """Why the client was dropped, if it was."""
 
     # The client's side -----------------------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ class LiveGeneration:
         self._wake()
 
     def end(self, report: Report, error: PdserveError | None) -> None:
-        self._report, self._error, self._ended = report, error, True
+        self._report, self._error, self._ended = report, self.dropped or error, True
         self._wake()
 
     def stalls(self, *, now_s: float, limit_s: float) -> bool:
@@ -87,7 +89,8 @@ class LiveGeneration:
     def drop_client(self, error: Cancelled) -> None:
         """It took nothing for too long: what it did not take is gone."""
         self._buffer.clear()
-        self._error, self._ended = error, True
+        self.dropped = self._error = error
+        self._ended = True
         self._wake()
         self._release()
         if self._stall_callback is not None:

@@ -48,19 +48,26 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             generation.close()
 
     async def _stream(self, generation: LiveGeneration, context: Any) -> None:
+        """Write all of it. Raises `Cancelled`, out of the write that waits, for a client that stopped reading."""
         task = asyncio.current_task()
         assert task is not None
         generation.on_stalled(task.cancel)
-        request_id = generation.request_id
-        async for delta in generation:
-            if delta.finish_reason is None:
-                ids, text = delta.ids, delta.text
-                await context.write(
-                    inference_pb2.GenerateResponse(request_id=request_id, index=delta.index, ids=ids, text=text)
-                )
-            else:
-                context.set_trailing_metadata(((TIMELINE_METADATA, _timeline(generation.report)),))
-                await context.write(_last(request_id, delta, generation.report))
+        try:
+            async for delta in generation:
+                await context.write(self._message(generation, delta, context))
+        except asyncio.CancelledError:
+            if generation.dropped is None:
+                raise
+            task.uncancel()  # it was ours; a bare cancel would leave the call open for ever
+            raise generation.dropped from None
+
+    def _message(self, generation: LiveGeneration, delta: Delta, context: Any) -> inference_pb2.GenerateResponse:
+        if delta.finish_reason is None:
+            return inference_pb2.GenerateResponse(
+                request_id=generation.request_id, index=delta.index, ids=delta.ids, text=delta.text
+            )
+        context.set_trailing_metadata(((TIMELINE_METADATA, _timeline(generation.report)),))
+        return _last(generation.request_id, delta, generation.report)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
         return inference_pb2.CancelResponse(found=self._router.cancel(request.request_id))

@@ -14,7 +14,7 @@ from pdserve.core.ids import RequestId
 from router.events import LinkId
 
 PRIOR_OUTPUT_TOKENS: Final = 128.0
-"""Assumed before anything finished. ShareGPT answers average about 200 tokens, tool calls far less."""
+"""A guess, until something has finished; a wrong one costs a NoRoom or a short wait."""
 MEAN_WEIGHT: Final = 0.02
 """Of the newest output in the running mean: it forgets half of the past in 34 requests."""
 

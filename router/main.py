@@ -28,7 +28,7 @@ from router.service import RouterService
 logger = logging.getLogger(__name__)
 
 MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
-"""A ticket of a 128k-token prompt is well below 1 MiB; this bounds a broken worker, not a working one."""
+"""Bounds a broken worker; nothing that a working one says comes near."""
 EXIT_CONFIG: Final = 2
 
 

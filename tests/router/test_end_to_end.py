@@ -257,6 +257,22 @@ def test_a_client_that_takes_nothing_is_cancelled() -> None:
     run(story())
 
 
+def test_a_grpc_client_that_stops_reading_is_cancelled_on_both_workers() -> None:
+    """Its task waits inside a write: flow control has closed the window, so only a cancel gets it out."""
+
+    async def story() -> None:
+        settings = {"text_of": lambda _: "x" * 100_000}
+        async with local_cluster(stalled_client_s=0.3, worker=lambda: settings) as cluster:
+            cluster.decode.token_interval_s = 0.001
+            call = cluster.stub.Generate(generate_request((1, 2), 250))
+            await anext(aiter(call))
+            await cluster.decode.wait_for(lambda: "attach" in cluster.decode.commands and not cluster.service._open)
+            await cluster.assert_idle()
+            assert (await failure(rest(call)))[:2] == (grpc.StatusCode.CANCELLED, "cancelled")
+
+    run(story())
+
+
 def test_links_need_the_token_and_the_same_model_and_layout() -> None:
     async def story() -> None:
         async with local_cluster() as cluster:

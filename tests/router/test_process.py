@@ -1,0 +1,139 @@
+"""`python -m router` as others start it: one ready line, three ports, a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker
+
+from .local_cluster import TOKEN, generate_request, read_answer, right_ids, tiny_model
+
+ROOT = Path(__file__).parents[2]
+PORTS = ("--set", "router.http_port=0", "--set", "router.grpc_port=0")
+WAIT_S = 20.0
+
+
+@contextlib.contextmanager
+def router_process(tmp_path: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+    config = tmp_path / "router.yaml"
+    config.write_text(f"cluster_token: {TOKEN}\nengine: {{model: tiny, max_model_len: 256}}\n")
+    command = [sys.executable, "-m", "router", "--config", str(config), *args]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def ready_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    return json.loads(line)
+
+
+def test_it_serves_both_protocols_and_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
+    with router_process(tmp_path, *PORTS) as process:
+        ready = ready_line(process)
+        assert (ready["event"], ready["pid"]) == ("ready", process.pid)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"http://{ready['http']}/health", timeout=WAIT_S)
+        assert caught.value.code == 503
+        caught.value.close()
+        asyncio.run(_serve_some(ready))
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=5)
+        assert process.returncode == 0, err
+        assert out == ""
+        assert "outcome=length" in err
+        assert "Traceback" not in err
+
+
+async def _serve_some(ready: dict[str, Any]) -> None:
+    settings = {"cluster_token": TOKEN, "model_fingerprint": tiny_model().card.fingerprint, "vocab_size": 512}
+    async with (
+        asyncio.timeout(WAIT_S),
+        FakeWorker(PREFILL, ready["link"], **settings),
+        FakeWorker(DECODE, ready["link"], **settings),
+        grpc.aio.insecure_channel(ready["grpc"]) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        answer = await read_answer(stub.Generate(generate_request((1, 2, 3), 5)))
+        assert answer.ids == right_ids((1, 2, 3), 5)
+        assert len((await stub.GetClusterState(inference_pb2.GetClusterStateRequest())).workers) == 2
+        body = json.dumps({"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5, "stream": True}).encode()
+        url = f"http://{ready['http']}/v1/completions"
+        request = urllib.request.Request(url, body, {"content-type": "application/json"})
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=WAIT_S).read().decode())
+        assert text.rstrip().endswith("data: [DONE]")
+        assert '"finish_reason":"length"' in text.replace(" ", "")
+
+
+def test_it_ends_in_time_with_requests_running(tmp_path: Path) -> None:
+    with router_process(tmp_path, *PORTS) as process:
+        asyncio.run(_stop_while_running(ready_line(process), process))
+        assert process.returncode == 0
+
+
+async def _stop_while_running(ready: dict[str, Any], process: subprocess.Popen[str]) -> None:
+    settings = {"cluster_token": TOKEN, "model_fingerprint": tiny_model().card.fingerprint, "vocab_size": 512}
+    async with (
+        asyncio.timeout(WAIT_S),
+        FakeWorker(DECODE, ready["link"], token_interval_s=0.5, **settings),
+        grpc.aio.insecure_channel(ready["grpc"]) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(generate_request((1, 2, 3), 200))
+        await anext(aiter(call))
+        process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(process.wait, 5)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_answer(call)
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    with router_process(tmp_path, *PORTS, "--exit-with-parent") as process:
+        ready_line(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=5) == 0
+
+
+@pytest.mark.parametrize("name", ["http", "grpc", "link"])
+def test_a_busy_port_is_named_by_its_flag(tmp_path: Path, name: str) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        taken = f"router.{name}_port={busy.getsockname()[1]}"
+        with router_process(tmp_path, *PORTS, "--set", taken) as process:
+            out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (2, "")
+    assert f"--{name}-port" in err
+    assert "Traceback" not in err
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    with router_process(tmp_path, "--set", "router.port=1") as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (2, "")
+    assert "router.port" in err
