@@ -87,7 +87,8 @@ def test_bad_prompts_name_their_place(field: str, prompt: Any) -> None:
 BAD_FIELDS: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1 << 40), ("max_tokens", True), ("max_tokens", "5"),
     ("max_tokens", 5.0), ("max_completion_tokens", 0), ("temperature", "hot"), ("temperature", True),
-    ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", 10**400), ("top_p", []), ("top_k", 1.5), ("min_tokens", "1"),
+    ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", 10**400), ("top_p", []),
+    ("top_k", 1.5), ("min_tokens", "1"),
     ("seed", 1 << 64), ("seed", 0.5), ("stop", 3), ("stop[1]", ["a", None]), ("stop_token_ids", 3), ("stop_token_ids[0]", [-1]),
     ("stop_token_ids[0]", [True]), ("ignore_eos", 1), ("stream", "true"), ("stream_options", {"include_usage": True}),
     ("priority", "high"), ("placement", "moon"), ("placement", 1), ("deadline_s", "soon"), ("deadline_s", float("-inf")),

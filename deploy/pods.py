@@ -1,0 +1,137 @@
+"""Containers and pods of the manifest: what each kind of process needs, and how its health is asked."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Final
+
+from pdserve.config import MIB, EngineConfig, PoolConfig
+
+Manifest = dict[str, Any]
+
+GCS_PORT: Final = 6379
+RAYLET_PORT: Final = 6380  # fixed, so that a probe can find it; Ray would draw one
+PROBE_PERIOD_S: Final = 10
+START_LIMIT_S: Final = 300  # a first start may convert or download a model
+TERMINATION_GRACE_S: Final = 30  # `pdserve up` stops all its processes in less than 10
+
+HEAD_MEMORY_MIB: Final = 2048  # Ray's own processes
+ROUTER_MEMORY_MIB: Final = 2048  # a Ray node without workers, the driver, the router with its tokenizer
+WORKER_BASE_MEMORY_MIB: Final = 4096
+"""Beside the KV pool: a Ray node (1 GiB), torch and its buffers (1 GiB), weights. 2 GiB of weights is four times the
+default model in fp32; a larger model needs more, set it in the manifest."""
+
+_SECURITY: Final = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+_POD_SECURITY: Final = {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def head_template(image: str) -> Manifest:
+    """Ray's head: control only. It offers no resources, so nothing of ours is placed on it."""
+    ports = [{"containerPort": GCS_PORT, "name": "gcs"}]
+    container = _container("ray-head", image, _resources(cpus=1, memory_mib=HEAD_MEMORY_MIB))
+    return _template([{**container, "ports": ports, **_tcp_probes(GCS_PORT)}])
+
+
+def worker_template(image: str, pool: PoolConfig, engine: EngineConfig) -> Manifest:
+    """One worker a pod: Ray starts our actor in it because only it offers the pool's resource."""
+    on_gpu = pool.num_gpus > 0
+    kv_mib = 0 if on_gpu else math.ceil(engine.kv_cache_memory / MIB)  # else it is the device's memory
+    resources = _resources(
+        cpus=cpus_of(pool, engine),
+        memory_mib=WORKER_BASE_MEMORY_MIB + kv_mib,
+        gpus=math.ceil(pool.num_gpus),
+    )
+    return _template([{**_container("ray-worker", image, resources), **_tcp_probes(RAYLET_PORT)}])
+
+
+def cpus_of(pool: PoolConfig, engine: EngineConfig) -> int:
+    """Cores that a worker of the pool may count on: as many as Ray sets aside, and as its threads use."""
+    return max(1, math.ceil(pool.num_cpus), engine.threads)
+
+
+def ray_start_params(pool: PoolConfig, custom: dict[str, float]) -> dict[str, str]:
+    """Arguments of `ray start` on a pool's pods. KubeRay wants the JSON of custom resources quoted once more."""
+    params = {
+        "num-cpus": str(math.ceil(pool.num_cpus)),
+        "node-manager-port": str(RAYLET_PORT),
+        "resources": json.dumps(json.dumps(custom)),
+    }
+    if pool.num_gpus:
+        params["num-gpus"] = str(math.ceil(pool.num_gpus))
+    return params
+
+
+def router_template(image: str, *, head: str, token_secret: str, ports: dict[str, int], config_map: str) -> Manifest:
+    """A Ray node without resources that runs the driver, `pdserve up`, which runs the router.
+
+    It is no pod of the RayCluster: Ray's head can then stay while the router is rolled, and the driver's signals
+    and exit status are the pod's own. `ray start` leaves its daemons behind and the shell becomes the driver.
+    """
+    script = (
+        f"ray start --address={head}:{GCS_PORT} --num-cpus=0 --num-gpus=0 && exec pdserve up --config /etc/pdserve/cluster.yaml"
+    )
+    container = {
+        **_container("router", image, _resources(cpus=1, memory_mib=ROUTER_MEMORY_MIB)),
+        "command": ["/bin/bash", "-c", script],
+        "env": [
+            {"name": "RAY_AUTH_MODE", "value": "token"},
+            {"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": {"name": token_secret, "key": "auth_token"}}},
+        ],
+        "ports": [{"containerPort": port, "name": name} for name, port in ports.items()],
+        "volumeMounts": [{"name": "config", "mountPath": "/etc/pdserve", "readOnly": True}],
+        **_router_probes(),
+    }
+    return _template([container], volumes=[{"name": "config", "configMap": {"name": config_map}}])
+
+
+def _router_probes() -> Manifest:
+    """Ready: a request would be served. Alive: the router answers at all.
+
+    /health must not decide over life: it is 503 while the last decode worker is being restarted, and killing the
+    router then would kill every worker that is still fine.
+    """
+    health = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 2}
+    alive = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": PROBE_PERIOD_S, "timeoutSeconds": 5}
+    start = {**alive, "failureThreshold": START_LIMIT_S // PROBE_PERIOD_S}
+    return {"startupProbe": start, "readinessProbe": health, "livenessProbe": {**alive, "failureThreshold": 6}}
+
+
+def _tcp_probes(port: int) -> Manifest:
+    """KubeRay would ask Ray's dashboard agent, which a plain `pip install ray` does not have."""
+    probe = {"tcpSocket": {"port": port}, "periodSeconds": PROBE_PERIOD_S, "timeoutSeconds": 5}
+    return {
+        "readinessProbe": {**probe, "initialDelaySeconds": 5, "failureThreshold": 6},
+        "livenessProbe": {**probe, "initialDelaySeconds": 60, "failureThreshold": 12},
+    }
+
+
+def _container(name: str, image: str, resources: Manifest) -> Manifest:
+    return {
+        "name": name,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "resources": resources,
+        "securityContext": _SECURITY,
+    }
+
+
+def _resources(*, cpus: int, memory_mib: int, gpus: int = 0) -> Manifest:
+    """Memory is requested whole: a worker over its limit would be killed, and all it serves with it."""
+    memory = f"{memory_mib}Mi"
+    limits: Manifest = {"memory": memory}
+    if gpus:
+        limits["nvidia.com/gpu"] = str(gpus)
+    return {"requests": {"cpu": str(cpus), "memory": memory}, "limits": limits}
+
+
+def _template(containers: list[Manifest], **spec: Any) -> Manifest:
+    return {
+        "spec": {
+            "containers": containers,
+            "securityContext": _POD_SECURITY,
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": TERMINATION_GRACE_S,
+            **spec,
+        }
+    }

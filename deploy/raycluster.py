@@ -1,0 +1,225 @@
+"""Kubernetes manifests for one cluster configuration: a KubeRay RayCluster, and the router beside it.
+
+    python -m deploy.raycluster --config examples/cluster.yaml --image registry.example/pdserve:0.1.0 > manifest.yaml
+    kubectl apply -f manifest.yaml
+
+    ConfigMap NAME-config     the configuration, with what Kubernetes decides: address auto, all interfaces
+    RayCluster NAME           the head, and one group of pods for each pool, whose replicas are the pool's
+    Deployment NAME-router    the driver `pdserve up` and the router it runs
+    Service NAME              http and grpc, for clients
+    Service NAME-link         where workers dial the router, ready or not: it is ready only once they are there
+
+KubeRay 1.5.1 or newer makes the token (Secret NAME) that Ray's processes authenticate with. Workers are Ray actors,
+started by the driver: changing a pool means applying a new manifest, which replaces the router's pod.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from deploy import pods
+from pdserve.config import ClusterConfig, PoolConfig, load
+from pdserve.core.errors import ConfigError
+
+Manifest = dict[str, Any]
+
+DEFAULT_NAME: Final = "pdserve"
+FIXED_PORTS: Final = {"http": 8000, "grpc": 50051, "link": 50052}  # of a configuration that says "any free one"
+LOG_DIR: Final = "/tmp/pdserve-logs"  # the same in every pod, and writable in every pod
+_NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, what a Service may be called
+MAX_NAME: Final = 40  # KubeRay makes longer names from it, and a label ends at 63
+
+
+def render(config: ClusterConfig, *, image: str, name: str) -> list[Manifest]:
+    """All objects, in an order that can be applied. Raises `ConfigError` for a name that Kubernetes refuses."""
+    if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+        raise ConfigError(f"--name must be lower-case letters, digits and dashes, at most {MAX_NAME}, got {name!r}")
+    config = on_kubernetes(config, name)
+    text = yaml.safe_dump(changed(config), sort_keys=False)
+    return [
+        _config_map(name, text),
+        _ray_cluster(config, image, name),
+        _router(config, image, name, text),
+        _service(name, name, {"http": config.router.http_port, "grpc": config.router.grpc_port}),
+        _service(f"{name}-link", name, {"link": config.router.link_port}, publishNotReadyAddresses=True),
+    ]
+
+
+def on_kubernetes(config: ClusterConfig, name: str) -> ClusterConfig:
+    """The configuration with the settings that are Kubernetes's to decide, and ports that a Service can name."""
+    router = dataclasses.replace(
+        config.router,
+        host="0.0.0.0",
+        link_host=None,
+        advertise_host=f"{name}-link",
+        http_port=config.router.http_port or FIXED_PORTS["http"],
+        grpc_port=config.router.grpc_port or FIXED_PORTS["grpc"],
+        link_port=config.router.link_port or FIXED_PORTS["link"],
+    )
+    return dataclasses.replace(
+        config,
+        address="auto",
+        advertise_host=None,
+        log_dir=config.log_dir or LOG_DIR,
+        router=router,
+        prefill=_with_threads(config, config.prefill),
+        decode=_with_threads(config, config.decode),
+    )
+
+
+def _with_threads(config: ClusterConfig, pool: PoolConfig) -> PoolConfig:
+    """As many threads as the pod asks cores for: left to itself, a worker counts the cores of the whole node."""
+    engine = config.engine_for(pool)
+    if engine.threads:
+        return pool
+    return dataclasses.replace(pool, engine={**pool.engine, "threads": pods.cpus_of(pool, engine)})
+
+
+def changed(config: Any) -> Manifest:
+    """What differs from the defaults, as `load` reads it."""
+    rows: Manifest = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        if value == default:
+            continue
+        rows[field.name] = changed(value) if dataclasses.is_dataclass(value) else value
+    return rows
+
+
+def _ray_cluster(config: ClusterConfig, image: str, name: str) -> Manifest:
+    roles = {"prefill": config.prefill, "decode": config.decode}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": _metadata(name, name, "ray"),
+        "spec": {
+            "rayVersion": ray_version(),
+            "authOptions": {"mode": "token"},
+            "headGroupSpec": {
+                "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
+                "template": pods.head_template(image),
+            },
+            "workerGroupSpecs": [_group(role, pool, config, image) for role, pool in roles.items() if pool.replicas],
+        },
+    }
+
+
+def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str) -> Manifest:
+    """One pod for each worker, each offering exactly what one worker of the pool asks Ray for."""
+    custom = pool.resources or {f"pd_{role}": 1.0}
+    return {
+        "groupName": role,
+        "replicas": pool.replicas,
+        "minReplicas": pool.replicas,
+        "maxReplicas": pool.replicas,
+        "rayStartParams": pods.ray_start_params(pool, custom),
+        "template": pods.worker_template(image, pool, config.engine_for(pool)),
+    }
+
+
+def _router(config: ClusterConfig, image: str, name: str, config_text: str) -> Manifest:
+    ports = {
+        "http": config.router.http_port,
+        "grpc": config.router.grpc_port,
+        "link": config.router.link_port,
+    }
+    template = pods.router_template(image, head=f"{name}-head-svc", token_secret=name, ports=ports, config_map=f"{name}-config")
+    digest = hashlib.sha256(config_text.encode()).hexdigest()[:16]
+    template["metadata"] = {"labels": _labels(name, "router"), "annotations": {"pdserve/config": digest}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(f"{name}-router", name, "router"),
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},  # two drivers would both ask Ray for every worker
+            "selector": {"matchLabels": _labels(name, "router")},
+            "template": template,
+        },
+    }
+
+
+def _config_map(name: str, text: str) -> Manifest:
+    metadata = _metadata(f"{name}-config", name, "config")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"cluster.yaml": text}}
+
+
+def _service(service: str, name: str, ports: dict[str, int], **spec: Any) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(service, name, "router"),
+        "spec": {
+            "selector": _labels(name, "router"),
+            "ports": [{"name": port, "port": number, "targetPort": port} for port, number in ports.items()],
+            **spec,
+        },
+    }
+
+
+def _metadata(own: str, name: str, component: str) -> Manifest:
+    return {"name": own, "labels": _labels(name, component)}
+
+
+def _labels(name: str, component: str) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "pdserve",
+        "app.kubernetes.io/instance": name,
+        "app.kubernetes.io/component": component,
+    }
+
+
+def ray_version() -> str:
+    """The pinned one, which is what the image has; KubeRay decides by it what Ray understands."""
+    constraints = Path(__file__).resolve().parents[1] / "requirements" / "constraints.txt"
+    match = re.search(r"^ray==(\S+)$", constraints.read_text(), re.MULTILINE)
+    assert match is not None, "requirements/constraints.txt pins ray"
+    return match[1]
+
+
+def to_yaml(manifests: Sequence[Manifest]) -> str:
+    """One stream of documents, in plain YAML: shared parts are written out, not anchored."""
+    return yaml.dump_all(manifests, Dumper=_PlainDumper, sort_keys=False, explicit_start=True, width=120)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """A file inside a manifest is readable only as a block."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_PlainDumper.add_representer(str, _text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Print the Kubernetes manifests of one cluster configuration.")
+    parser.add_argument("--config", required=True, help="the YAML that `pdserve up` takes")
+    parser.add_argument("--image", required=True, help="made from deploy/Containerfile")
+    parser.add_argument("--name", default=DEFAULT_NAME)
+    args = parser.parse_args(argv)
+    try:
+        manifests = render(load(ClusterConfig, args.config), image=args.image, name=args.name)
+    except ConfigError as exc:
+        print(exc.message, file=sys.stderr)
+        return 2
+    sys.stdout.write(to_yaml(manifests))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
