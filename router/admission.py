@@ -15,6 +15,7 @@ from router.events import Submit
 
 MAX_REQUEST_ID_BYTES: Final = 128
 PRIORITY_LIMIT: Final = 100
+MAX_MODEL_SHOWN_CHARS: Final = 100  # of a name that is not ours, in the message
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Limits:
 
 def check_model(model: str | None, limits: Limits) -> None:
     if model and model != limits.model_name:
-        raise UnknownModel(f"model {model!r} is not served here; {limits.model_name!r} is", field="model")
+        shown = model if len(model) <= MAX_MODEL_SHOWN_CHARS else model[:MAX_MODEL_SHOWN_CHARS] + "..."
+        raise UnknownModel(f"model {shown!r} is not served here; {limits.model_name!r} is", field="model")
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer, limits: Limits) -> tuple[int, ...]:
