@@ -52,7 +52,7 @@ class Admission:
     def check_model(self, name: str | None) -> None:
         """Raises `UnknownModel`; None and empty mean the one that is served."""
         if name and name != self._model.name:
-            raise UnknownModel(f"model {name!r} is not served here; {self._model.name!r} is", field="model")
+            raise UnknownModel(f"model {name!r:.100} is not served here; {self._model.name!r} is", field="model")
 
     def _deadline_s(self, asked: float | None) -> float:
         if asked is None:

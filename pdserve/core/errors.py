@@ -6,6 +6,10 @@ Every class has one `ErrorCode`; `pdserve.rpc.status` maps the code to gRPC, HTT
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
+
+MAX_MESSAGE_CHARS: Final = 500
+"""Of what is quoted back to a client: four bytes a character, percent-encoded, stay under gRPC's 8 KiB of metadata."""
 
 
 class ErrorCode(Enum):
@@ -41,7 +45,8 @@ class InvalidRequest(PdserveError):
     code = ErrorCode.INVALID_REQUEST
 
     def __init__(self, message: str, *, field: str) -> None:
-        super().__init__(message if field in message else f"{field}: {message}")
+        named = message if field in message else f"{field}: {message}"
+        super().__init__(named if len(named) <= MAX_MESSAGE_CHARS else named[: MAX_MESSAGE_CHARS - 3] + "...")
         self.field = field
 
 

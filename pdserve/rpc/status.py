@@ -63,7 +63,8 @@ def to_reason(code: ErrorCode) -> common_pb2.ErrorReason:
 
 def from_reason(reason: int, message: str) -> PdserveError:
     """The error a peer reported. An unknown reason is our bug, or a newer peer: `InternalBug`."""
-    name = common_pb2.ErrorReason.Name(reason).removeprefix("ERROR_REASON_")
+    known = common_pb2.ErrorReason.values()
+    name = common_pb2.ErrorReason.Name(reason).removeprefix("ERROR_REASON_") if reason in known else ""
     code = ErrorCode.__members__.get(name, ErrorCode.INTERNAL_BUG)
     if code in (ErrorCode.INVALID_REQUEST, ErrorCode.UNKNOWN_MODEL, ErrorCode.REQUEST_TOO_LARGE):
         return errors.InvalidRequest(message, field="request")
