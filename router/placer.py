@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from pdserve.config import RouterConfig
@@ -28,7 +29,7 @@ class Placer:
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
-        self._turn = 0
+        self._turns = dict.fromkeys(Role, 0)  # a shared one would advance by two a handoff and so keep picking one of two
 
     def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
         """Raises `Unavailable` when nobody here could ever serve the request as asked."""
@@ -53,11 +54,12 @@ class Placer:
         """None: nobody has room by the estimate."""
         need = self.need_tokens(request)
         fitting = filters.long_enough(filters.alive(self._candidates(Role.DECODE, now_s)), request.max_len)
-        return self._pick(pick(filters.with_room(fitting, need), lambda c: scorers.decode_score(c, need), self._turn))
+        roomy = filters.with_room(fitting, need)
+        return self._pick(Role.DECODE, roomy, lambda candidate: scorers.decode_score(candidate, need))
 
     def prefill_worker(self, request: LiveRequest, *, now_s: float) -> Worker | None:
         """None: the pool is empty, or all of it has fallen silent."""
-        return self._pick(pick(self._prefillers(request, now_s), scorers.prefill_score, self._turn))
+        return self._pick(Role.PREFILL, self._prefillers(request, now_s), scorers.prefill_score)
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
         return now_s - worker.last_seen_s > self._suspect_s
@@ -66,10 +68,11 @@ class Placer:
         alive = filters.alive(self._candidates(Role.PREFILL, now_s))
         return filters.long_enough(alive, len(request.prompt_ids) + 1)
 
-    def _pick(self, picked: Candidate | None) -> Worker | None:
+    def _pick(self, role: Role, among: list[Candidate], score: Callable[[Candidate], float]) -> Worker | None:
+        picked = pick(among, score, self._turns[role])
         if picked is None:
             return None
-        self._turn += 1
+        self._turns[role] += 1
         return self._registry.get(picked.link)
 
     def _candidates(self, role: Role, now_s: float) -> list[Candidate]:

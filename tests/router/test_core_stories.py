@@ -249,6 +249,16 @@ def test_the_least_loaded_workers_are_picked_and_equals_take_turns() -> None:
     stage.assert_empty()
 
 
+def test_idle_decode_workers_take_turns_though_prefill_is_picked_in_between() -> None:
+    stage = pools()
+    stage.join("decode-1", ev.Role.DECODE)
+    for n in range(4):
+        stage.submit(f"r{n}")
+        stage.run()
+    assert [e.link for e in sent(stage, ev.SendBind)] == [2, 3, 2, 3]
+    stage.assert_empty()
+
+
 def test_a_handle_of_another_link_is_stale() -> None:
     stage = pools()
     prefill, decode = stage.peers.values()

@@ -1,0 +1,152 @@
+"""Workers that die under their requests: one clean error in time, and the rest of the service goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from real_service import (
+    APART,
+    AUTO,
+    BOUND_S,
+    GREEDY,
+    QUICK_BEATS,
+    TOGETHER,
+    OpenStream,
+    long_prefill,
+    long_stream,
+    serving,
+    tiny,
+    wait_prefilling,
+)
+
+from pdserve.rpc.status import REASON_METADATA
+from pdserve.rpc.v1 import common_pb2
+from pdserve.testing.client import Answer, generate_all, request
+from pdserve.testing.processes import ProcessCluster, worker_ids
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ProcessCluster]:
+    """Four tokens a step: a long prompt takes 450 steps."""
+    with ProcessCluster(tiny(max_num_batched_tokens=4), prefill=1, decode=2, worker=QUICK_BEATS) as running:
+        yield running
+        running.assert_empty()
+
+
+def ask(cluster: ProcessCluster, placement: common_pb2.Placement) -> Answer:
+    return generate_all(cluster.grpc, [request("hello there", placement, max_tokens=8, **GREEDY)])[0]
+
+
+def kill(cluster: ProcessCluster, worker_id: str) -> None:
+    cluster.processes[worker_id].popen.kill()
+    cluster.processes[worker_id].stop()
+
+
+def start_again(cluster: ProcessCluster, worker_id: str) -> None:
+    """The same id, a new process; returns once the router places on it."""
+    cluster.start_worker(worker_id)
+    cluster.wait_state(lambda state: any(w.worker_id == worker_id and w.ready for w in state.workers), BOUND_S)
+
+
+def assert_lost(stream: OpenStream, worker_id: str) -> None:
+    """The stream ends with UNAVAILABLE, names the worker, and says by its reason that a retry may help."""
+    error = stream.failure()
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert dict(error.trailing_metadata())[REASON_METADATA] == "replica_lost"
+    assert worker_id in error.details()
+
+
+@pytest.mark.parametrize("placement", [APART, TOGETHER], ids=["apart", "together"])
+def test_a_killed_decode_worker_ends_its_stream_and_the_other_goes_on(cluster, placement):
+    """(1) It dies in the middle of a stream. (2) That stream ends. (3) The other serves. (4) It comes back and serves."""
+    expected = ask(cluster, placement).ids
+    with long_stream(cluster, placement) as stream:
+        stream.read(5)
+        victim = serving(cluster)
+        kill(cluster, victim)
+        assert_lost(stream, victim)
+    (other,) = {"decode-0", "decode-1"} - {victim}
+    cluster.wait_state(lambda state: victim not in worker_ids(state), BOUND_S)
+    for _ in range(2):
+        answer = ask(cluster, placement)
+        assert (answer.ids, answer.report.decode_worker) == (expected, other)
+    cluster.assert_empty()
+    start_again(cluster, victim)
+    answers = [ask(cluster, placement) for _ in range(4)]
+    assert {answer.report.decode_worker for answer in answers} == {victim, other}
+    assert all(answer.ids == expected for answer in answers)
+
+
+def test_a_killed_prefill_worker_ends_its_prompts_and_auto_goes_on_colocated(cluster):
+    """(1) It dies in the middle of a prompt. (2) That request ends, decode is freed. (3) auto colocates, and who insists
+    is refused. (4) It comes back under its id and KV moves again."""
+    expected = ask(cluster, APART).ids
+    with long_prefill(cluster) as stream:
+        wait_prefilling(cluster)
+        kill(cluster, "prefill-0")
+        assert_lost(stream, "prefill-0")
+    cluster.assert_empty()
+    answer = ask(cluster, AUTO)
+    assert answer.ids == expected
+    assert answer.report.placement == TOGETHER
+    assert answer.report.placement_reason == "prefill_pool_empty"
+    with OpenStream(cluster, request("hello there", APART, max_tokens=8)) as stream:
+        assert stream.failure().code() is grpc.StatusCode.UNAVAILABLE
+    start_again(cluster, "prefill-0")
+    answer = ask(cluster, AUTO)
+    assert (answer.ids, answer.report.prefill_worker) == (expected, "prefill-0")
+    assert answer.report.kv_bytes > 0
+
+
+def test_a_prefill_worker_killed_after_its_handoff_is_not_missed(cluster):
+    """The KV has been committed: the stream does not depend on the prefill worker any more."""
+    with long_stream(cluster, APART) as stream:
+        stream.read(5)
+        kill(cluster, "prefill-0")
+        assert stream.read(200) >= 200
+        stream.cancel()
+    start_again(cluster, "prefill-0")
+    assert ask(cluster, APART).report.kv_bytes > 0
+
+
+def test_without_prefill_workers_everything_is_colocated_or_refused():
+    """At last SIGTERM ends worker and router with 0; between the two a request is refused at once."""
+    with ProcessCluster(tiny(), prefill=0, decode=1, worker=QUICK_BEATS) as cluster:
+        answers = [ask(cluster, placement) for placement in (AUTO, TOGETHER)]
+        assert answers[0].ids == answers[1].ids
+        assert {answer.report.placement for answer in answers} == {TOGETHER}
+        with OpenStream(cluster, request("hello there", APART, max_tokens=8)) as stream:
+            error = stream.failure()
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no prefill worker" in error.details()
+        cluster.assert_empty()
+
+        for name in ("decode-0", "router"):
+            process = cluster.processes[name].popen
+            process.terminate()
+            assert process.wait(BOUND_S) == 0, cluster.processes[name].log()
+            if name == "decode-0":
+                cluster.wait_state(lambda state: not state.workers, BOUND_S)
+                with OpenStream(cluster, request("hello there", AUTO, max_tokens=8)) as stream:
+                    assert stream.failure().code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_sigterm_under_load_ends_both_roles_with_0():
+    """Their requests end with a clean error; nothing hangs on an open stream or a lease."""
+    with (
+        ProcessCluster(tiny(max_num_batched_tokens=4), prefill=1, decode=1, worker=QUICK_BEATS) as cluster,
+        long_prefill(cluster) as prompt,
+        long_stream(cluster, TOGETHER) as answer,
+    ):
+        wait_prefilling(cluster)
+        answer.read(5)
+        for name in ("prefill-0", "decode-0"):
+            cluster.processes[name].popen.terminate()
+        for name in ("prefill-0", "decode-0"):
+            assert cluster.processes[name].popen.wait(BOUND_S) == 0, cluster.processes[name].log()
+        assert prompt.failure().code() is grpc.StatusCode.UNAVAILABLE
+        assert answer.failure().code() is grpc.StatusCode.UNAVAILABLE
