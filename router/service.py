@@ -124,7 +124,7 @@ class RouterService:
             router_incarnation=self.incarnation,
             queued_requests=queued,
             running_requests=self._core.num_requests - queued,
-            workers=tuple(self._worker_snapshot(worker, now_s) for worker in self._core.registry),
+            workers=tuple(self._worker_snapshot(worker, now_s) for worker in sorted(self._core.registry, key=_pool_order)),
         )
 
     # Events in, effects out --------------------------------------------------------------------------------------------
@@ -220,3 +220,8 @@ class RouterService:
             loop_lag_ms=load.loop_lag_ms,
             pid=hello.pid,
         )
+
+
+def _pool_order(worker: Worker) -> tuple[bool, str]:
+    """Prefill workers first, each pool by name: the order of joining means nothing to whoever looks."""
+    return worker.hello.role is ev.Role.DECODE, worker.hello.worker_id
