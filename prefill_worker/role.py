@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from kvtransfer.api import Device
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import Ticket
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
+from pdserve.worker.host import Host
 from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents, Token
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import check_prompt, failed
-from pdserve.worker.runtime import Host
+from pdserve.worker.refuse import failed, read_request
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +93,11 @@ class PrefillRole:
     def _prefill(self, command: prefill_pb2.Prefill) -> None:
         handle = Handle(command.handle)
         try:
-            prompt = codec.unpack_ids(command.prompt_ids)
-            params = codec.sampling_from_wire(command.sampling)
-            check_prompt(prompt, self._host)
+            prompt, params = read_request(command.prompt_ids, command.sampling, self._host)
             seq_id = self._host.next_seq_id()
             self._host.submit(AddLent(seq_id, prompt, params, command.priority))
-        except (PdserveError, ValueError) as exc:
-            error = exc if isinstance(exc, PdserveError) else InvalidRequest(str(exc), field="prompt_ids")
-            self._host.send(failed(handle, error))
+        except PdserveError as exc:
+            self._host.send(failed(handle, exc))
             return
         output = OutputStream(handle, self._host.tokenizer, params)
         request = LentRequest(handle, seq_id, len(prompt), output, time.monotonic())
