@@ -45,7 +45,7 @@ class ChatTemplate:
         """From chat_template.jinja, else from tokenizer_config.json; None when neither holds one."""
         config = _read_config(directory / "tokenizer_config.json")
         file = directory / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else _default_source(config.get("chat_template"))
+        source = _read_text(file) if file.is_file() else _default_source(config.get("chat_template"))
         if source is None:
             return None
         tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
@@ -120,11 +120,20 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not UTF-8: {exc}") from exc
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(_read_text(path))
     except ValueError as exc:
         raise ConfigError(f"{path} is not valid JSON: {exc}") from exc
     if not isinstance(config, dict):

@@ -35,6 +35,8 @@ class Tokenizer:
             text = path.read_text(encoding="utf-8")
         except OSError as exc:
             raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+        except UnicodeDecodeError as exc:
+            raise ConfigError(f"{path} is not a valid tokenizer: {exc}") from exc
         try:
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as exc:  # the library raises Exception itself
