@@ -17,6 +17,7 @@ from pdserve.checkpoint.gguf_tokenizer import write_tokenizer
 from pdserve.checkpoint.origin import write_origin
 from pdserve.checkpoint.progress import Progress, silent
 from pdserve.checkpoint.shards import size_bytes, write_shards
+from pdserve.core.errors import ConfigError
 
 CONVERTER_VERSION: Final = 1  # raise it when what is written changes: old copies are then not used
 
@@ -27,6 +28,13 @@ def convert(source: Path, directory: Path, progress: Progress = silent) -> None:
     """Fill the empty `directory`. Raises `ConfigError` for a file that is not a byte-level-BPE Llama."""
     progress("reading " + source.name, 0, 1)
     gguf = GgufFile(source)
+    try:
+        _convert(gguf, directory, progress)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as exc:  # of values that contradict each other
+        raise ConfigError(f"{source} does not fit together: {type(exc).__name__}: {exc}") from exc
+
+
+def _convert(gguf: GgufFile, directory: Path, progress: Progress) -> None:
     gguf_llama.check_supported(gguf)
     names = gguf_llama.tensor_map(gguf)
 
@@ -34,7 +42,7 @@ def convert(source: Path, directory: Path, progress: Progress = silent) -> None:
     _write_json(directory / "generation_config.json", _generation_config(gguf))
     write_tokenizer(gguf, directory)
     _write_weights(gguf, names, directory, progress)
-    write_origin(directory, name=model_name(source), source=source.name)
+    write_origin(directory, name=model_name(gguf.path), source=gguf.path.name)
 
 
 def model_name(source: Path) -> str:

@@ -78,7 +78,10 @@ def _build(gguf: GgufFile) -> Tokenizer:
         )
     tokens: list[str] = gguf.require("tokenizer.ggml.tokens")
     merges: list[str] = gguf.require("tokenizer.ggml.merges")
-    return _assemble(_RULES[name], tokens, [_pair(m) for m in merges], _added(gguf, tokens), _bos(gguf, tokens))
+    try:
+        return _assemble(_RULES[name], tokens, [_pair(m) for m in merges], _added(gguf, tokens), _bos(gguf, tokens))
+    except Exception as exc:  # the library raises Exception itself
+        raise ConfigError(f"{gguf.path}: its tokenizer does not fit together: {exc}") from exc
 
 
 def _assemble(

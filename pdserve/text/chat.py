@@ -1,7 +1,7 @@
 """Chat messages to a prompt, with the checkpoint's Jinja template.
 
-A template is code that came with the weights, fed with clients' words: it runs in Jinja's sandbox, which can neither
-reach Python's internals nor change its inputs, and its output is bounded. Settings and helpers are those that templates
+A template is code that came with the weights, fed with clients' words: it runs in a sandbox, which can neither reach
+Python's internals nor change its inputs, and is bounded in time and size. Settings and helpers are those that templates
 are written for, transformers' `apply_chat_template`.
 """
 
@@ -17,16 +17,15 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.core.errors import ConfigError, InvalidRequest
+from pdserve.text.sandbox import MAX_CHARS, Sandbox, check_weight, started
 
-MAX_RENDERED_CHARS: Final = 16 << 20  # twice the largest body that the router takes
 MAX_MESSAGES: Final = 4096
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # What an expression of a template can raise beside Jinja's own errors, given data it was not written for.
-_EXPRESSION_ERRORS: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+_EXPRESSION_ERRORS: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 
 
 class ChatTemplate:
@@ -36,7 +35,7 @@ class ChatTemplate:
         """Raises `ConfigError` when the template is not valid Jinja."""
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as exc:
+        except (jinja2.TemplateError, RecursionError) as exc:
             raise ConfigError(f"the chat template is not valid: {exc}") from exc
         self._special_tokens = dict(special_tokens)
 
@@ -75,10 +74,10 @@ class ChatTemplate:
     def _bounded(self, variables: dict[str, Any]) -> str:
         pieces: list[str] = []
         chars = 0
-        for piece in self._template.generate(variables):
+        for piece in self._template.generate(started(variables)):
             chars += len(piece)
-            if chars > MAX_RENDERED_CHARS:
-                raise InvalidRequest(f"make a prompt of more than {MAX_RENDERED_CHARS} characters", field="messages")
+            if chars > MAX_CHARS:
+                raise InvalidRequest(f"make a prompt of more than {MAX_CHARS} characters", field="messages")
             pieces.append(piece)
         return "".join(pieces)
 
@@ -93,8 +92,8 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+def _environment() -> Sandbox:
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -109,6 +108,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own escapes HTML, which prompts are not."""
+    check_weight(value)
+    if indent is not None and indent > 16:
+        raise jinja2.TemplateRuntimeError(f"it indents JSON by {indent}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

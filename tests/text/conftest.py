@@ -31,3 +31,8 @@ def default_text() -> dict[str, Any]:
     """What transformers makes of texts and chats with the default model's own tokenizer."""
     golden: dict[str, Any] = json.loads((GOLDENS / "default_text.json").read_text(encoding="utf-8"))
     return golden
+
+
+@pytest.fixture(scope="session")
+def tiny_dir() -> Path:
+    return resolve("tiny")
