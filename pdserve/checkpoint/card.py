@@ -53,8 +53,8 @@ class ModelCard:
             )  # fmt: skip
         except KeyError as exc:
             raise ConfigError(f"{path} lacks {exc.args[0]}") from exc
-        except (TypeError, ValueError) as exc:
-            raise ConfigError(f"{path} holds a value of the wrong type: {exc}") from exc
+        except (ArithmeticError, TypeError, ValueError) as exc:
+            raise ConfigError(f"{path} holds a value of the wrong type or size: {exc}") from exc
         except ConfigError as exc:
             raise exc if str(directory) in exc.message else ConfigError(f"{path}: {exc.message}") from exc
 

@@ -7,8 +7,12 @@ A directory that pdserve wrote holds a small file of its own. One that huggingfa
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Final
+
+from pdserve.checkpoint.layout import read_json
+from pdserve.core.errors import ConfigError
 
 ORIGIN_FILE: Final = "pdserve.json"
 _HUB_PREFIX: Final = "models--"
@@ -22,8 +26,11 @@ def model_name(directory: Path) -> str:
     """The name that clients use unless another is configured."""
     origin = directory / ORIGIN_FILE
     if origin.is_file():
-        return str(json.loads(origin.read_text())["name"])
-    absolute = directory.absolute()  # not resolved: the link's name is what the operator chose
+        name = read_json(origin).get("name")
+        if not isinstance(name, str):
+            raise ConfigError(f"{origin} lacks name")
+        return name
+    absolute = Path(os.path.abspath(directory))  # links not resolved: the link's name is what the operator chose
     repository = absolute.parent.parent.name
     if absolute.parent.name == "snapshots" and repository.startswith(_HUB_PREFIX):
         return repository.removeprefix(_HUB_PREFIX).replace("--", "/")

@@ -26,6 +26,8 @@ def read_rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> tupl
     rest, with `type` as the oldest name of `rope_type`.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise ConfigError(f"rope parameters other than one object for all layers are not supported, got {rope!r}")
     theta = rope.get("rope_theta", config.get("rope_theta", default_theta))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
