@@ -26,7 +26,7 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import BlockPool
-from pdserve.core.errors import InternalBug
+from pdserve.core.errors import ConfigError, InternalBug
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ModelRunner
@@ -241,8 +241,15 @@ class RunningWorker:
             await asyncio.gather(*tasks, stop, return_exceptions=True)
 
     def _bind(self, server: grpc.aio.Server) -> str:
-        port = server.add_insecure_port(f"{self._config.host}:{self._config.port}")
-        return f"{self._config.advertise_host or self._config.host}:{port}"
+        """Raises `ConfigError` naming the settings."""
+        host, port = self._config.host, self._config.port
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: set host to an address of this machine, port to a free one"
+            ) from exc
+        return f"{self._config.advertise_host or host}:{bound}"
 
     def _require_role(self) -> Role:
         assert self._role is not None
