@@ -7,8 +7,9 @@ hand every request from prefill to decode. Counted is the CPU time of the router
 stands its floor, measured in the same rounds: a bare server on the same library that writes the same answers and
 has nothing behind it.
 
-Per request is the cost of an answer of one token, which it includes. Per token is what every further one costs: paced, all
-streams get a token every 50 ms; flooded, tokens come as fast as they are taken and pile up before the slowest part.
+Per request is the cost of an answer of two tokens, the first from prefill, the second from decode: the whole handoff.
+Per token is what every further one costs: paced, all streams get a token every 50 ms; flooded, tokens come as fast as
+they are taken and pile up before the slowest part.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from pdserve.testing.processes import Process
 from router.model import ServedModel
 
 REQUEST_WAVES: Final = 4
+REQUEST_TOKENS: Final = 2
 PACED_INTERVAL_US: Final = 50_000
 PACED_TOKENS: Final = 25
 FLOODED_TOKENS: Final = 192
@@ -57,7 +59,7 @@ class Target:
     per_token_flooded: list[float] = field(default_factory=list)
 
     async def request(self) -> None:
-        cost_us = await self._cost_us(1, 0, waves=REQUEST_WAVES)
+        cost_us = await self._cost_us(REQUEST_TOKENS, 0, waves=REQUEST_WAVES)
         self.per_request.append(cost_us / (REQUEST_WAVES * self.streams))
 
     async def paced(self) -> None:
@@ -68,7 +70,7 @@ class Target:
 
     async def _per_token(self, tokens: int, interval_us: int) -> float:
         cost_us = await self._cost_us(tokens, interval_us)
-        return (cost_us / self.streams - self.per_request[-1]) / (tokens - 1)
+        return (cost_us / self.streams - self.per_request[-1]) / (tokens - REQUEST_TOKENS)
 
     async def _cost_us(self, tokens: int, interval_us: int, *, waves: int = 1) -> float:
         before_s = cpu_s(self.pid)

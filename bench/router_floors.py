@@ -19,6 +19,7 @@ import uvicorn
 from bench.router_peers import PeerConfig, Ticks, text_of
 from pdserve.core.sampling import FinishReason
 from pdserve.rpc.v1 import common_pb2, inference_pb2
+from router.http_server import KEEP_ALIVE_S
 from router.openai_chunks import DONE, ChunkFormat, Envelope
 from router.openai_request import Call
 
@@ -94,7 +95,14 @@ async def serve_http(config: PeerConfig) -> AsyncIterator[dict[str, Any]]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     settings = uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = uvicorn.Server(settings)
     task = asyncio.create_task(server.serve(sockets=[listener]))

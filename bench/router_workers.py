@@ -97,9 +97,9 @@ class _Worker:
         self._binds.pop(cancel.handle, None)
 
     def _attach(self, attach: decode_pb2.Attach, group: asyncio.TaskGroup) -> None:
-        """The last of a wave starts all of it: requests of one token end on prefill and are not of a wave."""
+        """The last of a wave starts all of it."""
         bind = self._binds.pop(attach.handle, None)
-        if bind is None or bind.sampling.max_tokens == 1:
+        if bind is None:
             return
         committed = decode_pb2.KvCommitted(
             handle=attach.handle, kv_bytes=1 << 20, blocks=1, transfer_s=0.001, commit_s=0.001, exposed_transfer_s=0.001

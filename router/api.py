@@ -68,6 +68,10 @@ class Report:
     attempts: int = 1
     binds: int = 1
 
+    def values(self) -> dict[str, Any]:
+        """By field name. `dataclasses.asdict` copies deeply, which takes 30 us, once or twice a request."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 class Generation(Protocol):
     """One running request. Iterate it to its end, or `close` it: then everything it holds is released."""

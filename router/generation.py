@@ -20,6 +20,7 @@ class LiveGeneration:
         self.prompt_len = prompt_len
         self._released: Callable[[LiveGeneration], None] | None = released
         self._buffer: deque[Delta] = deque()
+        self._in_hand = False  # the client has not come back for more: it still writes what it took
         self._waiter: asyncio.Future[None] | None = None
         self._report: Report | None = None
         self._error: PdserveError | None = None
@@ -38,6 +39,7 @@ class LiveGeneration:
         return self
 
     async def __anext__(self) -> Delta:
+        self._in_hand = False
         while not self._buffer:
             if self._ended:
                 self._release()
@@ -50,6 +52,7 @@ class LiveGeneration:
             finally:
                 self._waiter = None
         self._taken += 1
+        self._in_hand = True
         return self._buffer.popleft()
 
     @property
@@ -78,8 +81,8 @@ class LiveGeneration:
         self._wake()
 
     def stalls(self, *, now_s: float, limit_s: float) -> bool:
-        """Looked at by every tick: something was there to take for `limit_s`, and nothing was taken."""
-        if not self._buffer or self._taken != self._seen_taken:
+        """Looked at by every tick: for `limit_s` something was there to take or to write, and nothing was taken."""
+        if not (self._buffer or self._in_hand) or self._taken != self._seen_taken:
             self._seen_taken, self._stalled_since_s = self._taken, None
             return False
         if self._stalled_since_s is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from typing import Any, Final
 
@@ -115,7 +114,7 @@ def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.Genera
 
 
 def _report(report: Report) -> inference_pb2.RequestReport:
-    values = dataclasses.asdict(report)
+    values = report.values()
     del values["prompt_tokens"], values["output_tokens"]  # in Usage
     values["placement"] = placement_to_wire(report.placement)
     return inference_pb2.RequestReport(**values)
@@ -123,7 +122,7 @@ def _report(report: Report) -> inference_pb2.RequestReport:
 
 def _timeline(report: Report) -> str:
     """The report as compact JSON, for clients that log metadata and do not know our messages."""
-    values = dataclasses.asdict(report) | {"placement": report.placement.value}
+    values = report.values() | {"placement": report.placement.value}
     rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
     return json.dumps(rounded, separators=(",", ":"))
 

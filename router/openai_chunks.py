@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from json.encoder import encode_basestring
 from typing import Any, Final
 
@@ -41,7 +40,7 @@ def usage(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
 
 def report_json(report: Report) -> dict[str, Any]:
     """The `pdserve` extension of an answer: how the request was served."""
-    return {**asdict(report), "placement": report.placement.value}
+    return {**report.values(), "placement": report.placement.value}
 
 
 class Envelope:
