@@ -5,7 +5,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
 
-.PHONY: help setup demo test check format protos bench-smoke bench-idle goldens clean
+.PHONY: help setup demo test check format protos bench-smoke bench-idle bench-transfer bench-engine goldens clean
+
+.PHONY: help setup demo test check format protos bench-smoke bench-idle bench-transfer bench-engine bench-router goldens clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 16
@@ -52,6 +54,15 @@ bench-smoke: setup  ## TTFT, ITL, tokens/s, KV transfer and phases, disaggregate
 
 bench-idle: setup   ## CPU and memory of an idle cluster
 	$(BIN)/python -m bench.idle
+
+bench-transfer: setup ## NIXL reads beside memcpy and a TCP socket
+	$(BIN)/python -m bench.transfer
+
+bench-engine: setup ## prefill and decode steps beside floors and transformers
+	$(BIN)/python -m bench.engine
+
+bench-router: setup ## CPU that the router takes for a request and for a token, beside its floors
+	$(BIN)/python -m bench.router
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

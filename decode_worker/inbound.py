@@ -8,7 +8,7 @@ from kvtransfer.pull import Pull, Pulled
 from kvtransfer.ticket import Ticket
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId
-from pdserve.worker.runtime import Host
+from pdserve.worker.host import Host
 
 
 class Inbound:

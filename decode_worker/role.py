@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from decode_worker.inbound import Inbound
 from kvtransfer.lease_client import LeaseClient
 from kvtransfer.pull import Pulled
-from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError
+from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import decode_pb2, link_pb2
+from pdserve.worker.host import Host
 from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents, Token
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import check_prompt, failed
-from pdserve.worker.runtime import Host
+from pdserve.worker.refuse import failed, read_request
 
 log = logging.getLogger(__name__)
 
@@ -97,14 +97,11 @@ class DecodeRole:
     def _bind(self, command: decode_pb2.Bind) -> None:
         handle = Handle(command.handle)
         try:
-            prompt = codec.unpack_ids(command.prompt_ids)
-            params = codec.sampling_from_wire(command.sampling)
-            check_prompt(prompt, self._host)
+            prompt, params = read_request(command.prompt_ids, command.sampling, self._host)
             seq_id = self._host.next_seq_id()
             self._host.submit(Reserve(seq_id, prompt, params, command.priority, command.local_prefill))
-        except (PdserveError, ValueError) as exc:
-            error = exc if isinstance(exc, PdserveError) else InvalidRequest(str(exc), field="prompt_ids")
-            self._host.send(failed(handle, error))
+        except PdserveError as exc:
+            self._host.send(failed(handle, exc))
             return
         self._binds += 1
         self._by_handle[handle] = self._by_seq[seq_id] = BoundRequest(

@@ -15,18 +15,17 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvtransfer.api import Device
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import Ticket
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
+from pdserve.worker.host import Host, region_of
 from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents, Token
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import check_prompt, failed
-from pdserve.worker.runtime import Host
+from pdserve.worker.refuse import failed, read_request
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +45,7 @@ class LentRequest:
 class PrefillRole:
     def __init__(self, host: Host) -> None:
         self._host = host
+        self._region = region_of(host.kv)
         self._table = LeaseTable(host.incarnation, ttl_s=host.config.lease.ttl_s)
         self._by_handle: dict[Handle, LentRequest] = {}
         self._by_seq: dict[SeqId, LentRequest] = {}
@@ -93,14 +93,11 @@ class PrefillRole:
     def _prefill(self, command: prefill_pb2.Prefill) -> None:
         handle = Handle(command.handle)
         try:
-            prompt = codec.unpack_ids(command.prompt_ids)
-            params = codec.sampling_from_wire(command.sampling)
-            check_prompt(prompt, self._host)
+            prompt, params = read_request(command.prompt_ids, command.sampling, self._host)
             seq_id = self._host.next_seq_id()
             self._host.submit(AddLent(seq_id, prompt, params, command.priority))
-        except (PdserveError, ValueError) as exc:
-            error = exc if isinstance(exc, PdserveError) else InvalidRequest(str(exc), field="prompt_ids")
-            self._host.send(failed(handle, error))
+        except PdserveError as exc:
+            self._host.send(failed(handle, exc))
             return
         output = OutputStream(handle, self._host.tokenizer, params)
         request = LentRequest(handle, seq_id, len(prompt), output, time.monotonic())
@@ -136,14 +133,14 @@ class PrefillRole:
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
 
     def _ticket(self, lent: Lent, prompt_len: int) -> Ticket:
-        host = self._host
+        host, region = self._host, self._region
         return Ticket(
             incarnation=host.incarnation,
             peer_address=host.address,
             layout=host.layout,
-            address=host.kv.address,
-            num_blocks=host.kv.num_blocks,
-            device=Device(),
+            address=region.address,
+            num_blocks=region.num_blocks,
+            device=region.device,
             block_ids=lent.block_ids,
             prompt_len=prompt_len,
         )

@@ -9,6 +9,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import Placement
 from pdserve.rpc.codec import placement_from_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2
+from pdserve.text.chat import MAX_MESSAGES
 from router.api import ChatMessage, GenerateInput, Prompt
 
 
@@ -36,6 +37,8 @@ def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
     if kind == "chat":
         if not request.chat.messages:
             raise InvalidRequest("is empty", field="messages")
+        if len(request.chat.messages) > MAX_MESSAGES:  # before they are copied: a body has room for millions
+            raise InvalidRequest(f"holds {len(request.chat.messages)}; at most {MAX_MESSAGES} are allowed", field="messages")
         return tuple(ChatMessage(m.role, m.content) for m in request.chat.messages)
     raise InvalidRequest("is missing: set text, tokens or chat", field="prompt")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
+from pdserve.text.chat import MAX_MESSAGES
 from router.api import ChatMessage, Prompt
 from router.openai_json import Fields, integer, kind, refuse, section, show, text
 
@@ -68,6 +69,8 @@ def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
         raise refuse("messages", "is missing")
     if not values:
         raise refuse("messages", "must hold at least one message")
+    if len(values) > MAX_MESSAGES:
+        raise refuse("messages", f"holds {len(values)} messages; at most {MAX_MESSAGES} are allowed")
     return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(values))
 
 

@@ -35,7 +35,13 @@ class PromptEncoder:
             return await self._text(prompt, "prompt", special_tokens=True)
         if prompt and isinstance(prompt[0], ChatMessage):
             return await self._chat(tuple(m for m in prompt if isinstance(m, ChatMessage)))
+        self._check_count(len(prompt))  # before they are walked: a body has room for millions
         return self._ids(tuple(i for i in prompt if isinstance(i, int)))
+
+    def _check_count(self, count: int) -> None:
+        if count >= self._model.max_model_len:
+            limit = self._model.max_model_len
+            raise InvalidRequest(f"has {count} tokens; at most {limit - 1} fit max_model_len {limit}", field="prompt")
 
     def _ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         if not ids:

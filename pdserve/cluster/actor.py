@@ -20,10 +20,10 @@ import ray
 
 from pdserve.cluster.plan import WorkerPlan, on_this_node
 from pdserve.config import WorkerConfig
+from pdserve.observe.logs import setup_logging
 
 HEALTH_INTERVAL_S = 1.0
 RESTART_PAUSE_S = 1.0  # so that a worker that dies at once does not use up its restarts in a moment
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 log = logging.getLogger(__name__)
 
 
@@ -149,4 +149,4 @@ def _log_to(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=os.fdopen(2, "w", closefd=False), force=True)
+    setup_logging("info", stream=os.fdopen(2, "w", closefd=False))  # Ray may have put a stream of its own in sys.stderr

@@ -123,4 +123,6 @@ def _explain(config: ClusterConfig, exc: Exception) -> str:
     reason = " ".join(str(exc).split())[:300]
     if config.address == "local":
         return f"cannot start Ray: {reason}"
+    if isinstance(exc.__cause__, ray.exceptions.AuthenticationError):  # Ray's own message hides it behind a lost connection
+        return f"cannot join Ray at {config.address}: it wants its token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN(_PATH)"
     return f"cannot join Ray at {config.address}: {reason}; start one with `ray start --head`, or use --address local"

@@ -13,25 +13,21 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvtransfer.api import Device, Region
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import BlockPool
-from pdserve.core.errors import InternalBug
-from pdserve.core.ids import Incarnation, SeqId, WorkerId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.errors import ConfigError, InternalBug
+from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.scheduler import Scheduler
@@ -39,9 +35,10 @@ from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
+from pdserve.worker.host import Host, Role, RoleFactory, region_of
 from pdserve.worker.link import Link
 from pdserve.worker.memory import MemoryReport, measure
-from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
+from pdserve.worker.messages import EngineSnapshot, StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -51,47 +48,6 @@ interval, and a median of up to 438 ms with Python's default of 5 ms (measured).
 LOAD_TIMEOUT_S: Final = 600.0
 START_TIMEOUT_S: Final = 60.0
 LAG_PERIOD_S: Final = 0.5
-
-
-class Role(Protocol):
-    """Prefill or decode. All methods run on the loop thread."""
-
-    def on_command(self, message: link_pb2.RouterMessage) -> None: ...
-    def on_step(self, events: StepEvents) -> None: ...
-    def on_link_lost(self) -> None: ...
-    def on_tick(self) -> None:
-        """At every heartbeat."""
-
-    @property
-    def leases_held(self) -> int: ...
-    async def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Host:
-    """What a role may use of its worker. Loop thread only, but for the immutable parts."""
-
-    config: WorkerConfig
-    card: ModelCard
-    layout: KvLayout
-    kv: KvCache
-    tokenizer: Tokenizer
-    max_model_len: int
-    incarnation: Incarnation
-    transfer: TransferThread
-    agent_metadata: bytes
-    address: str
-    server: grpc.aio.Server
-    submit: Callable[[Command], None]
-    send: Callable[[link_pb2.WorkerMessage], None]
-    _last_seq_id: int = 0
-
-    def next_seq_id(self) -> SeqId:
-        self._last_seq_id += 1
-        return SeqId(self._last_seq_id)
-
-
-RoleFactory = Callable[[Host], Role]
 
 
 class RunningWorker:
@@ -222,7 +178,7 @@ class RunningWorker:
         self._loop = asyncio.get_running_loop()
         assert self._runner is not None
         runner, config = self._runner, self._config
-        region = Region(runner.kv.address, runner.kv.num_blocks, runner.kv.layout.block_bytes, Device())
+        region = region_of(runner.kv)
         transfer = TransferThread(lambda: NixlTransport(WorkerId(config.worker_id), self.incarnation, region))
         server = grpc.aio.server(options=server_options())
         try:
@@ -285,8 +241,15 @@ class RunningWorker:
             await asyncio.gather(*tasks, stop, return_exceptions=True)
 
     def _bind(self, server: grpc.aio.Server) -> str:
-        port = server.add_insecure_port(f"{self._config.host}:{self._config.port}")
-        return f"{self._config.advertise_host or self._config.host}:{port}"
+        """Raises `ConfigError` naming the settings."""
+        host, port = self._config.host, self._config.port
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: set host to an address of this machine, port to a free one"
+            ) from exc
+        return f"{self._config.advertise_host or host}:{bound}"
 
     def _require_role(self) -> Role:
         assert self._role is not None

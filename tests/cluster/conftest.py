@@ -16,19 +16,23 @@ import pytest
 from pdserve.cluster import processes
 
 HERE = Path(__file__).resolve().parent
+STANDINS = (str(HERE / "run_cli.py"),)
 READ_TIMEOUT_S = 60.0
 
 
 class Command:
-    """One run of the command line, with a temporary folder of its own so that what it leaves can be seen."""
+    """One run of the command line, with a temporary folder of its own so that what it leaves can be seen.
 
-    def __init__(self, temporary: Path, *arguments: str, **environment: str) -> None:
+    `program` is what Python runs: the command line over the stand-ins unless a test wants everything real.
+    """
+
+    def __init__(self, temporary: Path, *arguments: str, program: tuple[str, ...] = STANDINS, **environment: str) -> None:
         self.temporary = temporary
         self.output = temporary.with_suffix(".out")
         self.seen: set[processes.Process] = set()
         with self.output.open("wb") as file:
             self.child = subprocess.Popen(
-                [sys.executable, str(HERE / "run_cli.py"), *arguments],
+                [sys.executable, *program, *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -78,10 +82,10 @@ def run_command(short_tmp: Path) -> Iterator[type[Command]]:
     started: list[Command] = []
 
     class Run(Command):
-        def __init__(self, *arguments: str, **environment: str) -> None:
+        def __init__(self, *arguments: str, program: tuple[str, ...] = STANDINS, **environment: str) -> None:
             folder = short_tmp / str(len(started))
             folder.mkdir()
-            super().__init__(folder, *arguments, **environment)
+            super().__init__(folder, *arguments, program=program, **environment)
             started.append(self)
 
     yield Run

@@ -87,8 +87,8 @@ class Lender:
     async def serve(self, port: int = 0) -> None:
         self._server = grpc.aio.server(options=server_options(), interceptors=[Chaos(self.calls)])
         peer_service = PeerService(self.peer.incarnation, self.peer.metadata, cluster_token=TOKEN)
-        peer_pb2_grpc.add_PeerServicer_to_server(peer_service, self._server)  # type: ignore[no-untyped-call]
-        peer_pb2_grpc.add_LeaseServicer_to_server(self.service, self._server)  # type: ignore[no-untyped-call]
+        peer_pb2_grpc.add_PeerServicer_to_server(peer_service, self._server)
+        peer_pb2_grpc.add_LeaseServicer_to_server(self.service, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
 

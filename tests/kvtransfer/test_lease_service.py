@@ -30,7 +30,7 @@ METADATA = token_metadata(TOKEN)
 async def watch(one: Lender) -> AsyncIterator[tuple[Any, Any]]:
     """(stub, open Watch call)."""
     async with open_channel(one.address) as channel:
-        stub: Any = peer_pb2_grpc.LeaseStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = peer_pb2_grpc.LeaseStub(channel)
         call = stub.Watch(metadata=METADATA)
         yield stub, call
         call.cancel()

@@ -1,0 +1,68 @@
+"""What a role plugs into, and what it may use of its worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from kvtransfer.api import Device, DeviceKind, Region
+from kvtransfer.thread import TransferThread
+from pdserve.checkpoint.card import ModelCard
+from pdserve.config import WorkerConfig
+from pdserve.core.ids import Incarnation, SeqId
+from pdserve.core.kv_layout import KvLayout
+from pdserve.engine.kv_cache import KvCache
+from pdserve.rpc.v1 import link_pb2
+from pdserve.text.tokenizer import Tokenizer
+from pdserve.worker.messages import Command, StepEvents
+
+
+class Role(Protocol):
+    """Prefill or decode. All methods run on the loop thread."""
+
+    def on_command(self, message: link_pb2.RouterMessage) -> None: ...
+    def on_step(self, events: StepEvents) -> None: ...
+    def on_link_lost(self) -> None: ...
+    def on_tick(self) -> None:
+        """At every heartbeat."""
+
+    @property
+    def leases_held(self) -> int: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Host:
+    """What a role may use of its worker. Loop thread only, but for the immutable parts."""
+
+    config: WorkerConfig
+    card: ModelCard
+    layout: KvLayout
+    kv: KvCache
+    tokenizer: Tokenizer
+    max_model_len: int
+    incarnation: Incarnation
+    transfer: TransferThread
+    agent_metadata: bytes
+    address: str
+    server: grpc.aio.Server
+    submit: Callable[[Command], None]
+    send: Callable[[link_pb2.WorkerMessage], None]
+    _last_seq_id: int = 0
+
+    def next_seq_id(self) -> SeqId:
+        self._last_seq_id += 1
+        return SeqId(self._last_seq_id)
+
+
+RoleFactory = Callable[[Host], Role]
+
+
+def region_of(kv: KvCache) -> Region:
+    """The pool as the transport registers it and a ticket describes it."""
+    device = kv.tensor.device
+    kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+    return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, Device(kind, device.index or 0))

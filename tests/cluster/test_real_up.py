@@ -1,0 +1,198 @@
+"""`pdserve up` with everything real: router, Ray, both workers, NIXL, the tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.client import InferenceClient
+from pdserve.cluster import processes
+from pdserve.commands.requests import build
+from pdserve.rpc.v1 import inference_pb2
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = ("-m", "pdserve.cli")
+UP = ("up", "--model", "tiny", "--prefill", "1", "--decode", "1", "--kv-cache-memory", "16MiB")
+FREE = ("--port", "0", "--grpc-port", "0")
+BOUND_S = 60.0
+
+
+def test_up_serves_heals_and_stops(run_command: Any) -> None:
+    """(1) It comes up, whatever RAY_ADDRESS says. (2) KV moves. (3) A killed decode worker is started again by Ray.
+    (4) KV moves again. (5) Ctrl-C: exit 0, nothing left."""
+    command = run_command(*UP, *FREE, program=REAL, PYTHONPATH=str(ROOT), RAY_ADDRESS="192.0.2.1:6379")
+    command.wait_for("ready; Ctrl-C stops it")
+    with InferenceClient(grpc_address(command.text)) as client:
+        first = generate(client)
+        assert first.report.kv_bytes > 0
+        before = worker(client, "decode-0")
+        os.kill(before.pid, signal.SIGKILL)
+        after = wait_for(lambda: again(client, before))
+        assert after.pid != before.pid
+        second = generate(client)
+        assert second.report.kv_bytes == first.report.kv_bytes
+    assert_log_lines(command)
+    command.signal(signal.SIGINT)
+    assert command.end() == 0, command.text
+    assert "Traceback" not in command.text
+    command.assert_nothing_left()
+
+
+def assert_log_lines(command: Any) -> None:
+    """The workers' logs are where `up` said, in the one format of all processes."""
+    logs = Path(re.search(r"^logs +(\S+)", command.text, re.MULTILINE)[1])  # type: ignore[index]
+    router = (logs / "router.log").read_text().splitlines()[0]
+    stamp = re.compile(r"\d{4}-\d\d-\d\d[ T][\d:.,]+ INFO ")
+    assert stamp.match(router), router
+    for name in ("prefill-0", "decode-0"):
+        lines = (logs / f"{name}.log").read_text().splitlines()
+        assert any(stamp.match(line) and f"{name} ready at" in line for line in lines), lines
+
+
+def test_a_busy_http_port_is_one_line_that_names_its_flag(run_command: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        command = run_command(*UP, "--http-port", str(port), "--grpc-port", "0", program=REAL, PYTHONPATH=str(ROOT))
+        assert command.end() == 2, command.text
+    (line,) = [line for line in command.text.splitlines() if line.startswith("error: ")]
+    assert str(port) in line
+    assert "--http-port" in line
+    assert "Traceback" not in command.text
+    assert not processes.wait_gone(command.seen, 5.0), command.text
+    assert [folder.name[:13] for folder in command.temporary.iterdir()] == ["pdserve-logs-"]  # of a failure: kept
+
+
+@pytest.fixture
+def ray_head(short_tmp: Path) -> Iterator[RayHead]:
+    head = RayHead(short_tmp / "ray")
+    try:
+        wait_for(head.answers)
+        yield head
+    finally:
+        head.close()
+
+
+class RayHead:
+    """A Ray of the operator's, that `up` only visits: its ports and its folder are its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, client_port = free_ports(2)
+        self.output = folder.with_suffix(".out")
+        self.environment = {
+            "RAY_AUTH_MODE": "token",  # Ray itself turns it on for visitors only where they name no address
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONPATH": str(ROOT),  # of the workers, which its nodes start
+            "OMP_NUM_THREADS": "1",
+        }
+        arguments = {
+            "--port": self.port,
+            "--ray-client-server-port": client_port,
+            "--dashboard-agent-listen-port": 0,
+            "--node-ip-address": "127.0.0.1",
+            "--temp-dir": folder,
+            "--num-cpus": 0,
+            "--object-store-memory": 80 << 20,
+            "--include-dashboard": "false",
+            "--resources": json.dumps({"pd_prefill": 1, "pd_decode": 1}),
+        }
+        flags = [f"{name}={value}" for name, value in arguments.items()]
+        with self.output.open("wb") as file:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *flags],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
+
+    def answers(self) -> bool:
+        assert self.child.poll() is None, self.output.read_text()
+        return "Ray runtime started" in self.output.read_text()
+
+    def workers(self) -> list[str]:
+        """Command lines of the actors that its node runs."""
+        named = [process.command for process in processes.descendants([self.child.pid])]
+        return [command for command in named if command.startswith("ray::WorkerActor")]
+
+    def close(self) -> None:
+        """Only what it started itself: other Rays of this machine are not ours."""
+        started = processes.descendants([self.child.pid])
+        self.child.terminate()
+        try:
+            self.child.wait(20.0)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        processes.kill(processes.wait_gone(started, 10.0))
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ones: all are held while they are asked for."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def test_the_same_yaml_visits_a_running_ray_and_leaves_it_running(run_command: Any, ray_head: RayHead) -> None:
+    """`address: auto` is the one line that differs between one machine and a Ray cluster."""
+    example = ("--config", str(ROOT / "examples" / "cluster.yaml"), "--address", "auto")
+    environment = {**ray_head.environment, "RAY_ADDRESS": f"127.0.0.1:{ray_head.port}"}
+    command = run_command(*UP, *FREE, *example, program=REAL, **environment)
+    command.wait_for("ready; Ctrl-C stops it")
+    assert len(ray_head.workers()) == 2
+    with InferenceClient(grpc_address(command.text)) as client:
+        assert generate(client).report.kv_bytes > 0
+    command.signal(signal.SIGINT)
+    assert command.end() == 0, command.text
+    command.assert_nothing_left()
+    wait_for(lambda: not ray_head.workers())
+    assert ray_head.answers()
+    socket.create_connection(("127.0.0.1", ray_head.port), timeout=5.0).close()
+
+
+def grpc_address(text: str) -> str:
+    return re.search(r"^gRPC +(\S+)", text, re.MULTILINE)[1]  # type: ignore[index]
+
+
+def generate(client: InferenceClient) -> inference_pb2.GenerateResponse:
+    """The last message of one short disaggregated request."""
+    *_, last = client.generate(build(text="hello there", max_tokens=8, ignore_eos=True, placement="disaggregated"))
+    return last
+
+
+def worker(client: InferenceClient, worker_id: str) -> inference_pb2.WorkerState:
+    (found,) = [state for state in client.cluster_state().workers if state.worker_id == worker_id]
+    return found
+
+
+def again(client: InferenceClient, before: inference_pb2.WorkerState) -> inference_pb2.WorkerState | None:
+    """The same worker id in a new process, once it takes requests."""
+    for state in client.cluster_state().workers:
+        if state.worker_id == before.worker_id and state.ready and state.incarnation != before.incarnation:
+            return state
+    return None
+
+
+def wait_for(look: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + BOUND_S
+    while time.monotonic() < deadline:
+        if seen := look():
+            return seen
+        time.sleep(0.05)
+    raise AssertionError("it did not come")
