@@ -29,8 +29,8 @@ def default_cache_dir() -> Path:
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """`target`, filled by `build` if it is not there yet.
 
-    `build` gets an empty directory. What it raises passes through and nothing is left behind. Raises `ConfigError`
-    when the cache cannot be written.
+    `build` gets an empty directory. What it raises passes through, but for `OSError`, and nothing is left behind.
+    Raises `ConfigError` when the cache cannot be written.
     """
     if target.is_dir():
         return target
@@ -39,17 +39,21 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
         _sweep(target.parent)
         scratch = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=target.parent))
     except OSError as exc:
-        raise ConfigError(
-            f"cannot write the cache {target.parent}: {exc.strerror}; set XDG_CACHE_HOME to a folder that can be written"
-        ) from exc
+        raise _cannot_write(target.parent, exc) from exc
 
     try:
         build(scratch)
         _make_readable(scratch)
         _publish(scratch, target)
+    except OSError as exc:  # a full disk, most of all
+        raise _cannot_write(target.parent, exc) from exc
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _cannot_write(folder: Path, exc: OSError) -> ConfigError:
+    return ConfigError(f"cannot write the cache {folder}: {exc.strerror}; set XDG_CACHE_HOME to a folder that can be written")
 
 
 def _make_readable(folder: Path) -> None:

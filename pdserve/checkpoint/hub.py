@@ -8,6 +8,7 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 
 _FILES: Final = ("*.json", "*.safetensors", "*.jinja")
+_SUBFOLDERS: Final = "*/*"  # the weights again, in other formats
 _INSTEAD: Final = "Give a directory in Hugging Face layout or a GGUF file instead"
 
 
@@ -21,7 +22,10 @@ def download(model_id: str) -> Path:
     transport_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever HTTP client it uses
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=list(_FILES)))
+        away = not _answers(model_id)
+        return Path(
+            snapshot_download(model_id, local_files_only=away, allow_patterns=list(_FILES), ignore_patterns=_SUBFOLDERS)
+        )
     except errors.HFValidationError as exc:
         raise ConfigError(f"{model_id!r} is not a Hugging Face id: {exc}") from exc
     except errors.GatedRepoError as exc:
@@ -38,3 +42,20 @@ def download(model_id: str) -> Path:
         ) from exc
     except (transport_error, OSError) as exc:
         raise ConfigError(f"downloading {model_id} from {constants.ENDPOINT} failed: {exc}. {_INSTEAD}") from exc
+
+
+def _answers(model_id: str) -> bool:
+    """Whether the hub says anything of this model, in HF_HUB_ETAG_TIMEOUT seconds: `snapshot_download` asks the same
+    without any bound, and would wait for ever for a server that takes the question and never answers.
+    """
+    from huggingface_hub import HfApi, constants, errors, get_session
+
+    wait_s = constants.HF_HUB_ETAG_TIMEOUT
+    get_session().timeout = wait_s  # of what it asks next, the list of files
+    try:
+        HfApi().model_info(model_id, timeout=wait_s)
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled):
+        return True  # an answer, which `snapshot_download` gets too
+    except errors.HTTPError:  # type: ignore[attr-defined]  # of whichever HTTP client it uses
+        return False
+    return True

@@ -33,6 +33,8 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         listed = read_json(index).get("weight_map")
         if not isinstance(listed, dict):
             raise ConfigError(f"{index} lacks weight_map")
+        if not all(isinstance(name, str) for name in listed.values()):
+            raise ConfigError(f"{index}: weight_map holds what is no file's name")
         return tuple(directory / name for name in sorted(set(listed.values())))
     return tuple(sorted(directory.glob("*.safetensors")))
 

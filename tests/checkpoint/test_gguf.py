@@ -193,6 +193,18 @@ def test_a_file_with_flipped_bytes_is_converted_or_refused(small):
             converted(small)
 
 
+@pytest.mark.timeout(30)
+def test_a_count_that_the_file_cannot_hold_is_refused_at_once(small):
+    """Numbers past the end have no bytes: reading 2**60 of them once went on until memory ran out."""
+    whole = small.read_bytes()
+    key = b"tokenizer.ggml.token_type"
+    at = whole.index(key) + len(key) + 8  # after the key: the type (array) and that of its members
+    assert int.from_bytes(whole[at : at + 8], "little") == len(TOKENS)
+    small.write_bytes(whole[:at] + (1 << 60).to_bytes(8, "little") + whole[at + 8 :])
+    with pytest.raises(ConfigError, match="is not a complete GGUF file"):
+        converted(small)
+
+
 def test_something_else_by_that_name_is_refused(tmp_path):
     source = tmp_path / "m.gguf"
     source.write_bytes(b"PK\x03\x04 not a model")

@@ -37,6 +37,7 @@ def test_a_text_survives_encode_and_decode(tokenizer_of, model, text):
     """As far as the vocabulary has its bytes: the default model's lacks F1, F2 and some control characters."""
     tokenizer = tokenizer_of[model]
     known = _bytes_known(tokenizer)
+    text = text.replace("<", "")  # which begins every special token
     text = "".join(char for char in text if all(bytes([byte]) in known for byte in char.encode()))
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text

@@ -1,0 +1,118 @@
+"""Facts about the repository itself, which would otherwise be found out by the first who installs or reads it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pdserve
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer")
+TORCH_FREE = (
+    "router", "pdserve.core", "pdserve.config", "pdserve.rpc", "pdserve.text", "pdserve.checkpoint", "pdserve.observe",
+    "pdserve.client",
+)  # fmt: skip
+HEAVY = ("torch", "triton", "ray", "nixl", "nixl_cu12", "transformers")
+MAX_LINES = 500  # the largest has 470; a file that nears it holds a second idea
+
+
+def sources() -> list[Path]:
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return [path for path in files if "rpc/v1" not in path.as_posix()]
+
+
+def tracked(*folders: str) -> list[str]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def test_no_other_distribution_brings_a_package_of_ours():
+    """The names are short: another project's `router` beside ours would be imported instead. Where pdserve runs from its
+    folder and is not installed, nobody owns them.
+    """
+    owners = importlib.metadata.packages_distributions()
+    assert {package: set(owners.get(package, ["pdserve"])) for package in PACKAGES} == {p: {"pdserve"} for p in PACKAGES}
+
+
+def test_the_stubs_are_what_the_protocol_generates():
+    pytest.importorskip("grpc_tools", reason="generating needs a development dependency")
+    from tools.generate_protos import stale
+
+    assert stale() == []
+
+
+def test_the_control_plane_loads_nothing_heavy():
+    """Every module of it, in a process of its own; torch alone takes seconds and hundreds of megabytes."""
+    code = f"""
+import importlib, pkgutil, sys
+for name in {TORCH_FREE!r}:
+    module = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+print([name for name in {HEAVY!r} if name in sys.modules], "router.main" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[] True\n", done.stderr
+
+
+@pytest.mark.parametrize("package", ["pdserve.engine.scheduler", "kvtransfer.pull", "pdserve.worker.link"])
+def test_what_decides_for_workers_needs_no_nixl_and_no_ray(package):
+    code = (
+        f"import importlib, sys; importlib.import_module({package!r}); print([n for n in ('ray', 'nixl') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_no_file_is_too_long_to_hold_one_idea():
+    assert {str(p.relative_to(ROOT)): n for p in sources() if (n := len(p.read_text().splitlines())) > MAX_LINES} == {}
+
+
+def test_every_module_says_what_it_is():
+    texts = {str(p.relative_to(ROOT)): p.read_text().strip() for p in sources() if p.name != "__main__.py"}
+    assert [name for name, text in texts.items() if text and not text.startswith('"""')] == []
+
+
+def test_test_files_have_names_of_their_own():
+    """Folders without __init__.py share one name space: two files of a name shadow each other."""
+    seen: dict[str, str] = {}
+    for name in tracked("tests"):
+        path = Path(name)
+        if path.suffix == ".py" and path.name != "conftest.py" and not (ROOT / path.parent / "__init__.py").exists():
+            assert path.name not in seen, f"{name} and {seen[path.name]}"
+            seen[path.name] = name
+
+
+def test_the_changelog_has_this_version():
+    assert re.search(rf"^## \[?{re.escape(pdserve.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path):
+    """Built from a copy, as building writes beside its sources."""
+    pytest.importorskip("setuptools", reason="the build back end is not installed")
+    names = tracked()
+    for name in names:
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / "copy" / name)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        [*build, "-w", str(tmp_path / "out"), str(tmp_path / "copy")],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "out").glob("pdserve-*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
+    assert held == {name for name in names if name.split("/")[0] in PACKAGES}
