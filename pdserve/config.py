@@ -21,6 +21,7 @@ from pdserve.core.sampling import Placement
 
 MIB: Final = 1 << 20
 DTYPES: Final = ("auto", "bfloat16", "float32")
+DEVICES: Final = ("auto", "cpu", "cuda")
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _BYTES: Final = {"unit": "bytes"}  # metadata of fields that also take a text such as 256MiB
 
@@ -40,6 +41,7 @@ class EngineConfig:
     model: str = "default"  # "default", "tiny", a directory, a GGUF file, or a Hugging Face id
     served_model_name: str | None = None  # what clients call it; None: the model's own name
     dtype: str = "auto"  # auto: bfloat16
+    device: str = "auto"  # auto: cuda where there is one, else cpu
     max_model_len: int | None = None  # prompt + output tokens of one request; None: the model's context
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512  # a step's token budget: prompts longer than it are computed in chunks
@@ -51,6 +53,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.device not in DEVICES:
+            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("block_size", self.block_size, 1)

@@ -15,7 +15,6 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvtransfer.api import Device
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import Ticket
 from pdserve.core.errors import PdserveError
@@ -23,7 +22,7 @@ from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
-from pdserve.worker.host import Host
+from pdserve.worker.host import Host, region_of
 from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents, Token
 from pdserve.worker.output import OutputStream
 from pdserve.worker.refuse import failed, read_request
@@ -46,6 +45,7 @@ class LentRequest:
 class PrefillRole:
     def __init__(self, host: Host) -> None:
         self._host = host
+        self._region = region_of(host.kv)
         self._table = LeaseTable(host.incarnation, ttl_s=host.config.lease.ttl_s)
         self._by_handle: dict[Handle, LentRequest] = {}
         self._by_seq: dict[SeqId, LentRequest] = {}
@@ -133,14 +133,14 @@ class PrefillRole:
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
 
     def _ticket(self, lent: Lent, prompt_len: int) -> Ticket:
-        host = self._host
+        host, region = self._host, self._region
         return Ticket(
             incarnation=host.incarnation,
             peer_address=host.address,
             layout=host.layout,
-            address=host.kv.address,
-            num_blocks=host.kv.num_blocks,
-            device=Device(),
+            address=region.address,
+            num_blocks=region.num_blocks,
+            device=region.device,
             block_ids=lent.block_ids,
             prompt_len=prompt_len,
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
 from pdserve.core.batch import Sampled, StepPlan
+from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import fit_max_model_len
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
@@ -35,11 +36,11 @@ class ModelRunner:
         self._rows = backend.rows
 
     @classmethod
-    def load(cls, directory: Path, card: ModelCard, config: EngineConfig, device: torch.device | None = None) -> ModelRunner:
+    def load(cls, directory: Path, card: ModelCard, config: EngineConfig) -> ModelRunner:
         """Raises `ConfigError` naming the setting or the tensor that does not fit. Sets torch's threads, process-wide."""
         if config.threads > 0:
             torch.set_num_threads(config.threads)
-        device = device or torch.device("cpu")
+        device = _device(config.device)
         layout = card.kv_layout(config.block_size, config.dtype)
         kv = KvCache(layout, config.kv_cache_memory, device)
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, kv.num_blocks * config.block_size)
@@ -60,6 +61,7 @@ class ModelRunner:
         batch, hidden = self._forward(plan)
         drawing = [(piece, span) for piece, span in zip(plan.slices, batch.spans, strict=True) if piece.sample is not None]
         if not drawing:
+            _wait_written(self.kv)
             return ()
         logits = self._model.logits(hidden[[span.row + span.count - 1 for _, span in drawing]])
         token_ids = sample(logits, [piece.sample for piece, _ in drawing if piece.sample is not None])
@@ -81,3 +83,15 @@ def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
     if invariant:
         return Backend(TiledRows(), InvariantAttention(kv, num_heads), silu_and_mul_fixed)
     return Backend(WholeRows(), FastAttention(kv, num_heads), silu_and_mul)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no CUDA device here: set device to cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _wait_written(kv: KvCache) -> None:
+    """A step that draws nothing has nothing to wait for, yet its KV may be read by a peer once it is collected."""
+    if kv.tensor.device.type == "cuda":
+        torch.cuda.synchronize(kv.tensor.device)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import grpc
 
+from kvtransfer.api import Device, DeviceKind, Region
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
@@ -58,3 +59,10 @@ class Host:
 
 
 RoleFactory = Callable[[Host], Role]
+
+
+def region_of(kv: KvCache) -> Region:
+    """The pool as the transport registers it and a ticket describes it."""
+    device = kv.tensor.device
+    kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+    return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, Device(kind, device.index or 0))

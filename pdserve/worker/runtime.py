@@ -20,14 +20,13 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvtransfer.api import Device, Region
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import BlockPool
-from pdserve.core.errors import InternalBug
+from pdserve.core.errors import ConfigError, InternalBug
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ModelRunner
@@ -36,7 +35,7 @@ from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
-from pdserve.worker.host import Host, Role, RoleFactory
+from pdserve.worker.host import Host, Role, RoleFactory, region_of
 from pdserve.worker.link import Link
 from pdserve.worker.memory import MemoryReport, measure
 from pdserve.worker.messages import EngineSnapshot, StepEvents
@@ -179,7 +178,7 @@ class RunningWorker:
         self._loop = asyncio.get_running_loop()
         assert self._runner is not None
         runner, config = self._runner, self._config
-        region = Region(runner.kv.address, runner.kv.num_blocks, runner.kv.layout.block_bytes, Device())
+        region = region_of(runner.kv)
         transfer = TransferThread(lambda: NixlTransport(WorkerId(config.worker_id), self.incarnation, region))
         server = grpc.aio.server(options=server_options())
         try:
@@ -242,8 +241,15 @@ class RunningWorker:
             await asyncio.gather(*tasks, stop, return_exceptions=True)
 
     def _bind(self, server: grpc.aio.Server) -> str:
-        port = server.add_insecure_port(f"{self._config.host}:{self._config.port}")
-        return f"{self._config.advertise_host or self._config.host}:{port}"
+        """Raises `ConfigError` naming the settings."""
+        host, port = self._config.host, self._config.port
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: set host to an address of this machine, port to a free one"
+            ) from exc
+        return f"{self._config.advertise_host or host}:{bound}"
 
     def _require_role(self) -> Role:
         assert self._role is not None

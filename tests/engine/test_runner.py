@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +105,11 @@ def test_without_the_packed_kernels_the_plain_ones_are_used(monkeypatch):
     packed = linear.make_linear(weight)(x)
     monkeypatch.setattr(linear, "_packed", lambda _: (_ for _ in ()).throw(AttributeError("no such operator")))
     torch.testing.assert_close(linear.make_linear(weight)(x), packed)
+
+
+def test_a_device_that_is_not_here_is_refused_by_name(tiny_dir: Path) -> None:
+    if torch.cuda.is_available():
+        assert ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), EngineConfig(model="tiny", device="cuda")).kv.num_blocks
+        return
+    with pytest.raises(ConfigError, match="device"):
+        ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), EngineConfig(model="tiny", device="cuda"))
