@@ -7,7 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 
 .PHONY: help setup demo test check format protos bench-smoke bench-idle bench-transfer bench-engine goldens clean
 
-.PHONY: help setup demo test check format protos bench-smoke bench-idle bench-transfer bench-engine bench-router goldens clean
+.PHONY: help setup demo test check format protos bench-smoke bench-idle bench-transfer bench-engine bench-router bench-disconnect goldens clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 16
@@ -63,6 +63,9 @@ bench-engine: setup ## prefill and decode steps beside floors and transformers
 
 bench-router: setup ## CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router
+
+bench-disconnect: setup ## how long blocks stay taken after their client has left, beside one engine step
+	$(BIN)/python -m bench.disconnect
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
