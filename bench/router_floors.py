@@ -19,9 +19,9 @@ import uvicorn
 from bench.router_peers import PeerConfig, Ticks, text_of
 from pdserve.core.sampling import FinishReason
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from router.http_server import KEEP_ALIVE_S
-from router.openai_chunks import DONE, ChunkFormat, Envelope
-from router.openai_request import Call
+from router.http.server import KEEP_ALIVE_S
+from router.openai.chunks import DONE, ChunkFormat, Envelope
+from router.openai.request import Call
 
 REQUEST_ID = "0123456789abcdef" * 2  # as long as the router's own
 GENERATE = "/pdserve.rpc.v1.Inference/Generate"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pdserve.core.sampling import FinishReason
 from router.api import GenerateInput
-from router.openai_chunks import ChunkFormat, Envelope
-from router.openai_request import Call
+from router.openai.chunks import ChunkFormat, Envelope
+from router.openai.request import Call
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 FINISH = st.sampled_from([None, *FinishReason])

@@ -16,8 +16,8 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import Placement
 from router.api import ChatMessage
 from router.http import build_app
-from router.openai_request import parse_chat, parse_completion
-from router.openai_unsupported import NEUTRAL
+from router.openai.request import parse_chat, parse_completion
+from router.openai.unsupported import NEUTRAL
 
 HI = [{"role": "user", "content": "hi"}]
 

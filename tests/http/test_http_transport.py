@@ -11,8 +11,8 @@ import pytest
 from http_fakes import MODEL, FakeApi, served
 from raw_http import Answer, connect, exchange, head, post, read_answer
 
-import router.http_body
-import router.http_protocol
+import router.http.body
+import router.http.protocol
 from pdserve import __version__
 from pdserve.core.errors import ConfigError, ReplicaLost
 from router.http import serve_http
@@ -186,8 +186,8 @@ def test_one_connection_serves_many_requests_also_pipelined() -> None:
 
 
 def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.http_body, "BODY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(router.http_body, "LINGER_S", 0.1)
+    monkeypatch.setattr(router.http.body, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(router.http.body, "LINGER_S", 0.1)
 
     async def run() -> None:
         async with served(FakeApi()) as base:
@@ -202,7 +202,7 @@ def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_head_is_bounded_in_time_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(router.http.protocol, "HEAD_TIMEOUT_S", 0.2)
 
     async def run() -> None:
         async with served(FakeApi()) as base:

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from pdserve.core.errors import InternalBug
 from pdserve.core.sampling import FinishReason
 from router.api import Generation, RouterApi
-from router.http_reply import Reply
-from router.openai_chunks import DONE, ChunkFormat, Envelope, extension, usage
-from router.openai_request import Call
+from router.http.reply import Reply
+from router.openai.chunks import DONE, ChunkFormat, Envelope, extension, usage
+from router.openai.request import Call
 
 T = TypeVar("T")
 

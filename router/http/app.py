@@ -16,13 +16,13 @@ from pdserve import __version__
 from pdserve.core.errors import InternalBug, PdserveError, UnknownModel
 from pdserve.rpc.status import TABLE
 from router.api import RouterApi
-from router.http_body import BodyRefused, read_body, refuse_body
-from router.http_live import LiveRequests
-from router.http_reply import Reply
-from router.http_server import HttpServer, start_server
-from router.openai_answer import answer
-from router.openai_errors import encode_json, error_headers, error_payload
-from router.openai_request import Call, parse_chat, parse_completion
+from router.http.body import BodyRefused, read_body, refuse_body
+from router.http.live import LiveRequests
+from router.http.reply import Reply
+from router.http.server import HttpServer, start_server
+from router.openai.answer import answer
+from router.openai.errors import encode_json, error_headers, error_payload
+from router.openai.request import Call, parse_chat, parse_completion
 
 STALLED_CLIENT_S: Final = 30.0  # as RouterConfig.stalled_client_s
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -7,7 +7,7 @@ from typing import Any, Final
 from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import MAX_MESSAGES
 from router.api import ChatMessage, Prompt
-from router.openai_json import Fields, integer, kind, refuse, section, show, text
+from router.openai.json import Fields, integer, kind, refuse, section, show, text
 
 MAX_PROMPTS: Final = 256  # of one body; each is a request of its own in the router's bounded queue
 TOKEN_ID_LIMIT: Final = 1 << 32  # ids travel as uint32; the router checks them against the vocabulary

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from pdserve.core.sampling import Placement
 from router.api import GenerateInput, Prompt
-from router.openai_json import Fields, parse_object, refuse, show, text
-from router.openai_prompt import read_messages, read_prompts, read_token_ids
-from router.openai_unsupported import refuse_unsupported
+from router.openai.json import Fields, parse_object, refuse, show, text
+from router.openai.prompt import read_messages, read_prompts, read_token_ids
+from router.openai.unsupported import refuse_unsupported
 
 COMPLETION_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of /v1/completions only; a chat answer may use the whole context
 MAX_TOKENS_LIMIT: Final = 1 << 31

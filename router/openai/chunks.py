@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from pdserve.core.sampling import FinishReason
 from router.api import Report
-from router.openai_errors import encode_json
-from router.openai_request import Call
+from router.openai.errors import encode_json
+from router.openai.request import Call
 
 DONE: Final = b"data: [DONE]\n\n"
 _TEXT_MARK: Final = "\x00text\x00"  # stands for the text while the constant parts are cut out

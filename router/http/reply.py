@@ -8,7 +8,7 @@ from starlette.types import Send
 
 from pdserve.core.errors import PdserveError
 from pdserve.rpc.status import TABLE
-from router.openai_errors import encode_json, error_headers, error_payload
+from router.openai.errors import encode_json, error_headers, error_payload
 
 Headers = list[tuple[bytes, bytes]]
 

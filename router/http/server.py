@@ -12,8 +12,8 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from pdserve.core.errors import ConfigError
-from router.http_live import LiveRequests
-from router.http_protocol import GuardedProtocol
+from router.http.live import LiveRequests
+from router.http.protocol import GuardedProtocol
 
 BACKLOG: Final = 1024
 KEEP_ALIVE_S: Final = 75  # above the usual 60 s of proxies, so that the client side closes first

@@ -8,7 +8,7 @@ from typing import Final
 from starlette.types import Receive, Scope
 
 from pdserve.core.errors import Cancelled, DeadlineExceeded, PdserveError, RequestTooLarge
-from router.http_reply import Reply
+from router.http.reply import Reply
 
 BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
 LINGER_S: Final = 2.0

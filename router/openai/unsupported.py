@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from router.openai_json import Fields, refuse, show
+from router.openai.json import Fields, refuse, show
 
 _COMMON: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
