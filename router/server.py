@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -39,7 +40,22 @@ def bind_port(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
     try:
         return int(server.add_insecure_port(address))
     except RuntimeError as exc:
-        raise ConfigError(f"cannot listen on {address}: the port is taken or the host is not ours; set {flag}") from exc
+        if why := _refused_host(host):
+            raise ConfigError(f"--host: cannot listen on {host!r}: {why}") from exc
+        raise ConfigError(
+            f"{flag}: port {port} of {host} is in use or not allowed; choose another, or 0 for any free one"
+        ) from exc
+
+
+def _refused_host(host: str) -> str | None:
+    """Why no port of this host can be listened on; gRPC's own error names neither host nor port as the culprit."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as exc:  # gaierror too
+        return exc.strerror or str(exc)
+    return None
 
 
 async def stop_server(server: grpc.aio.Server) -> None:

@@ -56,7 +56,14 @@ class RouterBack:
     pid: int
 
 
-Event = PartStarted | PartReady | WorkerChanged | RouterLost | RouterBack
+@dataclass(frozen=True, slots=True)
+class LogsKept:
+    """A failure: its logs stay in a folder that was made for them, which nobody would find unless told."""
+
+    folder: str
+
+
+Event = PartStarted | PartReady | WorkerChanged | RouterLost | RouterBack | LogsKept
 Listener = Callable[[Event], None]
 
 

@@ -21,6 +21,7 @@ from pdserve.cluster.backoff import Backoff
 from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.cluster.events import (
     Listener,
+    LogsKept,
     Part,
     PartReady,
     PartStarted,
@@ -35,6 +36,7 @@ from pdserve.cluster.ray_pool import WorkerPool
 from pdserve.cluster.ray_session import LOCAL_HOST, RaySession
 from pdserve.cluster.router_process import Endpoints, RouterProcess
 from pdserve.config import ClusterConfig, RouterProcessConfig
+from pdserve.core.errors import ConfigError
 
 JOIN_TIMEOUT_S: Final = 60.0  # a worker that is loaded dials the router at once and proves itself with one round trip
 JOIN_LOOK_S: Final = 0.1
@@ -70,7 +72,7 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
-        self.close(failed=exc is not None and not isinstance(exc, Interrupted))
+        self.close(failed=exc is not None and not isinstance(exc, (Interrupted, ConfigError)))
 
     @property
     def folders(self) -> Folders:
@@ -179,7 +181,7 @@ class Cluster:
         self._listener(RouterBack(self.endpoints.pid))
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop everything that was started, in reverse; each step has its bound. Keeps the logs of a failure."""
+        """Stop everything that was started, in reverse; each step has its bound. Keeps, and names, the logs of a failure."""
         pool, session, router = self._pool, self._ray, self._router
         self._pool = self._ray = self._router = None
         try:
@@ -194,6 +196,8 @@ class Cluster:
                     router.stop()
                 if self._folders:
                     self._folders.remove(keep_logs=failed)
+                    if self._folders.logs_are_ours and self._folders.logs.exists():
+                        self._listener(LogsKept(str(self._folders.logs)))
 
     def kill(self) -> None:
         """End everything now, from any thread; for the second wish to stop, after which this process ends as well.

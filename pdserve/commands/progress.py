@@ -14,6 +14,7 @@ from rich.text import Text
 
 from pdserve.cluster.events import (
     Event,
+    LogsKept,
     Part,
     PartReady,
     PartStarted,
@@ -90,5 +91,7 @@ def _sentence(event: Event) -> str:
         return f"{event.worker_id} {event.phase.value}" + (f"; {event.detail}" if event.detail else "")
     if isinstance(event, RouterLost):
         return f"the router died ({event.detail}); starting it again in {event.delay_s:.1f} s"
+    if isinstance(event, LogsKept):
+        return f"logs kept in {event.folder}"
     assert isinstance(event, RouterBack)
     return f"the router is back (pid {event.pid})"

@@ -54,5 +54,7 @@ class Worker:
 def start(config: WorkerConfig) -> Worker:
     if config.engine.model == "missing":
         raise ConfigError("model: nothing is called 'missing'; give a directory")
+    if config.engine.model == "broken":
+        raise OSError("broken")
     time.sleep(float(os.environ.get("STANDIN_LOAD_S", "0")))
     return Worker(config)

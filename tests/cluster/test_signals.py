@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -68,3 +69,17 @@ def test_a_worker_that_cannot_start_is_reported_in_one_line(run_command: Any) ->
     assert command.end() == 2
     assert "error: model: nothing is called 'missing'; give a directory\n" in command.text
     assert "Traceback" not in command.text
+
+
+def test_a_wrong_setting_that_a_worker_refuses_leaves_no_unnamed_log_folder(run_command: Any) -> None:
+    command = run_command(*UP, "--model", "missing")
+    assert command.end() == 2
+    command.assert_nothing_left()
+
+
+def test_a_failure_names_the_log_folder_that_it_keeps(run_command: Any) -> None:
+    command = run_command(*UP, "--model", "broken")
+    assert command.end() == 1, command.text
+    kept = re.search(r"logs kept in (\S+)", command.text)
+    assert kept, command.text
+    assert [str(entry) for entry in command.temporary.iterdir()] == [kept[1]]

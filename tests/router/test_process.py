@@ -133,6 +133,14 @@ def test_a_busy_port_is_named_by_its_flag(tmp_path: Path, name: str) -> None:
     assert "Traceback" not in err
 
 
+def test_a_host_that_is_not_ours_is_named_by_its_flag_and_not_by_a_port(tmp_path: Path) -> None:
+    with router_process(tmp_path, *PORTS, "--set", "router.host=192.0.2.77") as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (2, "")
+    assert "--host" in err
+    assert "-port" not in err
+
+
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
     with router_process(tmp_path, "--set", "router.port=1") as process:
         out, err = process.communicate(timeout=WAIT_S)
