@@ -44,11 +44,14 @@ def measure(threads: int) -> Machine:
         torch.set_num_threads(1)
         ones = torch.ones(2048, 2048, dtype=torch.bfloat16)
         gemm_s = min(mean_s(lambda: ones @ ones) for _ in range(3))
-        torch.set_num_threads(threads)
         data, target = torch.ones(32 * MIB), torch.empty(32 * MIB)
         rows, vector = data.view(-1, 4096), torch.ones(4096)
-        read_s = min(mean_s(reader) for reader in (data.sum, lambda: rows @ vector, lambda: torch.dot(data, data)))
-        copy_s = min(mean_s(lambda: target.copy_(data)) for _ in range(3))
+        reads_s, copies_s = [], []
+        for count in {1, threads}:
+            torch.set_num_threads(count)
+            reads_s += [mean_s(reader) for reader in (data.sum, lambda: rows @ vector, lambda: torch.dot(data, data))]
+            copies_s += [mean_s(lambda: target.copy_(data)) for _ in range(3)]
+        read_s, copy_s = min(reads_s), min(copies_s)
         return Machine(threads, data.nbytes / read_s, threads * 2 * 2048**3 / gemm_s, 32 * 4 * MIB / copy_s)
     finally:
         torch.set_num_threads(before)

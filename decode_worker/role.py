@@ -185,7 +185,7 @@ class DecodeRole:
             self._drop(request)
 
     def _fail(self, request: BoundRequest, error: PdserveError) -> None:
-        log.warning("request %d failed here: %s", request.handle, error.message)
+        log.info("request %d failed here: %s", request.handle, error.message)
         if self._by_handle.get(request.handle) is request:
             self._drop(request)
             self._host.send(failed(request.handle, error))

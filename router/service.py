@@ -33,6 +33,7 @@ from router.wire import command_to_wire, welcome
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1  # while requests run: how late a deadline may be noticed
+LATE_S = 0.5  # no load makes the loop so late: the process or the machine was stopped
 IDLE_TICK_S = 1.0  # otherwise: only silent workers are looked for
 
 
@@ -175,14 +176,20 @@ class RouterService:
     # Time --------------------------------------------------------------------------------------------------------------
 
     async def _tick_for_ever(self) -> None:
+        """After the process stood still one turn is skipped, so that heartbeats which wait in the sockets are heard
+        before anyone is found silent."""
+        late = False
         while True:
+            began_s = self._clock()
             if self._open:
                 await asyncio.sleep(TICK_S)
             else:
                 self._busy.clear()
                 await self._wait_busy(IDLE_TICK_S)
-            self.tell(ev.Tick())
-            self._drop_stalled_clients()
+            late = not late and self._clock() - began_s > IDLE_TICK_S + LATE_S
+            if not late:
+                self.tell(ev.Tick())
+                self._drop_stalled_clients()
 
     async def _wait_busy(self, timeout_s: float) -> None:
         try:

@@ -146,3 +146,28 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out) == (2, "")
     assert "router.port" in err
+
+
+def test_workers_that_beat_through_a_pause_of_the_router_are_not_found_silent(tmp_path: Path) -> None:
+    with router_process(tmp_path, *PORTS, "--set", "router.heartbeat_lost_s=1.5") as process:
+        asyncio.run(_pause_while_running(ready_line(process), process))
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=5)
+        assert "was silent" not in err
+
+
+async def _pause_while_running(ready: dict[str, Any], process: subprocess.Popen[str]) -> None:
+    settings = {"cluster_token": TOKEN, "model_fingerprint": tiny_model().card.fingerprint, "vocab_size": 512}
+    async with (
+        asyncio.timeout(WAIT_S),
+        FakeWorker(DECODE, ready["link"], token_interval_s=0.05, heartbeat_interval_s=0.2, **settings),
+        grpc.aio.insecure_channel(ready["grpc"]) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        call = stub.Generate(generate_request((1, 2, 3), 100))
+        first = await anext(aiter(call))
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(3.0)  # what is tested: longer than heartbeat_lost_s
+        process.send_signal(signal.SIGCONT)
+        ids = [*first.ids, *[token async for part in call for token in part.ids]]
+        assert ids == right_ids((1, 2, 3), 100)
