@@ -45,7 +45,7 @@ class InvalidRequest(PdserveError):
     code = ErrorCode.INVALID_REQUEST
 
     def __init__(self, message: str, *, field: str) -> None:
-        named = message if field in message else f"{field}: {message}"
+        named = message if message.startswith(field) else f"{field}: {message}"
         super().__init__(named if len(named) <= MAX_MESSAGE_CHARS else named[: MAX_MESSAGE_CHARS - 3] + "...")
         self.field = field
 

@@ -17,7 +17,7 @@ from router.http.protocol import GuardedProtocol
 
 BACKLOG: Final = 1024
 KEEP_ALIVE_S: Final = 75  # above the usual 60 s of proxies, so that the client side closes first
-CLOSE_GRACE_S: Final = 2.0  # running answers may finish for so long
+CLOSE_GRACE_S: Final = 1.0  # running answers may finish for so long
 CLOSE_STEP_S: Final = 1.0  # and cancelled ones may say so
 
 

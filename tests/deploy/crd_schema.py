@@ -13,7 +13,8 @@ Schema = dict[str, Any]
 
 def strict_validator(crd: Path, version: str) -> Draft7Validator:
     """For objects of one version of the CRD."""
-    document = yaml.safe_load(crd.read_text())
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 17,000 lines: the C parser takes a tenth of the time
+    document = yaml.load(crd.read_text(), Loader=loader)
     row = next(row for row in document["spec"]["versions"] if row["name"] == version)
     schema = strict(row["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}  # ObjectMeta: its schema is the server's, not the CRD's

@@ -122,8 +122,9 @@ class CoreMachine(RuleBasedStateMachine):
     def stale(self, pick: int, handle: int, kind: int) -> None:
         peer = self._peer(pick)
         stale = Handle(handle)
-        if stale in peer.jobs:
-            return
+        worker = self.stage.core.registry.get(peer.link)
+        if worker is not None and stale in worker.work:
+            return  # live for the router, even where the worker has ended it and the router has not heard so yet
         link = peer.link if kind else ev.LinkId(10_000)
         self.stage.tell(
             [

@@ -1,0 +1,168 @@
+"""HTTP through the real router to scripted workers: what a client sends and how it leaves reaches the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from raw_http import connect, exchange, head, post
+
+from pdserve.testing.fake_worker import DECODE
+from router.http import serve_http
+from tests.router.local_cluster import LocalCluster, local_cluster, right_text
+
+TIMEOUT_S = 30.0
+COMPLETIONS = "/v1/completions"
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await story
+
+    asyncio.run(bounded())
+
+
+@asynccontextmanager
+async def http_cluster(**config: Any) -> AsyncIterator[tuple[LocalCluster, str]]:
+    async with local_cluster(**config) as cluster:
+        server = await serve_http(cluster.service, "127.0.0.1", 0)
+        try:
+            yield cluster, f"http://127.0.0.1:{server.port}"
+        finally:
+            await server.close()
+
+
+def client(base: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+async def first_chunk(base: str, cluster: LocalCluster, prompt: Any) -> asyncio.StreamWriter:
+    """A stream whose first tokens have arrived; the rest waits behind the decode workers' gates."""
+    for worker in cluster.workers:
+        if worker.role == DECODE:
+            worker.gate.clear()
+    reader, writer = await connect(base)
+    writer.write(post(COMPLETIONS, {"prompt": prompt, "max_tokens": 50, "stream": True}))
+    await reader.readuntil(b"data: ")
+    return writer
+
+
+def test_the_openai_client_gets_the_workers_tokens() -> None:
+    async def story() -> None:
+        async with http_cluster() as (cluster, base):
+            async with client(base) as c:
+                whole = await c.completions.create(model=cluster.service.model_name, prompt=[1, 2, 3], max_tokens=20)
+                stream = await c.completions.create(
+                    model=cluster.service.model_name, prompt=[[1, 2, 3], [4, 5]], max_tokens=20, stream=True
+                )
+                texts = ["", ""]
+                async for chunk in stream:
+                    texts[chunk.choices[0].index] += chunk.choices[0].text
+                chat = await c.chat.completions.create(
+                    model=cluster.service.model_name, messages=[{"role": "user", "content": "hi"}], max_tokens=5
+                )
+            assert whole.choices[0].text == right_text([1, 2, 3], 20)
+            assert texts == [right_text([1, 2, 3], 20), right_text([4, 5], 20)]
+            assert whole.model_extra is not None
+            report = whole.model_extra["pdserve"]
+            assert (report["placement"], report["prefill_worker"], report["decode_worker"]) == (
+                "disaggregated",
+                "prefill-0",
+                "decode-0",
+            )
+            assert report["kv_bytes"] > 0
+            assert chat.choices[0].finish_reason == "length"
+            await cluster.assert_idle()
+
+    run(story())
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2], [3, 4], [5]]])
+def test_a_client_that_leaves_a_stream_frees_the_workers(prompt: Any) -> None:
+    async def story() -> None:
+        async with http_cluster() as (cluster, base):
+            writer = await first_chunk(base, cluster, prompt)
+            await cluster.decode.wait_for(lambda: len(cluster.decode.live_handles) > 0)
+            writer.transport.abort()
+            await cluster.assert_idle()
+            assert cluster.decode.cancelled
+
+    run(story())
+
+
+def test_a_client_that_leaves_while_it_waits_for_a_whole_answer_frees_the_workers() -> None:
+    async def story() -> None:
+        async with http_cluster() as (cluster, base):
+            cluster.decode.gate.clear()
+            _, writer = await connect(base)
+            writer.write(post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 50}))
+            await cluster.decode.wait_for(lambda: len(cluster.decode.live_handles) > 0)
+            writer.transport.abort()
+            await cluster.assert_idle()
+
+    run(story())
+
+
+def test_bad_requests_name_the_field_and_the_service_goes_on() -> None:
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"model": "other"}, 404, "model"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": [10**6]}, 400, "prompt"),
+        ({"prompt": [1] * 1000}, 400, "prompt"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"max_tokens": 10**6}, 400, "max_tokens"),
+        ({"temperature": float("nan")}, 400, "temperature"),
+        ({"temperature": 9}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"min_tokens": 99}, 400, "min_tokens"),
+        ({"stop": ""}, 400, "stop"),
+        ({"priority": 1000}, 400, "priority"),
+        ({"deadline_s": -1}, 504, "deadline"),
+    ]
+
+    async def story() -> None:
+        async with http_cluster() as (cluster, base):
+            for fields, status, name in cases:
+                answer = await exchange(base, post(COMPLETIONS, {"prompt": [1, 2], "max_tokens": 4, **fields}))
+                assert answer.status == status, (fields, answer)
+                assert name in answer.error["message"], (fields, answer.error)
+            good = await exchange(base, post(COMPLETIONS, {"prompt": [1, 2], "max_tokens": 4}))
+            assert good.json["choices"][0]["text"] == right_text([1, 2], 4)
+            await cluster.assert_idle()
+
+    run(story())
+
+
+def test_a_full_queue_is_429_with_a_hint() -> None:
+    async def story() -> None:
+        async with http_cluster(max_queued_requests=1) as (cluster, base):
+            cluster.decode.refuse_binds = 1 << 30
+            _, waiting = await connect(base)
+            waiting.write(post(COMPLETIONS, {"prompt": [1, 2], "max_tokens": 4}))
+            await cluster.decode.wait_for(lambda: cluster.service.snapshot().queued_requests == 1)
+            full = await exchange(base, post(COMPLETIONS, {"prompt": [1, 2], "max_tokens": 4}))
+            assert (full.status, full.error["type"]) == (429, "rate_limit_error")
+            assert int(full.headers["retry-after"]) >= 1
+            waiting.transport.abort()
+            await cluster.decode.wait_for(lambda: cluster.service.snapshot().queued_requests == 0)
+            await cluster.assert_idle()
+
+    run(story())
+
+
+def test_health_follows_the_workers() -> None:
+    async def story() -> None:
+        async with http_cluster() as (cluster, base):
+            assert (await exchange(base, head("GET", "/health"))).status == 200
+            await cluster.decode.stop()
+            while (await exchange(base, head("GET", "/health"))).status != 503:  # noqa: ASYNC110 - bounded by `run`
+                await asyncio.sleep(0.01)
+            assert b"pdserve_" in (await exchange(base, head("GET", "/metrics"))).body
+
+    run(story())
