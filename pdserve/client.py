@@ -16,6 +16,15 @@ from pdserve.rpc import status
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 CALL_TIMEOUT_S: Final = 10.0  # of calls that only look something up
+# A generation has no deadline of its own here: a router that hangs is found by pings. Its transport answers them
+# however busy it is. While gRPC's own bandwidth probe is unanswered no keep-alive is sent, so that has the same limit.
+OPTIONS: Final = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 NOTHING_LISTENS: Final = ("failed to connect", "Connection refused", "DNS resolution failed", "Name or service not known")
 
 
@@ -50,7 +59,7 @@ class InferenceClient:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> InferenceClient:

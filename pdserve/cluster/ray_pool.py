@@ -33,6 +33,7 @@ class _Member:
     actor: Any
     pending: Any  # reference of its open call: `report` while it starts, then `watch`
     report: WorkerReport | None = None
+    restarting: bool = False  # Ray fails each call to it meanwhile: one death is told once
     dead: bool = False
 
 
@@ -106,14 +107,17 @@ class WorkerPool:
 
     def _loaded(self, member: _Member, report: WorkerReport) -> None:
         member.report = report
+        member.restarting = False
         member.pending = member.actor.watch.remote()
         self._tell(member.plan, WorkerPhase.LOADED)
 
     def _lost(self, member: _Member, exc: RayError) -> None:
         member.report = None
         if isinstance(exc, ActorUnavailableError):
-            member.pending = member.actor.report.remote()  # answered once Ray has started it again
-            self._tell(member.plan, WorkerPhase.RESTARTING)
+            member.pending = member.actor.report.remote()  # answered once Ray has started it again; may fail until then
+            if not member.restarting:
+                member.restarting = True
+                self._tell(member.plan, WorkerPhase.RESTARTING)
         else:
             member.dead = True
             self._tell(member.plan, WorkerPhase.DEAD, f"see {member.plan.log_dir}/{member.plan.worker_id}.log")

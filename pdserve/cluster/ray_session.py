@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import shutil
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from pdserve.config import ClusterConfig
 LOCAL_HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 STOP_TIMEOUT_S = 5.0
+DIAL_TIMEOUT_S = 5.0
 
 
 class RaySession:
@@ -39,6 +41,8 @@ class RaySession:
     def connect(cls, config: ClusterConfig, private: Path) -> RaySession:
         """Start or join Ray. `private` is the folder of a Ray of our own. Raises `ClusterError`."""
         local = config.address == "local"
+        if config.address not in ("local", "auto"):
+            _dial(config)
         session = cls(private if local else None, ExitStack())
         session._set_environment(local)
         try:
@@ -117,6 +121,15 @@ def _own(config: ClusterConfig, private: Path) -> dict[str, Any]:
 
 def _visit(config: ClusterConfig) -> dict[str, Any]:
     return {"address": config.address, "log_to_driver": False, "logging_level": logging.ERROR}
+
+
+def _dial(config: ClusterConfig) -> None:
+    """Ray itself would try an address that nobody answers for more than a minute, deaf to signals."""
+    host, _, port = config.address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), DIAL_TIMEOUT_S).close()
+    except (OSError, OverflowError) as exc:
+        raise ClusterError(_explain(config, exc)) from exc
 
 
 def _explain(config: ClusterConfig, exc: Exception) -> str:

@@ -85,5 +85,8 @@ def _zeros(nbytes: int, device: torch.device) -> Tensor:
     """Zeroed bytes. On CPU they are mapped and not touched: a block costs memory when it is first used."""
     if device.type != "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as exc:
+        raise ConfigError(f"kv_cache_memory of {nbytes} B is more than this machine can give") from exc
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive

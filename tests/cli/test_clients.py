@@ -10,11 +10,18 @@ import sys
 import threading
 from pathlib import Path
 
+import grpc
+import pytest
 from click.testing import CliRunner, Result
 
 from pdserve.cli import main
+from pdserve.client import CallFailed, InferenceClient
+from pdserve.cluster.router_process import RouterProcess
+from pdserve.commands.requests import build
+from pdserve.config import RouterConfig, RouterProcessConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+STANDIN = ROOT / "tests" / "cluster" / "standin_router.py"
 ANSWER = "two pools share one cache"
 
 
@@ -82,3 +89,26 @@ def test_watching_and_generating_end_with_ctrl_c(address: str) -> None:
             child.send_signal(signal.SIGINT)
             assert child.wait(20) == status
             watchdog.cancel()
+
+
+def test_a_router_that_hangs_does_not_hang_its_clients_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped, it keeps its connections: nothing but an unanswered ping tells."""
+    monkeypatch.setenv("STANDIN_PAUSE_S", "60")
+    settings = RouterProcessConfig(RouterConfig(http_port=0, grpc_port=0))
+    router = RouterProcess(settings, folder=tmp_path, log=tmp_path / "log", command=(sys.executable, str(STANDIN)))
+    router.start()
+    try:
+        endpoints = router.wait_ready(threading.Event())
+        with InferenceClient(endpoints.grpc) as client:
+            client.cluster_state()
+            os.kill(endpoints.pid, signal.SIGSTOP)
+            answer = client.generate(build(text="hello"))
+            watchdog = threading.Timer(45.0, answer.cancel)
+            watchdog.start()
+            with pytest.raises(CallFailed) as failed:
+                list(answer)
+            watchdog.cancel()
+        assert failed.value.status is grpc.StatusCode.UNAVAILABLE
+        os.kill(endpoints.pid, signal.SIGCONT)
+    finally:
+        router.stop()

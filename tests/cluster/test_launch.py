@@ -106,6 +106,8 @@ def test_dead_worker_is_restarted_by_ray_and_then_reported_dead(running: Running
     running.wait_event(lambda _: any(report.worker_id == "prefill-0" for report in running.cluster.reports))
     second = running.pid("prefill-0")
     assert second != first
+    told = [e.phase for e in running.events if isinstance(e, WorkerChanged) and e.worker_id == "prefill-0"]
+    assert told.count(WorkerPhase.RESTARTING) == 1  # however long it took
     os.kill(second, signal.SIGKILL)
     running.wait_worker("prefill-0", WorkerPhase.DEAD)
 

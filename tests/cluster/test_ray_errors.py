@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
+import pytest
 from ray.exceptions import AuthenticationError
 
-from pdserve.cluster.ray_session import _explain
+from pdserve.cluster.errors import ClusterError
+from pdserve.cluster.ray_session import RaySession, _explain
 from pdserve.config import ClusterConfig
 
 
@@ -20,3 +25,11 @@ def test_a_ray_that_is_not_there_is_not_a_matter_of_tokens() -> None:
         said
         == "cannot join Ray at 192.0.2.1:6379: Failed to connect; start one with `ray start --head`, or use --address local"
     )
+
+
+def test_an_address_that_nobody_answers_is_refused_by_its_flag_and_not_tried_for_a_minute(tmp_path: Path) -> None:
+    with socket.socket() as silent:  # bound and not listening: nobody else can take the port meanwhile
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=f"cannot join Ray at {address}.*--address"):
+            RaySession.connect(ClusterConfig(address=address), tmp_path)

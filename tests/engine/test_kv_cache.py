@@ -32,6 +32,12 @@ def test_memory_below_one_block_is_refused_by_name():
         KvCache(LAYOUT, LAYOUT.block_bytes - 1, CPU)
 
 
+@pytest.mark.parametrize("nbytes", [1 << 62, 1 << 70])
+def test_memory_that_no_machine_has_is_refused_by_name(nbytes):
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        KvCache(LAYOUT, nbytes, CPU)
+
+
 def test_a_block_is_one_run_of_bytes():
     kv = make()
     assert kv.tensor[3].is_contiguous()
