@@ -41,7 +41,7 @@ def status(address: str, watch: bool, as_json: bool) -> int:
         elif watch:
             _watch(client, console)
         else:
-            console.print(tables.status(state))
+            console.print(tables.status(state, console.width))
     return 0
 
 
@@ -54,7 +54,7 @@ def _watch(client: InferenceClient, console: Console) -> None:
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                now = tables.status(client.cluster_state())
+                now = tables.status(client.cluster_state(), console.width)
                 if console.is_terminal:
                     live.update(now, refresh=True)
                 else:

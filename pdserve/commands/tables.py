@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from pdserve.cluster.actor import WorkerReport
 
 BAR_CELLS = 20
+WIDE = 140  # columns that the whole status takes
+RARE = ("cached", "quarantined", "unaccounted")
+SHORT = {"quarantined": "quar", "unaccounted": "unacc", "heartbeat": "beat"}  # headings on a narrow terminal
 
 
 def size(count: float) -> str:
@@ -49,7 +52,7 @@ def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     for name in left:
         made.add_column(name, no_wrap=True)
     for name in right:
-        made.add_column(name, justify="right")  # a long header wraps before a number does
+        made.add_column(name, justify="right", overflow="fold")  # a long header wraps before a number does; none is cut
     return made
 
 
@@ -74,29 +77,38 @@ def pool(
     return made
 
 
-def status(state: inference_pb2.GetClusterStateResponse) -> Table:
-    """Pools, queues and KV use at this moment."""
+def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
+    """Pools, queues and KV use at this moment. On less than `WIDE` columns: no bar, no role, no rare blocks that are all 0."""
     title = f"router: {state.queued_requests} queued, {state.running_requests} running"
-    numbers = ("free", "held", "cached", "quarantined", "unaccounted", "queued", "running", "leases", "heartbeat")
-    made = table(title, ("worker", "role", "ready", "KV use"), numbers)
-    for worker in state.workers:
-        blocks = worker.blocks
+    counts = {
+        "free": [str(worker.blocks.free) for worker in state.workers],
+        "held": [str(worker.blocks.held) for worker in state.workers],
+        "cached": [str(worker.blocks.cached) for worker in state.workers],
+        "quarantined": [str(worker.blocks.quarantined) for worker in state.workers],
+        "unaccounted": [_alarming(worker.blocks.unaccounted) for worker in state.workers],
+        "queued": [str(worker.queued_requests) for worker in state.workers],
+        "running": [str(worker.running_sequences) for worker in state.workers],
+        "leases": [str(worker.leases_held) for worker in state.workers],
+        "heartbeat": [f"{worker.heartbeat_age_s:.1f} s" for worker in state.workers],
+    }
+    wide = width >= WIDE
+    shown = {name: cells for name, cells in counts.items() if wide or name not in RARE or any(cell != "0" for cell in cells)}
+    names = tuple(shown) if wide else tuple(SHORT.get(name, name) for name in shown)
+    made = table(title, ("worker", "role", "ready", "KV use") if wide else ("worker", "ready", "KV"), names)
+    for at, worker in enumerate(state.workers):
+        used = bar(worker.blocks.held + worker.blocks.quarantined, worker.blocks.total)
         made.add_row(
             worker.worker_id,
-            role(worker.role),
+            *((role(worker.role),) if wide else ()),
             "[green]yes[/]" if worker.ready else "[red]no[/]",
-            bar(blocks.held + blocks.quarantined, blocks.total),
-            str(blocks.free),
-            str(blocks.held),
-            str(blocks.cached),
-            str(blocks.quarantined),
-            f"[red]{blocks.unaccounted}[/]" if blocks.unaccounted else "0",
-            str(worker.queued_requests),
-            str(worker.running_sequences),
-            str(worker.leases_held),
-            f"{worker.heartbeat_age_s:.1f} s",
+            used if wide else used.rpartition(" ")[2],
+            *(cells[at] for cells in shown.values()),
         )
     return made
+
+
+def _alarming(count: int) -> str:
+    return f"[red]{count}[/]" if count else "0"
 
 
 def requests(reports: Mapping[str, Any]) -> Table:
