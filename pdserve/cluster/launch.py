@@ -72,7 +72,8 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
-        self.close(failed=exc is not None and not isinstance(exc, (Interrupted, ConfigError)))
+        # nobody has to look into the logs for a wrong setting, and a closed output (SystemExit) is nobody's failure
+        self.close(failed=isinstance(exc, Exception) and not isinstance(exc, (Interrupted, ConfigError)))
 
     @property
     def folders(self) -> Folders:

@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--exit-with-parent", action="store_true")
     settings = config.load(config.RouterProcessConfig, parser.parse_args().config)
     router = settings.router
+    print("a line of a log", file=sys.stderr, flush=True)
     try:
         http = socket.create_server((router.host, router.http_port))
     except OSError:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +86,19 @@ def test_a_failure_names_the_log_folder_that_it_keeps(run_command: Any) -> None:
     kept = re.search(r"logs kept in (\S+)", command.text)
     assert kept, command.text
     assert [str(entry) for entry in command.temporary.iterdir()] == [kept[1]]
+
+
+def test_an_output_that_is_closed_leaves_no_log_folder(short_tmp: Path) -> None:
+    """As `pdserve up | head -1` does."""
+    folder = short_tmp / "t"
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("run_cli.py")), *UP]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as child:
+        assert child.stdout is not None
+        assert any(b"workers starting" in line for line in child.stdout)  # by then the router has logged
+        child.stdout.close()
+        assert child.wait(60) == 1
+        assert child.stderr is not None
+        assert b"Traceback" not in child.stderr.read()
+    assert list(folder.iterdir()) == []
