@@ -5,9 +5,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
 
-.PHONY: help setup demo test check format protos bench-smoke bench-idle bench-transfer bench-engine goldens clean
+.PHONY: help setup demo test check format protos goldens clean bench-smoke bench-idle bench-transfer bench-engine bench-router bench-disconnect
 
-.PHONY: help setup demo test check format protos bench-smoke bench-idle bench-transfer bench-engine bench-router bench-disconnect goldens clean
+.PHONY: help setup demo test check format protos goldens clean bench-smoke bench-idle bench-transfer bench-engine bench-router bench-disconnect
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 16
