@@ -7,7 +7,6 @@ CONSTRAINTS := requirements/constraints.txt
 
 .PHONY: help setup demo test check format protos goldens clean bench-smoke bench-idle bench-transfer bench-engine bench-router bench-disconnect
 
-.PHONY: help setup demo test check format protos goldens clean bench-smoke bench-idle bench-transfer bench-engine bench-router bench-disconnect
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 16
