@@ -78,7 +78,8 @@ def test_watching_and_generating_end_with_ctrl_c(address: str) -> None:
         command = [sys.executable, "-m", "pdserve.cli", *arguments, "--address", address]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=ROOT) as child:
+        heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a job in the background ignores it
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=ROOT, **heeding) as child:
             assert child.stdin is not None
             assert child.stdout is not None
             child.stdin.write(b"hello")
