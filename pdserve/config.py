@@ -73,13 +73,14 @@ class LeaseConfig:
     transfer_bandwidth_bytes_s: float = 1e8  # pessimistic: 1 GbE
     commit_timeout_s: float = 2.0
     commit_tries: int = 3
+    stalled_s: float = 60.0  # a watermark that stands still for so long: renewing must not hold a lease for ever
 
     @property
     def renew_interval_s(self) -> float:
         return self.ttl_s / 6  # five renewals may be lost before the lease is
 
     def __post_init__(self) -> None:
-        for name in ("ttl_s", "transfer_bandwidth_bytes_s", "commit_timeout_s"):
+        for name in ("ttl_s", "transfer_bandwidth_bytes_s", "commit_timeout_s", "stalled_s"):
             _positive(f"lease.{name}", getattr(self, name))
         _at_least("lease.transfer_deadline_floor_s", self.transfer_deadline_floor_s, 0)
         _at_least("lease.commit_tries", self.commit_tries, 1)
@@ -102,6 +103,13 @@ class RouterConfig:
     max_body_bytes: int = field(default=8 * MIB, metadata=_BYTES)
     stalled_client_s: float = 30.0  # a client that takes nothing for so long is cancelled
     heartbeat_lost_s: float = 5.0
+    probe_workers: bool = True  # a worker is ready only after KV went through it once, from or to a peer
+    max_attempts: int = 4  # of one request, the first included
+    retry_share: float = 0.1  # retries of all requests together: this share of those admitted,
+    retry_burst: int = 10  # and so many more
+    recovery_wait_s: float = 30.0  # how long a replay waits for a worker to come back before it is refused
+    pair_aside_s: float = 5.0  # a pair that failed is not used for so long, doubled by each further failure
+    pair_aside_max_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.placement not in [p.value for p in Placement]:
@@ -112,9 +120,12 @@ class RouterConfig:
         _at_least("router.colocate_below_tokens", self.colocate_below_tokens, 0)
         for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes"):
             _at_least(f"router.{name}", getattr(self, name), 1)
-        for name in ("default_deadline_s", "stalled_client_s", "heartbeat_lost_s"):
+        for name in ("default_deadline_s", "stalled_client_s", "heartbeat_lost_s", "pair_aside_s"):
             _positive(f"router.{name}", getattr(self, name))
+        for name, low in (("max_attempts", 1), ("retry_share", 0), ("retry_burst", 0), ("recovery_wait_s", 0)):
+            _at_least(f"router.{name}", getattr(self, name), low)
         _at_least("router.max_deadline_s", self.max_deadline_s, self.default_deadline_s)
+        _at_least("router.pair_aside_max_s", self.pair_aside_max_s, self.pair_aside_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +188,12 @@ class WorkerConfig:
     port: int = 0
     advertise_host: str | None = None  # None: `host`
     heartbeat_interval_s: float = 1.0
+    router_lost_s: float = 5.0  # a router that says nothing for so long has gone: its work here is dropped
+    drain_timeout_s: float = 300.0  # a drain that takes longer stops where it is; what is left is done again elsewhere
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_interval_s", "router_lost_s", "drain_timeout_s"):
+            _positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Bind(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "bind", "prompt_ids", "sampling", "deadline_s", "priority", "local_prefill")
+    __slots__ = ("handle", "request_id", "attempt", "bind", "prompt_ids", "sampling", "deadline_s", "priority", "local_prefill", "resumed")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class Bind(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     attempt: int
@@ -26,7 +27,8 @@ class Bind(_message.Message):
     deadline_s: float
     priority: int
     local_prefill: bool
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., bind: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
+    resumed: int
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., bind: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., resumed: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("handle",)

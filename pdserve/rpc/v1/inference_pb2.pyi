@@ -76,7 +76,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestReport(_message.Message):
-    __slots__ = ("placement", "placement_reason", "prefill_worker", "decode_worker", "queue_s", "reserve_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s", "attempts", "binds")
+    __slots__ = ("placement", "placement_reason", "prefill_worker", "decode_worker", "queue_s", "reserve_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s", "attempts", "binds", "prefill_start_s", "prefill_end_s", "kv_committed_s", "first_decode_s")
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_REASON_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,10 @@ class RequestReport(_message.Message):
     EXPOSED_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     BINDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_START_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_END_S_FIELD_NUMBER: _ClassVar[int]
+    KV_COMMITTED_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_DECODE_S_FIELD_NUMBER: _ClassVar[int]
     placement: _common_pb2.Placement
     placement_reason: str
     prefill_worker: str
@@ -109,7 +113,11 @@ class RequestReport(_message.Message):
     exposed_transfer_s: float
     attempts: int
     binds: int
-    def __init__(self, placement: _Optional[_Union[_common_pb2.Placement, str]] = ..., placement_reason: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., queue_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., attempts: _Optional[int] = ..., binds: _Optional[int] = ...) -> None: ...
+    prefill_start_s: float
+    prefill_end_s: float
+    kv_committed_s: float
+    first_decode_s: float
+    def __init__(self, placement: _Optional[_Union[_common_pb2.Placement, str]] = ..., placement_reason: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., queue_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., attempts: _Optional[int] = ..., binds: _Optional[int] = ..., prefill_start_s: _Optional[float] = ..., prefill_end_s: _Optional[float] = ..., kv_committed_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -170,19 +178,35 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers")
+    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers", "set_aside_pairs")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_PAIRS_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     queued_requests: int
     running_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
-    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
+    set_aside_pairs: _containers.RepeatedCompositeFieldContainer[SetAsidePair]
+    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., set_aside_pairs: _Optional[_Iterable[_Union[SetAsidePair, _Mapping]]] = ...) -> None: ...
+
+class SetAsidePair(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "reason", "remaining_s", "failures")
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    prefill_worker: str
+    decode_worker: str
+    reason: str
+    remaining_s: float
+    failures: int
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ..., remaining_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "ready", "blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "heartbeat_age_s", "requests_placed", "loop_lag_ms", "pid")
+    __slots__ = ("worker_id", "role", "incarnation", "address", "ready", "blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "heartbeat_age_s", "requests_placed", "loop_lag_ms", "pid", "draining", "not_ready_reason")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +221,8 @@ class WorkerState(_message.Message):
     REQUESTS_PLACED_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_MS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _common_pb2.Role
     incarnation: int
@@ -211,4 +237,28 @@ class WorkerState(_message.Message):
     requests_placed: int
     loop_lag_ms: float
     pid: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., ready: _Optional[bool] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ..., requests_placed: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., pid: _Optional[int] = ...) -> None: ...
+    draining: bool
+    not_ready_reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., ready: _Optional[bool] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ..., requests_placed: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., pid: _Optional[int] = ..., draining: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class DrainProgress(_message.Message):
+    __slots__ = ("requests_placed", "running_sequences", "leases_held", "blocks_held", "elapsed_s", "done")
+    REQUESTS_PLACED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    LEASES_HELD_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    requests_placed: int
+    running_sequences: int
+    leases_held: int
+    blocks_held: int
+    elapsed_s: float
+    done: bool
+    def __init__(self, requests_placed: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., blocks_held: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., done: _Optional[bool] = ...) -> None: ...

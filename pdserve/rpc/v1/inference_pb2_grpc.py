@@ -59,6 +59,11 @@ class InferenceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/pdserve.rpc.v1.Inference/Drain',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -96,6 +101,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Takes a worker out of service without losing anything: it admits nothing more, finishes, and exits. Streams its
+        progress until it has left. Ending the call does not end the drain. NOT_FOUND for an unknown worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +136,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetClusterState,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -260,6 +278,33 @@ class Inference:
             '/pdserve.rpc.v1.Inference/GetClusterState',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.rpc.v1.Inference/Drain',
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Prefill(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "prompt_ids", "sampling", "deadline_s", "priority")
+    __slots__ = ("handle", "request_id", "attempt", "prompt_ids", "sampling", "deadline_s", "priority", "resumed")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class Prefill(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     attempt: int
@@ -22,7 +23,8 @@ class Prefill(_message.Message):
     sampling: _common_pb2.SamplingParams
     deadline_s: float
     priority: int
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
+    resumed: int
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., resumed: _Optional[int] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("handle", "lease_id", "ttl_s", "ticket", "queued_s")
