@@ -27,6 +27,7 @@ class ErrorCode(Enum):
     UNAVAILABLE = "unavailable"
     INCOMPATIBLE_PEER = "incompatible_peer"
     INTERNAL_BUG = "internal_bug"
+    UNKNOWN_WORKER = "unknown_worker"
 
 
 class PdserveError(Exception):
@@ -54,6 +55,12 @@ class UnknownModel(InvalidRequest):
     """The client asked for a model that is not served here."""
 
     code = ErrorCode.UNKNOWN_MODEL
+
+
+class UnknownWorker(InvalidRequest):
+    """An operator named a worker that is not linked to this router."""
+
+    code = ErrorCode.UNKNOWN_WORKER
 
 
 class RequestTooLarge(InvalidRequest):

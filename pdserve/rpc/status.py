@@ -1,4 +1,4 @@
-"""The one table: error code, gRPC status, HTTP status, wire reason, and whether the client should retry."""
+"""The one table: error code, gRPC status, HTTP status, wire reason, and who should retry."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ class StatusRow:
     grpc: grpc.StatusCode
     http: int
     openai_type: str
-    retryable: bool
+    cluster_retries: bool
+    """When a worker ends a request with it, the router tries again, elsewhere or later, within its budgets."""
+    client_retries: bool
+    """When a client gets it, the same request may succeed later."""
 
 
 _G = grpc.StatusCode
 
 TABLE: Final[dict[ErrorCode, StatusRow]] = {
-    ErrorCode.INVALID_REQUEST: StatusRow(_G.INVALID_ARGUMENT, 400, "invalid_request_error", False),
-    ErrorCode.UNKNOWN_MODEL: StatusRow(_G.NOT_FOUND, 404, "invalid_request_error", False),
-    ErrorCode.REQUEST_TOO_LARGE: StatusRow(_G.RESOURCE_EXHAUSTED, 413, "invalid_request_error", False),
-    ErrorCode.OVERLOADED: StatusRow(_G.RESOURCE_EXHAUSTED, 429, "rate_limit_error", True),
-    ErrorCode.DEADLINE_EXCEEDED: StatusRow(_G.DEADLINE_EXCEEDED, 504, "timeout_error", False),
-    ErrorCode.CANCELLED: StatusRow(_G.CANCELLED, 499, "cancelled_error", False),
-    ErrorCode.LEASE_GONE: StatusRow(_G.UNAVAILABLE, 503, "server_error", True),
-    ErrorCode.TRANSFER_FAILED: StatusRow(_G.UNAVAILABLE, 503, "server_error", True),
-    ErrorCode.REPLICA_LOST: StatusRow(_G.UNAVAILABLE, 503, "server_error", True),
-    ErrorCode.UNAVAILABLE: StatusRow(_G.UNAVAILABLE, 503, "server_error", True),
-    ErrorCode.INCOMPATIBLE_PEER: StatusRow(_G.FAILED_PRECONDITION, 500, "server_error", False),
-    ErrorCode.INTERNAL_BUG: StatusRow(_G.INTERNAL, 500, "server_error", False),
+    ErrorCode.INVALID_REQUEST: StatusRow(_G.INVALID_ARGUMENT, 400, "invalid_request_error", False, False),
+    ErrorCode.UNKNOWN_MODEL: StatusRow(_G.NOT_FOUND, 404, "invalid_request_error", False, False),
+    ErrorCode.REQUEST_TOO_LARGE: StatusRow(_G.RESOURCE_EXHAUSTED, 413, "invalid_request_error", False, False),
+    ErrorCode.OVERLOADED: StatusRow(_G.RESOURCE_EXHAUSTED, 429, "rate_limit_error", True, True),
+    ErrorCode.DEADLINE_EXCEEDED: StatusRow(_G.DEADLINE_EXCEEDED, 504, "timeout_error", False, False),
+    ErrorCode.CANCELLED: StatusRow(_G.CANCELLED, 499, "cancelled_error", False, False),
+    ErrorCode.LEASE_GONE: StatusRow(_G.UNAVAILABLE, 503, "server_error", True, True),
+    ErrorCode.TRANSFER_FAILED: StatusRow(_G.UNAVAILABLE, 503, "server_error", True, True),
+    ErrorCode.REPLICA_LOST: StatusRow(_G.UNAVAILABLE, 503, "server_error", True, True),
+    ErrorCode.UNAVAILABLE: StatusRow(_G.UNAVAILABLE, 503, "server_error", True, True),
+    ErrorCode.INCOMPATIBLE_PEER: StatusRow(_G.FAILED_PRECONDITION, 500, "server_error", True, False),
+    ErrorCode.INTERNAL_BUG: StatusRow(_G.INTERNAL, 500, "server_error", False, False),
+    ErrorCode.UNKNOWN_WORKER: StatusRow(_G.NOT_FOUND, 404, "invalid_request_error", False, False),
 }
 
 _CLASSES: Final[dict[ErrorCode, type[PdserveError]]] = {
@@ -66,7 +70,7 @@ def from_reason(reason: int, message: str) -> PdserveError:
     known = common_pb2.ErrorReason.values()
     name = common_pb2.ErrorReason.Name(reason).removeprefix("ERROR_REASON_") if reason in known else ""
     code = ErrorCode.__members__.get(name, ErrorCode.INTERNAL_BUG)
-    if code in (ErrorCode.INVALID_REQUEST, ErrorCode.UNKNOWN_MODEL, ErrorCode.REQUEST_TOO_LARGE):
+    if code in (ErrorCode.INVALID_REQUEST, ErrorCode.UNKNOWN_MODEL, ErrorCode.REQUEST_TOO_LARGE, ErrorCode.UNKNOWN_WORKER):
         return errors.InvalidRequest(message, field="request")
     if code is ErrorCode.OVERLOADED:
         return errors.Overloaded(message, retry_after_s=1.0)

@@ -29,7 +29,7 @@ def error_payload(error: PdserveError) -> dict[str, Any]:
 def error_headers(error: PdserveError) -> list[tuple[bytes, bytes]]:
     """Retry-After where waiting helps. OpenAI's clients repeat every 5xx by themselves unless told not to."""
     row = TABLE[error.code]
-    if not row.retryable:
+    if not row.client_retries:
         return [(b"x-should-retry", b"false")] if row.http >= 500 else []
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else DEFAULT_RETRY_AFTER_S
     return [(b"retry-after", str(max(1, math.ceil(retry_after_s))).encode())]

@@ -9,7 +9,7 @@ from pdserve.core.errors import ErrorCode, InvalidRequest, Overloaded
 from pdserve.rpc.status import REASON_METADATA, RETRY_AFTER_METADATA, TABLE, from_reason, to_reason, trailing_metadata
 from pdserve.rpc.v1 import common_pb2
 
-CLIENT_FAULTS = (ErrorCode.INVALID_REQUEST, ErrorCode.UNKNOWN_MODEL, ErrorCode.REQUEST_TOO_LARGE)
+CLIENT_FAULTS = (ErrorCode.INVALID_REQUEST, ErrorCode.UNKNOWN_MODEL, ErrorCode.REQUEST_TOO_LARGE, ErrorCode.UNKNOWN_WORKER)
 
 
 def test_every_code_has_a_row_and_a_wire_reason() -> None:
@@ -24,7 +24,7 @@ def test_rows_agree_with_each_other(code: ErrorCode) -> None:
     row = TABLE[code]
     assert row.grpc is not grpc.StatusCode.OK
     assert 400 <= row.http < 600
-    assert row.retryable == (row.http in (429, 503))
+    assert row.client_retries == (row.http in (429, 503))
     if code in CLIENT_FAULTS:
         assert row.http < 500
         assert row.openai_type == "invalid_request_error"
