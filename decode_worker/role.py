@@ -64,6 +64,10 @@ class DecodeRole:
     def leases_held(self) -> int:
         return 0
 
+    @property
+    def idle(self) -> bool:
+        return not self._by_handle and not self._clean_ups
+
     def on_command(self, message: link_pb2.RouterMessage) -> None:
         body = message.WhichOneof("body")
         if body == "bind":
@@ -97,9 +101,12 @@ class DecodeRole:
     def _bind(self, command: decode_pb2.Bind) -> None:
         handle = Handle(command.handle)
         try:
-            prompt, params = read_request(command.prompt_ids, command.sampling, self._host)
+            prompt, params = read_request(command, self._host)
+            if self._host.draining:
+                self._no_room(handle, len(prompt))
+                return
             seq_id = self._host.next_seq_id()
-            self._host.submit(Reserve(seq_id, prompt, params, command.priority, command.local_prefill))
+            self._host.submit(Reserve(seq_id, prompt, params, command.priority, command.local_prefill, command.resumed))
         except PdserveError as exc:
             self._host.send(failed(handle, exc))
             return
@@ -111,7 +118,7 @@ class DecodeRole:
             len(prompt),
             command.deadline_s,
             command.local_prefill,
-            OutputStream(handle, self._host.tokenizer, params),
+            OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :]),
         )
 
     def _reserved(self, result: ReserveResult) -> None:
@@ -120,14 +127,17 @@ class DecodeRole:
             return  # cancelled meanwhile; the engine frees the blocks with the Abort that follows
         if result.block_ids is None:
             self._forget(request)
-            needed = self._host.layout.blocks_for(request.prompt_len) + 1
-            no_room = decode_pb2.NoRoom(handle=request.handle, blocks_needed=needed)
-            self._host.send(link_pb2.WorkerMessage(no_room=no_room))
+            self._no_room(request.handle, request.prompt_len)
             return
         if not request.local_prefill:
             blocks = result.block_ids[: self._host.layout.blocks_for(request.prompt_len)]
             request.inbound = Inbound(self._host, self._leases, request.reader_id, blocks, wait_s=request.deadline_s)
         self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle)))
+
+    def _no_room(self, handle: Handle, prompt_len: int) -> None:
+        """Also the answer while draining: the router asks another worker, and counts no failure."""
+        needed = self._host.layout.blocks_for(prompt_len) + 1
+        self._host.send(link_pb2.WorkerMessage(no_room=decode_pb2.NoRoom(handle=handle, blocks_needed=needed)))
 
     def _attach(self, command: decode_pb2.Attach) -> None:
         request = self._by_handle.get(Handle(command.handle))
@@ -156,7 +166,7 @@ class DecodeRole:
             self._forget(request)  # token 0 ended the request, which the router has seen as well
             self._host.submit(Abort(request.seq_id))
             return
-        request.output.push(0, pulled.first_token.token_id, None)  # its row came from prefill; the text state goes on
+        request.output.skip(pulled.first_token.token_id)  # its row came from prefill; the text state goes on
         self._host.submit(Activate(request.seq_id, pulled.first_token.token_id))
         committed = decode_pb2.KvCommitted(
             handle=request.handle,

@@ -11,18 +11,18 @@ wrote.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import time
 from dataclasses import dataclass
 
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import Ticket
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
-from pdserve.worker.host import Host, region_of
+from pdserve.worker.host import Host
 from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents, Token
 from pdserve.worker.output import OutputStream
 from pdserve.worker.refuse import failed, read_request
@@ -45,12 +45,12 @@ class LentRequest:
 class PrefillRole:
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._region = region_of(host.kv)
+        self._clock = asyncio.get_running_loop().time
         self._table = LeaseTable(host.incarnation, ttl_s=host.config.lease.ttl_s)
         self._by_handle: dict[Handle, LentRequest] = {}
         self._by_seq: dict[SeqId, LentRequest] = {}
         token = host.config.cluster_token
-        self._leases = LeaseService(self._table, time.monotonic, self._return_leases, cluster_token=token)
+        self._leases = LeaseService(self._table, self._clock, self._return_leases, cluster_token=token)
         peer = PeerService(host.incarnation, host.agent_metadata, cluster_token=token)
         peer_pb2_grpc.add_LeaseServicer_to_server(self._leases, host.server)
         peer_pb2_grpc.add_PeerServicer_to_server(peer, host.server)
@@ -58,6 +58,10 @@ class PrefillRole:
     @property
     def leases_held(self) -> int:
         return self._table.num_held
+
+    @property
+    def idle(self) -> bool:
+        return not self._by_seq and self._table.num_held == 0
 
     def on_command(self, message: link_pb2.RouterMessage) -> None:
         body = message.WhichOneof("body")
@@ -79,7 +83,7 @@ class PrefillRole:
         self._return_leases()
 
     def on_tick(self) -> None:
-        self._table.expire_due(now_s=time.monotonic())
+        self._table.expire_due(now_s=self._clock())
         self._table.check_invariants()
         self._return_leases()
 
@@ -93,14 +97,16 @@ class PrefillRole:
     def _prefill(self, command: prefill_pb2.Prefill) -> None:
         handle = Handle(command.handle)
         try:
-            prompt, params = read_request(command.prompt_ids, command.sampling, self._host)
+            if self._host.draining:
+                raise Unavailable("this worker is draining")
+            prompt, params = read_request(command, self._host)
             seq_id = self._host.next_seq_id()
-            self._host.submit(AddLent(seq_id, prompt, params, command.priority))
+            self._host.submit(AddLent(seq_id, prompt, params, command.priority, command.resumed))
         except PdserveError as exc:
             self._host.send(failed(handle, exc))
             return
-        output = OutputStream(handle, self._host.tokenizer, params)
-        request = LentRequest(handle, seq_id, len(prompt), output, time.monotonic())
+        output = OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :])
+        request = LentRequest(handle, seq_id, len(prompt), output, self._clock())
         self._by_handle[handle] = self._by_seq[seq_id] = request
 
     def _cancel(self, handle: Handle) -> None:
@@ -111,7 +117,7 @@ class PrefillRole:
             del self._by_seq[request.seq_id]  # a grant that is on its way finds no request, and goes back
             self._host.submit(Abort(request.seq_id))
         else:
-            self._table.release(request.lease_id, now_s=time.monotonic())
+            self._table.release(request.lease_id, now_s=self._clock())
             self._return_leases()
 
     def _grant(self, lent: Lent) -> None:
@@ -120,7 +126,7 @@ class PrefillRole:
         if request is None:
             self._host.submit(ReturnLease(lent.seq_id))
             return
-        now_s = time.monotonic()
+        now_s = self._clock()
         request.lease_id = self._table.grant(lent.seq_id, lent.block_ids, request.prompt_len, now_s=now_s)
         ticket = self._ticket(lent, request.prompt_len)
         started = prefill_pb2.PrefillStarted(
@@ -133,7 +139,7 @@ class PrefillRole:
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
 
     def _ticket(self, lent: Lent, prompt_len: int) -> Ticket:
-        host, region = self._host, self._region
+        host, region = self._host, self._host.region
         return Ticket(
             incarnation=host.incarnation,
             peer_address=host.address,
@@ -148,16 +154,16 @@ class PrefillRole:
     def _advance(self, seq_id: SeqId, computed: int) -> None:
         request = self._by_seq.get(seq_id)
         if request is not None and request.lease_id is not None and computed < request.prompt_len:
-            self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=time.monotonic()))
+            self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=self._clock()))
 
     def _finish(self, token: Token) -> link_pb2.StepRow | None:
-        """Token 0: the last advance, with its text already known to end the request or not."""
+        """The one token drawn here: the last advance, with its text already known to end the request or not."""
         request = self._by_seq.get(token.seq_id)
         if request is None or request.lease_id is None:
             return None
         row = request.output.push(token.index, token.token_id, token.finish_reason)
         first = FirstToken(token.token_id, codec.finish_from_wire(row.finish_reason))
-        self._leases.publish(self._table.advance(request.lease_id, request.prompt_len, first, now_s=time.monotonic()))
+        self._leases.publish(self._table.advance(request.lease_id, request.prompt_len, first, now_s=self._clock()))
         return row
 
     def _return_leases(self) -> None:

@@ -1,7 +1,8 @@
 """The link service: workers dial in, each on one long-lived stream. Owns the connections; knows nothing of requests.
 
-A link is closed when its worker says nothing sensible, when its outbound queue overflows (the worker does not read), or
-when the core asks for it (refused, silent, dialled again). The core hears WorkerLeft whatever the reason was.
+A link is closed when its worker says nothing sensible, when a message was lost, when its outbound queue overflows (the
+worker does not read), or when the core asks for it (refused, silent, dialled again). The core hears WorkerLeft whatever
+the reason was.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any, Final
 
 import grpc.aio
 
-from pdserve.core.errors import InternalBug, Overloaded, PdserveError
+from pdserve.core.errors import InternalBug, Overloaded, PdserveError, ReplicaLost
 from pdserve.rpc import status
+from pdserve.rpc.numbering import Incoming, Outgoing
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from router import events as ev
 from router.wire import event_from_wire, hello_from_wire
@@ -32,11 +34,13 @@ Deliver = Callable[[ev.Event], None]
 class Link:
     """One connection. Commands keep their order."""
 
-    def __init__(self, link_id: ev.LinkId, worker: str) -> None:
+    def __init__(self, link_id: ev.LinkId, worker: str, numbers_in: Incoming) -> None:
         self.link_id = link_id
         self.worker = worker
         self.error: PdserveError | None = None
         self._outbound: asyncio.Queue[link_pb2.RouterMessage] = asyncio.Queue(MAX_OUTBOUND)
+        self._numbers_in = numbers_in
+        self._numbers_out = Outgoing()
         self._closed = asyncio.Event()
 
     def send(self, message: link_pb2.RouterMessage) -> None:
@@ -65,13 +69,17 @@ class Link:
 
     async def _read(self, context: Any, deliver: Deliver) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
+            if not self._numbers_in.is_new(message.number):
+                continue
             event = event_from_wire(self.link_id, message)
             if event is not None and not self._closed.is_set():
                 deliver(event)
 
     async def _write(self, context: Any) -> None:
         while True:
-            await context.write(await self._outbound.get())
+            message = await self._outbound.get()
+            message.number = self._numbers_out.next()
+            await context.write(message)
 
 
 class LinkService(link_pb2_grpc.WorkerLinkServicer):
@@ -95,16 +103,17 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
 
     async def Connect(self, request_iterator: Any, context: Any) -> None:
         await self._authenticate(context)
-        hello = await self._hello(context)
+        numbers = Incoming()
+        hello = await self._hello(context, numbers)
         self._count += 1
-        link = Link(ev.LinkId(self._count), f"{hello.role.value} worker {hello.worker_id}")
+        link = Link(ev.LinkId(self._count), f"{hello.role.value} worker {hello.worker_id}", numbers)
 
         self._links[link.link_id] = link
         try:
             self._deliver(ev.WorkerJoined(link.link_id, hello))
             logger.info("link %d: %s at %s", link.link_id, link.worker, hello.address)
             await link.run(context, self._deliver)
-        except InternalBug as exc:
+        except (InternalBug, ReplicaLost) as exc:
             link.close(exc)
         finally:
             del self._links[link.link_id]
@@ -122,7 +131,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
             logger.warning("refused a link from %s: wrong cluster token", context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{status.CLUSTER_TOKEN_METADATA} does not match")
 
-    async def _hello(self, context: Any) -> ev.WorkerHello:
+    async def _hello(self, context: Any, numbers: Incoming) -> ev.WorkerHello:
         """Aborts the call unless the first message is a sensible Hello."""
         try:
             message = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
@@ -133,7 +142,8 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
                 grpc.StatusCode.INVALID_ARGUMENT, f"the first message, within {HELLO_TIMEOUT_S} s, must be Hello"
             )
         try:
+            numbers.is_new(message.number)
             return hello_from_wire(message.hello)
-        except InternalBug as exc:
+        except (InternalBug, ReplicaLost) as exc:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exc.message)
             raise

@@ -65,24 +65,43 @@ class Scheduler:
 
     # --- sequences come and go
 
-    def add(self, seq_id: SeqId, prompt: tuple[int, ...], params: SamplingParams, *, kind: SequenceKind, priority: int) -> None:
-        """Queue a sequence. It runs as soon as all its prompt's blocks can be had at once."""
+    def add(
+        self,
+        seq_id: SeqId,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        kind: SequenceKind,
+        priority: int,
+        resumed: int = 0,
+    ) -> None:
+        """Queue a sequence. It runs as soon as all its prompt's blocks can be had at once.
+
+        Of `prompt`, the last `resumed` ids are output that was drawn elsewhere: the next one drawn has that index.
+        """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        bisect.insort(self._waiting, self._new(seq_id, prompt, params, kind, priority), key=_RANK)
+        bisect.insort(self._waiting, self._new(seq_id, prompt, params, kind, priority, resumed), key=_RANK)
 
     def reserve(
-        self, seq_id: SeqId, prompt: tuple[int, ...], params: SamplingParams, *, priority: int, local_prefill: bool
+        self,
+        seq_id: SeqId,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        priority: int,
+        local_prefill: bool,
+        resumed: int = 0,
     ) -> tuple[BlockId, ...] | None:
         """Room for a whole sequence now or not at all: its prompt's blocks in order, then growth room if it can grow.
 
         With `local_prefill` it starts to run here at once; otherwise a peer's KV is pulled into the blocks and
         `activate` or `abort` follows. None: no room beside what waiting sequences need, or no slot; nothing is held.
         """
-        count = self.blocks_to_reserve(len(prompt), params)
+        count = self.blocks_to_reserve(len(prompt), params, resumed)
         if self.num_live >= self._max_seqs or count > self._pool.num_free - self._blocks_awaited():
             return None
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
-        seq = self._new(seq_id, prompt, params, kind, priority)
+        seq = self._new(seq_id, prompt, params, kind, priority, resumed)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
         blocks = self._pool.allocate(holder, count)
         assert blocks is not None
@@ -97,7 +116,7 @@ class Scheduler:
         """An inbound sequence's KV is here and its lease is committed: decode it. Raises KeyError if it is not inbound."""
         seq = self._inbound.pop(seq_id)
         self._pool.hand_over(Holder(HolderKind.INBOUND, seq_id), seq.holder)
-        seq.computed = seq.prompt_len
+        seq.computed = len(seq.tokens)
         seq.tokens.append(first_token)
         assert seq.finish_reason() is None, "a sequence that its first token ended is aborted, not activated"
         bisect.insort(self._running, seq, key=_ARRIVAL)
@@ -188,9 +207,9 @@ class Scheduler:
         """Whether `plan` could give a step now. False: only a new command can change that, so sleep."""
         return bool(self._running) or self._head_fits()
 
-    def blocks_to_reserve(self, prompt_len: int, params: SamplingParams) -> int:
+    def blocks_to_reserve(self, prompt_len: int, params: SamplingParams, resumed: int = 0) -> int:
         """The prompt's blocks and one more to grow into, unless the sequence can never fill that one."""
-        longest = min(prompt_len + params.max_tokens, self._rule.max_model_len)
+        longest = min(prompt_len - resumed + params.max_tokens, self._rule.max_model_len)
         return min(self._blocks_for(prompt_len) + 1, self._blocks_for(longest))
 
     def check_invariants(self) -> None:
@@ -206,12 +225,13 @@ class Scheduler:
     # --- inside
 
     def _new(
-        self, seq_id: SeqId, prompt: tuple[int, ...], params: SamplingParams, kind: SequenceKind, priority: int
+        self, seq_id: SeqId, prompt: tuple[int, ...], params: SamplingParams, kind: SequenceKind, priority: int, resumed: int
     ) -> Sequence:
         assert seq_id not in self._sequences
+        assert 0 <= resumed < min(len(prompt), params.max_tokens), "the caller refuses an output that is complete already"
         assert 1 <= len(prompt) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
         self._arrivals += 1
-        seq = Sequence(seq_id, kind, list(prompt), len(prompt), params, priority, self._arrivals, self._rule)
+        seq = Sequence(seq_id, kind, list(prompt), len(prompt) - resumed, params, priority, self._arrivals, self._rule)
         self._sequences[seq_id] = seq
         return seq
 

@@ -34,7 +34,8 @@ class Sequence:
     ```
      0            prompt_len           len(tokens)
      |   prompt       |   output so far   |
-     |   computed  >  |                      a preempted sequence starts again from 0 and keeps its output
+     |   computed  >  |                      a preempted sequence starts again from 0 and keeps its output,
+                                             a resumed one brings the output that another worker drew
     ```
     A step that computes the last token also samples, so prefill, recompute and decode are one case: a decode is a
     sequence with exactly one token left.

@@ -15,21 +15,8 @@ from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import InternalBug, Overloaded
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import SequenceKind
-from pdserve.worker.messages import (
-    Abort,
-    Activate,
-    AddLent,
-    Command,
-    EndQuarantine,
-    EngineSnapshot,
-    Lent,
-    Reserve,
-    ReserveResult,
-    ReturnLease,
-    StepEvents,
-    Token,
-)
+from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.messages import Command, StepEvents
 
 MAX_COMMANDS: Final = 65536
 """Far above what a router's bounded queue can send between two steps; reaching it means the engine is stuck."""
@@ -94,59 +81,27 @@ class EngineThread:
             return
         self._ready.set()
         try:
+            steps = EngineSteps(scheduler, pool)
             while not self._stopping:
-                self._step(runner, scheduler, pool)
+                self._step(runner, steps)
         except BaseException as exc:  # noqa: BLE001 - the thread's last act is to report its death
             self._on_death(exc)
 
-    def _step(self, runner: Runner, scheduler: Scheduler, pool: BlockPool) -> None:
-        reserved = self._drain(scheduler, block=not scheduler.has_work)
-        plan = scheduler.plan()
-        lent = tuple(Lent(seq_id, block_ids) for seq_id, block_ids in scheduler.take_admitted())
-        if not plan.slices:
-            self._publish(StepEvents(lent=lent, reserved=reserved, snapshot=_snapshot(scheduler, pool)))
-            return
-        if lent or reserved:  # the reader's hand-shake need not wait for the computation
-            self._publish(StepEvents(lent=lent, reserved=reserved))
-        outcome = scheduler.collect(runner.execute(plan))
-        self._publish(
-            StepEvents(
-                advanced=outcome.advanced,
-                tokens=tuple(Token(*row) for row in outcome.tokens),
-                preempted=outcome.preempted,
-                snapshot=_snapshot(scheduler, pool),
-            )
-        )
+    def _step(self, runner: Runner, steps: EngineSteps) -> None:
+        plan, early = steps.begin(self._take_commands(block=not steps.has_work))
+        if early is not None:
+            self._publish(early)
+        if plan.slices:
+            self._publish(steps.finish(runner.execute(plan)))
 
-    def _drain(self, scheduler: Scheduler, *, block: bool) -> tuple[ReserveResult, ...]:
-        """Apply what is queued; with `block`, wait for the first command."""
-        results: list[ReserveResult] = []
+    def _take_commands(self, *, block: bool) -> list[Command]:
+        """All that is queued; with `block`, wait for the first. None in the queue is the wish to stop."""
+        taken: list[Command] = []
         try:
             command = self._commands.get(block=block)
             while command is not None:
-                _apply(command, scheduler, results)
+                taken.append(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             pass
-        return tuple(results)
-
-
-def _apply(command: Command, scheduler: Scheduler, results: list[ReserveResult]) -> None:
-    match command:
-        case AddLent(seq_id, prompt, params, priority):
-            scheduler.add(seq_id, prompt, params, kind=SequenceKind.LENT, priority=priority)
-        case Reserve(seq_id, prompt, params, priority, local_prefill):
-            blocks = scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local_prefill)
-            results.append(ReserveResult(seq_id, blocks))
-        case Activate(seq_id, first_token):
-            scheduler.activate(seq_id, first_token)
-        case Abort(seq_id, read_in_flight):
-            scheduler.abort(seq_id, read_in_flight=read_in_flight)
-        case EndQuarantine(seq_id):
-            scheduler.end_quarantine(seq_id)
-        case ReturnLease(seq_id):
-            scheduler.return_lease(seq_id)
-
-
-def _snapshot(scheduler: Scheduler, pool: BlockPool) -> EngineSnapshot:
-    return EngineSnapshot(pool.counts(), scheduler.num_waiting, scheduler.num_running, scheduler.queued_tokens)
+        return taken

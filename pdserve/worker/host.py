@@ -31,6 +31,10 @@ class Role(Protocol):
 
     @property
     def leases_held(self) -> int: ...
+    @property
+    def idle(self) -> bool:
+        """No request, lease, read or clean-up is left; the engine may still be at its last step."""
+
     async def close(self) -> None: ...
 
 
@@ -41,7 +45,7 @@ class Host:
     config: WorkerConfig
     card: ModelCard
     layout: KvLayout
-    kv: KvCache
+    region: Region
     tokenizer: Tokenizer
     max_model_len: int
     incarnation: Incarnation
@@ -51,6 +55,8 @@ class Host:
     server: grpc.aio.Server
     submit: Callable[[Command], None]
     send: Callable[[link_pb2.WorkerMessage], None]
+    draining: bool = False
+    """Nothing new is taken; what is here is finished."""
     _last_seq_id: int = 0
 
     def next_seq_id(self) -> SeqId:

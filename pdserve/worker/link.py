@@ -1,8 +1,10 @@
 """The worker's end of the link: one stream to the router, dialled by the worker and redialled for ever.
 
-Losing the stream means that the router has dropped what it had placed here, so the worker does too. Everything the
-worker says goes through one bounded queue in order; when the router stops reading for so long that it fills, the
-stream is ended rather than memory.
+Losing the stream means that the router has dropped what it had placed here, so the worker does too. There is no grace
+in which a stream could be resumed: the router replays what was lost elsewhere, which needs no state of ours, while
+resuming would need both sides to keep what the other may not have heard. A router that answers no heartbeat, or a gap in
+its numbers, ends the stream in the same way. Everything the worker says goes through one bounded queue in order; when the
+router stops reading for so long that it fills, the stream is ended rather than memory.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Final
 
 import grpc
 
+from pdserve.core.errors import ReplicaLost
 from pdserve.rpc.channel import open_channel, token_metadata
+from pdserve.rpc.numbering import Incoming, Outgoing
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -37,6 +41,7 @@ class Link:
         heartbeat: Callable[[], link_pb2.Heartbeat],
         *,
         heartbeat_interval_s: float,
+        router_lost_s: float,
         on_command: Callable[[link_pb2.RouterMessage], None],
         on_lost: Callable[[], None],
     ) -> None:
@@ -45,6 +50,8 @@ class Link:
         self._hello = hello
         self._heartbeat = heartbeat
         self._heartbeat_interval_s = heartbeat_interval_s
+        self._router_lost_s = router_lost_s
+        self._heard_s: float | None = None  # last sign of a router that answers heartbeats; None: it never has
         self._on_command = on_command
         self._on_lost = on_lost
         self._outbound: asyncio.Queue[link_pb2.WorkerMessage] | None = None
@@ -60,13 +67,18 @@ class Link:
         except asyncio.QueueFull:
             self._overflow.set()
 
+    def beat_now(self) -> None:
+        """Say what is new without waiting for the next heartbeat."""
+        if self.connected.is_set():
+            self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
+
     async def run(self) -> None:
         """Until cancelled: dial, serve, and dial again with bounded back-off."""
         pause_s = REDIAL_FIRST_S
         while True:
             try:
                 await self._serve_once()
-            except (grpc.aio.AioRpcError, ConnectionError) as exc:
+            except (grpc.aio.AioRpcError, ConnectionError, ReplicaLost) as exc:
                 reason = exc.details() if isinstance(exc, grpc.aio.AioRpcError) else str(exc)
                 log.warning("link to router %s lost: %s", self._router_address, reason)
             if self.connected.is_set():
@@ -80,16 +92,19 @@ class Link:
         """One stream, until it breaks: raises what ended it."""
         self._outbound = asyncio.Queue(MAX_OUTBOUND)
         self._overflow.clear()
+        self._heard_s = None
+        numbers = Incoming()
         self._outbound.put_nowait(link_pb2.WorkerMessage(hello=self._hello()))
         try:
             async with open_channel(self._router_address) as channel:
                 call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=self._metadata)
                 # Written by a task of ours: grpc.aio leaks the one it makes for a request iterator when a stream breaks.
-                jobs = (self._write(call, self._outbound), self._beat(), self._end_on_overflow(call))
+                jobs = (self._write(call, self._outbound), self._beat(call), self._end_on_overflow(call))
                 helpers = [asyncio.create_task(job) for job in jobs]
                 try:
                     async for message in call:
-                        self._take(message)
+                        if numbers.is_new(message.number):
+                            self._take(message)
                 finally:
                     for task in helpers:
                         task.cancel()
@@ -100,7 +115,10 @@ class Link:
             self._outbound = None
 
     def _take(self, message: link_pb2.RouterMessage) -> None:
-        if message.WhichOneof("body") == "welcome":
+        body = message.WhichOneof("body")
+        if body == "alive":
+            self._heard_s = asyncio.get_running_loop().time()
+        elif body == "welcome":
             log.info("linked to router %s, incarnation %016x", self._router_address, message.welcome.router_incarnation)
             self.connected.set()
         else:
@@ -108,13 +126,25 @@ class Link:
 
     async def _write(self, call: Stream, outbound: asyncio.Queue[link_pb2.WorkerMessage]) -> None:
         """Ends with the stream; why it broke is what reading it raises."""
+        numbers = Outgoing()
         while True:
-            await call.write(await outbound.get())
+            message = await outbound.get()
+            message.number = numbers.next()
+            await call.write(message)
 
-    async def _beat(self) -> None:
+    async def _beat(self, call: Stream) -> None:
+        """Heartbeats, until one more is pointless. A process that stood still is late itself: it listens once more first."""
+        loop = asyncio.get_running_loop()
+        late = False
         while True:
             self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
+            due_s = loop.time() + self._heartbeat_interval_s
             await asyncio.sleep(self._heartbeat_interval_s)
+            late = not late and loop.time() - due_s > self._heartbeat_interval_s
+            if not late and self._heard_s is not None and loop.time() - self._heard_s > self._router_lost_s:
+                log.error("the router has answered no heartbeat for %.1f s; the link is ended", self._router_lost_s)
+                call.cancel()
+                return
 
     async def _end_on_overflow(self, call: Stream) -> None:
         await self._overflow.wait()

@@ -11,12 +11,13 @@ from pdserve.core.sampling import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AddLent:
-    """Compute this prompt and token 0, and lend the blocks to a remote reader."""
+    """Compute this prompt and one token, and lend the blocks to a remote reader. See `Scheduler.add` for `resumed`."""
 
     seq_id: SeqId
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Reserve:
     params: SamplingParams
     priority: int
     local_prefill: bool
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import Final
 
 import click
 
@@ -16,11 +17,15 @@ from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
 from pdserve.worker.runtime import RunningWorker
 
+LOOK_S: Final = 0.2
+
 
 def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
     """The command line of one role; never returns."""
 
-    @click.command(name=f"{role}_worker", help=f"Run one {role} worker until SIGTERM or Ctrl-C.")
+    @click.command(
+        name=f"{role}_worker", help=f"Run one {role} worker. SIGTERM or Ctrl-C drains it; a second one stops it at once."
+    )
     @click.option("--config", type=click.Path(dir_okay=False), required=True, help="YAML with WorkerConfig's settings.")
     @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override one setting.")
     @click.option("--log-level", default="info", show_default=True)
@@ -29,12 +34,12 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
         setup_logging(log_level)
         try:
             worker_config = load(WorkerConfig, config, overrides)
-            stop = threading.Event()
+            drain, stop = threading.Event(), threading.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: stop.set())
+                signal.signal(number, lambda *_: stop.set() if drain.is_set() else drain.set())
             if exit_with_parent:
                 threading.Thread(target=_stop_at_eof, args=(stop,), daemon=True).start()
-            status = _serve(start(worker_config), stop)
+            status = _serve(start(worker_config), drain, stop)
         except ConfigError as exc:
             print(f"error: {exc.message}", file=sys.stderr)
             status = 2
@@ -52,10 +57,13 @@ def _stop_at_eof(stop: threading.Event) -> None:
     stop.set()
 
 
-def _serve(worker: RunningWorker, stop: threading.Event) -> int:
+def _serve(worker: RunningWorker, drain: threading.Event, stop: threading.Event) -> int:
+    """Until the worker ends by itself, which it also does when it has drained, or `stop` is set."""
     ready = {"event": "ready", "address": worker.address, "pid": os.getpid(), "load_s": round(worker.load_s, 3)}
     print(json.dumps(ready), flush=True)
-    while not stop.wait(0.2):
+    while not stop.wait(LOOK_S):
+        if drain.is_set():
+            worker.drain()
         status = worker.wait(0)
         if status is not None:
             return status

@@ -7,21 +7,28 @@ from pdserve.core.ids import Handle
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc import codec
 from pdserve.rpc.status import to_reason
-from pdserve.rpc.v1 import common_pb2, link_pb2
+from pdserve.rpc.v1 import link_pb2
+from pdserve.rpc.v1.decode_pb2 import Bind
+from pdserve.rpc.v1.prefill_pb2 import Prefill
 from pdserve.worker.host import Host
 
 
-def read_request(prompt_ids: bytes, sampling: common_pb2.SamplingParams, host: Host) -> tuple[tuple[int, ...], SamplingParams]:
+def read_request(command: Prefill | Bind, host: Host) -> tuple[tuple[int, ...], SamplingParams]:
     """The prompt and parameters of a command. Raises `InvalidRequest` for what the model or the pool cannot hold."""
     try:
-        prompt = codec.unpack_ids(prompt_ids)
+        prompt = codec.unpack_ids(command.prompt_ids)
     except ValueError as exc:
         raise InvalidRequest(str(exc), field="prompt_ids") from exc
     if not 0 < len(prompt) < host.max_model_len:
         raise InvalidRequest(f"has {len(prompt)} tokens; from 1 to {host.max_model_len - 1} are allowed", field="prompt")
     if max(prompt) >= host.card.vocab_size:
         raise InvalidRequest(f"token id {max(prompt)} is not below {host.card.vocab_size}", field="prompt")
-    return prompt, codec.sampling_from_wire(sampling)
+    params = codec.sampling_from_wire(command.sampling)
+    if not command.resumed < min(len(prompt), params.max_tokens):
+        raise InvalidRequest(
+            f"{command.resumed} of {len(prompt)} ids cannot be output of a request of {params.max_tokens}", field="resumed"
+        )
+    return prompt, params
 
 
 def failed(handle: Handle, error: PdserveError) -> link_pb2.WorkerMessage:

@@ -48,6 +48,7 @@ interval, and a median of up to 438 ms with Python's default of 5 ms (measured).
 LOAD_TIMEOUT_S: Final = 600.0
 START_TIMEOUT_S: Final = 60.0
 LAG_PERIOD_S: Final = 0.5
+DRAIN_LOOK_S: Final = 0.1
 
 
 class RunningWorker:
@@ -62,6 +63,8 @@ class RunningWorker:
         self._snapshot: EngineSnapshot | None = None
         self._loop_lag_ms = 0.0
         self._stop_requested: asyncio.Event | None = None
+        self._drain_asked = asyncio.Event()
+        self._link: Link | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._host: Host | None = None
         self._role: Role | None = None
@@ -105,6 +108,14 @@ class RunningWorker:
             log.error("the engine thread did not stop within %.0f s", timeout_s)
         if not self._exit.done():
             self._exit.set_result(0)
+
+    def drain(self) -> None:
+        """Take nothing new, finish what is here, then stop; `wait` tells when. From any thread; idempotent."""
+        if self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._start_drain)
+            except RuntimeError:
+                pass  # the loop has ended by itself
 
     def wait(self, timeout_s: float | None) -> int | None:
         """The exit status, or None when the worker still runs after `timeout_s`."""
@@ -172,6 +183,9 @@ class RunningWorker:
                 self._started.set_exception(exc)
             else:
                 self._die(exc)
+        else:
+            if not self._exit.done():
+                self._exit.set_result(0)  # stopped, or drained; the engine thread is ended by `stop` or with the process
 
     async def _serve(self) -> None:
         self._stop_requested = asyncio.Event()
@@ -190,14 +204,15 @@ class RunningWorker:
                 self._hello,
                 self._heartbeat,
                 heartbeat_interval_s=config.heartbeat_interval_s,
-                on_command=lambda message: self._require_role().on_command(message),
+                router_lost_s=config.router_lost_s,
+                on_command=self._on_command,
                 on_lost=lambda: self._require_role().on_link_lost(),
             )
             self._host = Host(
                 config=config,
                 card=self._card,
                 layout=runner.kv.layout,
-                kv=runner.kv,
+                region=region,
                 tokenizer=self._tokenizer,
                 max_model_len=runner.max_model_len,
                 incarnation=self.incarnation,
@@ -209,6 +224,7 @@ class RunningWorker:
                 send=link.send,
             )
             self._role = self._make_role(self._host)
+            self._link = link
             await self._run_services(server, link, transfer)
         finally:
             if self._role is not None:
@@ -228,17 +244,53 @@ class RunningWorker:
             asyncio.create_task(self._watch_lag(), name="lag"),
             asyncio.create_task(transfer.unhealthy.wait(), name="transfer"),
         ]
+        drained = asyncio.create_task(self._drained(), name="drain")
         stop = asyncio.create_task(self._stop_requested.wait())
         self._started.set_result(None)
         try:
-            done, _ = await asyncio.wait([*tasks, stop], return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {stop}:
+            done, _ = await asyncio.wait([*tasks, stop, drained], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stop, drained}:
                 task.result()  # raises what ended it
                 raise InternalBug(f"{task.get_name()} ended: {transfer.unhealthy_reason}")
         finally:
-            for task in [*tasks, stop]:
+            for task in [*tasks, stop, drained]:
                 task.cancel()
-            await asyncio.gather(*tasks, stop, return_exceptions=True)
+            await asyncio.gather(*tasks, stop, drained, return_exceptions=True)
+
+    def _on_command(self, message: link_pb2.RouterMessage) -> None:
+        if message.WhichOneof("body") == "drain":
+            self._start_drain()
+        else:
+            self._require_role().on_command(message)
+
+    def _start_drain(self) -> None:
+        if self._host is not None and self._link is not None and not self._host.draining:
+            log.info("%s drains: takes nothing new", self._config.worker_id)
+            self._host.draining = True
+            self._drain_asked.set()
+            self._link.beat_now()  # the router hears of it before any refusal that follows
+
+    async def _drained(self) -> None:
+        """Returns once a drain was asked for and nothing is left here, or its time is up."""
+        await self._drain_asked.wait()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._config.drain_timeout_s
+        while not self._empty:
+            if loop.time() >= end_s:
+                log.warning("%s: not drained within %.0f s; stopping with %s", *self._drain_state())
+                return
+            await asyncio.sleep(DRAIN_LOOK_S)
+        log.info("%s has drained", self._config.worker_id)
+
+    def _drain_state(self) -> tuple[str, float, EngineSnapshot | None]:
+        return self._config.worker_id, self._config.drain_timeout_s, self._snapshot
+
+    @property
+    def _empty(self) -> bool:
+        snapshot = self._snapshot
+        assert snapshot is not None
+        engine_empty = snapshot.num_running == snapshot.num_waiting == snapshot.blocks.held == snapshot.blocks.quarantined == 0
+        return self._require_role().idle and engine_empty
 
     def _bind(self, server: grpc.aio.Server) -> str:
         """Raises `ConfigError` naming the settings."""
@@ -265,7 +317,7 @@ class RunningWorker:
             address=self.address,
             model_fingerprint=self._card.fingerprint,
             block_size=layout.block_size,
-            num_blocks=self._host.kv.num_blocks,
+            num_blocks=self._host.region.num_blocks,
             max_model_len=self._host.max_model_len,
             max_num_seqs=self._config.engine.max_num_seqs,
             dtype=layout.dtype,
@@ -293,6 +345,7 @@ class RunningWorker:
             running_sequences=snapshot.num_running,
             leases_held=role.leases_held,
             loop_lag_ms=self._loop_lag_ms,
+            draining=self._host is not None and self._host.draining,
         )
 
     async def _watch_lag(self) -> None:
