@@ -134,7 +134,9 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
         self._handle += 1
         return self._handle
 
-    def bind(self, worker: Worker, prompt: list[int], params: SamplingParams, *, local_prefill: bool = False) -> int:
+    def bind(
+        self, worker: Worker, prompt: list[int], params: SamplingParams, *, local_prefill: bool = False, resumed: int = 0
+    ) -> int:
         handle = self.next_handle()
         command = decode_pb2.Bind(
             handle=handle,
@@ -143,15 +145,21 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
             sampling=codec.sampling_to_wire(params),
             deadline_s=WAIT_S,
             local_prefill=local_prefill,
+            resumed=resumed,
         )
         worker.send(link_pb2.RouterMessage(bind=command))
         return handle
 
-    def prefill(self, worker: Worker, prompt: list[int], params: SamplingParams) -> int:
+    def prefill(self, worker: Worker, prompt: list[int], params: SamplingParams, *, resumed: int = 0) -> int:
         handle = self.next_handle()
         wire = codec.sampling_to_wire(params)
         command = prefill_pb2.Prefill(
-            handle=handle, request_id=str(handle), prompt_ids=codec.pack_ids(prompt), sampling=wire, deadline_s=WAIT_S
+            handle=handle,
+            request_id=str(handle),
+            prompt_ids=codec.pack_ids(prompt),
+            sampling=wire,
+            deadline_s=WAIT_S,
+            resumed=resumed,
         )
         worker.send(link_pb2.RouterMessage(prefill=command))
         return handle

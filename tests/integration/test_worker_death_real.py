@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -11,6 +12,7 @@ from real_service import (
     AUTO,
     BOUND_S,
     GREEDY,
+    LONG_OUTPUT,
     QUICK_BEATS,
     TOGETHER,
     OpenStream,
@@ -135,8 +137,9 @@ def test_without_prefill_workers_everything_is_colocated_or_refused():
                     assert stream.failure().code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_sigterm_under_load_ends_both_roles_with_0():
-    """Their requests end with a clean error; nothing hangs on an open stream or a lease."""
+def test_sigterm_under_load_drains_both_roles_and_loses_nothing():
+    """(1) Both are told to stop in the middle of a prompt and of an answer. (2) Nothing new is taken. (3) Both requests
+    end well: decode could not have left before it had the prompt's KV. (4) Both exit with 0."""
     with (
         ProcessCluster(tiny(max_num_batched_tokens=4), prefill=1, decode=1, worker=QUICK_BEATS) as cluster,
         long_prefill(cluster) as prompt,
@@ -144,6 +147,28 @@ def test_sigterm_under_load_ends_both_roles_with_0():
     ):
         wait_prefilling(cluster)
         answer.read(5)
+        for name in ("prefill-0", "decode-0"):
+            cluster.processes[name].popen.terminate()
+        cluster.wait_state(lambda state: all(worker.draining for worker in state.workers), BOUND_S)
+        assert prompt.read(4) == 4
+        assert answer.read(LONG_OUTPUT - 5) > 0
+        for name in ("prefill-0", "decode-0"):
+            assert cluster.processes[name].popen.wait(BOUND_S) == 0, cluster.processes[name].log()
+        cluster.wait_state(lambda state: not state.workers, BOUND_S)
+
+
+def test_a_second_sigterm_stops_at_once():
+    """Its requests end with a clean error where nobody is left to take them over; nothing hangs."""
+    with (
+        ProcessCluster(tiny(max_num_batched_tokens=4), prefill=1, decode=1, worker=QUICK_BEATS) as cluster,
+        long_prefill(cluster) as prompt,
+        long_stream(cluster, TOGETHER) as answer,
+    ):
+        wait_prefilling(cluster)
+        answer.read(5)
+        for name in ("prefill-0", "decode-0"):
+            cluster.processes[name].popen.terminate()
+        time.sleep(0.5)  # the first is acted on, not only delivered
         for name in ("prefill-0", "decode-0"):
             cluster.processes[name].popen.terminate()
         for name in ("prefill-0", "decode-0"):

@@ -75,6 +75,52 @@ def hand_off(router: ScriptedRouter, pair: tuple[Worker, Worker], prompt: list[i
     return bound, lent, started
 
 
+SEEDED = SamplingParams(max_tokens=9, temperature=1.0, seed=7, min_tokens=4)
+
+
+Row = tuple[int, int, bytes, int]
+
+
+def undisturbed(router: ScriptedRouter, decode: Worker, prompt: list[int], params: SamplingParams) -> list[Row]:
+    return rows_of(decode.wait_finished(router.bind(decode, prompt, params, local_prefill=True)))
+
+
+def rows_of(rows) -> list[Row]:
+    return [(row.index, row.ids[0], row.text, row.finish_reason) for row in rows]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_an_output_resumed_anywhere_goes_on_as_if_nothing_had_happened(router, pair, params):
+    """Prompt and what was emitted are prefilled again: indices, ids, text and the end are those of an undisturbed run."""
+    prefill, decode = pair
+    prompt = prompt_of(40)
+    whole = undisturbed(router, decode, prompt, params)
+    assert len(whole) > 4
+    for resumed in range(1, len(whole)):
+        known = prompt + [token for _, token, _, _ in whole[:resumed]]
+        assert (
+            rows_of(decode.wait_finished(router.bind(decode, known, params, local_prefill=True, resumed=resumed)))
+            == (whole[resumed:])
+        )
+        bound = router.bind(decode, known, params, resumed=resumed)
+        decode.wait("Reserved", bound)
+        started = prefill.wait("PrefillStarted", lent := router.prefill(prefill, known, params, resumed=resumed))
+        router.attach(decode, bound, started)
+        first = rows_of(prefill.until(lambda lent=lent: prefill.tokens(lent)))
+        if first[0][3]:  # the token drawn by prefill ended it: the router would cancel both
+            for worker, handle in ((decode, bound), (prefill, lent)):
+                router.cancel(worker, handle)
+            assert first == whole[resumed:]
+        else:
+            assert first + rows_of(decode.wait_finished(bound)) == whole[resumed:]
+
+
+def test_an_output_that_is_complete_cannot_be_resumed(router, pair):
+    _, decode = pair
+    handle = router.bind(decode, prompt_of(20), GREEDY, local_prefill=True, resumed=GREEDY.max_tokens)
+    assert "resumed" in decode.wait("RequestFailed", handle).message
+
+
 def colocated(router: ScriptedRouter, decode: Worker, prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
     handle = router.bind(decode, prompt, params, local_prefill=True)
     return [row.ids[0] for row in decode.wait_finished(handle)]
