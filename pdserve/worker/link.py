@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 import grpc
 
@@ -93,26 +93,34 @@ class Link:
         self._outbound = asyncio.Queue(MAX_OUTBOUND)
         self._overflow.clear()
         self._heard_s = None
-        numbers = Incoming()
         self._outbound.put_nowait(link_pb2.WorkerMessage(hello=self._hello()))
         try:
             async with open_channel(self._router_address) as channel:
                 call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=self._metadata)
                 # Written by a task of ours: grpc.aio leaks the one it makes for a request iterator when a stream breaks.
-                jobs = (self._write(call, self._outbound), self._beat(call), self._end_on_overflow(call))
-                helpers = [asyncio.create_task(job) for job in jobs]
+                writing = asyncio.create_task(self._write(call, self._outbound))
+                ends: list[asyncio.Task[NoReturn]] = [
+                    asyncio.create_task(job) for job in (self._read(call), self._beat(), self._end_on_overflow())
+                ]
                 try:
-                    async for message in call:
-                        if numbers.is_new(message.number):
-                            self._take(message)
+                    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    for end in done:
+                        end.result()  # raises: none of them ends well
                 finally:
-                    for task in helpers:
-                        task.cancel()
-                    await asyncio.gather(*helpers, return_exceptions=True)
+                    writing.cancel()
+                    for end in ends:
+                        end.cancel()
+                    await asyncio.gather(writing, *ends, return_exceptions=True)
                     call.cancel()
-            raise ConnectionError("the router closed the stream")
         finally:
             self._outbound = None
+
+    async def _read(self, call: Stream) -> NoReturn:
+        numbers = Incoming()
+        async for message in call:
+            if numbers.is_new(message.number):
+                self._take(message)
+        raise ConnectionError("the router closed the stream")
 
     def _take(self, message: link_pb2.RouterMessage) -> None:
         body = message.WhichOneof("body")
@@ -132,8 +140,8 @@ class Link:
             message.number = numbers.next()
             await call.write(message)
 
-    async def _beat(self, call: Stream) -> None:
-        """Heartbeats, until one more is pointless. A process that stood still is late itself: it listens once more first."""
+    async def _beat(self) -> NoReturn:
+        """Heartbeats, until none was answered for too long. A process that stood still itself listens once more first."""
         loop = asyncio.get_running_loop()
         late = False
         while True:
@@ -142,11 +150,8 @@ class Link:
             await asyncio.sleep(self._heartbeat_interval_s)
             late = not late and loop.time() - due_s > self._heartbeat_interval_s
             if not late and self._heard_s is not None and loop.time() - self._heard_s > self._router_lost_s:
-                log.error("the router has answered no heartbeat for %.1f s; the link is ended", self._router_lost_s)
-                call.cancel()
-                return
+                raise ConnectionError(f"the router has answered no heartbeat for {self._router_lost_s:.1f} s")
 
-    async def _end_on_overflow(self, call: Stream) -> None:
+    async def _end_on_overflow(self) -> NoReturn:
         await self._overflow.wait()
-        log.error("the router reads too slowly: %d messages are waiting; the link is ended", MAX_OUTBOUND)
-        call.cancel()
+        raise ConnectionError(f"the router reads too slowly: {MAX_OUTBOUND} messages are waiting")

@@ -1,0 +1,99 @@
+"""The router's end of the link: what a worker's numbers tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from pdserve.core.ids import Handle
+from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc
+from router import events as ev
+from router.link import LinkService
+from router.server import make_server
+from router.wire import welcome
+
+WAIT_S = 10.0
+
+
+class Core:
+    """What the core heard; it welcomes everyone."""
+
+    def __init__(self) -> None:
+        self.heard: list[ev.Event] = []
+        self.left = asyncio.Event()
+        self.service = LinkService("", self.tell)
+
+    def tell(self, event: ev.Event) -> None:
+        self.heard.append(event)
+        if isinstance(event, ev.WorkerJoined):
+            self.service.send(event.link, welcome(1))  # type: ignore[arg-type]
+        if isinstance(event, ev.WorkerLeft):
+            self.left.set()
+
+    @property
+    def reserved(self) -> list[Handle]:
+        return [event.handle for event in self.heard if isinstance(event, ev.Reserved)]
+
+
+@asynccontextmanager
+async def dialled() -> AsyncIterator[tuple[Core, grpc.aio.StreamStreamCall]]:
+    core = Core()
+    server = make_server(max_receive_bytes=1 << 20)
+    link_pb2_grpc.add_WorkerLinkServicer_to_server(core.service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = link_pb2_grpc.WorkerLinkStub(channel).Connect()
+        hello = link_pb2.Hello(worker_id="d", role=common_pb2.ROLE_DECODE)
+        await call.write(link_pb2.WorkerMessage(hello=hello, number=1))
+        yield core, call
+        call.cancel()
+    await server.stop(None)
+
+
+def reserved(handle: int, number: int) -> link_pb2.WorkerMessage:
+    return link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=handle), number=number)
+
+
+def test_commands_are_numbered_from_one():
+    async def story() -> None:
+        async with dialled() as (core, call):
+            first = await call.read()
+            assert (first.WhichOneof("body"), first.number) == ("welcome", 1)
+            core.service.send(ev.LinkId(1), link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=1)))
+            assert (await call.read()).number == 2
+
+    asyncio.run(story())
+
+
+def test_what_a_worker_says_twice_is_heard_once():
+    async def story() -> None:
+        async with dialled() as (core, call):
+            for message in (reserved(1, 2), reserved(1, 2), reserved(2, 3)):
+                await call.write(message)
+            await call.done_writing()
+            await core.left.wait()
+            assert core.reserved == [1, 2]
+
+    asyncio.run(story())
+
+
+def test_a_lost_message_ends_the_link_before_anything_after_it_is_heard():
+    async def story() -> None:
+        async with dialled() as (core, call):
+            for message in (reserved(1, 2), reserved(3, 4)):
+                await call.write(message)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+                await call
+            await core.left.wait()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "message 3 of the link was lost" in (caught.value.details() or "")
+            assert core.reserved == [1]
+
+    asyncio.run(story())

@@ -1,0 +1,168 @@
+"""The worker's end of the link, against a router that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from pdserve.rpc.channel import server_options
+from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
+from pdserve.worker.link import Link
+
+WAIT_S = 10.0
+BEAT_S = 0.05
+LOST_S = 0.3
+
+
+class Router(link_pb2_grpc.WorkerLinkServicer):
+    """Sends what it is told; answers a heartbeat with `answer`."""
+
+    def __init__(self, script: Callable[[int], list[link_pb2.RouterMessage]], answer: bool | int) -> None:
+        self.script = script
+        self.answers = answer
+        self.dialled = 0
+        self.numbers: list[list[int]] = []
+
+    async def Connect(self, messages: AsyncIterator[link_pb2.WorkerMessage], context: Any) -> None:
+        self.dialled += 1
+        seen: list[int] = []
+        self.numbers.append(seen)
+        for message in self.script(self.dialled):
+            await context.write(message)
+        async for message in messages:
+            seen.append(message.number)
+            if message.WhichOneof("body") == "heartbeat" and self.answers > 0:
+                self.answers -= 1
+                await context.write(link_pb2.RouterMessage(alive=link_pb2.Alive()))
+
+
+class Side:
+    """The worker: what it took, and how often it lost its link."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.lost = 0
+        self.link: Link
+
+    def on_command(self, message: link_pb2.RouterMessage) -> None:
+        self.taken.append(message.cancel.handle)
+
+    def on_lost(self) -> None:
+        self.lost += 1
+
+
+@asynccontextmanager
+async def linked(router: Router) -> AsyncIterator[Side]:
+    server = grpc.aio.server(options=server_options())
+    link_pb2_grpc.add_WorkerLinkServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    side = Side()
+    side.link = Link(
+        f"127.0.0.1:{port}",
+        "",
+        link_pb2.Hello,
+        link_pb2.Heartbeat,
+        heartbeat_interval_s=BEAT_S,
+        router_lost_s=LOST_S,
+        on_command=side.on_command,
+        on_lost=side.on_lost,
+    )
+    task = asyncio.create_task(side.link.run())
+    try:
+        yield side
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.stop(None)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+def welcome() -> link_pb2.RouterMessage:
+    return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=1), number=1)
+
+
+def cancel(handle: int, number: int) -> link_pb2.RouterMessage:
+    return link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle), number=number)
+
+
+def test_a_command_that_comes_twice_is_taken_once():
+    async def story() -> None:
+        router = Router(lambda _: [welcome(), cancel(1, 2), cancel(1, 2), cancel(2, 3)], answer=0)
+        async with linked(router) as side:
+            await until(lambda: len(side.taken) >= 2)
+            assert side.taken == [1, 2]
+            assert side.lost == 0
+
+    asyncio.run(story())
+
+
+def test_a_lost_command_ends_the_link_and_with_it_what_it_carried():
+    """The worker cannot know what was lost; the router recovers all of it on a new link."""
+
+    async def story() -> None:
+        router = Router(lambda dialled: [welcome(), cancel(1, 2), cancel(3, 4)] if dialled == 1 else [welcome()], answer=0)
+        async with linked(router) as side:
+            await until(lambda: router.dialled == 2)
+            assert side.taken == [1], "nothing is taken after the gap"
+            assert side.lost == 1
+
+    asyncio.run(story())
+
+
+def test_what_the_worker_says_is_numbered_anew_on_each_link():
+    async def story() -> None:
+        router = Router(lambda dialled: [welcome(), cancel(1, 9)] if dialled == 1 else [welcome()], answer=0)
+        async with linked(router):
+            await until(lambda: router.dialled == 2 and len(router.numbers[1]) >= 3)
+            assert router.numbers[1][:3] == [1, 2, 3]
+
+    asyncio.run(story())
+
+
+def test_a_router_that_stops_answering_heartbeats_is_left():
+    """A link that is cut in one direction only: the worker still sends, and hears nothing any more."""
+
+    async def story() -> None:
+        router = Router(lambda _: [welcome()], answer=2)
+        async with linked(router) as side:
+            await until(lambda: router.dialled >= 2)
+            assert side.lost >= 1
+
+    asyncio.run(story())
+
+
+def test_a_router_that_answers_is_kept_for_longer_than_the_bound():
+    async def story() -> None:
+        router = Router(lambda _: [welcome()], answer=1000)
+        async with linked(router) as side:
+            await until(lambda: bool(router.numbers) and len(router.numbers[0]) > 4 * LOST_S / BEAT_S)
+            assert router.dialled == 1
+            assert side.lost == 0
+
+    asyncio.run(story())
+
+
+def test_a_router_that_reads_too_slowly_is_left_and_dialled_again(monkeypatch):
+    """The queue is bounded, and its overflow ends the stream, not the worker."""
+    monkeypatch.setattr("pdserve.worker.link.MAX_OUTBOUND", 3)
+
+    async def story() -> None:
+        router = Router(lambda _: [welcome()], answer=0)
+        async with linked(router) as side:
+            await until(lambda: router.dialled == 1)
+            for _ in range(5):
+                side.link.send(link_pb2.WorkerMessage())
+            await until(lambda: router.dialled == 2)
+            assert side.lost == 1
+
+    asyncio.run(story())
