@@ -59,6 +59,13 @@ def reserved(handle: int, number: int) -> link_pb2.WorkerMessage:
     return link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=handle), number=number)
 
 
+async def read_to_end(call: grpc.aio.StreamStreamCall) -> None:
+    """Raises the status of a call that did not end well."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    await call
+
+
 def test_commands_are_numbered_from_one():
     async def story() -> None:
         async with dialled() as (core, call):
@@ -88,9 +95,7 @@ def test_a_lost_message_ends_the_link_before_anything_after_it_is_heard():
             for message in (reserved(1, 2), reserved(3, 4)):
                 await call.write(message)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-                await call
+                await read_to_end(call)
             await core.left.wait()
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert "message 3 of the link was lost" in (caught.value.details() or "")
