@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.lease_client import LeaseClient
 from kvtransfer.pull import Pull, Pulled
+from kvtransfer.read import Reads
 from kvtransfer.ticket import Ticket
+from pdserve.config import WorkerConfig
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId
-from pdserve.worker.host import Host
+from pdserve.core.kv_layout import KvLayout
+
+
+class Puller(Protocol):
+    """What is needed of the worker that pulls: a `Host` has it all."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def config(self) -> WorkerConfig: ...
+
+    @property
+    def transfer(self) -> Reads: ...
 
 
 class Inbound:
     """Loop thread only. After `pull` has raised or was cancelled, `abandon` must follow."""
 
     def __init__(
-        self, host: Host, leases: LeaseClient, reader_id: ReaderId, block_ids: tuple[BlockId, ...], *, wait_s: float
+        self, host: Puller, leases: LeaseClient, reader_id: ReaderId, block_ids: tuple[BlockId, ...], *, wait_s: float
     ) -> None:
         """`wait_s` bounds the whole wait for the prompt: renewing cannot hold a lease for ever."""
         self._host = host

@@ -25,10 +25,30 @@ class Connector(Protocol):
     def disconnect(self, incarnation: Incarnation) -> None: ...
 
 
+class Link(Protocol):
+    """What is said to one incarnation of one lender. Failures as of `PeerLink`, which is the one over gRPC."""
+
+    incarnation: Incarnation
+    address: str
+
+    @property
+    def num_followed(self) -> int: ...
+
+    async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes: ...
+
+    async def follow(self, lease_id: LeaseId, prompt_len: int) -> FollowedLease: ...
+
+    async def close(self) -> None: ...
+
+
+class MakeLink(Protocol):
+    def __call__(self, incarnation: Incarnation, address: str, config: LeaseConfig, *, cluster_token: str) -> Link: ...
+
+
 class _Entry:
     """A link, its one handshake, and who is using it."""
 
-    def __init__(self, link: PeerLink, handshake: asyncio.Task[bytes]) -> None:
+    def __init__(self, link: Link, handshake: asyncio.Task[bytes]) -> None:
         self.link = link
         self.handshake = handshake
         self.num_attaching = 0
@@ -51,6 +71,7 @@ class LeaseClient:
         *,
         cluster_token: str,
         idle_close_s: float = IDLE_CLOSE_S,
+        make_link: MakeLink = PeerLink,
     ) -> None:
         self._incarnation = incarnation
         self._agent_metadata = agent_metadata
@@ -58,6 +79,7 @@ class LeaseClient:
         self._config = config
         self._cluster_token = cluster_token
         self._idle_close_s = idle_close_s
+        self._make_link = make_link
         self._entries: dict[Incarnation, _Entry] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -103,7 +125,7 @@ class LeaseClient:
     def _entry(self, ticket: Ticket) -> _Entry:
         entry = self._entries.get(ticket.incarnation)
         if entry is None:
-            link = PeerLink(ticket.incarnation, ticket.peer_address, self._config, cluster_token=self._cluster_token)
+            link = self._make_link(ticket.incarnation, ticket.peer_address, self._config, cluster_token=self._cluster_token)
             handshake = asyncio.create_task(link.handshake(self._incarnation, self._agent_metadata))
             entry = self._entries[ticket.incarnation] = _Entry(link, handshake)
             handshake.add_done_callback(functools.partial(self._on_handshake_done, entry))

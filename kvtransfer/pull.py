@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.followed_lease import FollowedLease
-from kvtransfer.read import Read
-from kvtransfer.thread import TransferThread
+from kvtransfer.read import Read, Reads
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, TransferFailed
@@ -53,7 +52,7 @@ class Pull:
         ticket: Ticket,
         local_blocks: Sequence[int],
         reader_id: ReaderId,
-        thread: TransferThread,
+        thread: Reads,
         config: LeaseConfig,
     ) -> None:
         if len(local_blocks) != len(ticket.block_ids):

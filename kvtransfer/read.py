@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from kvtransfer.api import RemoteRegion
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Incarnation
 
@@ -21,7 +23,7 @@ class ReadResult:
 class Read:
     """Two answers that come apart: `result` is what the asker waits for, `stopped` is when its blocks are its own again.
 
-    Only the `TransferThread` calls the methods.
+    Only whoever posts reads, the `TransferThread`, calls the methods.
     """
 
     def __init__(self, peer: Incarnation, nbytes: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -55,6 +57,22 @@ class Read:
             timer.cancel()
         if not self._stopped.done():
             self._stopped.set_result(None)
+
+
+class Reads(Protocol):
+    """Who copies a peer's blocks into ours: the `TransferThread`, as a pull sees it."""
+
+    def read(
+        self,
+        peer: Incarnation,
+        region: RemoteRegion,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        *,
+        deadline_s: float,
+    ) -> Read:
+        """See `TransferThread.read`. What it raises means that nothing was posted."""
+        ...
 
 
 def mark_retrieved(future: asyncio.Future[Any]) -> None:
