@@ -103,7 +103,7 @@ async def targets(streams: int) -> AsyncIterator[Results]:
 
         engine, token = EngineConfig(model="tiny"), secrets.token_hex(16)
         model = ServedModel.load(engine)
-        ports = RouterConfig(http_port=0, grpc_port=0, link_port=0, placement="disaggregated")
+        ports = RouterConfig(http_port=0, grpc_port=0, link_port=0, placement="disaggregated", probe_workers=False)
         router = start("router", RouterProcessConfig(ports, engine, token), "router")
         workers = PeerConfig(
             "workers", streams, model.card.fingerprint, model.max_model_len, link=router.ready["link"], cluster_token=token

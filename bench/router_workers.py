@@ -78,7 +78,7 @@ class _Worker:
                 self.welcomed.set()
             elif kind == "attach":
                 self._attach(message.attach, group)
-            else:
+            elif kind in handlers:
                 handlers[kind](getattr(message, kind))
         await call
         raise RuntimeError(f"the router ended the link of {self._name}")

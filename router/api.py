@@ -67,6 +67,10 @@ class Report:
     exposed_transfer_s: float = 0.0
     attempts: int = 1
     binds: int = 1
+    prefill_start_s: float = 0.0
+    prefill_end_s: float = 0.0
+    kv_committed_s: float = 0.0
+    first_decode_s: float = 0.0
 
     def values(self) -> dict[str, Any]:
         """By field name. `dataclasses.asdict` copies deeply, which takes 30 us, once or twice a request."""

@@ -59,6 +59,7 @@ class WorkerLoad:
     running_sequences: int = 0
     leases_held: int = 0
     loop_lag_ms: float = 0.0
+    draining: bool = False
 
 
 # Events ------------------------------------------------------------------------------------------------------------
@@ -102,6 +103,13 @@ class WorkerLeft:
 class HeartbeatSeen:
     link: LinkId
     load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """An operator takes this worker out of service: it gets nothing new, and what it has goes on."""
+
+    worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +181,7 @@ Event = (
     | WorkerJoined
     | WorkerLeft
     | HeartbeatSeen
+    | DrainAsked
     | Reserved
     | NoRoom
     | PrefillStarted
@@ -186,7 +195,11 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What both kinds of worker are told of a request. `deadline_s` is the time that remains."""
+    """What both kinds of worker are told of a request. `deadline_s` is the time that remains.
+
+    The last `resumed` of `prompt_ids` are output that an earlier attempt drew: the first token drawn now has that index
+    among the output. `sampling` is the original request's.
+    """
 
     handle: Handle
     request_id: RequestId
@@ -195,6 +208,7 @@ class Work:
     sampling: SamplingParams
     deadline_s: float
     priority: int
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +248,18 @@ class SendWelcome:
 
 
 @dataclass(frozen=True, slots=True)
+class SendAlive:
+    """The answer to a heartbeat: the router is there, and its half of the link works."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
+class SendDrain:
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
 class CloseLink:
     """The worker at its other end is refused, silent, or has dialled again."""
 
@@ -262,4 +288,5 @@ class EmitFailed:
     report: Report
 
 
-Effect = SendWelcome | SendBind | SendPrefill | SendAttach | SendCancel | CloseLink | EmitDelta | EmitDone | EmitFailed
+Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendDrain
+Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed

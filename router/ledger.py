@@ -63,6 +63,11 @@ class Ledger:
     def has(self, request_id: RequestId) -> bool:
         return request_id in self._entries
 
+    def link_of(self, request_id: RequestId) -> LinkId | None:
+        """Where it is charged; None when it has no entry."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.link
+
     def charged(self, link: LinkId) -> int:
         """KV tokens promised on that worker."""
         return self._charged.get(link, 0)

@@ -24,10 +24,15 @@ class OrderedOutput:
         """All of these tokens went out already."""
         return index + count <= self.next_index and count > 0
 
-    def start(self) -> None:
-        """Token 0 goes out, by the link that draws it."""
-        assert self.next_index == 0
-        self.next_index = 1
+    def pass_first(self, index: int) -> None:
+        """The first token of an attempt goes out, by the link that draws it. Raises `InternalBug` for another index."""
+        if index != self.next_index:
+            raise InternalBug(f"the first token has index {index}, expected {self.next_index}")
+        self.next_index += 1
+
+    def restart(self) -> None:
+        """Forget what is held: the attempt that drew it is over, and the next one draws it again."""
+        self._held.clear()
 
     def hold(self, delta: Delta, *, after: int = 0) -> None:
         """Keep for later. Raises `InternalBug` before `after` or past the request's own limit."""

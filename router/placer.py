@@ -8,9 +8,10 @@ from typing import Final
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
-from router.events import Role
+from router.events import LinkId, Role, WorkerHello
 from router.ledger import Ledger, OutputMean
 from router.live import LiveRequest
+from router.pairs import Pairs
 from router.policy import filters, scorers
 from router.policy.candidate import Candidate
 from router.policy.decider import Reason, decide
@@ -22,51 +23,103 @@ SUSPECT_SHARE: Final = 0.6
 
 
 class Placer:
-    def __init__(self, config: RouterConfig, registry: Registry, ledger: Ledger, outputs: OutputMean) -> None:
+    def __init__(self, config: RouterConfig, registry: Registry, ledger: Ledger, outputs: OutputMean, pairs: Pairs) -> None:
         self._registry = registry
         self._ledger = ledger
         self._outputs = outputs
+        self._pairs = pairs
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
         self._turns = dict.fromkeys(Role, 0)  # a shared one would advance by two a handoff and so keep picking one of two
 
+    def check(self, request: LiveRequest, *, now_s: float) -> None:
+        """Raises `Unavailable` when nobody who is linked could serve the request as asked, ready by now or not."""
+        self._decide(request, now_s, serving=False)
+
     def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
-        """Raises `Unavailable` when nobody here could ever serve the request as asked."""
-        decoders = self._candidates(Role.DECODE, now_s)
+        """Raises `Unavailable` when nobody who is ready could ever serve the request as asked."""
+        return self._decide(request, now_s, serving=True)
+
+    def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
+        decoders = self._candidates(Role.DECODE, now_s, serving=serving)
         if not decoders:
             raise Unavailable("no decode worker is ready")
-        if not filters.long_enough(decoders, request.max_len):
+        decoders = filters.long_enough(decoders, request.max_len)
+        if not decoders:
             raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
+        lenders = self._lenders(request, now_s, serving=serving)
         return decide(
             request.asked,
             self._configured,
-            prompt_tokens=len(request.prompt_ids),
+            prompt_tokens=len(request.work_ids),
             colocate_below_tokens=self._colocate_below_tokens,
-            has_prefill=bool(self._prefillers(request, now_s)),
+            has_prefill=bool(lenders),
+            has_pair=any(self._paired(lenders, decoder.link, now_s) for decoder in decoders),
         )
 
     def need_tokens(self, request: LiveRequest) -> int:
         """KV that the request will probably take on its decode worker."""
-        return len(request.prompt_ids) + self._outputs.expect(request.sampling.max_tokens)
+        return len(request.work_ids) + self._outputs.expect(request.remaining_tokens)
 
-    def decode_worker(self, request: LiveRequest, *, now_s: float) -> Worker | None:
-        """None: nobody has room by the estimate."""
-        need = self.need_tokens(request)
-        fitting = filters.long_enough(filters.alive(self._candidates(Role.DECODE, now_s)), request.max_len)
-        roomy = filters.with_room(fitting, need)
-        return self._pick(Role.DECODE, roomy, lambda candidate: scorers.decode_score(candidate, need))
+    def decode_worker(self, request: LiveRequest, placement: Placement, *, now_s: float) -> Worker | None:
+        """None: nobody has room by the estimate. For a handoff, one that some prefill worker's KV may go to."""
+        fitting = self._fitting(request, now_s)
+        if placement is Placement.DISAGGREGATED and len(self._pairs):
+            lenders = self._lenders(request, now_s, serving=True)
+            fitting = [c for c in fitting if self._paired(lenders, c.link, now_s)]
+        return self._roomiest(request, fitting)
 
-    def prefill_worker(self, request: LiveRequest, *, now_s: float) -> Worker | None:
-        """None: the pool is empty, or all of it has fallen silent."""
-        return self._pick(Role.PREFILL, self._prefillers(request, now_s), scorers.prefill_score)
+    def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Worker | None:
+        """One with room at once, by the estimate, that may read what `lender` lent. None: nobody."""
+        fitting = self._fitting(request, now_s)
+        hello = self._hello(lender)
+        return self._roomiest(request, [c for c in fitting if self._usable(hello, c.link, now_s)])
+
+    def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
+        """None: the pool is empty, has fallen silent, or is set aside from that decode worker."""
+        if request.probe is not None:
+            return None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
+        lenders = self._paired(self._lenders(request, now_s, serving=True), decode, now_s)
+        return self._pick(Role.PREFILL, lenders, scorers.prefill_score)
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
         return now_s - worker.last_seen_s > self._suspect_s
 
-    def _prefillers(self, request: LiveRequest, now_s: float) -> list[Candidate]:
-        alive = filters.alive(self._candidates(Role.PREFILL, now_s))
-        return filters.long_enough(alive, len(request.prompt_ids) + 1)
+    def not_ready_reason(self, worker: Worker, *, now_s: float) -> str:
+        """Why no client's request is placed on it; empty when it is ready."""
+        if worker.draining:
+            return "draining"
+        if self.suspect(worker, now_s=now_s):
+            return "silent"
+        return "" if worker.readiness.ready else worker.readiness.reason
+
+    def _fitting(self, request: LiveRequest, now_s: float) -> list[Candidate]:
+        alive = filters.alive(self._candidates(Role.DECODE, now_s, serving=True))
+        return filters.long_enough(alive, request.max_len)
+
+    def _roomiest(self, request: LiveRequest, fitting: list[Candidate]) -> Worker | None:
+        need = self.need_tokens(request)
+        roomy = filters.with_room(fitting, need)
+        return self._pick(Role.DECODE, roomy, lambda candidate: scorers.decode_score(candidate, need))
+
+    def _lenders(self, request: LiveRequest, now_s: float, *, serving: bool) -> list[Candidate]:
+        alive = [c for c in filters.alive(self._candidates(Role.PREFILL, now_s, serving=serving)) if not c.refused]
+        return filters.long_enough(alive, len(request.work_ids) + 1)
+
+    def _paired(self, lenders: list[Candidate], decode: LinkId, now_s: float) -> list[Candidate]:
+        """Those whose KV may go to that decode worker."""
+        if not len(self._pairs):
+            return lenders
+        return [c for c in lenders if self._usable(self._hello(c.link), decode, now_s)]
+
+    def _usable(self, prefill: WorkerHello | None, decode: LinkId, now_s: float) -> bool:
+        reader = self._hello(decode)
+        return prefill is not None and reader is not None and self._pairs.usable(prefill, reader, now_s=now_s)
+
+    def _hello(self, link: LinkId) -> WorkerHello | None:
+        worker = self._registry.get(link)
+        return None if worker is None else worker.hello
 
     def _pick(self, role: Role, among: list[Candidate], score: Callable[[Candidate], float]) -> Worker | None:
         picked = pick(among, score, self._turns[role])
@@ -75,7 +128,8 @@ class Placer:
         self._turns[role] += 1
         return self._registry.get(picked.link)
 
-    def _candidates(self, role: Role, now_s: float) -> list[Candidate]:
+    def _candidates(self, role: Role, now_s: float, *, serving: bool) -> list[Candidate]:
+        """Those that serve now; else all that are linked and stay."""
         return [
             Candidate(
                 link=worker.link,
@@ -85,7 +139,8 @@ class Placer:
                 queued_tokens=worker.queued_tokens,
                 max_model_len=worker.hello.max_model_len,
                 suspect=self.suspect(worker, now_s=now_s),
-                refused=worker.refused_blocks is not None,
+                refused=worker.turned_away or worker.refused_blocks is not None,
             )
             for worker in self._registry.of_role(role)
+            if (worker.serves if serving else not worker.draining)
         ]

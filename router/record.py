@@ -30,6 +30,7 @@ def record_of(request_id: RequestId, report: Report, outcome: FinishReason | Pds
         kv_bytes=report.kv_bytes,
         transfer_s=report.transfer_s,
         exposed_transfer_s=report.exposed_transfer_s,
+        attempts=report.attempts,
         binds=report.binds,
         message=str(outcome) if failed else "",
     )

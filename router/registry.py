@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import IncompatiblePeer
 from pdserve.core.ids import Handle, WorkerId
 from router.events import LinkId, Role, WorkerHello, WorkerLoad
 from router.live import RemoteWork
+
+NOT_YET_PROBED: Final = "waiting for a KV round trip"
+
+
+@dataclass(slots=True)
+class Readiness:
+    """Whether KV has passed through this worker since it dialled, and if not, how the tries to make it went."""
+
+    ready: bool = False
+    reason: str = NOT_YET_PROBED
+    failures: int = 0
+    try_after_s: float = 0.0
+    probes: int = 0
+    """That run now, with it at either end."""
 
 
 @dataclass(slots=True)
@@ -23,6 +38,25 @@ class Worker:
     """Prompt tokens sent since the last heartbeat, which does not know them."""
     refused_blocks: int | None = None
     """It said NoRoom to a bind of so many blocks, and nothing was heard since that shows room."""
+    turned_away: bool = False
+    """It refused work that it would take at other times, and has sent no heartbeat since."""
+    draining: bool = False
+    """Gets nothing new; what it has goes on."""
+    readiness: Readiness = field(default_factory=Readiness)
+
+    @property
+    def name(self) -> str:
+        return f"{self.hello.role.value} worker {self.hello.worker_id}"
+
+    @property
+    def serves(self) -> bool:
+        """Requests of clients may be placed on it, as far as it has room."""
+        return self.readiness.ready and not self.draining
+
+    @property
+    def requests_placed(self) -> int:
+        """Of clients."""
+        return sum(work.request.probe is None for work in self.work.values())
 
     @property
     def queued_tokens(self) -> int:
@@ -31,6 +65,8 @@ class Worker:
     def saw_heartbeat(self, load: WorkerLoad) -> None:
         self.load = load
         self.placed_tokens = 0
+        self.turned_away = False
+        self.draining = self.draining or load.draining
         if self.refused_blocks is not None and load.blocks.free + load.blocks.cached >= self.refused_blocks:
             self.refused_blocks = None
 

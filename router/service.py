@@ -7,6 +7,7 @@ in order, so nobody ever sees a half-applied change.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -14,10 +15,10 @@ from collections.abc import Callable
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, PdserveError
-from pdserve.core.ids import Incarnation, RequestId
+from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from router import events as ev
 from router.admission import Admission
 from router.api import GenerateInput, Prompt
@@ -25,6 +26,7 @@ from router.core import RouterCore
 from router.generation import LiveGeneration
 from router.link import LinkService
 from router.model import ServedModel
+from router.pairs import AsidePair
 from router.prompts import PromptEncoder
 from router.record import record_of
 from router.registry import Worker
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1  # while requests run: how late a deadline may be noticed
 LATE_S = 0.5  # no load makes the loop so late: the process or the machine was stopped
 IDLE_TICK_S = 1.0  # otherwise: only silent workers are looked for
+CHECK_TICKS = 50  # how often the core's books are checked, while they are short enough to be read in a millisecond
+CHECK_MAX_REQUESTS = 64
 
 
 class RouterService:
@@ -98,6 +102,10 @@ class RouterService:
             self.tell(ev.ClientGone(RequestId(request_id)))
         return known
 
+    def drain(self, worker_id: str) -> None:
+        """Take a worker out of service: it gets nothing new, finishes and leaves. Repeatable. Raises `UnknownWorker`."""
+        self.tell(ev.DrainAsked(WorkerId(worker_id)))
+
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
         self._admission.check_model(model)
         return await self._encoder.encode(prompt)
@@ -106,7 +114,7 @@ class RouterService:
     def ready(self) -> bool:
         now_s = self._clock()
         decoders = self._core.registry.of_role(ev.Role.DECODE)
-        return any(not self._core.placer.suspect(worker, now_s=now_s) for worker in decoders)
+        return any(not self._core.placer.not_ready_reason(worker, now_s=now_s) for worker in decoders)
 
     async def next_ready(self, known: bool) -> bool:
         """Wait until `ready` is no longer what is known, and return it. For one waiter."""
@@ -126,6 +134,7 @@ class RouterService:
             queued_requests=queued,
             running_requests=self._core.num_requests - queued,
             workers=tuple(self._worker_snapshot(worker, now_s) for worker in sorted(self._core.registry, key=_pool_order)),
+            set_aside=tuple(_pair_snapshot(pair, now_s) for pair in self._core.pairs.set_aside(now_s=now_s)),
         )
 
     # Events in, effects out --------------------------------------------------------------------------------------------
@@ -179,7 +188,7 @@ class RouterService:
         """After the process stood still one turn is skipped, so that heartbeats which wait in the sockets are heard
         before anyone is found silent."""
         late = False
-        while True:
+        for turn in itertools.count():
             began_s = self._clock()
             if self._open:
                 await asyncio.sleep(TICK_S)
@@ -190,6 +199,16 @@ class RouterService:
             if not late:
                 self.tell(ev.Tick())
                 self._drop_stalled_clients()
+            if turn % CHECK_TICKS == 0 and self._core.num_requests <= CHECK_MAX_REQUESTS:
+                self._check_books()
+
+    def _check_books(self) -> None:
+        """A sample: books that disagree are our own bug, which an operator must hear of and clients need not."""
+        try:
+            self._core.check_invariants()
+        except AssertionError:
+            self._metrics.invariant_broken()
+            logger.exception("the books of the core disagree")
 
     async def _wait_busy(self, timeout_s: float) -> None:
         try:
@@ -211,22 +230,35 @@ class RouterService:
 
     def _worker_snapshot(self, worker: Worker, now_s: float) -> WorkerSnapshot:
         hello, load = worker.hello, worker.load
+        not_ready_reason = self._core.placer.not_ready_reason(worker, now_s=now_s)
         return WorkerSnapshot(
             worker_id=hello.worker_id,
             role=hello.role.value,
             incarnation=hello.incarnation,
             address=hello.address,
-            ready=not self._core.placer.suspect(worker, now_s=now_s),
+            ready=not not_ready_reason,
             blocks=load.blocks,
             queued_requests=load.queued_requests,
             queued_tokens=load.queued_tokens,
             running_sequences=load.running_sequences,
             leases_held=load.leases_held,
             heartbeat_age_s=now_s - worker.last_seen_s,
-            requests_placed=len(worker.work),
+            requests_placed=worker.requests_placed,
             loop_lag_ms=load.loop_lag_ms,
             pid=hello.pid,
+            draining=worker.draining,
+            not_ready_reason=not_ready_reason,
         )
+
+
+def _pair_snapshot(pair: AsidePair, now_s: float) -> PairSnapshot:
+    return PairSnapshot(
+        prefill_worker=pair.prefill.worker_id,
+        decode_worker=pair.decode.worker_id,
+        reason=pair.reason,
+        remaining_s=pair.until_s - now_s,
+        failures=pair.failures,
+    )
 
 
 def _pool_order(worker: Worker) -> tuple[bool, str]:

@@ -1,4 +1,8 @@
-"""Requests that wait for room on a decode worker: larger priority first, then arrival. Bounded by count and tokens."""
+"""Requests that wait for room on a decode worker: larger priority first, then replays, then arrival.
+
+New ones are bounded by count and tokens. Replays are not: each was counted when it was new, and refusing one would lose
+tokens that a client already has.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ RETRY_AFTER_MIN_S: Final = 0.1
 RETRY_AFTER_MAX_S: Final = 30.0
 RETRY_AFTER_UNKNOWN_S: Final = 1.0
 
-_Key = tuple[int, int]
+RATE_WINDOW_S: Final = 30.0
+"""Finishes older than this say nothing about how fast the queue drains now."""
+
+_Key = tuple[int, bool, int]
 
 
 class WaitingRequests:
@@ -25,15 +32,16 @@ class WaitingRequests:
         self._max_tokens = max_tokens
         self._keys: list[_Key] = []
         self._requests: list[LiveRequest] = []
-        self._tokens = 0
+        self._new = 0
+        self._new_tokens = 0
         self._finished_s: deque[float] = deque(maxlen=DRAIN_SAMPLES)
 
     def check_room(self, prompt_tokens: int, *, now_s: float) -> None:
-        """Raises `Overloaded` when one more request of so many tokens may not wait. An empty list takes any."""
-        full = len(self._requests) >= self._max_requests
-        if full or (self._requests and self._tokens + prompt_tokens > self._max_tokens):
+        """Raises `Overloaded` when one more request of so many tokens may not wait. With nothing new in it, any may."""
+        full = self._new >= self._max_requests
+        if full or (self._new and self._new_tokens + prompt_tokens > self._max_tokens):
             raise Overloaded(
-                f"{len(self._requests)} requests with {self._tokens} prompt tokens are waiting; "
+                f"{self._new} requests with {self._new_tokens} prompt tokens are waiting; "
                 f"at most {self._max_requests} requests and {self._max_tokens} tokens may",
                 retry_after_s=self._retry_after_s(now_s),
             )
@@ -43,16 +51,22 @@ class WaitingRequests:
         position = bisect.bisect_left(self._keys, key)
         self._keys.insert(position, key)
         self._requests.insert(position, request)
-        self._tokens += len(request.prompt_ids)
+        self._count(request, 1)
 
     def remove(self, request: LiveRequest) -> None:
         position = bisect.bisect_left(self._keys, _key(request))
         assert self._requests[position] is request
         del self._keys[position], self._requests[position]
-        self._tokens -= len(request.prompt_ids)
+        self._count(request, -1)
 
-    def first(self) -> LiveRequest | None:
-        return self._requests[0] if self._requests else None
+    def _count(self, request: LiveRequest, sign: int) -> None:
+        if not request.replay:
+            self._new += sign
+            self._new_tokens += sign * len(request.prompt_ids)
+
+    def at(self, position: int) -> LiveRequest | None:
+        """In order, from 0; None past the end."""
+        return self._requests[position] if position < len(self._requests) else None
 
     def all(self) -> list[LiveRequest]:
         """In order; a copy, so that the caller may remove while it walks."""
@@ -68,10 +82,13 @@ class WaitingRequests:
     def check_invariants(self) -> None:
         assert self._keys == sorted(set(self._keys))
         assert self._keys == [_key(r) for r in self._requests]
-        assert self._tokens == sum(len(r.prompt_ids) for r in self._requests)
+        new = [r for r in self._requests if not r.replay]
+        assert (self._new, self._new_tokens) == (len(new), sum(len(r.prompt_ids) for r in new))
 
     def _retry_after_s(self, now_s: float) -> float:
-        """How long the requests that wait now will take, at the rate of the last finishes."""
+        """How long all that wait now will take, replays too since they go first, at the rate of the last finishes."""
+        while self._finished_s and self._finished_s[0] < now_s - RATE_WINDOW_S:
+            self._finished_s.popleft()
         if len(self._finished_s) < 2 or now_s <= self._finished_s[0]:
             return RETRY_AFTER_UNKNOWN_S
         drained_per_s = len(self._finished_s) / (now_s - self._finished_s[0])
@@ -79,4 +96,4 @@ class WaitingRequests:
 
 
 def _key(request: LiveRequest) -> _Key:
-    return (-request.priority, request.arrival)
+    return (-request.priority, not request.replay, request.arrival)

@@ -8,7 +8,7 @@ from typing import Any, Final
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, WorkerId
-from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, sampling_to_wire
 from pdserve.rpc.status import from_reason
 from pdserve.rpc.v1 import common_pb2, decode_pb2, inference_pb2, link_pb2, prefill_pb2
@@ -53,7 +53,9 @@ def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.Even
 
 def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.Event:
     blocks = BlockCounts(m.blocks.total, m.blocks.free, m.blocks.cached, m.blocks.held, m.blocks.quarantined)
-    load = ev.WorkerLoad(blocks, m.queued_requests, m.queued_tokens, m.running_sequences, m.leases_held, m.loop_lag_ms)
+    load = ev.WorkerLoad(
+        blocks, m.queued_requests, m.queued_tokens, m.running_sequences, m.leases_held, m.loop_lag_ms, m.draining
+    )
     return ev.HeartbeatSeen(link, load)
 
 
@@ -98,9 +100,7 @@ def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
     return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=incarnation))
 
 
-def command_to_wire(
-    effect: ev.SendBind | ev.SendPrefill | ev.SendAttach | ev.SendCancel,
-) -> link_pb2.RouterMessage:
+def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
     match effect:
         case ev.SendBind(work=work, bind=bind, local_prefill=local):
             fields = _work(work)
@@ -112,6 +112,10 @@ def command_to_wire(
             return link_pb2.RouterMessage(attach=attach)
         case ev.SendCancel(handle=handle):
             return link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle))
+        case ev.SendAlive():
+            return link_pb2.RouterMessage(alive=link_pb2.Alive())
+        case ev.SendDrain():
+            return link_pb2.RouterMessage(drain=link_pb2.Drain())
 
 
 def _work(work: ev.Work) -> dict[str, Any]:
@@ -123,6 +127,7 @@ def _work(work: ev.Work) -> dict[str, Any]:
         "sampling": sampling_to_wire(work.sampling),
         "deadline_s": work.deadline_s,
         "priority": work.priority,
+        "resumed": work.resumed,
     }
 
 
@@ -132,6 +137,17 @@ def cluster_state_to_wire(cluster: ClusterSnapshot) -> inference_pb2.GetClusterS
         queued_requests=cluster.queued_requests,
         running_requests=cluster.running_requests,
         workers=[_worker_state(worker) for worker in cluster.workers],
+        set_aside_pairs=[_set_aside(pair) for pair in cluster.set_aside],
+    )
+
+
+def _set_aside(pair: PairSnapshot) -> inference_pb2.SetAsidePair:
+    return inference_pb2.SetAsidePair(
+        prefill_worker=pair.prefill_worker,
+        decode_worker=pair.decode_worker,
+        reason=pair.reason,
+        remaining_s=pair.remaining_s,
+        failures=pair.failures,
     )
 
 
@@ -159,4 +175,6 @@ def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
         requests_placed=worker.requests_placed,
         loop_lag_ms=worker.loop_lag_ms,
         pid=worker.pid,
+        draining=worker.draining,
+        not_ready_reason=worker.not_ready_reason,
     )

@@ -3,11 +3,14 @@
 ```
 QUEUED -> BINDING -> PREFILLING -> HANDOFF -> DECODING -> FINISHED         disaggregated
 QUEUED -> BINDING ------------------------> DECODING -> FINISHED           colocated
-any of these -> CANCELLED (client gone) | FAILED (deadline, lost worker, lost lease, failed transfer)
+BINDING -> QUEUED                            no room, or its worker was lost: nothing was computed yet
+PREFILLING, HANDOFF -> the same, REBOUND     the decode worker was lost: another one reads the same lease
+any that is placed -> QUEUED, RETRIED        anything else was lost: the next attempt starts from prompt and emitted ids
+any of these -> CANCELLED (client gone) | FAILED (deadline, no retry left, no worker left)
 ```
-Two links have no mutual order, so what the decode worker says may arrive before token 0 does: KV_COMMITTED and
-TOKEN_OUT are legal while PREFILLING, and the owner keeps them. A loss fails the request; a retry is a change of those
-rows to QUEUED, with `attempt` and `bind` already counted here.
+Which of REBOUND, RETRIED and LOST follows a loss is the router's decision; what each may lead to is this table's. Two
+links have no mutual order, so what the decode worker says may arrive before token 0 does: KV_COMMITTED and TOKEN_OUT
+are legal while PREFILLING, and the owner keeps them.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class RequestState(Enum):
 class RequestEvent(Enum):
     DECODE_PICKED = "decode_picked"
     RESERVED = "reserved"
+    """By the first decode worker of an attempt, or by the one it was rebound to."""
     RESERVED_LOCAL = "reserved_local"
     """Reserved by a worker that also computes the prompt."""
     NO_ROOM = "no_room"
@@ -46,12 +50,14 @@ class RequestEvent(Enum):
     KV_COMMITTED = "kv_committed"
     TOKEN_OUT = "token_out"
     STOPPED = "stopped"
-    PREFILL_LOST = "prefill_lost"
     DECODE_LOST = "decode_lost"
-    LEASE_LOST = "lease_lost"
-    TRANSFER_FAILED = "transfer_failed"
-    WORK_FAILED = "work_failed"
-    """A worker gave the request up for a reason that has no event of its own."""
+    """Before it had reserved: as if it had been without room."""
+    REBOUND = "rebound"
+    """Another decode worker takes over under the same lease."""
+    RETRIED = "retried"
+    """The attempt is given up, and the next one waits for its turn."""
+    LOST = "lost"
+    """The attempt is given up, and there is no next one."""
     UNPLACEABLE = "unplaceable"
     """No worker is left that could serve it."""
     CLIENT_GONE = "client_gone"
@@ -71,8 +77,7 @@ TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
     (_S.QUEUED, _E.UNPLACEABLE): _S.FAILED,
     (_S.BINDING, _E.RESERVED): _S.PREFILLING,
     (_S.BINDING, _E.RESERVED_LOCAL): _S.DECODING,
-    (_S.BINDING, _E.NO_ROOM): _S.QUEUED,
-    (_S.BINDING, _E.PREFILL_POOL_EMPTY): _S.QUEUED,
+    **{(_S.BINDING, e): _S.QUEUED for e in (_E.NO_ROOM, _E.PREFILL_POOL_EMPTY, _E.DECODE_LOST)},
     (_S.PREFILLING, _E.PREFILL_STARTED): _S.PREFILLING,
     (_S.PREFILLING, _E.KV_COMMITTED): _S.PREFILLING,
     (_S.PREFILLING, _E.TOKEN_OUT): _S.PREFILLING,
@@ -81,12 +86,9 @@ TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
     (_S.HANDOFF, _E.KV_COMMITTED): _S.DECODING,
     (_S.DECODING, _E.TOKEN_OUT): _S.DECODING,
     (_S.DECODING, _E.STOPPED): _S.FINISHED,
-    # Losses. All of these fail the request.
-    **{(s, _E.PREFILL_LOST): _S.FAILED for s in (_S.PREFILLING, _S.HANDOFF)},
-    (_S.DECODING, _E.PREFILL_LOST): _S.DECODING,  # its KV is ours already
-    **{(s, _E.DECODE_LOST): _S.FAILED for s in PLACED},
-    **{(s, e): _S.FAILED for s in (_S.PREFILLING, _S.HANDOFF) for e in (_E.LEASE_LOST, _E.TRANSFER_FAILED)},
-    **{(s, _E.WORK_FAILED): _S.FAILED for s in PLACED},
+    **{(s, e): s for s in (_S.PREFILLING, _S.HANDOFF) for e in (_E.REBOUND, _E.RESERVED)},
+    **{(s, _E.RETRIED): _S.QUEUED for s in PLACED},
+    **{(s, _E.LOST): _S.FAILED for s in PLACED},
     **{(s, _E.CLIENT_GONE): _S.CANCELLED for s in LIVE},
     **{(s, _E.DEADLINE_PASSED): _S.FAILED for s in LIVE},
     **{(s, _E.BROKEN): _S.FAILED for s in LIVE},
@@ -98,7 +100,7 @@ MAX_HISTORY: Final = 32
 
 @dataclass(slots=True)
 class RequestMachine:
-    """The state of one request. `attempt` counts end-to-end tries, `bind` decode reservations within one, from 1."""
+    """The state of one request. `attempt` counts end-to-end tries, `bind` decode reservations over all of them; from 1."""
 
     request_id: RequestId
     state: RequestState = RequestState.QUEUED
@@ -111,10 +113,12 @@ class RequestMachine:
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise IllegalTransition(f"request {self.request_id}", self.state.name, event.name, tuple(self.history))
-        if target is not self.state:
+        if target is not self.state or event is RequestEvent.REBOUND:
             self.history = [*self.history[-(MAX_HISTORY - 1) :], f"{event.name}:{target.name}"]
-        if event is RequestEvent.DECODE_PICKED:
+        if event in (RequestEvent.DECODE_PICKED, RequestEvent.REBOUND):
             self.bind += 1
+        elif event is RequestEvent.RETRIED:
+            self.attempt += 1
         self.state = target
         return target
 

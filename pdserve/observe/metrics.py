@@ -31,6 +31,8 @@ class Metrics:
         self._output_tokens = Counter("pdserve_generation_tokens", "Output tokens.", registry=registry)
         self._kv_bytes = Counter("pdserve_kv_transfer_bytes", "KV moved from prefill to decode.", registry=registry)
         self._extra_binds = Counter("pdserve_extra_binds", "Binds after the first of a request.", registry=registry)
+        self._retries = Counter("pdserve_retries", "Attempts after the first of a request.", registry=registry)
+        self._broken = Counter("pdserve_router_invariant_failures", "Checks of the router's books.", registry=registry)
         self._ttft = _histogram(registry, "time_to_first_token", "Arrival to token 0 leaving the router.", LATENCY_S)
         self._tpot = _histogram(registry, "time_per_output_token", "(last - first) / (tokens - 1).", TOKEN_S)
         self._total = _histogram(registry, "e2e_request_latency", "Arrival to the last token.", LATENCY_S)
@@ -45,6 +47,7 @@ class Metrics:
         if record.placement_reason:
             self._placements.labels(record.placement, record.placement_reason).inc()
             self._extra_binds.inc(max(0, record.binds - 1))
+            self._retries.inc(record.attempts - 1)
             self._queue.observe(record.queue_s)
         if record.output_tokens > 0:
             self._ttft.observe(record.ttft_s)
@@ -60,6 +63,9 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """`reason` is an error code."""
         self._rejected.labels(reason).inc()
+
+    def invariant_broken(self) -> None:
+        self._broken.inc()
 
     def render(self) -> bytes:
         """Prometheus text."""
@@ -83,6 +89,8 @@ class _ClusterCollector(Collector):
         waiting, running = cluster.queued_requests, cluster.running_requests
         yield GaugeMetricFamily("pdserve_num_requests_waiting", "Requests that wait for room on decode.", value=waiting)
         yield GaugeMetricFamily("pdserve_num_requests_running", "Requests placed on workers.", value=running)
+        aside = len(cluster.set_aside)
+        yield GaugeMetricFamily("pdserve_pairs_set_aside", "Pairs of workers between which KV did not pass.", value=aside)
         yield _blocks(cluster.workers)
         for name, text, read in _WORKER_GAUGES:
             family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
@@ -93,6 +101,7 @@ class _ClusterCollector(Collector):
 
 _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
     ("ready", "1: takes requests.", lambda w: float(w.ready)),
+    ("draining", "1: takes nothing new, and leaves when it is done.", lambda w: float(w.draining)),
     ("queued_requests", "Requests that wait inside the worker.", lambda w: w.queued_requests),
     ("queued_tokens", "Prompt tokens not yet computed.", lambda w: w.queued_tokens),
     ("running_sequences", "Sequences in the engine.", lambda w: w.running_sequences),

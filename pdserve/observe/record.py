@@ -24,6 +24,7 @@ class RequestRecord:
     kv_bytes: int
     transfer_s: float
     exposed_transfer_s: float
+    attempts: int
     binds: int
     message: str = ""  # of the error
 
@@ -35,7 +36,7 @@ class RequestRecord:
             f"reason={self.placement_reason or '-'} workers={workers} prompt_tokens={self.prompt_tokens} "
             f"output_tokens={self.output_tokens} queue_ms={_ms(self.queue_s)} ttft_ms={_ms(self.ttft_s)} "
             f"tpot_ms={_ms(self.tpot_s)} total_ms={_ms(self.total_s)} kv_bytes={self.kv_bytes} "
-            f"exposed_transfer_ms={_ms(self.exposed_transfer_s)}"
+            f"exposed_transfer_ms={_ms(self.exposed_transfer_s)} attempts={self.attempts} binds={self.binds}"
         )
         return f"{text} error={self.message!r}" if self.message else text
 

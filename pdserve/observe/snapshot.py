@@ -23,6 +23,19 @@ class WorkerSnapshot:
     requests_placed: int
     loop_lag_ms: float
     pid: int
+    draining: bool = False
+    not_ready_reason: str = ""  # empty: ready
+
+
+@dataclass(frozen=True, slots=True)
+class PairSnapshot:
+    """Two workers between which KV did not pass. `remaining_s` is infinite when they never will be paired again."""
+
+    prefill_worker: str
+    decode_worker: str
+    reason: str
+    remaining_s: float
+    failures: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +44,4 @@ class ClusterSnapshot:
     queued_requests: int
     running_requests: int
     workers: tuple[WorkerSnapshot, ...]
+    set_aside: tuple[PairSnapshot, ...] = ()

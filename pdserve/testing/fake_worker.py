@@ -50,8 +50,16 @@ class _Sequence:
     prompt_ids: tuple[int, ...]
     sampling: common_pb2.SamplingParams
     runs: bool  # False: holds blocks only (a bind before its Attach, a lease after token 0)
+    resumed: int = 0  # of the prompt, the last so many are output of an earlier attempt
     next_index: int = 0
     attached: bool = False  # its KV comes from a prefill worker
+
+    def __post_init__(self) -> None:
+        self.next_index = self.resumed
+
+    @property
+    def true_prompt(self) -> tuple[int, ...]:
+        return self.prompt_ids[: len(self.prompt_ids) - self.resumed]
 
 
 @dataclass(slots=True)
@@ -83,11 +91,13 @@ class FakeWorker:
     refuse_binds: int = 0  # so many of the next binds get NoRoom
     fail_next: common_pb2.ErrorReason | None = None  # the next command fails with this reason
     silent: bool = False  # no heartbeats any more
+    draining: bool = False  # says so in its heartbeats and refuses new work; Drain sets it
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: no tokens, no commits
 
     # What a test looks at.
-    commands: list[str] = field(default_factory=list)  # "bind", "prefill", "attach", "cancel", in order of arrival
+    commands: list[str] = field(default_factory=list)  # "bind", "prefill", "attach", "cancel", "drain", in order
     cancelled: list[int] = field(default_factory=list)  # handles that were live when cancelled
+    alive_seen: int = 0  # answers to heartbeats
     refused: grpc.aio.AioRpcError | None = None  # why the router closed the link
 
     _sequences: dict[int, _Sequence] = field(default_factory=dict)
@@ -200,10 +210,10 @@ class FakeWorker:
     def heartbeat(self) -> link_pb2.Heartbeat:
         held = sum(self._blocks(s) for s in self._sequences.values())
         counts = common_pb2.BlockCounts(total=self.num_blocks, free=self.num_blocks - held, held=held)
-        return link_pb2.Heartbeat(blocks=counts, running_sequences=len(self._sequences))
+        return link_pb2.Heartbeat(blocks=counts, running_sequences=len(self._sequences), draining=self.draining)
 
     def _blocks(self, sequence: _Sequence) -> int:
-        growth = 0 if self.role == PREFILL else sequence.sampling.max_tokens
+        growth = 0 if self.role == PREFILL else sequence.sampling.max_tokens - sequence.resumed
         return ceil_div(len(sequence.prompt_ids) + growth, self.block_size)
 
     def _obey(self, message: link_pb2.RouterMessage) -> None:
@@ -211,13 +221,21 @@ class FakeWorker:
         if kind == "welcome":
             self._welcomed.set()
             return
+        if kind == "alive":
+            self.alive_seen += 1
+            return
         assert kind is not None
         self.commands.append(kind)
         command = getattr(message, kind)
+        if kind == "drain":
+            self.draining = True
+            return
+        if self.draining and kind in ("bind", "prefill"):
+            self._fail(command.handle, common_pb2.ERROR_REASON_UNAVAILABLE, "draining")
+            return
         if self.fail_next is not None and kind != "cancel":
             reason, self.fail_next = self.fail_next, None
-            self._sequences.pop(command.handle, None)
-            self._send(request_failed=link_pb2.RequestFailed(handle=command.handle, reason=reason, message="told to fail"))
+            self._fail(command.handle, reason, "told to fail")
             return
         handlers: dict[str, Callable[[Any], None]] = {
             "bind": self._bind,
@@ -227,8 +245,13 @@ class FakeWorker:
         }
         handlers[kind](command)
 
+    def _fail(self, handle: int, reason: common_pb2.ErrorReason, message: str) -> None:
+        self._sequences.pop(handle, None)
+        self._send(request_failed=link_pb2.RequestFailed(handle=handle, reason=reason, message=message))
+
     def _bind(self, bind: decode_pb2.Bind) -> None:
-        sequence = _Sequence(bind.handle, unpack_ids(bind.prompt_ids), bind.sampling, runs=bind.local_prefill)
+        ids = unpack_ids(bind.prompt_ids)
+        sequence = _Sequence(bind.handle, ids, bind.sampling, runs=bind.local_prefill, resumed=bind.resumed)
         free = self.num_blocks - sum(self._blocks(s) for s in self._sequences.values())
         needed = self._blocks(sequence)
         if self.refuse_binds > 0 or needed > free:
@@ -240,7 +263,8 @@ class FakeWorker:
         self._work.set()
 
     def _prefill(self, prefill: prefill_pb2.Prefill) -> None:
-        self._sequences[prefill.handle] = _Sequence(prefill.handle, unpack_ids(prefill.prompt_ids), prefill.sampling, runs=True)
+        ids = unpack_ids(prefill.prompt_ids)
+        self._sequences[prefill.handle] = _Sequence(prefill.handle, ids, prefill.sampling, runs=True, resumed=prefill.resumed)
         lease_id = common_pb2.LeaseId(incarnation=self.incarnation, counter=prefill.handle)
         started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ttl_s=30.0, ticket=b"ticket")
         self._send(prefill_started=started)
@@ -250,9 +274,9 @@ class FakeWorker:
         sequence = self._sequences.get(attach.handle)
         if sequence is None:
             return
-        _, _, finish = self._draw(sequence, 0)
-        if finish == _UNFINISHED:  # else token 0 ends the request: nothing to read, the router cancels
-            sequence.next_index = 1
+        _, _, finish = self._draw(sequence, sequence.resumed)
+        if finish == _UNFINISHED:  # else the first token ends the request: nothing to read, the router cancels
+            sequence.next_index = sequence.resumed + 1
             sequence.runs = sequence.attached = True
             self._work.set()
 
@@ -275,7 +299,7 @@ class FakeWorker:
         """The sequence's next token. What it held is dropped after token 0 on prefill, where nobody tells this
         fake that its lease was committed, and after the last token on decode."""
         index = sequence.next_index
-        if sequence.attached and index == 1:
+        if sequence.attached and index == sequence.resumed + 1:
             self._commit(sequence)
         sequence.next_index += 1
         token_id, text, finish = self._draw(sequence, index)
@@ -286,7 +310,7 @@ class FakeWorker:
     def _draw(self, sequence: _Sequence, index: int) -> tuple[int, str, common_pb2.FinishReason]:
         """Token id, text and finish reason of output `index`. A stop string is found within one token's text only."""
         sampling = sequence.sampling
-        token_id = token_at(sequence.prompt_ids, index, self.vocab_size)
+        token_id = token_at(sequence.true_prompt, index, self.vocab_size)
         text = self.text_of(token_id)
         stop = next((s for s in sampling.stop if s in text), None)
         if stop is not None:

@@ -16,4 +16,4 @@ class Candidate:
     queued_tokens: int  # prompt tokens not yet computed
     max_model_len: int
     suspect: bool  # nothing was heard from it for a while
-    refused: bool  # it said NoRoom and has not shown room since
+    refused: bool  # it said no and has not shown since that it would take more

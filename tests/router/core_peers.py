@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdserve.config import RouterConfig
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.rpc.v1 import common_pb2, link_pb2
@@ -45,6 +45,9 @@ class Job:
     committed: bool = False
     next_index: int = 0
 
+    def __post_init__(self) -> None:
+        self.next_index = self.work.resumed
+
 
 @dataclass
 class Peer:
@@ -56,9 +59,16 @@ class Peer:
     upward: deque[ev.Event] = field(default_factory=deque)
     past: list[Handle] = field(default_factory=list)
     refuse: int = 0
+    unreadable: set[Incarnation] = field(default_factory=set)
+    """Prefill workers whose KV does not reach this one."""
+    draining: bool = False
 
     def obey(self, effect: ev.Effect) -> None:
         match effect:
+            case ev.SendDrain():
+                self.draining = True
+            case ev.SendBind(work=work) | ev.SendPrefill(work=work) if self.draining:
+                self.upward.append(ev.RequestFailed(self.link, work.handle, Unavailable("draining")))
             case ev.SendBind(work=work, local_prefill=local):
                 self.past.append(work.handle)
                 if self.refuse:
@@ -72,10 +82,13 @@ class Peer:
                 self.jobs[work.handle] = Job(work, runs=True)
                 lease = LeaseId(self.hello.incarnation, work.handle)
                 self.upward.append(ev.PrefillStarted(self.link, work.handle, lease, 30.0, b"ticket"))
+            case ev.SendAttach(handle=handle, lease_id=lease_id) if lease_id.incarnation in self.unreadable:
+                if self.jobs.pop(handle, None) is not None:
+                    self.upward.append(ev.RequestFailed(self.link, handle, TransferFailed("no route")))
             case ev.SendAttach(handle=handle):
-                if (job := self.jobs.get(handle)) is not None and job.work.sampling.max_tokens > 1:
+                if (job := self.jobs.get(handle)) is not None and job.work.sampling.max_tokens > job.work.resumed + 1:
                     job.attached = job.runs = True
-                    job.next_index = 1
+                    job.next_index = job.work.resumed + 1
             case ev.SendCancel(handle=handle):
                 self.jobs.pop(handle, None)
 
@@ -99,7 +112,7 @@ class Peer:
 
 def row(handle: int, index: int, *, last: bool = False, ids: list[int] | None = None) -> link_pb2.StepRow:
     finish = common_pb2.FINISH_REASON_LENGTH if last else common_pb2.FINISH_REASON_UNSPECIFIED
-    ids = [index] if ids is None else ids
+    ids = [index] if ids is None else ids  # the oracle: the token of an index is the index, whoever draws it
     return link_pb2.StepRow(handle=handle, index=index, ids=ids, text=f"t{index} ".encode(), finish_reason=finish)
 
 
@@ -115,7 +128,8 @@ class Stage:
     """A core, its peers and what its clients saw."""
 
     def __init__(self, **config: object) -> None:
-        self.core = RouterCore(RouterConfig(**config), FINGERPRINT)  # type: ignore[arg-type]
+        settings = RouterConfig(**({"probe_workers": False} | config))  # type: ignore[arg-type]
+        self.core = RouterCore(settings, FINGERPRINT)
         self.now_s = 0.0
         self.peers: dict[ev.LinkId, Peer] = {}
         self.outcomes: dict[RequestId, Outcome] = {}
@@ -136,6 +150,7 @@ class Stage:
                 assert not outcome.ended, "a token after the end"
                 assert delta.index == len(outcome.emitted), "a gap or a duplicate"
                 outcome.emitted.extend(delta.ids)
+                assert outcome.emitted == list(range(len(outcome.emitted))), "not the oracle's tokens"
             case ev.EmitDone(request_id=request_id, report=report):
                 self.outcomes[request_id].ended.append("done")
                 self.outcomes[request_id].report = report
@@ -147,13 +162,26 @@ class Stage:
                 self.peers.pop(link, None)
             case ev.SendWelcome():
                 pass
+            case ev.SendBind() | ev.SendPrefill() if effect.work.request_id not in self.outcomes:
+                assert effect.work.request_id.startswith("probe-")
+                self.peers[effect.link].obey(effect)
             case _:
+                if isinstance(effect, ev.SendBind | ev.SendPrefill):
+                    self._check_replay(effect.work)
                 if effect.link in self.peers:
                     self.peers[effect.link].obey(effect)
+
+    def _check_replay(self, work: ev.Work) -> None:
+        """A worker is told of the prompt and of exactly what the client has."""
+        emitted = self.outcomes[work.request_id].emitted
+        assert list(work.prompt_ids[len(work.prompt_ids) - work.resumed :]) == emitted[: work.resumed]
+        assert work.resumed <= len(emitted) < work.sampling.max_tokens
+        assert (work.resumed > 0) <= (work.attempt > 1)
 
     def join(self, worker_id: str, role: ev.Role, **changes: object) -> Peer:
         self._links += 1
         link = ev.LinkId(self._links)
+        changes.setdefault("incarnation", Incarnation(1_000_000 + self._links))
         peer = self.peers[link] = Peer(link, hello(worker_id, role, **changes))
         self.tell(ev.WorkerJoined(link, peer.hello))
         return peer

@@ -119,8 +119,11 @@ def right_text(ids: Sequence[int], count: int) -> str:
 async def local_cluster(
     roles: Sequence[Any] = (PREFILL, DECODE), *, worker: Callable[[], dict[str, Any]] = dict, **config: Any
 ) -> AsyncIterator[LocalCluster]:
-    """`worker()` gives settings of every worker; `config` those of the router."""
-    service = RouterService(RouterConfig(**config), tiny_model(), cluster_token=TOKEN)
+    """`worker()` gives settings of every worker; `config` those of the router.
+
+    Workers are not probed unless asked: many tests count what a worker was sent.
+    """
+    service = RouterService(RouterConfig(**({"probe_workers": False} | config)), tiny_model(), cluster_token=TOKEN)
     async with contextlib.AsyncExitStack() as stack:
         service.start()
         stack.push_async_callback(service.close)

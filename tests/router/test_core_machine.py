@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.core.errors import Overloaded, ReplicaLost, Unavailable
+from pdserve.core.errors import IncompatiblePeer, LeaseGone, Overloaded, ReplicaLost, TransferFailed, Unavailable
 from pdserve.core.ids import Handle, LeaseId, RequestId
 from pdserve.core.sampling import Placement
 from router import events as ev
@@ -17,12 +17,26 @@ from router import events as ev
 from .core_peers import Peer, Stage, row
 
 PICK = st.integers(0, 1 << 16)
+ERRORS = (ReplicaLost, LeaseGone, TransferFailed, IncompatiblePeer, Unavailable)
+RECOVERY_WAIT_S = 8.0
+DEADLINE_MAX_S = 20.0
+BOUND_S = int(DEADLINE_MAX_S) + 2
+"""After the last fault, every request has ended: by its deadline at the latest."""
 
 
 class CoreMachine(RuleBasedStateMachine):
+    probe_workers = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.stage = Stage(max_queued_requests=4, colocate_below_tokens=3)
+        self.stage = Stage(
+            max_queued_requests=4,
+            colocate_below_tokens=3,
+            probe_workers=self.probe_workers,
+            recovery_wait_s=RECOVERY_WAIT_S,
+            retry_burst=3,
+            retry_share=0.5,
+        )
         self.names = 0
         self.incarnations = 0
         self.heard: list[ev.Event] = []
@@ -52,7 +66,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         prompt_len=st.integers(1, 40),
         max_tokens=st.integers(1, 6),
-        deadline_s=st.floats(0.5, 20.0),
+        deadline_s=st.floats(0.5, DEADLINE_MAX_S),
         priority=st.integers(-1, 1),
         placement=st.sampled_from([None, *Placement]),
     )
@@ -142,7 +156,23 @@ class CoreMachine(RuleBasedStateMachine):
         if jobs:
             peer, handle = jobs[pick % len(jobs)]
             del peer.jobs[handle]
-            peer.upward.append(ev.RequestFailed(peer.link, handle, ReplicaLost("told to fail")))
+            error = ERRORS[pick % len(ERRORS)]("told to fail")
+            peer.upward.append(ev.RequestFailed(peer.link, handle, error))
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK, other=PICK)
+    def partition(self, pick: int, other: int) -> None:
+        """One worker cannot read the other's KV any more, or can again."""
+        reader, lender = self._peer(pick), self._peer(other)
+        reader.unreadable ^= {lender.hello.incarnation}
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK)
+    def drain(self, pick: int) -> None:
+        worker_id = self._peer(pick).hello.worker_id
+        placed = len(self.stage.effects)
+        self.stage.tell(ev.DrainAsked(worker_id))
+        assert isinstance(self.stage.effects[placed], ev.SendDrain)
 
     @rule(seconds=st.floats(0.01, 4.0))
     def time_passes(self, seconds: float) -> None:
@@ -155,6 +185,7 @@ class CoreMachine(RuleBasedStateMachine):
         bugs = sum(o.ended == ["internal_bug"] for o in self.stage.outcomes.values())
         assert bugs <= self.bugs_allowed
         assert all(0 < hint <= 30 for hint in self.hints)
+        assert sum(o.report.attempts - 1 for o in self.stage.outcomes.values() if o.report) <= 3 + self.names * 0.5
         for outcome in self.stage.outcomes.values():
             assert len(outcome.ended) <= 1
             if outcome.ended == ["done"]:
@@ -162,21 +193,33 @@ class CoreMachine(RuleBasedStateMachine):
                 assert outcome.report.output_tokens == len(outcome.emitted)
 
     def teardown(self) -> None:
-        """All work, all clients served or timed out: nothing may be left."""
+        """Faults stop, all work, time goes on: within its bounds every request ends, and nothing is left."""
         for peer in self.stage.peers.values():
             peer.refuse = 0
-        for _ in range(3):  # a refusal may still be on its way: the next heartbeat takes it back
+            peer.unreadable.clear()
+        for _ in range(BOUND_S):
             self.stage.run()
+            self.stage.now_s += 1.0
             for peer in list(self.stage.peers.values()):
                 self.stage.heartbeat(peer)
+            self.stage.tell(ev.Tick())
         self.stage.run()
-        if self.stage.core.registry.of_role(ev.Role.DECODE):
-            assert self.stage.core.num_requests == 0, "stuck"
+        self.books_agree()
         self.stage.assert_empty()
+        for worker in self.stage.core.registry:
+            assert worker.draining or worker.readiness.ready or worker.hello.role is ev.Role.PREFILL
+
+
+class ProbingCoreMachine(CoreMachine):
+    """The same, with workers that must show first that KV passes."""
+
+    probe_workers = True
 
 
 TestCoreMachine = CoreMachine.TestCase
-TestCoreMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestCoreMachine.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestProbingCoreMachine = ProbingCoreMachine.TestCase
+TestProbingCoreMachine.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
 
 
 def chaos(machine: CoreMachine, random: Random) -> None:
@@ -189,7 +232,7 @@ def chaos(machine: CoreMachine, random: Random) -> None:
         lambda: machine.submit(
             prompt_len=random.randint(1, 40),
             max_tokens=random.randint(1, 6),
-            deadline_s=random.uniform(1, 60),
+            deadline_s=random.uniform(1, DEADLINE_MAX_S),
             priority=random.randint(-1, 1),
             placement=random.choice([None, None, *Placement]),
         ): 20,
@@ -202,14 +245,17 @@ def chaos(machine: CoreMachine, random: Random) -> None:
         lambda: machine.stale(pick, random.randrange(200), random.randrange(5)): 3,
         lambda: machine.one_fails(pick): 2,
         lambda: machine.leave(pick): 1,
+        lambda: machine.partition(pick, random.randrange(8)): 1,
+        lambda: machine.drain(pick) if random.random() < 0.2 else None: 1,
         lambda: machine.time_passes(random.uniform(0.01, 1.0)): 5,
     }
     random.choices(list(rules), list(rules.values()))[0]()
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_long_random_runs_leave_nothing(seed: int) -> None:
-    machine, random = CoreMachine(), Random(seed)
+@pytest.mark.parametrize("kind", [CoreMachine, ProbingCoreMachine])
+@pytest.mark.parametrize("seed", range(8))
+def test_long_random_runs_leave_nothing(seed: int, kind: type[CoreMachine]) -> None:
+    machine, random = kind(), Random(seed)
     for _ in range(600):
         chaos(machine, random)
         machine.books_agree()

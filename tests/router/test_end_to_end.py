@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from pdserve.core.errors import UnknownWorker
 from pdserve.rpc.status import REASON_METADATA, RETRY_AFTER_METADATA
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker
@@ -206,24 +207,41 @@ def test_no_room_is_tried_on_the_other_decode_worker() -> None:
 
 
 @pytest.mark.parametrize("role", [PREFILL, DECODE])
-def test_a_lost_worker_fails_its_requests_and_frees_the_other(role: Any) -> None:
+def test_a_lost_workers_requests_go_on_elsewhere_where_they_stopped(role: Any) -> None:
     async def story() -> None:
-        async with local_cluster() as cluster:
+        async with local_cluster((PREFILL, PREFILL, DECODE, DECODE)) as cluster:
             call = await started(cluster)
-            lost = cluster.prefill if role == PREFILL else cluster.decode
+            (decode,) = [w for w in cluster.workers if w.role == DECODE and w.live_handles]
+            lost = next(w for w in cluster.workers if w.role == PREFILL) if role == PREFILL else decode
             await lost.stop()
-            code, reason, message = await failure(rest(call))
-            assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "replica_lost")
-            assert lost.worker_id in message
+            for worker in cluster.workers:
+                worker.gate.set()
+            assert [*right_ids((1, 2, 3), 1), *await rest(call)] == right_ids((1, 2, 3), 100)
             await cluster.assert_idle()
 
     run(story())
 
 
-def test_a_silent_worker_is_lost() -> None:
+def test_a_lost_worker_fails_its_requests_when_no_retry_is_allowed() -> None:
     async def story() -> None:
-        async with local_cluster(heartbeat_lost_s=0.6, worker=lambda: {"heartbeat_interval_s": 0.1}) as cluster:
+        async with local_cluster(max_attempts=1) as cluster:
             call = await started(cluster)
+            await cluster.decode.stop()
+            code, reason, message = await failure(rest(call))
+            assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "replica_lost")
+            assert "after 1 attempt" in message
+            assert "decode-0" in message
+            await cluster.assert_idle()
+
+    run(story())
+
+
+def test_a_silent_worker_is_lost_and_a_heartbeat_is_answered() -> None:
+    async def story() -> None:
+        settings = {"heartbeat_interval_s": 0.1}
+        async with local_cluster(heartbeat_lost_s=0.6, max_attempts=1, worker=lambda: settings) as cluster:
+            call = await started(cluster)
+            await cluster.decode.wait_for(lambda: cluster.decode.alive_seen > 0)
             cluster.decode.silent = True
             assert (await failure(rest(call)))[1] == "replica_lost"
             await cluster.decode.wait_for(lambda: cluster.decode.refused is not None)
@@ -232,13 +250,61 @@ def test_a_silent_worker_is_lost() -> None:
     run(story())
 
 
-@pytest.mark.parametrize("reason", ["LEASE_GONE", "TRANSFER_FAILED", "INTERNAL_BUG"])
-def test_a_request_that_a_worker_gives_up_fails_alone_with_its_reason(reason: str) -> None:
+@pytest.mark.parametrize("reason", ["LEASE_GONE", "TRANSFER_FAILED", "REPLICA_LOST", "OVERLOADED", "UNAVAILABLE"])
+def test_a_request_that_a_worker_gives_up_is_tried_again(reason: str) -> None:
+    async def story() -> None:
+        async with local_cluster(worker=lambda: {"heartbeat_interval_s": 0.05}) as cluster:
+            cluster.prefill.fail_next = common_pb2.ErrorReason.Value(f"ERROR_REASON_{reason}")
+            answer = await cluster.generate((1, 2), 4)
+            assert answer.ids == right_ids((1, 2), 4)
+            assert (answer.report.attempts, answer.report.binds) == (2, 2)
+            await cluster.assert_idle()
+
+    run(story())
+
+
+def test_a_workers_bug_fails_its_request_alone_with_its_reason() -> None:
     async def story() -> None:
         async with local_cluster() as cluster:
-            cluster.prefill.fail_next = common_pb2.ErrorReason.Value(f"ERROR_REASON_{reason}")
-            assert (await failure(cluster.generate((1, 2), 4)))[1] == reason.lower()
+            cluster.prefill.fail_next = common_pb2.ERROR_REASON_INTERNAL_BUG
+            assert (await failure(cluster.generate((1, 2), 4)))[1] == "internal_bug"
             assert (await cluster.generate((1, 2), 4)).ids == right_ids((1, 2), 4)
+            await cluster.assert_idle()
+
+    run(story())
+
+
+def test_drain_gives_a_worker_nothing_new_and_lets_it_finish() -> None:
+    async def story() -> None:
+        async with local_cluster((PREFILL, DECODE, DECODE)) as cluster:
+            call = await started(cluster)
+            (busy,) = [w for w in cluster.workers if w.role == DECODE and w.live_handles]
+            with pytest.raises(UnknownWorker):
+                cluster.service.drain("decode-7")
+            cluster.service.drain(busy.worker_id)
+            await busy.wait_for(lambda: busy.draining)
+            for worker in cluster.workers:
+                worker.gate.set()
+            answers = [await cluster.generate((1, n), 3) for n in range(4)]
+            assert busy.worker_id not in {a.report.decode_worker for a in answers}
+            assert [*right_ids((1, 2, 3), 1), *await rest(call)] == right_ids((1, 2, 3), 100)
+            state = {w.worker_id: w for w in cluster.service.snapshot().workers}[busy.worker_id]
+            assert (state.draining, state.ready, state.not_ready_reason) == (True, False, "draining")
+            assert state.requests_placed == 0
+            await cluster.assert_idle()
+
+    run(story())
+
+
+def test_a_worker_is_ready_when_kv_has_passed_and_nobody_sees_the_probe() -> None:
+    async def story() -> None:
+        async with local_cluster(probe_workers=True) as cluster:
+            await cluster.decode.wait_for(lambda: all(w.ready for w in cluster.service.snapshot().workers))
+            assert {"prefill", "attach"} <= {*cluster.prefill.commands, *cluster.decode.commands}
+            assert (await cluster.generate((1, 2), 4)).ids == right_ids((1, 2), 4)
+            text = cluster.service.metrics().decode()
+            assert "pdserve_generation_tokens_total 4.0" in text
+            assert "pdserve_time_to_first_token_seconds_count 1.0" in text
             await cluster.assert_idle()
 
     run(story())
@@ -293,7 +359,7 @@ def test_links_need_the_token_and_the_same_model_and_layout() -> None:
     run(story())
 
 
-def test_a_worker_that_dials_again_replaces_its_old_link() -> None:
+def test_a_worker_that_dials_again_replaces_its_old_link_and_goes_on_with_its_requests() -> None:
     async def story() -> None:
         async with local_cluster() as cluster:
             old = cluster.decode
@@ -301,7 +367,7 @@ def test_a_worker_that_dials_again_replaces_its_old_link() -> None:
             cluster.workers.remove(old)
             again = cluster.worker(DECODE, worker_id=old.worker_id, incarnation=2)
             async with again:
-                assert (await failure(rest(call)))[1] == "replica_lost"
+                assert [*right_ids((1, 2, 3), 1), *await rest(call)] == right_ids((1, 2, 3), 100)
                 await old.wait_for(lambda: not old.connected)
                 assert (await cluster.generate((1,), 3)).ids == right_ids((1,), 3)
 

@@ -1,0 +1,142 @@
+"""Readiness: a worker gets clients' requests once KV has passed through it since it dialled.
+
+A probe is a tiny request of the router's own. It goes from a prefill to a decode worker the way every request goes: bind,
+prefill, attach, pull, commit, first token of decode; when that comes, both are ready. A decode worker that has no prefill
+worker to get KV from, or is set aside from all of them, is tried with itself, for it can serve colocated. A prefill
+worker without anybody to give KV to stays not ready. A try that fails is made again, later each time, with the next peer.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.core.errors import ErrorCode, PdserveError
+from pdserve.core.ids import RequestId
+from pdserve.core.sampling import Placement, SamplingParams
+from router.dispatcher import Dispatcher
+from router.events import LinkId, Role, Submit, WorkerHello
+from router.live import LiveRequest, Probe
+from router.pairs import Pairs
+from router.placer import Placer
+from router.policy.decider import Reason
+from router.registry import NOT_YET_PROBED, Registry, Worker
+from router.requests import Requests
+
+DEADLINE_S: Final = 10.0
+"""A round trip takes milliseconds; the first of a process waits for connections, kernels and a running step."""
+BACKOFF_S: Final = 0.5
+BACKOFF_MAX_S: Final = 8.0
+PRIORITY: Final = 101
+"""Above all that clients may ask for."""
+_NOT_THE_PAIR: Final = (ErrorCode.REPLICA_LOST, ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
+"""A worker left, had no room or took nothing: that says nothing about KV between the two."""
+
+
+class Probes:
+    def __init__(
+        self, registry: Registry, requests: Requests, dispatcher: Dispatcher, placer: Placer, pairs: Pairs, *, enabled: bool
+    ) -> None:
+        self._registry = registry
+        self._requests = requests
+        self._dispatcher = dispatcher
+        self._placer = placer
+        self._pairs = pairs
+        self._enabled = enabled
+        self._count = 0
+        requests.on_probe_end = self._ended
+
+    def start_due(self, now_s: float) -> None:
+        """Probe the workers that are not ready and whose turn has come: one that joined, or whose last try is long ago."""
+        for worker in self._registry:
+            readiness = worker.readiness
+            if readiness.ready:
+                continue
+            if not self._enabled:
+                readiness.ready, readiness.reason = True, ""
+            elif not readiness.probes and not worker.draining and now_s >= readiness.try_after_s:
+                self._try(worker, now_s)
+
+    def _try(self, worker: Worker, now_s: float) -> None:
+        peer = self._peer(worker, now_s)
+        if worker.hello.role is Role.DECODE:
+            self._start(worker, peer, now_s)
+        elif peer is not None:
+            self._start(peer, worker, now_s)
+        elif worker.readiness.reason == NOT_YET_PROBED:
+            worker.readiness.reason = "waiting for a KV round trip: there is no decode worker"
+
+    def _peer(self, worker: Worker, now_s: float) -> Worker | None:
+        """Of the other role: the ready ones first, and after each failure the next."""
+        others = self._registry.of_role(Role.PREFILL if worker.hello.role is Role.DECODE else Role.DECODE)
+        peers = [other for other in others if self._may_pair(worker, other, now_s)]
+        peers.sort(key=lambda peer: not peer.readiness.ready)
+        return peers[worker.readiness.failures % len(peers)] if peers else None
+
+    def _may_pair(self, worker: Worker, other: Worker, now_s: float) -> bool:
+        if other.draining or other.turned_away or self._placer.suspect(other, now_s=now_s):
+            return False
+        decode, prefill = (worker, other) if worker.hello.role is Role.DECODE else (other, worker)
+        return self._pairs.usable(prefill.hello, decode.hello, now_s=now_s)
+
+    def _start(self, decode: Worker, prefill: Worker | None, now_s: float) -> None:
+        request = self._make(decode.hello, Probe(decode.link, None if prefill is None else prefill.link), now_s)
+        for worker in (decode, prefill):
+            if worker is not None:
+                worker.readiness.probes += 1
+        self._requests.add(request)
+        placement = Placement.COLOCATED if prefill is None else Placement.DISAGGREGATED
+        self._dispatcher.bind(request, decode, placement, Reason.REQUESTED, now_s)
+
+    def _make(self, hello: WorkerHello, probe: Probe, now_s: float) -> LiveRequest:
+        """One full block and a token of the next: both must arrive for the right second token."""
+        self._count += 1
+        prompt_len = max(1, min(hello.block_size + 1, hello.max_model_len - 2))
+        submit = Submit(
+            request_id=RequestId(f"probe-\0{self._count}"),  # no client's: theirs are printable
+            prompt_ids=(0,) * prompt_len,
+            sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            arrived_s=now_s,
+            deadline_s=now_s + DEADLINE_S,
+            priority=PRIORITY,
+        )
+        return self._requests.make(submit, probe)
+
+    def _ended(self, request: LiveRequest, error: PdserveError | None, now_s: float) -> None:
+        """Called once for each probe, whatever became of it."""
+        assert request.probe is not None
+        decode = self._registry.get(request.probe.decode)
+        prefill = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
+        if error is not None and decode is not None and prefill is not None and error.code not in _NOT_THE_PAIR:
+            self._pairs.failed(prefill.hello, decode.hello, error.message, now_s=now_s)
+        for worker, peer in ((decode, prefill), (prefill, decode)):
+            if worker is not None:
+                _note(worker, _who(request.probe, worker, peer), error, now_s)
+
+    def check_invariants(self) -> None:
+        """Each worker knows how many probes run with it at either end."""
+        running: dict[LinkId, int] = {}
+        for request in self._requests.probes():
+            assert request.probe is not None
+            for link in (request.probe.decode, request.probe.prefill):
+                if link is not None:
+                    running[link] = running.get(link, 0) + 1
+        for worker in self._registry:
+            assert worker.readiness.probes == running.get(worker.link, 0)
+            assert worker.readiness.ready == (not worker.readiness.reason)
+
+
+def _note(worker: Worker, peer: str, error: PdserveError | None, now_s: float) -> None:
+    readiness = worker.readiness
+    readiness.probes -= 1
+    if error is None:
+        readiness.ready, readiness.reason, readiness.failures = True, "", 0
+    elif not readiness.ready:
+        readiness.reason = f"KV round trip with {peer} failed: {error.message}"
+        readiness.try_after_s = now_s + min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(readiness.failures, 8))
+        readiness.failures += 1
+
+
+def _who(probe: Probe, worker: Worker, peer: Worker | None) -> str:
+    if probe.prefill is None:
+        return "itself"
+    return peer.hello.worker_id if peer is not None else "a peer that left"

@@ -1,0 +1,106 @@
+"""What is done about a loss: rebind, retry, or fail. The whole policy of recovery is in this file.
+
+```
+decode lost before it had reserved           the same attempt waits for another decode worker
+decode lost in the handoff, KV uncommitted   another one with room at once reads the same lease; else a retry
+any other loss; an error for which the
+table of errors says that the cluster retries   a retry: the attempt is withdrawn from both workers, and the next one
+                                             starts from the prompt and the ids that the client has
+```
+A retry needs an attempt of the request's own, one of the cluster's bucket, and time before the deadline; without one of
+them the request fails with the loss. A finished output is never replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import ErrorCode, PdserveError
+from pdserve.core.request import RequestEvent, RequestState
+from pdserve.rpc.status import TABLE
+from router.dispatcher import Dispatcher
+from router.events import Role
+from router.live import LiveRequest, RemoteWork
+from router.pairs import Pairs
+from router.requests import Requests
+from router.retry import RetryBucket, after_attempts
+
+_S, _E = RequestState, RequestEvent
+
+_PAIR_FAILURES: Final = (ErrorCode.TRANSFER_FAILED, ErrorCode.REPLICA_LOST)
+"""What a decode worker says when KV did not come through. A lease that is gone is not among them: somebody answered for
+it, and it may have been preempted or given back by an earlier reader."""
+_TURNED_AWAY: Final = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
+"""The worker takes nothing at present: asked again at once it would say so again, and eat up the attempts."""
+
+
+class Recovery:
+    def __init__(self, requests: Requests, dispatcher: Dispatcher, pairs: Pairs, config: RouterConfig) -> None:
+        self._requests = requests
+        self._dispatcher = dispatcher
+        self._pairs = pairs
+        self._max_attempts = config.max_attempts
+        self.bucket = RetryBucket(share=config.retry_share, burst=config.retry_burst)
+
+    def worker_lost(self, work: RemoteWork, error: PdserveError, now_s: float) -> None:
+        """The worker that this ran on has left the registry."""
+        request = work.request
+        self._requests.drop(work)
+        if request.probe is None and work.role is Role.DECODE:
+            if request.machine.state is _S.BINDING:
+                self._dispatcher.requeue(request, _E.DECODE_LOST, now_s)
+                return
+            uncommitted = request.prefill is not None and request.committed is None
+            if uncommitted and self._dispatcher.rebind(request, now_s):
+                request.loss = error
+                return
+        self.retry(request, error, now_s)
+
+    def work_failed(self, work: RemoteWork, error: PdserveError, now_s: float) -> None:
+        """The worker lives and gave this request up."""
+        if work.role is Role.DECODE and work.request.prefill is not None:
+            self._blame_pair(work.request.prefill, work, error, now_s)
+        worker = self._requests.drop(work)
+        if worker is not None and error.code in _TURNED_AWAY:
+            worker.turned_away = True
+        if TABLE[error.code].cluster_retries:
+            self.retry(work.request, error, now_s)
+        else:
+            self._requests.end(work.request, _E.LOST, now_s, error)
+
+    def _blame_pair(self, prefill: RemoteWork, decode: RemoteWork, error: PdserveError, now_s: float) -> None:
+        lender, reader = self._requests.registry.get(prefill.link), self._requests.registry.get(decode.link)
+        if lender is None or reader is None:
+            return
+        if error.code is ErrorCode.INCOMPATIBLE_PEER:
+            self._pairs.never(lender.hello, reader.hello, error.message)
+        elif error.code in _PAIR_FAILURES:
+            self._pairs.failed(lender.hello, reader.hello, error.message, now_s=now_s)
+
+    def retry(self, request: LiveRequest, error: PdserveError, now_s: float) -> None:
+        """Begin the next attempt, or fail the request with `error`."""
+        request.loss = error
+        if now_s >= request.deadline_s:
+            self._requests.expire(request, now_s)
+            return
+        refusal = self._refusal(request)
+        if refusal is not None:
+            final = error if request.probe is not None else after_attempts(error, request.machine.attempt, refusal)
+            self._requests.end(request, _E.LOST, now_s, final)
+        elif self._requests.move(request, _E.RETRIED, now_s):
+            self._requests.withdraw(request)
+            request.start_over()
+            self._requests.wait(request)
+
+    def _refusal(self, request: LiveRequest) -> str | None:
+        """Why there is no next attempt; None, and one is taken out of the bucket, when there is."""
+        if request.probe is not None:
+            return "a probe is not retried"
+        if request.remaining_tokens <= 0:
+            return "all tokens were sent, but not how they end"
+        if request.machine.attempt >= self._max_attempts:
+            return "no more are allowed for one request"
+        if not self.bucket.take():
+            return "the cluster's retries are used up"
+        return None
