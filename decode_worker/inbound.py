@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from kvtransfer.followed_lease import FollowedLease
@@ -13,6 +14,8 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId
 from pdserve.core.kv_layout import KvLayout
+
+log = logging.getLogger(__name__)
 
 
 class Puller(Protocol):
@@ -46,10 +49,10 @@ class Inbound:
     @property
     def read_in_flight(self) -> bool:
         """The transport may still write into the blocks."""
-        return self._pull is not None and self._pull.stopped is not None
+        return self._pull is not None and self._pull.read_in_flight
 
     async def pull(self, lease_id: LeaseId, ticket_bytes: bytes) -> Pulled:
-        """Follow the lease, read every block, commit. What was read may be used only after this has returned.
+        """Follow the lease, read blocks as they become final, commit. What was read may be used only after this has returned.
 
         Raises `LeaseGone`, `TransferFailed`, `ReplicaLost`, `IncompatiblePeer`.
         """
@@ -62,6 +65,17 @@ class Inbound:
         self._pull = Pull(self._lease, ticket, self._block_ids, self._reader_id, self._host.transfer, config)
         pulled = await self._pull.run(wait_s=self._wait_s)
         self._lease.close()
+        log.info(
+            "pulled lease %s: blocks=%d reads=%d kv_bytes=%d exposed_bytes=%d transfer_ms=%.1f commit_ms=%.1f exposed_ms=%.1f",
+            lease_id,
+            pulled.blocks,
+            pulled.reads,
+            pulled.kv_bytes,
+            pulled.exposed_bytes,
+            1e3 * pulled.transfer_s,
+            1e3 * pulled.commit_s,
+            1e3 * pulled.exposed_s,
+        )
         return pulled
 
     async def abandon(self) -> None:

@@ -34,27 +34,27 @@ class FollowedLease:
         self._first_token: FirstToken | None = None
         self._error: PdserveError | None = None
         self._committing = False
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def watermark(self) -> int:
         """Prompt tokens [0, watermark) can be read; never shrinks."""
         return self._watermark
 
-    async def wait_watermark(self, tokens: int) -> int:
-        """The watermark, once it is at least `tokens`. Raises like `first_token`."""
-        while self._watermark < tokens or self._error is not None:
-            await self._change()
-        return self._watermark
-
-    async def first_token(self) -> FirstToken:
-        """Once the watermark covers the prompt.
-
-        Raises `LeaseGone`, or `ReplicaLost` when the lender has not answered for longer than the time to live.
-        """
-        while self._first_token is None or self._error is not None:
-            await self._change()
+    @property
+    def first_token(self) -> FirstToken | None:
+        """Token 0, once the watermark covers the prompt."""
         return self._first_token
+
+    @property
+    def error(self) -> PdserveError | None:
+        """Why nothing more will come: `LeaseGone`, or `ReplicaLost` when the lender fell silent. Final."""
+        return self._error
+
+    @property
+    def changed(self) -> asyncio.Future[None]:
+        """Done at the next change of any of the above. Take it before you look at them; never cancel it."""
+        return self._changed
 
     async def commit(self, reader_id: ReaderId, blocks: int) -> None:
         """Returns when what was read may be used. Only after every read of this bind has resolved.
@@ -75,11 +75,11 @@ class FollowedLease:
 
     def apply(self, view: LeaseView) -> None:
         """What the lender said, pushed or asked for. Called by the lender's link only."""
-        if self._error is not None or self._committing:
+        if self._error is not None or self._committing or view.lease_id != self.lease_id:
             return
         if not view.held:
             self.fail(LeaseGone(f"lease {self.lease_id} is gone"))
-        elif view.watermark > self.prompt_len or (view.first_token is not None and view.watermark != self.prompt_len):
+        elif view.watermark > self.prompt_len or (view.first_token is None) == (view.watermark == self.prompt_len):
             self.fail(
                 TransferFailed(f"lease {self.lease_id}: watermark {view.watermark} of {self.prompt_len}, {view.first_token}")
             )
@@ -93,17 +93,12 @@ class FollowedLease:
             self._notify()
 
     def _advance(self, view: LeaseView) -> None:
-        if view.watermark < self._watermark:
+        if view.watermark <= self._watermark:
             return
         self._watermark = view.watermark
-        self._first_token = self._first_token or view.first_token
+        self._first_token = view.first_token
         self._notify()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _change(self) -> None:
-        if self._error is not None:
-            raise self._error
-        await self._changed.wait()
+        changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
+        changed.set_result(None)

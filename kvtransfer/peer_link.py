@@ -1,7 +1,9 @@
 """All that a reader says to one incarnation of one lender: Handshake, Watch, Renew, Commit, Release.
 
-Two ways bring a lease's state, on purpose. Watch pushes it at once; Renew, one batch for all leases every sixth of
-the time to live, repeats it. So a broken Watch costs a renewal interval and never a request.
+Two ways bring a lease's state, on purpose. Watch pushes it at once; Renew, one batch for all leases every second,
+repeats it. So a broken Watch costs a renewal interval and never a request. Renew is the heartbeat as well: a lender
+that answers none for `lost_s` is lost, long before its leases expire. That is the router's rule for workers; a lender
+that is merely busy answers late and stays.
 """
 
 from __future__ import annotations
@@ -144,8 +146,11 @@ class PeerLink:
 
     async def _renew_loop(self) -> None:
         """`follow` renews first; ended by `unfollow` of the last lease."""
+        interval_s = self._config.renew_interval_s
         while True:
-            await asyncio.sleep(self._config.renew_interval_s)
+            due_s = self._now_s() + interval_s
+            await asyncio.sleep(interval_s)
+            self._answered_s += max(self._now_s() - due_s, 0.0)  # we were late to ask: our silence, not the lender's
             lease_ids = list(self._followed)
             for start in range(0, len(lease_ids), MAX_RENEWALS):
                 await self._renew(lease_ids[start : start + MAX_RENEWALS])
@@ -153,21 +158,22 @@ class PeerLink:
     async def _renew(self, lease_ids: Sequence[LeaseId]) -> None:
         request = peer_pb2.RenewRequest(lease_ids=[codec.lease_id_to_wire(lease_id) for lease_id in lease_ids])
         sent_s = self._now_s()
+        timeout_s = max(self._answered_s + self._config.lost_s - sent_s, self._config.renew_interval_s)
         try:
-            response = await self._call(self._lease.Renew, request, self._config.renew_interval_s)
+            response = await self._call(self._lease.Renew, request, timeout_s)
         except PdserveError as exc:
             self._on_silence(exc)
             return
-        self._answered_s = sent_s
+        self._answered_s = max(self._answered_s, sent_s)
         for status in response.statuses:
             self._apply(status)
 
     def _on_silence(self, error: PdserveError) -> None:
-        """One failed renewal is nothing; silence past the time to live means that every lease has expired."""
+        """One failed renewal is nothing; a lender that is silent for too long is lost, and its leases with it."""
         silent_s = self._now_s() - self._answered_s
         if not isinstance(error, _PASSING):
             self._fail_all(error)
-        elif silent_s > self._config.ttl_s:
+        elif silent_s >= self._config.lost_s:
             self._fail_all(ReplicaLost(f"no answer for {silent_s:.1f} s: {error.message}"))
         else:
             logger.info("renewal failed: %s", error)

@@ -69,6 +69,8 @@ class LeaseConfig:
     """Durations only, each on the local monotonic clock."""
 
     ttl_s: float = 30.0
+    heartbeat_s: float = 1.0  # between renewals, which are also how a reader knows that the lender lives
+    lost_s: float = 5.0  # a lender that answers none for so long is lost to its readers; as workers are to the router
     transfer_deadline_floor_s: float = 5.0  # plus 4 x bytes / bandwidth
     transfer_bandwidth_bytes_s: float = 1e8  # pessimistic: 1 GbE
     commit_timeout_s: float = 2.0
@@ -77,13 +79,14 @@ class LeaseConfig:
 
     @property
     def renew_interval_s(self) -> float:
-        return self.ttl_s / 6  # five renewals may be lost before the lease is
+        return min(self.heartbeat_s, self.ttl_s / 6)  # five renewals may be lost before the lease is
 
     def __post_init__(self) -> None:
-        for name in ("ttl_s", "transfer_bandwidth_bytes_s", "commit_timeout_s", "stalled_s"):
+        for name in ("ttl_s", "heartbeat_s", "transfer_bandwidth_bytes_s", "commit_timeout_s", "stalled_s"):
             _positive(f"lease.{name}", getattr(self, name))
         _at_least("lease.transfer_deadline_floor_s", self.transfer_deadline_floor_s, 0)
         _at_least("lease.commit_tries", self.commit_tries, 1)
+        _at_least("lease.lost_s", self.lost_s, 2 * self.renew_interval_s)  # one lost renewal must not be a lost lender
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ PULLING  --watermark grows: read the blocks it covers--> PULLING
 any of both --GONE, failed read, abort, no answer-----> ABANDONED                          the blocks are nobody's,
                                                         and quarantined until every read has stopped
 ```
-Owner: a decode worker's loop thread, one machine a bind. Pure: `handle(event)` returns what is to be done. Three rules
-are kept here and nowhere else. A block is read only when the watermark of this very lease covers all its tokens. Commit
-is sent once every block is there and no read of this bind can still write. What was read is used only after OK.
+Owner: a decode worker's loop thread, one machine a bind. Pure: each method is an event and returns what is to be done.
+Three rules are kept here and nowhere else. A block is read only when the watermark of this very lease covers all its
+tokens. Commit is sent once every block is there and no read of this bind can still write. What was read is used only
+after OK.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class ReaderEvent(Enum):
     """Its result is in: an error, or past its deadline. It may still write."""
     READ_STOPPED = "read_stopped"
     """A failed read will never write again."""
+    ALL_READ = "all_read"
+    """Our own conclusion: the prompt is final, every block is here and no read of this bind is in flight."""
     COMMIT_OK = "commit_ok"
     LEASE_GONE = "lease_gone"
     """Told by a view, by the answer to Commit, or concluded from no answer."""
@@ -48,7 +51,8 @@ _S, _E = ReaderState, ReaderEvent
 
 TRANSITIONS: Final[dict[tuple[ReaderState, ReaderEvent], ReaderState]] = {
     (_S.PULLING, _E.ADVANCED): _S.PULLING,
-    (_S.PULLING, _E.READ_DONE): _S.PULLING,  # the last one sends Commit: COMMITTING
+    (_S.PULLING, _E.READ_DONE): _S.PULLING,
+    (_S.PULLING, _E.ALL_READ): _S.COMMITTING,  # Commit is sent
     (_S.PULLING, _E.READ_FAILED): _S.ABANDONED,
     (_S.PULLING, _E.LEASE_GONE): _S.ABANDONED,
     (_S.PULLING, _E.ABORT): _S.ABANDONED,
@@ -58,7 +62,7 @@ TRANSITIONS: Final[dict[tuple[ReaderState, ReaderEvent], ReaderState]] = {
     (_S.COMMITTING, _E.ABORT): _S.ABANDONED,
     # The end absorbs what was under way; reads go on until they stop.
     **{(_S.COMMITTED, e): _S.COMMITTED for e in (_E.ADVANCED, _E.COMMIT_OK, _E.LEASE_GONE, _E.ABORT)},
-    **{(_S.ABANDONED, e): _S.ABANDONED for e in _E},
+    **{(_S.ABANDONED, e): _S.ABANDONED for e in _E if e is not _E.ALL_READ},
 }
 
 TERMINAL: Final = (_S.COMMITTED, _S.ABANDONED)
@@ -143,19 +147,18 @@ class Reader:
         return self._next()
 
     def read_done(self, read: int) -> list[Effect]:
-        count = self.in_flight.pop(read)
-        self._move(_E.READ_DONE)
-        self.blocks_read += count
-        return self._next() if not self.ended else self._stopped()
+        """All its bytes are here, and it writes no more."""
+        self._move(_E.READ_DONE, read)
+        self.blocks_read += self.in_flight.pop(read)
+        return self._stopped() if self.ended else self._next()
 
     def read_failed(self, read: int) -> list[Effect]:
         """`read_stopped` follows, at once when the transport says so."""
-        assert read in self.in_flight
-        return self._abandon(_E.READ_FAILED)
+        return self._abandon(_E.READ_FAILED, read)
 
     def read_stopped(self, read: int) -> list[Effect]:
+        self._move(_E.READ_STOPPED, read)
         del self.in_flight[read]
-        self._move(_E.READ_STOPPED)
         return self._stopped()
 
     def commit_answered(self, ok: bool) -> list[Effect]:
@@ -173,41 +176,53 @@ class Reader:
         return self._abandon(_E.ABORT)
 
     def check_invariants(self) -> None:
+        in_flight = sum(self.in_flight.values())
         assert self.first_block <= self.posted <= self.total_blocks
         assert self.posted <= max(self.readable, self.first_block), "a block was asked for before it was final"
-        assert self.blocks_read + sum(self.in_flight.values()) <= self.posted - self.first_block
+        assert len(self.in_flight) <= MAX_READS_IN_FLIGHT
+        assert self.blocks_read + in_flight <= self.posted - self.first_block
+        if self.state is not _S.ABANDONED:
+            assert self.blocks_read + in_flight == self.posted - self.first_block, "a block is neither here nor on its way"
         if self.state in (_S.COMMITTING, _S.COMMITTED):
-            assert not self.in_flight
-            assert self.first_block + self.blocks_read == self.total_blocks
+            assert not self.in_flight, "a read of this bind can still write"
+            assert self.watermark == self.prompt_len
+            assert self.posted == self.total_blocks
 
     def _next(self) -> list[Effect]:
         if self.state is not _S.PULLING:
             return []
         effects: list[Effect] = []
-        while self.posted < self.readable and len(self.in_flight) < MAX_READS_IN_FLIGHT:
-            self.reads += 1
-            post = PostRead(self.reads, self.posted, self.readable - self.posted)
-            self.in_flight[post.read] = post.count
-            self.posted += post.count
-            effects.append(post)
+        if self.posted < self.readable and len(self.in_flight) < MAX_READS_IN_FLIGHT:
+            effects.append(self._post())
         if self.watermark == self.prompt_len and self.posted == self.total_blocks and not self.in_flight:
-            self.state = _S.COMMITTING
-            self.history.append("SendCommit")
+            self._move(_E.ALL_READ)
             effects.append(SendCommit(self.total_blocks))
         return effects
 
-    def _abandon(self, event: ReaderEvent) -> list[Effect]:
+    def _post(self) -> PostRead:
+        """All that is readable goes into one read."""
+        self.reads += 1
+        post = PostRead(self.reads, self.posted, self.readable - self.posted)
+        self.in_flight[post.read] = post.count
+        self.posted = self.readable
+        return post
+
+    def _abandon(self, event: ReaderEvent, read: int | None = None) -> list[Effect]:
         before = self.state
-        self._move(event)
+        self._move(event, read)
         return [Discard(len(self.in_flight))] if before not in TERMINAL else []
 
     def _stopped(self) -> list[Effect]:
         return [Reusable()] if self.state is _S.ABANDONED and not self.in_flight else []
 
-    def _move(self, event: ReaderEvent) -> None:
+    def _move(self, event: ReaderEvent, read: int | None = None) -> None:
+        """`read`, when given, must be one that has not stopped. Raises before anything has changed."""
         target = TRANSITIONS.get((self.state, event))
-        if target is None:
-            raise IllegalTransition(f"reader of lease {self.lease_id}", self.state.name, event.name, tuple(self.history))
+        if target is None or (read is not None and read not in self.in_flight):
+            of_read = "" if read is None else f"({read})"
+            raise IllegalTransition(
+                f"reader of lease {self.lease_id}", self.state.name, f"{event.name}{of_read}", tuple(self.history)
+            )
         if target is not self.state:
             self.history.append(f"{event.name}:{target.name}")
         self.state = target

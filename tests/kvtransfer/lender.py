@@ -13,6 +13,7 @@ from transfer_testing import FakePeer, new_incarnation
 
 from kvtransfer.api import Device
 from kvtransfer.backends.fake import FakeFabric
+from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import Ticket
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, SeqId
@@ -133,3 +134,18 @@ async def lender(fabric: FakeFabric, *, ttl_s: float = 30.0, incarnation: Incarn
     finally:
         await one.stop()
     await asyncio.wait_for(one.until_unwatched(), 30)
+
+
+async def wait_watermark(lease: FollowedLease, tokens: int) -> int:
+    """As its reader waits. Raises the lease's error."""
+    while lease.watermark < tokens and lease.error is None:
+        await asyncio.wait([lease.changed])
+    if lease.error is not None:
+        raise lease.error
+    return lease.watermark
+
+
+async def first_token(lease: FollowedLease) -> FirstToken:
+    await wait_watermark(lease, lease.prompt_len)
+    assert lease.first_token is not None
+    return lease.first_token

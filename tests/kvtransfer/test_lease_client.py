@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from lender import FIRST, TOKEN, Lender, lender
+from lender import FIRST, TOKEN, Lender, first_token, lender, wait_watermark
 from transfer_testing import new_incarnation
 
 from kvtransfer.backends.fake import FakeFabric
@@ -95,10 +95,10 @@ def test_watermark_and_first_token_arrive_by_push() -> None:
             assert w.connector.metadata == w.lender.peer.metadata
             assert lease.watermark == 0
             w.lender.advance(lease.lease_id, 64)
-            assert await lease.wait_watermark(64) == 64
+            assert await wait_watermark(lease, 64) == 64
             first = FirstToken(7, FinishReason.STOP)
             w.lender.advance(lease.lease_id, 100, first)
-            assert await lease.first_token() == first
+            assert await first_token(lease) == first
             await lease.commit(w.reader, 2)
             assert w.state(lease.lease_id) is LeaseState.COMMITTED
             lease.close()
@@ -116,7 +116,7 @@ def test_a_lease_that_was_ready_before_the_attach_is_known_at_once() -> None:
             w.lender.advance(lease_id, 100, FIRST)
             lease = await w.client.attach(lease_id, ticket, deadline_s=30)
             assert lease.watermark == 100
-            assert await lease.first_token() == FIRST
+            assert await first_token(lease) == FIRST
 
     run(test)
 
@@ -127,7 +127,7 @@ def test_attaches_at_once_share_one_handshake_and_one_stream() -> None:
             leases = await asyncio.gather(*(w.attach() for _ in range(8)))
             for lease in leases:
                 w.lender.advance(lease.lease_id, 100, FIRST)
-            await asyncio.gather(*(lease.first_token() for lease in leases))
+            await asyncio.gather(*(first_token(lease) for lease in leases))
             assert w.lender.calls.count["Handshake"] == 1
             assert w.lender.calls.count["Watch"] == 1
             assert w.client.num_peers == 1
@@ -142,7 +142,7 @@ def test_a_lost_push_costs_a_renewal_interval() -> None:
         async with world(HASTY) as w:
             lease = await w.attach()
             w.lender.advance(lease.lease_id, 100, FIRST, push=False)
-            assert await lease.first_token() == FIRST
+            assert await first_token(lease) == FIRST
 
     run(test)
 
@@ -158,7 +158,7 @@ def test_renewing_outlives_the_time_to_live() -> None:
                 w.lender.skew_s += 0.4 * w.lender.table.ttl_s
                 w.lender.expire_due()
             w.lender.advance(lease.lease_id, 100, FIRST)
-            assert await lease.first_token() == FIRST
+            assert await first_token(lease) == FIRST
 
     run(test)
 
@@ -185,13 +185,13 @@ def test_the_end_of_a_lease_reaches_its_reader() -> None:
     async def test() -> None:
         async with world() as w:
             lease = await w.attach()
-            waiting = asyncio.create_task(lease.first_token())
+            waiting = asyncio.create_task(first_token(lease))
             w.lender.table.release(lease.lease_id, now_s=w.lender.now_s())
             w.lender.expire_due()
             with pytest.raises(LeaseGone):
                 await waiting
             with pytest.raises(LeaseGone):
-                await lease.wait_watermark(0)
+                await wait_watermark(lease, 0)
             with pytest.raises(LeaseGone):
                 await lease.commit(w.reader, 2)
 
@@ -207,7 +207,7 @@ def test_a_broken_watch_is_reopened() -> None:
             lease = await w.attach()
             await eventually(lambda: w.lender.calls.count["Watch"] == 4)
             w.lender.advance(lease.lease_id, 100, FIRST)
-            assert await lease.first_token() == FIRST
+            assert await first_token(lease) == FIRST
 
     run(test)
 
@@ -221,10 +221,10 @@ def test_a_silent_lender_is_lost_after_the_time_to_live() -> None:
             w.lender.calls.failures["Renew"] = 2
             await eventually(lambda: w.lender.calls.count["Renew"] > 4)
             w.lender.advance(lease.lease_id, 50)
-            assert await lease.wait_watermark(50) == 50
+            assert await wait_watermark(lease, 50) == 50
             await w.lender.stop()
             with pytest.raises(ReplicaLost, match="no answer"):
-                await lease.first_token()
+                await first_token(lease)
             await w.lender.serve()
 
     run(test)
@@ -235,7 +235,7 @@ def test_a_commit_whose_reply_is_lost_is_repeated_to_the_same_answer() -> None:
         async with world() as w:
             lease = await w.attach()
             w.lender.advance(lease.lease_id, 100, FIRST)
-            await lease.first_token()
+            await first_token(lease)
             w.lender.calls.drop_replies["Commit"] = 2
             await lease.commit(w.reader, 2)
             assert w.lender.calls.count["Commit"] == 3
@@ -276,7 +276,7 @@ def test_only_one_of_two_readers_commits() -> None:
             one, two = [await w.client.attach(lease_id, ticket, deadline_s=30) for _ in range(2)]
             assert w.client.num_followed == 2
             w.lender.advance(lease_id, 100, FIRST)
-            await asyncio.gather(one.first_token(), two.first_token())
+            await asyncio.gather(first_token(one), first_token(two))
             await one.commit(w.reader, 2)
             with pytest.raises(LeaseGone):
                 await two.commit(ReaderId(w.reader.incarnation, 2), 2)
@@ -388,7 +388,7 @@ def test_closing_the_client_ends_what_is_followed() -> None:
     async def test() -> None:
         async with world() as w:
             lease = await w.attach()
-            waiting = asyncio.create_task(lease.first_token())
+            waiting = asyncio.create_task(first_token(lease))
             await asyncio.sleep(0)
             await w.client.close()
             with pytest.raises(ReplicaLost):
@@ -412,6 +412,6 @@ def test_a_watermark_past_the_prompt_is_refused() -> None:
             lease = await w.client.attach(lease_id, ticket, deadline_s=30)
             w.lender.advance(lease_id, 100, FIRST)
             with pytest.raises(TransferFailed, match="watermark"):
-                await lease.first_token()
+                await first_token(lease)
 
     run(test)
