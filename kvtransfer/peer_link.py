@@ -157,14 +157,14 @@ class PeerLink:
 
     async def _renew(self, lease_ids: Sequence[LeaseId]) -> None:
         request = peer_pb2.RenewRequest(lease_ids=[codec.lease_id_to_wire(lease_id) for lease_id in lease_ids])
-        sent_s = self._now_s()
-        timeout_s = max(self._answered_s + self._config.lost_s - sent_s, self._config.renew_interval_s)
+        left_s = self._answered_s + self._config.lost_s - self._now_s()
+        timeout_s = max(left_s, self._config.renew_interval_s)
         try:
             response = await self._call(self._lease.Renew, request, timeout_s)
         except PdserveError as exc:
             self._on_silence(exc)
             return
-        self._answered_s = max(self._answered_s, sent_s)
+        self._answered_s = self._now_s()
         for status in response.statuses:
             self._apply(status)
 

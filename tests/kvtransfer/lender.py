@@ -34,6 +34,7 @@ class Calls:
     count: dict[str, int] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     drop_replies: dict[str, int] = field(default_factory=dict)  # handled, then answered UNAVAILABLE
+    delay_s: dict[str, float] = field(default_factory=dict)  # before each is handled
 
 
 class Chaos(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -46,6 +47,7 @@ class Chaos(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         name = details.method.rpartition("/")[2]
         self.calls.count[name] = self.calls.count.get(name, 0) + 1
         handler = await continuation(details)
+        await asyncio.sleep(self.calls.delay_s.get(name, 0.0))
         if take(self.calls.failures, name):
             return _failing(handler, before=True)
         if take(self.calls.drop_replies, name):

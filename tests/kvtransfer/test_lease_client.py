@@ -23,6 +23,8 @@ from pdserve.core.sampling import FinishReason
 CONFIG = LeaseConfig(ttl_s=30.0, commit_timeout_s=5.0)
 HASTY = LeaseConfig(ttl_s=1.2, commit_timeout_s=5.0)  # renews every 0.2 s
 
+WATCHFUL = LeaseConfig(ttl_s=30.0, heartbeat_s=0.2, lost_s=2.0)
+
 
 class Connector:
     """Notes what a transfer thread would be asked."""
@@ -212,11 +214,11 @@ def test_a_broken_watch_is_reopened() -> None:
     run(test)
 
 
-def test_a_silent_lender_is_lost_after_the_time_to_live() -> None:
-    """Some lost renewals change nothing; silence for longer than the time to live ends the wait."""
+def test_a_silent_lender_is_lost_long_before_its_leases_expire() -> None:
+    """Some lost renewals change nothing; silence for longer than the bound ends the wait."""
 
     async def test() -> None:
-        async with world(HASTY) as w:
+        async with world(WATCHFUL) as w:
             lease = await w.attach()
             w.lender.calls.failures["Renew"] = 2
             await eventually(lambda: w.lender.calls.count["Renew"] > 4)
@@ -226,6 +228,22 @@ def test_a_silent_lender_is_lost_after_the_time_to_live() -> None:
             with pytest.raises(ReplicaLost, match="no answer"):
                 await first_token(lease)
             await w.lender.serve()
+
+    run(test)
+
+
+def test_a_lender_that_takes_calls_and_answers_none_is_lost() -> None:
+    """As one that was stopped: its kernel still accepts. (1) It answers late, and stays; (2) it answers no more."""
+
+    async def test() -> None:
+        async with world(WATCHFUL) as w:
+            lease = await w.attach()
+            w.lender.calls.delay_s["Renew"] = 0.5
+            await eventually(lambda: w.lender.calls.count["Renew"] > 4)
+            assert lease.error is None
+            w.lender.calls.delay_s["Renew"] = 60.0
+            with pytest.raises(ReplicaLost, match="no answer"):
+                await first_token(lease)
 
     run(test)
 

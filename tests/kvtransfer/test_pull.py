@@ -133,8 +133,8 @@ def test_a_lease_that_ends_during_prefill_fails_before_reading() -> None:
     run(test)
 
 
-def test_a_lease_that_ends_during_the_read_is_refused_at_commit() -> None:
-    """(1) The read stalls; (2) the lease is released: the blocks may be reused; (3) the read ends; (4) Commit says GONE."""
+def test_a_lease_that_ends_during_the_read_ends_the_pull_but_not_the_read() -> None:
+    """(1) The read stalls; (2) the lease is released: LeaseGone, no Commit; (3) what it wrote to is out of use till it ends."""
 
     async def test() -> None:
         async with world() as w, w.pull((1,), [1]) as (pull, lease_id):
@@ -145,10 +145,34 @@ def test_a_lease_that_ends_during_the_read_is_refused_at_commit() -> None:
                 await asyncio.sleep(0.001)
             w.lender.table.release(lease_id, now_s=w.lender.now_s())
             w.lender.expire_due()
-            w.fabric.resume(w.lender.peer.incarnation)
             with pytest.raises(LeaseGone):
                 await running
+            assert "Commit" not in w.lender.calls.count
+            stopped = pull.stopped
+            assert stopped is not None
+            w.fabric.resume(w.lender.peer.incarnation)
+            await stopped
             assert pull.stopped is None
+
+    run(test)
+
+
+def test_the_chunks_of_a_prompt_arrive_while_the_next_are_computed() -> None:
+    """(1) Four chunks of two blocks, each final only when the one before has been read; (2) every byte is here."""
+
+    async def test() -> None:
+        remote, local = tuple(range(8)), list(range(20, 28))
+        async with world() as w, w.pull(remote, local) as (pull, lease_id):
+            running = asyncio.create_task(pull.run(wait_s=30))
+            for blocks in (2, 4, 6):
+                w.lender.advance(lease_id, blocks * LAYOUT.block_size)
+                while w.pool.digest(local[:blocks]) != w.lender.peer.digest(remote[:blocks]):  # noqa: ASYNC110 - bytes
+                    await asyncio.sleep(0.002)
+            assert not w.pool.array[local[6:]].any()
+            w.finish_prefill(lease_id, 8)
+            pulled = await running
+            assert (pulled.reads, pulled.exposed_bytes) == (4, 2 * LAYOUT.block_bytes)
+            assert w.pool.digest(local) == w.lender.peer.digest(remote)
 
     run(test)
 
