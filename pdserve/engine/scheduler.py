@@ -98,7 +98,7 @@ class Scheduler:
         `activate` or `abort` follows. None: no room beside what waiting sequences need, or no slot; nothing is held.
         """
         count = self.blocks_to_reserve(len(prompt), params, resumed)
-        if self.num_live >= self._max_seqs or count > self._pool.num_free - self._blocks_awaited():
+        if self.num_live >= self._max_seqs or count > self._pool.num_allocatable - self._blocks_awaited():
             return None
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
         seq = self._new(seq_id, prompt, params, kind, priority, resumed)
@@ -246,7 +246,7 @@ class Scheduler:
         if missing <= 0:
             return True
         assert missing == 1
-        while self._pool.num_free < 1:
+        while self._pool.num_allocatable < 1:
             victim = next(s for s in reversed(self._running) if s.kind is not SequenceKind.LENT)
             self._preempt(victim)
             if victim is seq:
@@ -285,7 +285,7 @@ class Scheduler:
     def _head_fits(self) -> bool:
         if not self._waiting or len(self._running) + len(self._inbound) >= self._max_seqs:
             return False
-        return self._blocks_for(len(self._waiting[0].tokens)) <= self._pool.num_free
+        return self._blocks_for(len(self._waiting[0].tokens)) <= self._pool.num_allocatable
 
     def _admit(self) -> Sequence:
         seq = self._waiting.pop(0)
