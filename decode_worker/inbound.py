@@ -78,11 +78,13 @@ class Inbound:
         )
         return pulled
 
-    async def abandon(self) -> None:
-        """Give the lease up and return once nothing writes into the blocks any more."""
+    async def abandon(self, *, release: bool) -> None:
+        """Return once nothing writes into the blocks any more. `release` also ends the lease, so that its blocks are free
+        early: not for a bind that was only taken from us, since another worker may read that lease by now."""
         if self._lease is not None:
             self._lease.close()
-            await self._lease.release()
+            if release:
+                await self._lease.release()
         stopped = self._pull.stopped if self._pull is not None else None
         if stopped is not None:
             await stopped

@@ -192,15 +192,15 @@ class DecodeRole:
     def _cancel(self, handle: Handle) -> None:
         request = self._by_handle.get(handle)
         if request is not None:
-            self._drop(request)
+            self._drop(request, release=False)
 
     def _fail(self, request: BoundRequest, error: PdserveError) -> None:
         log.info("request %d failed here: %s", request.handle, error.message)
         if self._by_handle.get(request.handle) is request:
-            self._drop(request)
+            self._drop(request, release=True)
             self._host.send(failed(request.handle, error))
 
-    def _drop(self, request: BoundRequest) -> None:
+    def _drop(self, request: BoundRequest, *, release: bool) -> None:
         """Everything this request holds here is released, its blocks at the engine's next step boundary.
 
         Blocks that a read may still write stay out of use until the transport says that it has stopped.
@@ -212,12 +212,14 @@ class DecodeRole:
         if request.task is not None and request.task is not asyncio.current_task():
             request.task.cancel()
         if inbound is not None:
-            self._spawn(self._end_inbound(request.seq_id, inbound, in_flight))
+            self._spawn(self._end_inbound(request, inbound, in_flight, release))
 
-    async def _end_inbound(self, seq_id: SeqId, inbound: Inbound, in_flight: bool) -> None:
-        await inbound.abandon()
+    async def _end_inbound(self, request: BoundRequest, inbound: Inbound, in_flight: bool, release: bool) -> None:
+        if request.task is not None:
+            await asyncio.wait([request.task])  # it has failed or was cancelled; until it knows, so does nobody
+        await inbound.abandon(release=release)
         if in_flight:
-            self._host.submit(EndQuarantine(seq_id))
+            self._host.submit(EndQuarantine(request.seq_id))
 
     def _forget(self, request: BoundRequest) -> None:
         del self._by_handle[request.handle]
