@@ -135,6 +135,7 @@ class Stage:
         self.outcomes: dict[RequestId, Outcome] = {}
         self.effects: list[ev.Effect] = []
         self._links = 0
+        self._prefills: dict[tuple[Incarnation, int], ev.Work] = {}
 
     def tell(self, event: ev.Event) -> list[ev.Effect]:
         effects = self.core.handle(event, now_s=self.now_s)
@@ -162,14 +163,27 @@ class Stage:
                 self.peers.pop(link, None)
             case ev.SendWelcome():
                 pass
+            case ev.SendAttach(link=link, handle=handle, lease_id=lease_id):
+                self._check_attach(self.peers[link], handle, lease_id)
+                self.peers[link].obey(effect)
             case ev.SendBind() | ev.SendPrefill() if effect.work.request_id not in self.outcomes:
                 assert effect.work.request_id.startswith("probe-")
                 self.peers[effect.link].obey(effect)
             case _:
                 if isinstance(effect, ev.SendBind | ev.SendPrefill):
                     self._check_replay(effect.work)
+                if isinstance(effect, ev.SendPrefill) and effect.link in self.peers:
+                    incarnation = self.peers[effect.link].hello.incarnation
+                    self._prefills[incarnation, effect.work.handle] = effect.work
                 if effect.link in self.peers:
                     self.peers[effect.link].obey(effect)
+
+    def _check_attach(self, peer: Peer, handle: Handle, lease_id: LeaseId) -> None:
+        """Nobody is sent to read the KV of another request or attempt."""
+        job, lent = peer.jobs.get(handle), self._prefills.get((lease_id.incarnation, lease_id.counter))
+        if job is not None and lent is not None:
+            assert (job.work.request_id, job.work.attempt) == (lent.request_id, lent.attempt)
+            assert job.work.prompt_ids == lent.prompt_ids
 
     def _check_replay(self, work: ev.Work) -> None:
         """A worker is told of the prompt and of exactly what the client has."""
