@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
 
-.PHONY: help setup demo test check format protos goldens clean bench-smoke bench-idle bench-transfer bench-engine bench-router bench-disconnect
+.PHONY: help setup demo test check format protos goldens clean bench-smoke bench-idle bench-transfer bench-handoff bench-engine bench-router bench-disconnect
 
 
 help:            ## what there is
@@ -56,6 +56,9 @@ bench-idle: setup   ## CPU and memory of an idle cluster
 
 bench-transfer: setup ## NIXL reads beside memcpy and a TCP socket
 	$(BIN)/python -m bench.transfer
+
+bench-handoff: setup ## what of a handoff is exposed when KV is read chunk by chunk, beside whole reads and memcpy
+	$(BIN)/python -m bench.handoff
 
 bench-engine: setup ## prefill and decode steps beside floors and transformers
 	$(BIN)/python -m bench.engine
