@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
 
-.PHONY: help setup demo test check format protos goldens clean bench-smoke bench-idle bench-transfer bench-handoff bench-engine bench-router bench-disconnect
+.PHONY: $(shell sed -n "s/^\([a-z-]*\):.*/\1/p" Makefile)
 
 
 help:            ## what there is
@@ -31,12 +31,14 @@ demo: setup      ## a real model through two pools, then stop everything
 test: setup      ## the tests
 	@$(BIN)/python -m pytest
 
-check: setup     ## format, lint, types, import contracts, stale stubs
+check: setup     ## format, lint, types, import contracts, stale stubs and pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_protos.py --check
+	$(BIN)/python -m tools.state_diagrams --check
+	$(BIN)/python -m tools.errors_doc --check
 
 format: setup    ## rewrite in the project's format
 	$(BIN)/ruff format .
@@ -44,6 +46,10 @@ format: setup    ## rewrite in the project's format
 
 protos: setup    ## generate pdserve/rpc/v1 from proto/
 	$(BIN)/python tools/generate_protos.py
+
+docs: setup      ## generate the pages of docs/ that are made from code
+	$(BIN)/python -m tools.state_diagrams
+	$(BIN)/python -m tools.errors_doc
 
 goldens: setup   ## regenerate tests/goldens from the reference implementation
 	$(BIN)/python tools/make_goldens.py

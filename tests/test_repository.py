@@ -53,6 +53,13 @@ def test_the_stubs_are_what_the_protocol_generates():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("tool", ["state_diagrams", "errors_doc"])
+def test_a_page_made_from_code_says_what_the_code_does(tool):
+    command = [sys.executable, "-m", f"tools.{tool}", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_control_plane_loads_nothing_heavy():
     """Every module of it, in a process of its own; torch alone takes seconds and hundreds of megabytes."""
     code = f"""

@@ -13,7 +13,11 @@ from pdserve.rpc.v1 import common_pb2
 
 REASON_METADATA: Final = "pdserve-error-reason"
 RETRY_AFTER_METADATA: Final = "retry-after-s"
+TIMELINE_METADATA: Final = "pdserve-timeline"
 CLUSTER_TOKEN_METADATA: Final = "pdserve-cluster-token"
+
+DEFAULT_RETRY_AFTER_S: Final = 1.0
+"""When waiting helps and the error does not say how long: a lost worker is noticed, or is back, about then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,10 @@ TABLE: Final[dict[ErrorCode, StatusRow]] = {
     ErrorCode.UNKNOWN_WORKER: StatusRow(_G.NOT_FOUND, 404, "invalid_request_error", False, False),
 }
 
-_CLASSES: Final[dict[ErrorCode, type[PdserveError]]] = {
+_INVALID: Final = {
+    cls.code: cls for cls in (errors.InvalidRequest, errors.UnknownModel, errors.RequestTooLarge, errors.UnknownWorker)
+}
+_PLAIN: Final[dict[ErrorCode, type[PdserveError]]] = {
     cls.code: cls
     for cls in (
         errors.DeadlineExceeded,
@@ -58,6 +65,12 @@ _CLASSES: Final[dict[ErrorCode, type[PdserveError]]] = {
         errors.InternalBug,
     )
 }
+CLASSES: Final[dict[ErrorCode, type[PdserveError]]] = {
+    **_INVALID,
+    **_PLAIN,
+    errors.Overloaded.code: errors.Overloaded,
+}
+"""The class that stands for each code when it comes over the wire."""
 
 
 def to_reason(code: ErrorCode) -> common_pb2.ErrorReason:
@@ -70,20 +83,26 @@ def from_reason(reason: int, message: str) -> PdserveError:
     known = common_pb2.ErrorReason.values()
     name = common_pb2.ErrorReason.Name(reason).removeprefix("ERROR_REASON_") if reason in known else ""
     code = ErrorCode.__members__.get(name, ErrorCode.INTERNAL_BUG)
-    if code in (ErrorCode.INVALID_REQUEST, ErrorCode.UNKNOWN_MODEL, ErrorCode.REQUEST_TOO_LARGE, ErrorCode.UNKNOWN_WORKER):
-        return errors.InvalidRequest(message, field="request")
+    if code in _INVALID:
+        return _INVALID[code](message, field="request")  # a worker names no field of the client's
     if code is ErrorCode.OVERLOADED:
-        return errors.Overloaded(message, retry_after_s=1.0)
-    return _CLASSES[code](message)
+        return errors.Overloaded(message, retry_after_s=DEFAULT_RETRY_AFTER_S)
+    return _PLAIN[code](message)
+
+
+def retry_after_s(error: PdserveError) -> float | None:
+    """How long a client should wait before it tries again; None when that does not help."""
+    if isinstance(error, errors.Overloaded):
+        return error.retry_after_s
+    return DEFAULT_RETRY_AFTER_S if TABLE[error.code].client_retries else None
 
 
 def trailing_metadata(error: PdserveError) -> tuple[tuple[str, str], ...]:
-    rows = [(REASON_METADATA, error.code.value)]
-    if isinstance(error, errors.Overloaded):
-        rows.append((RETRY_AFTER_METADATA, f"{error.retry_after_s:.3f}"))
-    return tuple(rows)
+    wait_s = retry_after_s(error)
+    waiting = ((RETRY_AFTER_METADATA, f"{wait_s:.3f}"),) if wait_s is not None else ()
+    return ((REASON_METADATA, error.code.value), *waiting)
 
 
-async def abort(context: Any, error: PdserveError) -> None:
-    """End a grpc.aio call with the error's status, message and trailing metadata. Always raises."""
-    await context.abort(TABLE[error.code].grpc, error.message, trailing_metadata(error))
+async def abort(context: Any, error: PdserveError, *more: tuple[str, str]) -> None:
+    """End a grpc.aio call with the error's status, message and trailing metadata, and `more` of it. Always raises."""
+    await context.abort(TABLE[error.code].grpc, error.message, (*trailing_metadata(error), *more))

@@ -6,10 +6,8 @@ import json
 import math
 from typing import Any, Final
 
-from pdserve.core.errors import ErrorCode, InvalidRequest, Overloaded, PdserveError
-from pdserve.rpc.status import TABLE
-
-DEFAULT_RETRY_AFTER_S: Final = 1.0  # when waiting helps and the error does not say how long
+from pdserve.core.errors import ErrorCode, InvalidRequest, PdserveError
+from pdserve.rpc.status import TABLE, retry_after_s
 
 _OPENAI_CODES: Final = {ErrorCode.UNKNOWN_MODEL: "model_not_found"}
 """Where OpenAI has a code of its own, clients match on it; elsewhere ours says more."""
@@ -29,7 +27,7 @@ def error_payload(error: PdserveError) -> dict[str, Any]:
 def error_headers(error: PdserveError) -> list[tuple[bytes, bytes]]:
     """Retry-After where waiting helps. OpenAI's clients repeat every 5xx by themselves unless told not to."""
     row = TABLE[error.code]
-    if not row.client_retries:
-        return [(b"x-should-retry", b"false")] if row.http >= 500 else []
-    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else DEFAULT_RETRY_AFTER_S
-    return [(b"retry-after", str(max(1, math.ceil(retry_after_s))).encode())]
+    wait_s = retry_after_s(error)
+    if wait_s is not None:
+        return [(b"retry-after", str(max(1, math.ceil(wait_s))).encode())]
+    return [(b"x-should-retry", b"false")] if row.http >= 500 else []

@@ -5,8 +5,19 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from pdserve.core.errors import ErrorCode, InvalidRequest, Overloaded
-from pdserve.rpc.status import REASON_METADATA, RETRY_AFTER_METADATA, TABLE, from_reason, to_reason, trailing_metadata
+from pdserve.core import errors
+from pdserve.core.errors import ConfigError, ErrorCode, IllegalTransition, InvalidRequest, Overloaded, PdserveError, ReplicaLost
+from pdserve.rpc.status import (
+    CLASSES,
+    DEFAULT_RETRY_AFTER_S,
+    REASON_METADATA,
+    RETRY_AFTER_METADATA,
+    TABLE,
+    from_reason,
+    retry_after_s,
+    to_reason,
+    trailing_metadata,
+)
 from pdserve.rpc.v1 import common_pb2
 
 CLIENT_FAULTS = (ErrorCode.INVALID_REQUEST, ErrorCode.UNKNOWN_MODEL, ErrorCode.REQUEST_TOO_LARGE, ErrorCode.UNKNOWN_WORKER)
@@ -33,11 +44,18 @@ def test_rows_agree_with_each_other(code: ErrorCode) -> None:
 @pytest.mark.parametrize("code", ErrorCode)
 def test_a_peers_reason_comes_back_as_its_error(code: ErrorCode) -> None:
     error = from_reason(to_reason(code), "it said so")
-    if code in CLIENT_FAULTS:  # a worker names no field of the client's
-        assert isinstance(error, InvalidRequest)
-    else:
-        assert error.code is code
+    assert error.code is code
+    assert type(error) is CLASSES[code]
     assert "it said so" in error.message
+
+
+def test_every_class_of_error_can_cross_the_wire_or_never_does() -> None:
+    """A class that is added without a row here would reach the other side as somebody else's error."""
+    never = {IllegalTransition, ConfigError}  # the first is told as InternalBug, the second ends a process at its start
+    ours = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, PdserveError)}
+    assert {type(from_reason(reason, "x")) for reason in map(to_reason, ErrorCode)} == ours - never - {PdserveError}
+    assert all(CLASSES[cls.code] is cls for cls in ours - never - {PdserveError})
+    assert {cls.code for cls in never} <= set(CLASSES)
 
 
 @pytest.mark.parametrize("reason", [common_pb2.ERROR_REASON_UNSPECIFIED, 999, -1])
@@ -45,9 +63,14 @@ def test_a_reason_of_a_newer_peer_is_a_bug_not_a_crash(reason: int) -> None:
     assert from_reason(reason, "odd").code is ErrorCode.INTERNAL_BUG
 
 
-def test_only_overload_says_when_to_come_back() -> None:
+def test_a_client_is_told_when_to_come_back_exactly_when_that_helps() -> None:
     assert dict(trailing_metadata(Overloaded("full", retry_after_s=2.5))) == {
         REASON_METADATA: "overloaded",
         RETRY_AFTER_METADATA: "2.500",
     }
+    assert retry_after_s(ReplicaLost("gone")) == DEFAULT_RETRY_AFTER_S
     assert dict(trailing_metadata(InvalidRequest("bad", field="x"))) == {REASON_METADATA: "invalid_request"}
+    for code in ErrorCode:
+        told = dict(trailing_metadata(from_reason(to_reason(code), "x")))
+        assert (RETRY_AFTER_METADATA in told) == TABLE[code].client_retries
+        assert told[REASON_METADATA] == code.value
