@@ -88,7 +88,7 @@ class Generation(Protocol):
 
     @property
     def report(self) -> Report:
-        """After the last delta."""
+        """From the last delta, or the error, on. Raises `InternalBug` before."""
 
     def close(self) -> None:
         """The client is gone: cancel at once what is still running. Idempotent, never blocks."""

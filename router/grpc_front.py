@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any, Final
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -19,9 +18,9 @@ from router.grpc_request import generate_input, prompt_of
 from router.malformed import MalformedGuard
 from router.server import bind_port, make_server, stop_server
 from router.service import RouterService
+from router.timeline import report_of, timeline
 from router.wire import cluster_state_to_wire
 
-TIMELINE_METADATA: Final = "pdserve-timeline"
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -42,7 +41,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             await self._stream(generation, context)
         except PdserveError as exc:
-            await status.abort(context, exc)
+            report = report_of(generation)
+            told = ((status.TIMELINE_METADATA, timeline(report)),) if report else ()
+            await status.abort(context, exc, *told)
         finally:
             generation.close()
 
@@ -65,7 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return inference_pb2.GenerateResponse(
                 request_id=generation.request_id, index=delta.index, ids=delta.ids, text=delta.text
             )
-        context.set_trailing_metadata(((TIMELINE_METADATA, _timeline(generation.report)),))
+        context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report)),))
         return _last(generation.request_id, delta, generation.report)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
@@ -118,13 +119,6 @@ def _report(report: Report) -> inference_pb2.RequestReport:
     del values["prompt_tokens"], values["output_tokens"]  # in Usage
     values["placement"] = placement_to_wire(report.placement)
     return inference_pb2.RequestReport(**values)
-
-
-def _timeline(report: Report) -> str:
-    """The report as compact JSON, for clients that log metadata and do not know our messages."""
-    values = report.values() | {"placement": report.placement.value}
-    rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
-    return json.dumps(rounded, separators=(",", ":"))
 
 
 class GrpcFront:

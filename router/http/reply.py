@@ -7,8 +7,10 @@ from typing import Any, Final
 from starlette.types import Send
 
 from pdserve.core.errors import PdserveError
-from pdserve.rpc.status import TABLE
+from pdserve.rpc.status import TABLE, TIMELINE_METADATA
+from router.api import Report
 from router.openai.errors import encode_json, error_headers, error_payload
+from router.timeline import report_json, timeline
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -25,6 +27,7 @@ class Reply:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._headers: Headers = []
+        self._report: Report | None = None
         self.started = False
         self._ended = False
 
@@ -32,11 +35,16 @@ class Reply:
         """Answers carry the request's id from now on."""
         self._headers = [(b"x-request-id", request_id.encode("ascii"))]
 
+    def served(self, report: Report) -> None:
+        """How the request went: whatever is said from now on says so, the answer or its error."""
+        self._report = report
+
     async def json(self, status: int, payload: Any, headers: Headers | None = None, *, more: bool = False) -> None:
         """`more`: leave the response open after its body, for who has to read on before the connection may close."""
         body = encode_json(payload)
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self._start(status, own + (headers or []))
+        told = [(TIMELINE_METADATA.encode(), timeline(self._report).encode())] if self._report else []
+        await self._start(status, own + told + (headers or []))
         await self._body(body, more=more)
 
     async def event(self, data: bytes) -> None:
@@ -55,7 +63,8 @@ class Reply:
         if self._ended:
             return
         if self.started:
-            await self._body(b"data: " + encode_json(error_payload(error)) + b"\n\n", more=False)
+            told = {"pdserve": report_json(self._report)} if self._report else {}
+            await self._body(b"data: " + encode_json(error_payload(error) | told) + b"\n\n", more=False)
         else:
             extra = error_headers(error) + (headers or [])
             await self.json(TABLE[error.code].http, error_payload(error), extra, more=more)

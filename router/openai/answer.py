@@ -7,12 +7,13 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pdserve.core.errors import InternalBug
+from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.sampling import FinishReason
 from router.api import Generation, RouterApi
 from router.http.reply import Reply
 from router.openai.chunks import DONE, ChunkFormat, Envelope, extension, usage
 from router.openai.request import Call
+from router.timeline import report_of
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
 
 
 async def _stream(call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
-    pumps = [_pump(g, ChunkFormat(envelope, call, i), reply) for i, g in enumerate(generations)]
+    pumps = [_told(_pump(g, ChunkFormat(envelope, call, i), reply), g, reply) for i, g in enumerate(generations)]
     tokens = await _together(pumps)
     last = b""
     if call.include_usage:
@@ -68,6 +69,8 @@ async def _pump(generation: Generation, format_: ChunkFormat, reply: Reply) -> i
             chunk = format_.chunk(delta.text, finish_reason)
         else:
             chunk = b""
+        if finish_reason:
+            chunk = format_.last_chunk(chunk, generation.report)
         if opening:
             chunk, opening = opening + chunk, b""
         await reply.event(chunk)
@@ -77,7 +80,9 @@ async def _pump(generation: Generation, format_: ChunkFormat, reply: Reply) -> i
 
 
 async def _whole(envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
-    outputs = await _together([_collect(g) for g in generations])
+    outputs = await _together([_told(_collect(g), g, reply) for g in generations])
+    if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; the body has
+        reply.served(generations[0].report)
     choices = [envelope.choice(i, out.text, out.finish_reason) for i, out in enumerate(outputs)]
     totals = usage(sum(g.prompt_len for g in generations), sum(out.tokens for out in outputs))
     rest = extension([g.report for g in generations])
@@ -95,6 +100,17 @@ async def _collect(generation: Generation) -> _Output:
     if finish_reason is None:
         raise _unfinished(generation)
     return _Output("".join(parts), tokens, finish_reason)
+
+
+async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:
+    """Of requests that fail, the reply learns how far they came."""
+    try:
+        return await work
+    except PdserveError:
+        report = report_of(generation)
+        if report is not None:
+            reply.served(report)
+        raise
 
 
 def _unfinished(generation: Generation) -> InternalBug:

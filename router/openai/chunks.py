@@ -15,6 +15,7 @@ from pdserve.core.sampling import FinishReason
 from router.api import Report
 from router.openai.errors import encode_json
 from router.openai.request import Call
+from router.timeline import report_json
 
 DONE: Final = b"data: [DONE]\n\n"
 _TEXT_MARK: Final = "\x00text\x00"  # stands for the text while the constant parts are cut out
@@ -36,11 +37,6 @@ def usage(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
     }
-
-
-def report_json(report: Report) -> dict[str, Any]:
-    """The `pdserve` extension of an answer: how the request was served."""
-    return {**report.values(), "placement": report.placement.value}
 
 
 class Envelope:
@@ -74,7 +70,7 @@ class Envelope:
 
 
 def extension(reports: list[Report]) -> dict[str, Any]:
-    """`pdserve` is the report of the one request; with several prompts, their reports in the order of choices."""
+    """How an answer was served: the report of the one request; of several prompts, all in the order of choices."""
     if len(reports) == 1:
         return {"pdserve": report_json(reports[0])}
     return {"pdserve": {"requests": [report_json(report) for report in reports]}}
@@ -92,6 +88,7 @@ class ChunkFormat:
         if call.include_usage and not call.continuous_usage:
             tail = tail.replace(b"}\n\n", b',"usage":null}\n\n')  # as OpenAI: null in all chunks but the last
         self.continuous_usage = call.continuous_usage
+        self._usage_follows = call.include_usage
         self.role = self._role_chunk(envelope, call, index)
         self._head: bytes = head
         self._middle: bytes = middle
@@ -111,6 +108,12 @@ class ChunkFormat:
         if finish_reason is None:
             return encoded + self._running
         return encoded + self._middle + _FINISH_JSON[finish_reason] + self._tail
+
+    def last_chunk(self, chunk: bytes, report: Report) -> bytes:
+        """The choice's last chunk, which says how it was served unless a chunk with the usage of all still follows."""
+        if self._usage_follows:
+            return chunk
+        return chunk[: -len(b"}\n\n")] + b',"pdserve":' + encode_json(report_json(report)) + b"}\n\n"
 
     def chunk_with_usage(self, text: str, finish_reason: FinishReason | None, totals: dict[str, int]) -> bytes:
         chunk = self.chunk(text, finish_reason)

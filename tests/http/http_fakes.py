@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 
-from pdserve.core.errors import InvalidRequest, PdserveError, UnknownModel
+from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, UnknownModel
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api import Delta, GenerateInput, Prompt, Report
 from router.http import serve_http
@@ -24,6 +24,7 @@ class FakeGeneration:
         self.prompt_len = max(1, len(request.prompt))
         self.closed = False
         self.finished = False
+        self.failed = False
         self._api = api
         self._words = api.words[: request.sampling.get("max_tokens", len(api.words))]
 
@@ -34,15 +35,17 @@ class FakeGeneration:
         for i, word in enumerate(self._words):
             await self._api.gate.wait()
             if self._api.error is not None and i == self._api.fail_at:
+                self.failed = True
                 raise self._api.error
             last = i + 1 == len(self._words) and self._api.finishes
+            self.finished = last
             yield Delta(i, (i,), word, FinishReason.LENGTH if last else None)
             await asyncio.sleep(0)
-        self.finished = True
 
     @property
     def report(self) -> Report:
-        assert self.finished
+        if not (self.finished or self.failed):
+            raise InternalBug("no report before the end")
         return Report(
             Placement.DISAGGREGATED, "auto", self.prompt_len, len(self._words), "prefill-0", "decode-0", kv_bytes=4096
         )

@@ -1,0 +1,58 @@
+"""A gRPC call that fails after it was queued says how far it came; one that was refused has nothing to tell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.rpc.status import REASON_METADATA, TIMELINE_METADATA
+from pdserve.testing.fake_worker import DECODE, PREFILL
+
+from .local_cluster import generate_request, local_cluster
+
+TIMEOUT_S = 30.0
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await story
+
+    asyncio.run(bounded())
+
+
+async def failed(call: Any) -> dict[str, str]:
+    """The trailing metadata of a call that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return {key: str(value) for key, value in caught.value.trailing_metadata() or ()}
+
+
+def test_a_deadline_that_passes_in_mid_stream_leaves_a_timeline() -> None:
+    async def story() -> None:
+        async with local_cluster((PREFILL, DECODE)) as cluster:
+            cluster.decode.gate.clear()
+            told = await failed(cluster.stub.Generate(generate_request((1, 2), 50, deadline_s=0.5)))
+            assert told[REASON_METADATA] == "deadline_exceeded"
+            timeline = json.loads(told[TIMELINE_METADATA])
+            assert (timeline["prefill_worker"], timeline["decode_worker"]) == ("prefill-0", "decode-0")
+            assert (timeline["attempts"], timeline["binds"], timeline["output_tokens"]) == (1, 1, 1)
+            assert 0 < timeline["ttft_s"] <= timeline["total_s"]
+
+    run(story())
+
+
+def test_a_request_that_was_never_queued_has_no_timeline() -> None:
+    async def story() -> None:
+        async with local_cluster((DECODE,)) as cluster:
+            told = await failed(cluster.stub.Generate(generate_request((1, 2), 50, model="another")))
+            assert told[REASON_METADATA] == "unknown_model"
+            assert TIMELINE_METADATA not in told
+
+    run(story())
