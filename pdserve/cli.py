@@ -7,6 +7,7 @@ import click
 from pdserve import __version__
 from pdserve.commands.chat import chat
 from pdserve.commands.demo import demo
+from pdserve.commands.drain import drain
 from pdserve.commands.generate import generate
 from pdserve.commands.status import status
 from pdserve.commands.up import up
@@ -18,7 +19,7 @@ def main() -> None:
     """Serve a language model from a prefill pool and a decode pool."""
 
 
-for command in (up, generate, chat, status, demo):
+for command in (up, generate, chat, status, drain, demo):
     main.add_command(command)
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 
 from pdserve.core.errors import PdserveError
 from pdserve.rpc import status
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+
+Message = TypeVar("Message")
 
 CALL_TIMEOUT_S: Final = 10.0  # of calls that only look something up
 # A generation has no deadline of its own here: a router that hangs is found by pings. Its transport answers them
@@ -37,14 +39,14 @@ class CallFailed(PdserveError):
         self.reason = reason
 
 
-class Answer:
-    """One streaming generation. Iterate it to its end or `cancel` it, from any thread."""
+class Stream(Generic[Message]):
+    """One streaming call. Iterate it to its end or `cancel` it, from any thread."""
 
     def __init__(self, call: Any, address: str) -> None:
         self._call = call
         self._address = address
 
-    def __iter__(self) -> Iterator[inference_pb2.GenerateResponse]:
+    def __iter__(self) -> Iterator[Message]:
         try:
             yield from self._call
         except grpc.RpcError as exc:
@@ -52,6 +54,9 @@ class Answer:
 
     def cancel(self) -> None:
         self._call.cancel()
+
+
+Answer = Stream[inference_pb2.GenerateResponse]
 
 
 class InferenceClient:
@@ -74,6 +79,10 @@ class InferenceClient:
 
     def generate(self, request: inference_pb2.GenerateRequest) -> Answer:
         return Answer(self._stub.Generate(request), self.address)
+
+    def drain(self, worker_id: str) -> Stream[inference_pb2.DrainProgress]:
+        """Begins with the call; ending the stream does not end the drain."""
+        return Stream(self._stub.Drain(inference_pb2.DrainRequest(worker_id=worker_id)), self.address)
 
     def cluster_state(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetClusterStateResponse:
         request = inference_pb2.GetClusterStateRequest()
@@ -107,5 +116,5 @@ def _explain(exc: Any, address: str) -> CallFailed:
     else:
         message = f"{details or 'no details'} ({code.name})"
     if wait := trailing.get(status.RETRY_AFTER_METADATA):
-        message += f"; retry in {wait} s"
+        message += f"; retry in {float(wait):g} s"
     return CallFailed(message, status=code, reason=reason)

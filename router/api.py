@@ -71,6 +71,8 @@ class Report:
     prefill_end_s: float = 0.0
     kv_committed_s: float = 0.0
     first_decode_s: float = 0.0
+    retry_reasons: tuple[str, ...] = ()  # error codes: why each attempt but the first was needed
+    rebinds: int = 0
 
     def values(self) -> dict[str, Any]:
         """By field name. `dataclasses.asdict` copies deeply, which takes 30 us, once or twice a request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any, Final
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -13,6 +14,7 @@ from pdserve.rpc import status
 from pdserve.rpc.codec import finish_to_wire, placement_to_wire
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from router.api import Delta, Report
+from router.draining import find, follow
 from router.generation import LiveGeneration
 from router.grpc_request import generate_input, prompt_of
 from router.malformed import MalformedGuard
@@ -101,6 +103,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GetClusterStateResponse:
         return cluster_state_to_wire(self._router.snapshot())
 
+    async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
+        """A client that leaves, or whose deadline passes, ends only the telling."""
+        try:
+            worker = find(self._router.snapshot(), request.worker_id)
+            self._router.drain(request.worker_id)
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+        async for progress in follow(self._router.snapshot, worker):
+            await context.write(inference_pb2.DrainProgress(**dataclasses.asdict(progress)))
+
 
 def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
@@ -116,7 +129,8 @@ def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.Genera
 
 def _report(report: Report) -> inference_pb2.RequestReport:
     values = report.values()
-    del values["prompt_tokens"], values["output_tokens"]  # in Usage
+    for name in ("prompt_tokens", "output_tokens", "retry_reasons", "rebinds"):  # the first two are in Usage
+        del values[name]
     values["placement"] = placement_to_wire(report.placement)
     return inference_pb2.RequestReport(**values)
 

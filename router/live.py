@@ -84,6 +84,9 @@ class LiveRequest:
     """What this attempt computes first: the prompt, and the output of earlier attempts."""
     loss: PdserveError | None = None
     """The last thing that went wrong and was recovered from."""
+    retry_reasons: tuple[str, ...] = ()
+    """Error codes: why each attempt but the first was needed."""
+    rebinds: int = 0
     unplaceable_since_s: float | None = None
     """Queued, and no worker is there that could serve it."""
     prefill: RemoteWork | None = None
@@ -175,6 +178,8 @@ class LiveRequest:
             prefill_end_s=_span(arrived_s, last.prefill_ended_s),
             kv_committed_s=_span(arrived_s, last.kv_committed_s),
             first_decode_s=_span(arrived_s, last.first_decode_s),
+            retry_reasons=self.retry_reasons,
+            rebinds=self.rebinds,
         )
 
 

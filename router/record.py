@@ -33,4 +33,6 @@ def record_of(request_id: RequestId, report: Report, outcome: FinishReason | Pds
         attempts=report.attempts,
         binds=report.binds,
         message=str(outcome) if failed else "",
+        retry_reasons=report.retry_reasons,
+        rebinds=report.rebinds,
     )

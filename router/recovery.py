@@ -54,6 +54,7 @@ class Recovery:
             uncommitted = request.prefill is not None and request.committed is None
             if uncommitted and self._dispatcher.rebind(request, now_s):
                 request.loss = error
+                request.rebinds += 1
                 return
         self.retry(request, error, now_s)
 
@@ -89,6 +90,7 @@ class Recovery:
             final = error if request.probe is not None else after_attempts(error, request.machine.attempt, refusal)
             self._requests.end(request, _E.LOST, now_s, final)
         elif self._requests.move(request, _E.RETRIED, now_s):
+            request.retry_reasons += (error.code.value,)
             self._requests.withdraw(request)
             request.start_over()
             self._requests.wait(request)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from pdserve.config import MIB
 from pdserve.rpc.v1 import common_pb2, inference_pb2
@@ -77,7 +80,28 @@ def pool(
     return made
 
 
-def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
+def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
+    """The pools, then why a worker takes nothing, then which pairs are not used for a while."""
+    why = [
+        Text(f"{worker.worker_id} is not ready: {worker.not_ready_reason}")
+        for worker in state.workers
+        if worker.not_ready_reason and not worker.ready
+    ]
+    aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
+    return Group(_pools(state, width), *why, *aside)
+
+
+def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
+    """Between these KV did not pass; the reason comes last, since it may be long."""
+    made = table("pairs set aside", ("prefill", "decode"), ("failures", "tried again in"))
+    made.add_column("reason", overflow="fold")
+    for pair in pairs:
+        again = f"{pair.remaining_s:.0f} s" if math.isfinite(pair.remaining_s) else "never"
+        made.add_row(pair.prefill_worker, pair.decode_worker, str(pair.failures), again, Text(pair.reason))
+    return made
+
+
+def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
     """Pools, queues and KV use at this moment. On less than `WIDE` columns: no bar, no role, no rare blocks that are all 0."""
     title = f"router: {state.queued_requests} queued, {state.running_requests} running"
     counts = {
@@ -100,11 +124,17 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
         made.add_row(
             worker.worker_id,
             *((role(worker.role),) if wide else ()),
-            "[green]yes[/]" if worker.ready else "[red]no[/]",
+            _readiness(worker),
             used if wide else used.rpartition(" ")[2],
             *(cells[at] for cells in shown.values()),
         )
     return made
+
+
+def _readiness(worker: inference_pb2.WorkerState) -> str:
+    if worker.draining:
+        return "[yellow]draining[/]"
+    return "[green]yes[/]" if worker.ready else "[red]no[/]"
 
 
 def _alarming(count: int) -> str:

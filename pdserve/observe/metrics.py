@@ -31,7 +31,8 @@ class Metrics:
         self._output_tokens = Counter("pdserve_generation_tokens", "Output tokens.", registry=registry)
         self._kv_bytes = Counter("pdserve_kv_transfer_bytes", "KV moved from prefill to decode.", registry=registry)
         self._extra_binds = Counter("pdserve_extra_binds", "Binds after the first of a request.", registry=registry)
-        self._retries = Counter("pdserve_retries", "Attempts after the first of a request.", registry=registry)
+        self._retries = Counter("pdserve_retries", "Attempts after the first, by why.", ["reason"], registry=registry)
+        self._rebinds = Counter("pdserve_rebinds", "Handoffs taken over by another decode worker.", registry=registry)
         self._broken = Counter("pdserve_router_invariant_failures", "Checks of the router's books.", registry=registry)
         self._ttft = _histogram(registry, "time_to_first_token", "Arrival to token 0 leaving the router.", LATENCY_S)
         self._tpot = _histogram(registry, "time_per_output_token", "(last - first) / (tokens - 1).", TOKEN_S)
@@ -44,10 +45,12 @@ class Metrics:
         self._requests.labels(record.outcome).inc()
         self._prompt_tokens.inc(record.prompt_tokens)
         self._output_tokens.inc(record.output_tokens)
+        for reason in record.retry_reasons:
+            self._retries.labels(reason).inc()
+        self._rebinds.inc(record.rebinds)
         if record.placement_reason:
             self._placements.labels(record.placement, record.placement_reason).inc()
             self._extra_binds.inc(max(0, record.binds - 1))
-            self._retries.inc(record.attempts - 1)
             self._queue.observe(record.queue_s)
         if record.output_tokens > 0:
             self._ttft.observe(record.ttft_s)

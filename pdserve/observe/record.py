@@ -27,6 +27,8 @@ class RequestRecord:
     attempts: int
     binds: int
     message: str = ""  # of the error
+    retry_reasons: tuple[str, ...] = ()  # error codes: why each attempt but the first was needed
+    rebinds: int = 0  # decode workers lost in the handoff, whose lease another one took over
 
     def line(self) -> str:
         """For the log: one line, `name=value`."""

@@ -9,20 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cluster.router_process import RouterProcess
+from pdserve.cluster.router_process import Endpoints, RouterProcess
 from pdserve.config import RouterConfig, RouterProcessConfig
 
 STANDIN = Path(__file__).resolve().parents[1] / "cluster" / "standin_router.py"
 
 
 @pytest.fixture(scope="session")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """host:port of its gRPC."""
+def endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
     folder = tmp_path_factory.mktemp("router")
     settings = RouterProcessConfig(RouterConfig(http_port=0, grpc_port=0))
     router = RouterProcess(settings, folder=folder, log=folder / "log", command=(sys.executable, str(STANDIN)))
     router.start()
     try:
-        yield router.wait_ready(threading.Event()).grpc
+        yield router.wait_ready(threading.Event())
     finally:
         router.stop()
+
+
+@pytest.fixture(scope="session")
+def address(endpoints: Endpoints) -> str:
+    """host:port of its gRPC."""
+    return endpoints.grpc

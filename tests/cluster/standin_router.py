@@ -42,7 +42,7 @@ class Registry:
 
     def _follow(self, connection: socket.socket) -> None:
         with connection, connection.makefile() as lines:
-            hello = json.loads(lines.readline())
+            hello = json.loads(lines.readline()) | {"link": connection}
             self.workers[hello["worker_id"]] = hello
             lines.read()  # until the worker is gone
             if self.workers.get(hello["worker_id"]) is hello:
@@ -70,6 +70,17 @@ class Inference(inference_pb2_grpc.InferenceServicer):
 
     def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:
         return inference_pb2.GetModelInfoResponse(model="scripted", block_size=16, max_model_len=1600, dtype="bfloat16")
+
+    def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> Iterator[inference_pb2.DrainProgress]:
+        hello = self.registry.workers.get(request.worker_id)
+        if hello is None:
+            context.set_trailing_metadata((("pdserve-error-reason", "unknown_worker"),))
+            context.abort(grpc.StatusCode.NOT_FOUND, f"worker_id: {request.worker_id!r} is not linked; linked: decode-0")
+        yield inference_pb2.DrainProgress(requests_placed=2, blocks_held=30)
+        hello["link"].sendall(b"d")
+        while self.registry.workers.get(request.worker_id) is hello:
+            time.sleep(0.01)
+        yield inference_pb2.DrainProgress(elapsed_s=0.1, done=True)
 
     def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateResponse]:
         if request.sampling.temperature > 2:

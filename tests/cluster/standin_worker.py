@@ -38,7 +38,8 @@ class Worker:
                 with socket.create_connection((host, int(port)), 1.0) as link:
                     link.settimeout(None)
                     link.sendall(json.dumps(hello).encode() + b"\n")
-                    link.recv(1)  # until the router is gone
+                    if link.recv(1):  # else the router is gone
+                        self._ended.set()  # it was told to drain, and has nothing to finish
             except OSError:
                 continue
 

@@ -1,0 +1,88 @@
+"""`pdserve drain`: take workers out of service without losing anything, and watch them leave."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from pdserve.commands.failures import FAILED, INTERRUPTED, one_line_errors, report
+from pdserve.commands.requests import DEFAULT_ADDRESS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pdserve.client import InferenceClient, Stream
+    from pdserve.rpc.v1 import inference_pb2
+
+
+@click.command()
+@click.argument("worker", required=False)
+@click.option(
+    "--address", "--router", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT", help="gRPC address of the router."
+)
+@click.option("--on-host", metavar="HOST", help="Instead of WORKER: all workers at this address; none is fine too.")
+@click.option("--no-wait", is_flag=True, help="Return as soon as the drain has begun.")
+@one_line_errors
+def drain(worker: str | None, address: str, on_host: str | None, no_wait: bool) -> int:
+    """Drain WORKER: it takes nothing new, finishes what it has, hands over the KV it lent, and leaves.
+
+    Ends when the worker has left. Ctrl-C ends only the watching: the worker goes on draining.
+    """
+    from pdserve.client import InferenceClient
+    from pdserve.commands.console import make_console
+
+    if (worker is None) == (on_host is None):
+        raise click.UsageError("give either WORKER or --on-host")
+    console = make_console()
+    with InferenceClient(address) as client:
+        names = [worker] if worker is not None else _on_host(client, on_host or "")
+        calls = {name: client.drain(name) for name in names}  # all at once; then one after the other is watched
+        try:
+            left = [_begun(console, name, call) if no_wait else _watch(console, name, call) for name, call in calls.items()]
+        except KeyboardInterrupt:
+            console.print("no longer watching; the drain goes on")
+            return INTERRUPTED
+    return 0 if all(left) else FAILED
+
+
+def _on_host(client: InferenceClient, host: str) -> list[str]:
+    workers = client.cluster_state().workers
+    return [worker.worker_id for worker in workers if worker.address.rpartition(":")[0].strip("[]") == host]
+
+
+def _begun(console: Console, worker: str, call: Stream[inference_pb2.DrainProgress]) -> bool:
+    """The first message says that the router has told the worker."""
+    next(iter(call))
+    call.cancel()
+    console.print(f"{worker} is draining; `pdserve status` shows it")
+    return True
+
+
+def _watch(console: Console, worker: str, call: Stream[inference_pb2.DrainProgress]) -> bool:
+    """A line that is drawn anew on a terminal, a line for each change elsewhere. False: the stream ended too early."""
+    shown = ""
+    with console.status(f"{worker}: draining") as status:
+        for progress in call:
+            if progress.done:
+                console.print(f"{worker} has drained and left after {progress.elapsed_s:.1f} s")
+                return True
+            line = f"{worker}: {_still(progress)}"
+            if console.is_terminal:
+                status.update(f"{line} ({progress.elapsed_s:.0f} s)")
+            elif line != shown:
+                console.print(line)
+            shown = line
+    report(f"the router stopped telling how {worker} drains; `pdserve status` shows it", FAILED)
+    return False
+
+
+def _still(progress: inference_pb2.DrainProgress) -> str:
+    """What it waits for."""
+    parts = (
+        (progress.requests_placed, "requests"),
+        (progress.running_sequences, "sequences"),
+        (progress.leases_held, "leases"),
+        (progress.blocks_held, "blocks"),
+    )
+    return "waits for " + (", ".join(f"{count} {name}" for count, name in parts if count) or "its last clean-up")

@@ -1,0 +1,58 @@
+"""Watching a worker leave: what a drain still waits for, told whenever it changed. Reads snapshots, changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pdserve.core.errors import UnknownWorker
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+
+LOOK_S: Final = 0.2  # a snapshot costs microseconds, and a person watches
+QUIET_S: Final = 1.0  # something is said at least so often: a silent stream looks like a dead one
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is left on the worker. `done`: it has left, and this is the last one."""
+
+    requests_placed: int = 0
+    running_sequences: int = 0
+    leases_held: int = 0
+    blocks_held: int = 0
+    elapsed_s: float = 0.0
+    done: bool = False
+
+
+def find(snapshot: ClusterSnapshot, worker_id: str) -> WorkerSnapshot:
+    """Raises `UnknownWorker`, naming those that are there."""
+    for worker in snapshot.workers:
+        if worker.worker_id == worker_id:
+            return worker
+    known = ", ".join(worker.worker_id for worker in snapshot.workers) or "none"
+    raise UnknownWorker(f"{worker_id!r} is not linked to this router; linked: {known}", field="worker_id")
+
+
+async def follow(snapshot: Callable[[], ClusterSnapshot], worker: WorkerSnapshot) -> AsyncIterator[Progress]:
+    """Until this incarnation of the worker is gone. A worker of the same name that joins later is another one."""
+    loop = asyncio.get_running_loop()
+    began_s = told_s = loop.time()
+    told: Progress | None = None
+    while (left := _left_on(snapshot(), worker)) is not None:
+        now_s = loop.time()
+        if left != told or now_s - told_s >= QUIET_S:
+            told, told_s = left, now_s
+            yield replace(left, elapsed_s=now_s - began_s)
+        await asyncio.sleep(LOOK_S)
+    yield Progress(elapsed_s=loop.time() - began_s, done=True)
+
+
+def _left_on(snapshot: ClusterSnapshot, worker: WorkerSnapshot) -> Progress | None:
+    """None once it has left."""
+    for now in snapshot.workers:
+        if (now.worker_id, now.incarnation) == (worker.worker_id, worker.incarnation):
+            blocks = now.blocks.held + now.blocks.quarantined
+            return Progress(now.requests_placed, now.running_sequences, now.leases_held, blocks)
+    return None

@@ -1,0 +1,50 @@
+"""What an operator's alarms look at: retries by why, pairs set aside, workers that drain, blocks nobody accounts for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.core.blocks import BlockCounts
+from pdserve.observe.metrics import Metrics
+from pdserve.observe.record import RequestRecord
+from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
+
+RECORD = RequestRecord(
+    request_id="r", outcome="stop", placement="disaggregated", placement_reason="default", prefill_worker="p",
+    decode_worker="d", prompt_tokens=3, output_tokens=2, queue_s=0.1, ttft_s=0.2, tpot_s=0.01, total_s=0.3, kv_bytes=0,
+    transfer_s=0.0, exposed_transfer_s=0.0, attempts=1, binds=1,
+)  # fmt: skip
+WORKER = WorkerSnapshot(
+    worker_id="d", role="decode", incarnation=1, address="h:1", ready=False, blocks=BlockCounts(10, 4, 1, 3, 0),
+    queued_requests=0, queued_tokens=0, running_sequences=2, leases_held=1, heartbeat_age_s=0.1, requests_placed=3,
+    loop_lag_ms=0.0, pid=1, draining=True,
+)  # fmt: skip
+EMPTY = ClusterSnapshot(1, 0, 0, ())
+
+
+def values(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """Of one metric: by its labels' values, in the order of the labels' names."""
+    samples = [s for family in text_string_to_metric_families(metrics.render().decode()) for s in family.samples]
+    found = [s for s in samples if s.name == name]
+    return {tuple(value for _, value in sorted(s.labels.items())): s.value for s in found}
+
+
+def test_retries_are_counted_by_reason_and_rebinds_apart() -> None:
+    metrics = Metrics(lambda: EMPTY)
+    metrics.finished(RECORD)
+    assert values(metrics, "pdserve_retries_total") == {}
+    metrics.finished(dataclasses.replace(RECORD, attempts=3, retry_reasons=("replica_lost", "lease_gone"), rebinds=2))
+    metrics.finished(dataclasses.replace(RECORD, attempts=2, retry_reasons=("replica_lost",)))
+    assert values(metrics, "pdserve_retries_total") == {("replica_lost",): 2.0, ("lease_gone",): 1.0}
+    assert values(metrics, "pdserve_rebinds_total") == {(): 2.0}
+
+
+def test_the_cluster_shows_pairs_set_aside_draining_workers_and_lost_blocks() -> None:
+    pair = PairSnapshot("p", "d", "a KV read failed", 3.0, 1)
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(WORKER,), set_aside=(pair,)))
+    assert values(metrics, "pdserve_pairs_set_aside") == {(): 1.0}
+    assert values(metrics, "pdserve_worker_draining") == {("decode", "d"): 1.0}
+    assert values(metrics, "pdserve_worker_blocks")[("decode", "unaccounted", "d")] == 2.0
+    assert values(Metrics(lambda: EMPTY), "pdserve_pairs_set_aside") == {(): 0.0}

@@ -1,0 +1,129 @@
+"""The Drain call over a scripted cluster: progress while something changes, an end when the worker has left."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+
+import router.draining
+from pdserve.core.blocks import BlockCounts
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from pdserve.rpc.status import REASON_METADATA
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from router.grpc_front import GrpcFront
+
+TIMEOUT_S = 30.0
+BUSY = WorkerSnapshot(
+    worker_id="decode-1", role="decode", incarnation=7, address="h:1", ready=True, blocks=BlockCounts(10, 4, 1, 3, 2),
+    queued_requests=0, queued_tokens=0, running_sequences=2, leases_held=1, heartbeat_age_s=0.1, requests_placed=3,
+    loop_lag_ms=0.0, pid=1,
+)  # fmt: skip
+
+
+class ScriptedRouter:
+    max_body_bytes = 1 << 20
+    ready = True
+
+    def __init__(self) -> None:
+        self.workers: tuple[WorkerSnapshot, ...] = (BUSY, dataclasses.replace(BUSY, worker_id="decode-2"))
+        self.drained: list[str] = []
+
+    async def next_ready(self, known: bool) -> bool:
+        await asyncio.Event().wait()
+        return not known
+
+    def snapshot(self) -> ClusterSnapshot:
+        return ClusterSnapshot(1, 0, 0, self.workers)
+
+    def drain(self, worker_id: str) -> None:
+        self.drained.append(worker_id)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[ScriptedRouter, Any]]:
+    scripted: Any = ScriptedRouter()
+    front = GrpcFront(scripted)
+    await front.start("127.0.0.1", 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{front.port}") as channel:
+            yield scripted, inference_pb2_grpc.InferenceStub(channel)
+    finally:
+        await front.close()
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await story
+
+    asyncio.run(bounded())
+
+
+def test_progress_until_the_worker_has_left() -> None:
+    """(1) What is left is told at once, (2) again when it changed, (3) and the end when the worker is gone, though one of
+    the same name has joined meanwhile."""
+
+    async def story() -> None:
+        async with served() as (cluster, stub):
+            call = stub.Drain(inference_pb2.DrainRequest(worker_id="decode-1"))
+            said = aiter(call)
+            first = await anext(said)
+            assert (first.requests_placed, first.running_sequences, first.leases_held, first.blocks_held) == (3, 2, 1, 5)
+            assert cluster.drained == ["decode-1"]
+            cluster.workers = (dataclasses.replace(BUSY, requests_placed=0, running_sequences=0), cluster.workers[1])
+            while (progress := await anext(said)).requests_placed:
+                pass
+            assert not progress.done
+            cluster.workers = (dataclasses.replace(BUSY, incarnation=8), cluster.workers[1])
+            rest = [progress async for progress in said]
+            assert rest[-1].done
+            assert not any(progress.done for progress in rest[:-1])
+
+    run(story())
+
+
+def test_a_quiet_drain_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.draining, "QUIET_S", 0.0)
+
+    async def story() -> None:
+        async with served() as (_, stub):
+            said = aiter(stub.Drain(inference_pb2.DrainRequest(worker_id="decode-1")))
+            progress = [await anext(said) for _ in range(3)]
+            assert len({p.blocks_held for p in progress}) == 1
+            assert progress[0].elapsed_s < progress[2].elapsed_s
+
+    run(story())
+
+
+def test_an_unknown_worker_is_refused_naming_the_others_and_nobody_drains() -> None:
+    async def story() -> None:
+        async with served() as (cluster, stub):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(stub.Drain(inference_pb2.DrainRequest(worker_id="moon"))))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            assert dict(caught.value.trailing_metadata() or ())[REASON_METADATA] == "unknown_worker"
+            assert "decode-1, decode-2" in (caught.value.details() or "")
+            assert cluster.drained == []
+
+    run(story())
+
+
+def test_a_call_with_a_deadline_ends_there_and_leaves_nothing_behind() -> None:
+    async def story() -> None:
+        before = len(asyncio.all_tasks())
+        async with served() as (cluster, stub):
+            call = stub.Drain(inference_pb2.DrainRequest(worker_id="decode-1"), timeout=0.3)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert cluster.drained == ["decode-1"]
+        assert len(asyncio.all_tasks()) <= before
+
+    run(story())
