@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any, Final
 
-from pdserve.config import MIB, EngineConfig, PoolConfig
+from pdserve.cluster.guard import NODE_LEAVING
+from pdserve.config import MIB, EngineConfig, PoolConfig, WorkerConfig
 
 Manifest = dict[str, Any]
 
@@ -15,6 +17,9 @@ RAYLET_PORT: Final = 6380  # fixed, so that a probe can find it; Ray would draw 
 PROBE_PERIOD_S: Final = 10
 START_LIMIT_S: Final = 300  # a first start may convert or download a model
 TERMINATION_GRACE_S: Final = 30  # `pdserve up` stops all its processes in less than 10
+_WORKER_DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(WorkerConfig)}  # `pdserve up` sets none
+DRAIN_GRACE_S: Final = math.ceil(_WORKER_DEFAULTS["drain_timeout_s"]) + TERMINATION_GRACE_S
+"""Of a worker's pod: its preStop hook drains the worker, and counts into this."""
 
 HEAD_MEMORY_MIB: Final = 2048  # Ray's own processes
 ROUTER_MEMORY_MIB: Final = 2048  # a Ray node without workers, the driver, the router with its tokenizer
@@ -33,8 +38,12 @@ def head_template(image: str) -> Manifest:
     return _template([{**container, "ports": ports, **_tcp_probes(GCS_PORT)}])
 
 
-def worker_template(image: str, pool: PoolConfig, engine: EngineConfig) -> Manifest:
-    """One worker a pod: Ray starts our actor in it because only it offers the pool's resource."""
+def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, router: str) -> Manifest:
+    """One worker a pod: Ray starts our actor in it because only it offers the pool's resource.
+
+    The pod's SIGTERM goes to Ray, which ends our worker at once. So the worker is drained before, by a hook that asks
+    `router` (host:port of its gRPC), and is told that its node leaves: then Ray starts it again on another pod.
+    """
     on_gpu = pool.num_gpus > 0
     kv_mib = 0 if on_gpu else math.ceil(engine.kv_cache_memory / MIB)  # else it is the device's memory
     resources = _resources(
@@ -42,7 +51,14 @@ def worker_template(image: str, pool: PoolConfig, engine: EngineConfig) -> Manif
         memory_mib=WORKER_BASE_MEMORY_MIB + kv_mib,
         gpus=math.ceil(pool.num_gpus),
     )
-    return _template([{**_container("ray-worker", image, resources), **_tcp_probes(RAYLET_PORT)}])
+    script = f'touch {NODE_LEAVING}; exec pdserve drain --on-host "$POD_IP" --router {router}'
+    container = {
+        **_container("ray-worker", image, resources),
+        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", script]}}},
+        **_tcp_probes(RAYLET_PORT),
+    }
+    return _template([container], terminationGracePeriodSeconds=DRAIN_GRACE_S)
 
 
 def cpus_of(pool: PoolConfig, engine: EngineConfig) -> int:

@@ -99,6 +99,7 @@ def changed(config: Any) -> Manifest:
 
 def _ray_cluster(config: ClusterConfig, image: str, name: str) -> Manifest:
     roles = {"prefill": config.prefill, "decode": config.decode}
+    router = f"{name}:{config.router.grpc_port}"
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -110,12 +111,12 @@ def _ray_cluster(config: ClusterConfig, image: str, name: str) -> Manifest:
                 "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
                 "template": pods.head_template(image),
             },
-            "workerGroupSpecs": [_group(role, pool, config, image) for role, pool in roles.items() if pool.replicas],
+            "workerGroupSpecs": [_group(role, pool, config, image, router) for role, pool in roles.items() if pool.replicas],
         },
     }
 
 
-def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str) -> Manifest:
+def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str, router: str) -> Manifest:
     """One pod for each worker, each offering exactly what one worker of the pool asks Ray for."""
     custom = pool.resources or {f"pd_{role}": 1.0}
     return {
@@ -124,7 +125,7 @@ def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str) -> Ma
         "minReplicas": pool.replicas,
         "maxReplicas": pool.replicas,
         "rayStartParams": pods.ray_start_params(pool, custom),
-        "template": pods.worker_template(image, pool, config.engine_for(pool)),
+        "template": pods.worker_template(image, pool, config.engine_for(pool), router=router),
     }
 
 

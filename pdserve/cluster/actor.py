@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import Any, Protocol, cast
 
 import ray
 
+from pdserve.cluster.guard import NODE_LEAVING, Guard
 from pdserve.cluster.plan import WorkerPlan, on_this_node
 from pdserve.config import WorkerConfig
 from pdserve.observe.logs import setup_logging
 
-HEALTH_INTERVAL_S = 1.0
 RESTART_PAUSE_S = 1.0  # so that a worker that dies at once does not use up its restarts in a moment
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,8 @@ class RunningWorker(Protocol):
     @property
     def healthy(self) -> bool: ...
 
-    def wait(self, timeout_s: float | None) -> int | None: ...
+    def wait(self, timeout_s: float | None) -> int | None:
+        """None while it runs; 0 once it has drained or was stopped."""
 
     def stop(self, timeout_s: float) -> object: ...
 
@@ -73,7 +73,6 @@ class WorkerActor:
     def __init__(self, plan: WorkerPlan, asked_at: float) -> None:
         began = time.time()
         _log_to(Path(plan.log_dir) / f"{plan.worker_id}.log")
-        self._stopping = threading.Event()
         if ray.get_runtime_context().was_current_actor_reconstructed:
             log.warning("%s is started again", plan.worker_id)
             time.sleep(RESTART_PAUSE_S)
@@ -83,33 +82,20 @@ class WorkerActor:
         imported = time.time()
         self._worker = _start(start, config)
         self._report = self._describe(plan, began - asked_at, imported - began, time.time() - imported)
-        self._guard = threading.Thread(target=self._watch_worker, name="guard", daemon=True)
-        self._guard.start()
+        self._guard = Guard(self._worker, node_leaves=lambda: plan.node_address and NODE_LEAVING.exists())
 
     def report(self) -> WorkerReport:
         return self._report
 
-    def watch(self) -> None:
-        """Return once the worker was told to stop. If the process dies first, the caller's call fails: that is the signal."""
-        self._stopping.wait()
+    def watch(self) -> bool:
+        """Return once the worker has drained (True) or was told to stop. If the process dies first, the caller's call
+        fails: that is the signal."""
+        return self._guard.wait()
 
     def stop(self, timeout_s: float) -> None:
         """Stop the worker without draining it. The process is ended by Ray afterwards."""
-        self._stopping.set()
+        self._guard.stop()
         self._worker.stop(timeout_s)
-        self._guard.join(timeout=HEALTH_INTERVAL_S)
-
-    def _watch_worker(self) -> None:
-        """End the process when the worker ended or is unhealthy, so that Ray starts another.
-
-        `os._exit`: the transport of an unhealthy worker may still write to its memory, and unloading it can hang.
-        """
-        while not self._stopping.wait(HEALTH_INTERVAL_S):
-            status = self._worker.wait(0.0)
-            if status is not None or not self._worker.healthy:
-                log.error("the worker %s; ending its process", "is unhealthy" if status is None else f"exited with {status}")
-                logging.shutdown()
-                os._exit(1)
 
     def _describe(self, plan: WorkerPlan, process_s: float, import_s: float, load_s: float) -> WorkerReport:
         memory = self._worker.memory

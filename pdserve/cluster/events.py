@@ -20,6 +20,7 @@ class WorkerPhase(Enum):
     LOADED = "loaded"  # the model is in memory and the services are up
     READY = "ready"  # the router may place requests on it
     RESTARTING = "restarting"  # its process died and Ray starts another
+    DRAINED = "drained and left"  # an operator asked for it: nobody starts it again
     DEAD = "dead"  # for good
 
 

@@ -158,8 +158,8 @@ class Cluster:
             if status is not None:
                 self._restart_router(self._router, status, backoff)
             self._pool.check()
-            if plan.DECODE in self._pool.all_dead:
-                raise ClusterError(f"no decode worker is left; see {self.folders.logs}")
+            if plan.DECODE in self._pool.all_gone:
+                raise ClusterError(f"no decode worker is left, so nothing can be served; see {self.folders.logs}")
 
     def _restart_router(self, router: RouterProcess, status: int, backoff: Backoff) -> None:
         """A new router at the same addresses; the workers dial it again by themselves."""

@@ -1,7 +1,8 @@
 """The workers of both pools as Ray actors: started together, watched without polling them, stopped.
 
 One call per worker, `watch`, stays open for as long as the worker's process lives. Ray fails it when the process
-dies, and its error tells a death that Ray heals from one that is for good.
+dies, and its error tells a death that Ray heals from one that is for good. When it returns, the worker has drained:
+its process is ended for good, its node's place is free.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Member:
     pending: Any  # reference of its open call: `report` while it starts, then `watch`
     report: WorkerReport | None = None
     restarting: bool = False  # Ray fails each call to it meanwhile: one death is told once
-    dead: bool = False
+    gone: bool = False  # for good
 
 
 class WorkerPool:
@@ -68,8 +69,8 @@ class WorkerPool:
                     raise _failed_start(member.plan, exc) from exc
 
     def check(self) -> None:
-        """Look once, without waiting, whether a worker died or came back; tells the listener."""
-        for member in self._answered([member for member in self._members if not member.dead], 0.0):
+        """Look once, without waiting, whether a worker died, came back or left; tells the listener."""
+        for member in self._answered([member for member in self._members if not member.gone], 0.0):
             try:
                 answer = ray.get(member.pending)
             except RayError as exc:
@@ -77,6 +78,8 @@ class WorkerPool:
                 continue
             if isinstance(answer, WorkerReport):
                 self._loaded(member, answer)
+            elif answer:
+                self._drained(member)
 
     @property
     def reports(self) -> tuple[WorkerReport, ...]:
@@ -84,10 +87,10 @@ class WorkerPool:
         return tuple(member.report for member in self._members if member.report is not None)
 
     @property
-    def all_dead(self) -> tuple[str, ...]:
+    def all_gone(self) -> tuple[str, ...]:
         """Roles of which no worker will come back."""
         roles = dict.fromkeys(plan.role for plan in self._plans)
-        return tuple(role for role in roles if all(m.dead for m in self._members if m.plan.role == role))
+        return tuple(role for role in roles if all(m.gone for m in self._members if m.plan.role == role))
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop all at once, within the bound, then end their processes for good. Idempotent."""
@@ -119,8 +122,15 @@ class WorkerPool:
                 member.restarting = True
                 self._tell(member.plan, WorkerPhase.RESTARTING)
         else:
-            member.dead = True
+            member.gone = True
             self._tell(member.plan, WorkerPhase.DEAD, f"see {member.plan.log_dir}/{member.plan.worker_id}.log")
+
+    def _drained(self, member: _Member) -> None:
+        """Its process is still there, empty: Ray would start another if it ended by itself."""
+        member.report = None
+        member.gone = True
+        ray.kill(member.actor, no_restart=True)
+        self._tell(member.plan, WorkerPhase.DRAINED)
 
     def _tell(self, plan: WorkerPlan, phase: WorkerPhase, detail: str = "") -> None:
         self._listener(WorkerChanged(plan.worker_id, phase, detail))

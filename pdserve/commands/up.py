@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 @cluster_options
 @one_line_errors
 def up(**flags: Any) -> int:
-    """Start a router and both pools; run until SIGINT or SIGTERM (a second one stops at once)."""
+    """Start a router and both pools; run until SIGINT or SIGTERM (a second one stops at once).
+
+    Stopping cancels what still runs; to take workers out one by one without losing anything, use `pdserve drain`.
+    """
     config = cluster_config(**flags)
     from pdserve.commands.stopping import StopSignals
 

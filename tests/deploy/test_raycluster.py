@@ -15,7 +15,8 @@ from crd_schema import strict_validator
 from jsonschema import Draft7Validator
 
 from deploy.raycluster import MAX_NAME, main, on_kubernetes, ray_version, render, to_yaml
-from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, load
+from pdserve.cluster.guard import NODE_LEAVING
+from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, WorkerConfig, load
 from pdserve.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,21 @@ def test_the_config_map_holds_the_configuration(config: ClusterConfig, tmp_path:
     assert loaded.lease == config.lease
     assert dataclasses.replace(loaded.engine, threads=0) == dataclasses.replace(config.engine, threads=0)
     assert 0 not in (loaded.router.http_port, loaded.router.grpc_port, loaded.router.link_port)
+
+
+def test_a_workers_pod_is_drained_before_ray_is_told_to_end() -> None:
+    """The hook names the router's Service, finds the worker by the pod's own address, and has the time that a drain may
+    take."""
+    found = objects(ClusterConfig(router=RouterConfig(grpc_port=7777)))
+    for group in found["RayCluster/pd"]["spec"]["workerGroupSpecs"]:
+        spec = group["template"]["spec"]
+        container = spec["containers"][0]
+        shell, flag, script = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert (shell, flag) == ("/bin/sh", "-c")
+        assert script == f'touch {NODE_LEAVING}; exec pdserve drain --on-host "$POD_IP" --router pd:7777'
+        assert container["env"] == [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+        assert spec["terminationGracePeriodSeconds"] > WorkerConfig("w", "r:1").drain_timeout_s
+    assert found["Service/pd"]["spec"]["ports"][1]["port"] == 7777
 
 
 def test_each_pool_is_a_group_that_offers_what_its_workers_ask_for() -> None:

@@ -1,0 +1,35 @@
+"""Workers that drain leave a real Ray cluster for good; the last decode worker takes the cluster with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from pdserve.client import InferenceClient
+from pdserve.cluster import processes
+
+pytestmark = pytest.mark.ray
+WAIT_S = 30.0
+
+
+def test_up_says_who_drained_and_does_not_start_it_again(run_command: Any) -> None:
+    """(1) One of two decode workers drains: `up` says so, its process ends though restarts are left, the others go on.
+    (2) The last decode worker drains: nothing can be served any more, which is an error."""
+    command = run_command("up", "--port", "0", "--decode", "2")
+    command.wait_for("ready; Ctrl-C stops it")
+    address = re.search(r"^gRPC +(\S+)", command.text, re.MULTILINE)
+    assert address is not None
+    with InferenceClient(address[1]) as client:
+        pids = {worker.worker_id: worker.pid for worker in client.cluster_state().workers}
+        (leaving,) = [p for p in processes.descendants([command.child.pid]) if p.pid == pids["decode-1"]]
+        assert list(client.drain("decode-1"))[-1].done
+        command.wait_for("decode-1 drained and left")
+        assert not processes.wait_gone([leaving], WAIT_S)
+        assert [worker.worker_id for worker in client.cluster_state().workers] == ["decode-0", "prefill-0"]
+        assert list(client.drain("decode-0"))[-1].done
+    command.wait_for("decode-0 drained and left")
+    assert command.end() == 1
+    assert "no decode worker is left" in command.text
+    assert "restarting" not in command.text

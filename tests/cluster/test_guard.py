@@ -1,0 +1,81 @@
+"""Who ends a worker's process, and whether it is started again: told apart without Ray."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from pdserve.cluster.guard import Guard
+
+WAIT_S = 10.0
+
+
+@dataclass
+class Worker:
+    """Ends when a test sets its status."""
+
+    status: int | None = None
+    healthy: bool = True
+
+    def wait(self, timeout_s: float | None) -> int | None:
+        return self.status
+
+
+@dataclass
+class Guarded:
+    worker: Worker = field(default_factory=Worker)
+    node_leaves: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    drained: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self.worker, node_leaves=lambda: self.node_leaves, end_process=self.ended.set, interval_s=0.01)
+        self.waiter = threading.Thread(target=lambda: self.drained.append(self.guard.wait()))
+        self.waiter.start()
+
+    def finish(self) -> None:
+        self.guard.stop()
+        self.waiter.join(WAIT_S)
+        assert not self.waiter.is_alive()
+
+
+def test_a_drained_worker_says_so_and_its_process_stays_for_whoever_removes_it() -> None:
+    guarded = Guarded()
+    guarded.worker.healthy = False  # as a worker is that has ended
+    guarded.worker.status = 0
+    guarded.waiter.join(WAIT_S)
+    guarded.finish()
+    assert guarded.drained == [True]
+    assert not guarded.ended.is_set()
+
+
+def test_a_worker_that_broke_ends_its_process() -> None:
+    guarded = Guarded()
+    guarded.worker.status = 1
+    assert guarded.ended.wait(WAIT_S)
+    guarded.finish()
+    assert guarded.drained == [False]
+
+
+def test_an_unhealthy_worker_ends_its_process_though_it_still_runs() -> None:
+    guarded = Guarded()
+    guarded.worker.healthy = False
+    assert guarded.ended.wait(WAIT_S)
+    guarded.finish()
+
+
+def test_a_worker_that_drained_because_its_node_leaves_is_started_elsewhere() -> None:
+    guarded = Guarded(node_leaves=True)
+    guarded.worker.status = 0
+    assert guarded.ended.wait(WAIT_S)
+    guarded.finish()
+    assert guarded.drained == [False]
+
+
+def test_a_worker_that_is_stopped_has_neither_drained_nor_broken() -> None:
+    guarded = Guarded()
+    guarded.guard.stop()
+    guarded.worker.status = 0
+    guarded.finish()
+    assert guarded.drained == [False]
+    assert not guarded.ended.is_set()
