@@ -17,6 +17,9 @@ RAYLET_PORT: Final = 6380  # fixed, so that a probe can find it; Ray would draw 
 PROBE_PERIOD_S: Final = 10
 START_LIMIT_S: Final = 300  # a first start may convert or download a model
 TERMINATION_GRACE_S: Final = 30  # `pdserve up` stops all its processes in less than 10
+RAY_DRAIN_S: Final = "1"
+"""Ray would wait 30 s for a node with an actor to become idle, which it never does; 0 would not even mark the node as
+leaving, and the worker's loss would count as one of its restarts."""
 _WORKER_DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(WorkerConfig)}  # `pdserve up` sets none
 DRAIN_GRACE_S: Final = math.ceil(_WORKER_DEFAULTS["drain_timeout_s"]) + TERMINATION_GRACE_S
 """Of a worker's pod: its preStop hook drains the worker, and counts into this."""
@@ -41,8 +44,9 @@ def head_template(image: str) -> Manifest:
 def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, router: str) -> Manifest:
     """One worker a pod: Ray starts our actor in it because only it offers the pool's resource.
 
-    The pod's SIGTERM goes to Ray, which ends our worker at once. So the worker is drained before, by a hook that asks
-    `router` (host:port of its gRPC), and is told that its node leaves: then Ray starts it again on another pod.
+    The pod's SIGTERM goes to Ray, which does not pass it on and ends our worker after a while. So the worker is drained
+    before, by a hook that asks `router` (host:port of its gRPC) and leaves a mark that the node goes: then Ray finds the
+    worker lost with the node and starts it on another pod.
     """
     on_gpu = pool.num_gpus > 0
     kv_mib = 0 if on_gpu else math.ceil(engine.kv_cache_memory / MIB)  # else it is the device's memory
@@ -54,7 +58,10 @@ def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, route
     script = f'touch {NODE_LEAVING}; exec pdserve drain --on-host "$POD_IP" --router {router}'
     container = {
         **_container("ray-worker", image, resources),
-        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": RAY_DRAIN_S},
+        ],
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", script]}}},
         **_tcp_probes(RAYLET_PORT),
     }

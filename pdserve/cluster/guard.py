@@ -3,9 +3,10 @@
 A process that ends by itself is started again by Ray, also with status 0, while restarts last. So a worker that broke
 ends its process, and one that has drained only says so: whoever started it then removes it for good.
 
-No signal reaches a worker here. Ray runs an actor's methods beside the main thread's loop, where no handler can be
-set, and when its node gets SIGTERM it ends the processes at once. On Kubernetes the pod's preStop hook therefore drains
-the worker before that, and leaves a mark (`NODE_LEAVING`): the node goes, the worker is still wanted elsewhere.
+A node that gets SIGTERM does not pass it on: Ray tells its scheduler that the node drains, waits for a while, then ends
+the processes, whatever they do (measured with Ray 2.60). On Kubernetes the pod's preStop hook therefore drains the
+worker before that, and leaves a mark, `NODE_LEAVING`: the node goes, the worker is still wanted. Its process then stays
+as it is, empty, so that Ray finds it lost with the node and starts it on another one.
 """
 
 from __future__ import annotations
@@ -70,17 +71,18 @@ class Guard:
     def _run(self) -> None:
         while not self._over.wait(self._interval_s):
             status = self._worker.wait(0.0)
-            if status == 0 and not self._node_leaves():
-                log.info("the worker has drained")
-                self._drained = True
-                self._over.set()
-            elif status is not None or not self._worker.healthy:
-                log.error("%s; ending its process", _why(status))
+            if status == 0:
+                self._has_drained()
+                return
+            if status is not None or not self._worker.healthy:
+                log.error("the worker %s; ending its process", "is unhealthy" if status is None else f"exited with {status}")
                 self._end_process()
                 return
 
-
-def _why(status: int | None) -> str:
-    if status is None:
-        return "the worker is unhealthy"
-    return "the worker has drained, and its node leaves" if status == 0 else f"the worker exited with {status}"
+    def _has_drained(self) -> None:
+        if self._node_leaves():
+            log.info("the worker has drained; its node leaves")
+            return
+        log.info("the worker has drained")
+        self._drained = True
+        self._over.set()

@@ -64,12 +64,16 @@ def test_an_unhealthy_worker_ends_its_process_though_it_still_runs() -> None:
     guarded.finish()
 
 
-def test_a_worker_that_drained_because_its_node_leaves_is_started_elsewhere() -> None:
+def test_a_worker_that_drained_because_its_node_leaves_waits_to_be_lost_with_it() -> None:
+    """Ended by itself it would be started again at once, on the node that leaves; removed, it would never come back."""
     guarded = Guarded(node_leaves=True)
     guarded.worker.status = 0
-    assert guarded.ended.wait(WAIT_S)
+    guarded.guard._thread.join(WAIT_S)
+    assert not guarded.guard._thread.is_alive()
+    assert guarded.waiter.is_alive()
     guarded.finish()
     assert guarded.drained == [False]
+    assert not guarded.ended.is_set()
 
 
 def test_a_worker_that_is_stopped_has_neither_drained_nor_broken() -> None:

@@ -119,7 +119,7 @@ def test_a_workers_pod_is_drained_before_ray_is_told_to_end() -> None:
         shell, flag, script = container["lifecycle"]["preStop"]["exec"]["command"]
         assert (shell, flag) == ("/bin/sh", "-c")
         assert script == f'touch {NODE_LEAVING}; exec pdserve drain --on-host "$POD_IP" --router pd:7777'
-        assert container["env"] == [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+        assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container["env"]
         assert spec["terminationGracePeriodSeconds"] > WorkerConfig("w", "r:1").drain_timeout_s
     assert found["Service/pd"]["spec"]["ports"][1]["port"] == 7777
 
