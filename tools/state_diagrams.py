@@ -42,9 +42,11 @@ def transitions_of(module: str) -> Table:
 
 
 def section(title: str, module: str, table: Table) -> str:
-    """One machine: its diagram, then what a diagram shows badly."""
+    """One machine: its diagram, then what a diagram shows badly. A state that no event leads to is the table's mistake."""
     arrows = grouped(table)
     states = list(type(next(iter(table))[0]))
+    reached = {target for source, target in arrows if source is not target}
+    assert reached >= set(states[1:]), f"{module}: nothing leads to {set(states[1:]) - reached}"
     ends = [state for state in states if all(target is state for source, target in arrows if source is state)]
     lines = [f"    [*] --> {states[0].name}"]
     for (source, target), events in arrows.items():
@@ -52,7 +54,7 @@ def section(title: str, module: str, table: Table) -> str:
             lines.append(f"    {source.name} --> {target.name}: {', '.join(events)}")
     lines += [f"    {state.name} --> [*]" for state in ends]
     diagram = "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"])
-    return "\n".join([f"## {title}", "", f"`{module.replace('.', '/')}.py`", "", diagram, "", *_notes(states, ends, arrows)])
+    return "\n".join([f"## {title}", "", f"`{module.replace('.', '/')}.py`", "", diagram, "", *_notes(ends, arrows)])
 
 
 def grouped(table: Table) -> dict[tuple[Enum, Enum], list[str]]:
@@ -63,14 +65,10 @@ def grouped(table: Table) -> dict[tuple[Enum, Enum], list[str]]:
     return arrows
 
 
-def _notes(states: list[Enum], ends: list[Enum], arrows: Mapping[tuple[Enum, Enum], list[str]]) -> list[str]:
-    """What is absorbed at the end, and which states no event of the table leads to."""
+def _notes(ends: list[Enum], arrows: Mapping[tuple[Enum, Enum], list[str]]) -> list[str]:
+    """What is absorbed at the end: an arrow from there to itself would only hide the others."""
     absorbed = {state: events for state in ends if (events := arrows.get((state, state)))}
     lines = [f"- {state.name} absorbs what comes late: {', '.join(events)}." for state, events in absorbed.items()]
-    reached = {target for source, target in arrows if source is not target}
-    inner = [state.name for state in states[1:] if state not in reached]
-    if inner:
-        lines.append(f"- The machine enters {', '.join(inner)} by itself, when what it waited for is complete.")
     return [*lines, ""] if lines else []
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ REAL = ("-m", "pdserve.cli")
 UP = ("up", "--model", "tiny", "--prefill", "1", "--decode", "1", "--kv-cache-memory", "16MiB")
 FREE = ("--port", "0", "--grpc-port", "0")
 BOUND_S = 60.0
+STREAMS, TOKENS = 8, 400
 
 
 def test_up_serves_heals_and_stops(run_command: Any) -> None:
@@ -50,6 +52,31 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
     command.signal(signal.SIGINT)
     assert command.end() == 0, command.text
     assert "Traceback" not in command.text
+    command.assert_nothing_left()
+
+
+def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> None:
+    """(1) Streams run on both decode workers. (2) One worker drains: `up` says so, every stream ends whole, none was tried
+    again. (3) What comes later is served by the other."""
+    command = run_command(*UP, *FREE, "--decode", "2", program=REAL, PYTHONPATH=str(ROOT))
+    command.wait_for("ready; Ctrl-C stops it")
+    with InferenceClient(grpc_address(command.text)) as client, ThreadPoolExecutor(STREAMS) as pool:
+        asked = [build(text="Hello", max_tokens=TOKENS, temperature=0.0, ignore_eos=True) for _ in range(STREAMS)]
+        answers = [pool.submit(lambda request=request: list(client.generate(request))) for request in asked]
+        wait_for(lambda: worker(client, "decode-1").requests_placed > 0)
+        progress = list(client.drain("decode-1"))
+        assert progress[0].requests_placed > 0
+        assert progress[-1].done
+        ends = [answer.result(BOUND_S)[-1] for answer in answers]
+        assert {end.usage.output_tokens for end in ends} == {TOKENS}
+        assert {end.report.attempts for end in ends} == {1}
+        assert {end.report.decode_worker for end in ends} == {"decode-0", "decode-1"}
+        command.wait_for("decode-1 drained and left")
+        assert generate(client).report.decode_worker == "decode-0"
+        assert [each.worker_id for each in client.cluster_state().workers] == ["prefill-0", "decode-0"]
+    command.signal(signal.SIGINT)
+    assert command.end() == 0, command.text
+    assert "restarting" not in command.text
     command.assert_nothing_left()
 
 

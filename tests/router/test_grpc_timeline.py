@@ -48,6 +48,26 @@ def test_a_deadline_that_passes_in_mid_stream_leaves_a_timeline() -> None:
     run(story())
 
 
+def test_a_recovered_request_tells_its_attempts_and_the_metrics_tell_why() -> None:
+    async def story() -> None:
+        async with local_cluster((PREFILL, DECODE, DECODE)) as cluster:
+            for worker in cluster.workers:
+                worker.token_interval_s = 0.01
+            call = cluster.stub.Generate(generate_request((1, 2), 60))
+            said = aiter(call)
+            for _ in range(5):
+                await anext(said)
+            serving = next(worker for worker in cluster.workers if worker.role == DECODE and worker.live_handles)
+            await serving.stop()
+            rest = [message async for message in said]
+            assert rest[-1].usage.output_tokens == 60
+            timeline = json.loads(dict(await call.trailing_metadata())[TIMELINE_METADATA])
+            assert (timeline["attempts"], timeline["retry_reasons"]) == (2, ["replica_lost"])
+            assert b'pdserve_retries_total{reason="replica_lost"} 1.0' in cluster.service.metrics()
+
+    run(story())
+
+
 def test_a_request_that_was_never_queued_has_no_timeline() -> None:
     async def story() -> None:
         async with local_cluster((DECODE,)) as cluster:
