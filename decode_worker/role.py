@@ -11,12 +11,14 @@ Bind -> reserve whole -> Reserved -> Attach(lease, ticket) -> follow the lease, 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from decode_worker.inbound import Inbound
 from kvtransfer.lease_client import LeaseClient
+from kvtransfer.peer_link import PeerLink
 from kvtransfer.pull import Pulled
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
@@ -58,6 +60,7 @@ class DecodeRole:
             host.transfer,
             host.config.lease,
             cluster_token=host.config.cluster_token,
+            make_link=functools.partial(PeerLink, open_channel=host.open_channel),
         )
 
     @property

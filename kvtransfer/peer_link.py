@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 import grpc.aio
@@ -35,7 +35,15 @@ _PASSING: Final = (ReplicaLost, TransferFailed, Overloaded)  # worth another try
 class PeerLink:
     """One channel and its background tasks, loop-owned. `close` releases both."""
 
-    def __init__(self, incarnation: Incarnation, address: str, config: LeaseConfig, *, cluster_token: str) -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        address: str,
+        config: LeaseConfig,
+        *,
+        cluster_token: str,
+        open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
         self.incarnation = incarnation
         self.address = address
         self.closed = False

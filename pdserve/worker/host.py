@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -14,10 +14,13 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import Incarnation, SeqId
 from pdserve.core.kv_layout import KvLayout
-from pdserve.engine.kv_cache import KvCache
+from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import link_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.messages import Command, StepEvents
+
+if TYPE_CHECKING:  # the roles run without torch where the model is not the real one
+    from pdserve.engine.kv_cache import KvCache
 
 
 class Role(Protocol):
@@ -55,6 +58,8 @@ class Host:
     server: grpc.aio.Server
     submit: Callable[[Command], None]
     send: Callable[[link_pb2.WorkerMessage], None]
+    open_channel: Callable[[str], grpc.aio.Channel] = open_channel
+    """To a peer's services."""
     draining: bool = False
     """Nothing new is taken; what is here is finished."""
     _last_seq_id: int = 0

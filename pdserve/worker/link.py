@@ -44,6 +44,7 @@ class Link:
         router_lost_s: float,
         on_command: Callable[[link_pb2.RouterMessage], None],
         on_lost: Callable[[], None],
+        open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         self._router_address = router_address
         self._metadata = token_metadata(cluster_token)
@@ -54,6 +55,7 @@ class Link:
         self._heard_s: float | None = None  # last sign of a router that answers heartbeats; None: it never has
         self._on_command = on_command
         self._on_lost = on_lost
+        self._open_channel = open_channel
         self._outbound: asyncio.Queue[link_pb2.WorkerMessage] | None = None
         self._overflow = asyncio.Event()
         self.connected = asyncio.Event()
@@ -95,7 +97,7 @@ class Link:
         self._heard_s = None
         self._outbound.put_nowait(link_pb2.WorkerMessage(hello=self._hello()))
         try:
-            async with open_channel(self._router_address) as channel:
+            async with self._open_channel(self._router_address) as channel:
                 call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=self._metadata)
                 # Written by a task of ours: grpc.aio leaks the one it makes for a request iterator when a stream breaks.
                 writing = asyncio.create_task(self._write(call, self._outbound))
