@@ -44,6 +44,8 @@ class OpenStream:
     def __init__(self, cluster: ProcessCluster, message: inference_pb2.GenerateRequest) -> None:
         self._channel = grpc.insecure_channel(cluster.grpc)
         self._call: Any = inference_pb2_grpc.InferenceStub(self._channel).Generate(message, timeout=60)
+        self.report = inference_pb2.RequestReport()
+        """Of the request, once its last token was read."""
 
     def __enter__(self) -> OpenStream:
         return self
@@ -54,12 +56,14 @@ class OpenStream:
     def __iter__(self) -> Iterator[inference_pb2.GenerateResponse]:
         return iter(self._call)
 
-    def read(self, tokens: int) -> int:
-        """Read at least so many tokens; how many came."""
-        count = 0
-        while count < tokens:
-            count += len(next(self._call).ids)
-        return count
+    def read(self, tokens: int) -> list[int]:
+        """At least so many more tokens, or all that are left."""
+        ids: list[int] = []
+        while len(ids) < tokens and not self.report.total_s:
+            part = next(self._call)
+            ids += part.ids
+            self.report = part.report
+        return ids
 
     def cancel(self) -> None:
         self._call.cancel()

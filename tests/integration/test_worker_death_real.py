@@ -1,4 +1,4 @@
-"""Workers that die under their requests: one clean error in time, and the rest of the service goes on."""
+"""Workers that die or are told to stop under their requests: the requests end as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from real_service import (
 from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import common_pb2
 from pdserve.testing.client import Answer, generate_all, request
-from pdserve.testing.processes import ProcessCluster, worker_ids
+from pdserve.testing.processes import ProcessCluster
+
+MANY = 400  # tokens: half a second of decoding at least
 
 pytestmark = pytest.mark.cluster
 
@@ -54,50 +56,41 @@ def start_again(cluster: ProcessCluster, worker_id: str) -> None:
     cluster.wait_state(lambda state: any(w.worker_id == worker_id and w.ready for w in state.workers), BOUND_S)
 
 
-def assert_lost(stream: OpenStream, worker_id: str) -> None:
-    """The stream ends with UNAVAILABLE, names the worker, and says by its reason that a retry may help."""
-    error = stream.failure()
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert dict(error.trailing_metadata())[REASON_METADATA] == "replica_lost"
-    assert worker_id in error.details()
-
-
 @pytest.mark.parametrize("placement", [APART, TOGETHER], ids=["apart", "together"])
-def test_a_killed_decode_worker_ends_its_stream_and_the_other_goes_on(cluster, placement):
-    """(1) It dies in the middle of a stream. (2) That stream ends. (3) The other serves. (4) It comes back and serves."""
-    expected = ask(cluster, placement).ids
-    with long_stream(cluster, placement) as stream:
-        stream.read(5)
+def test_a_killed_decode_worker_costs_its_stream_nothing_but_time(cluster, placement):
+    """(1) It dies in the middle of a stream. (2) The stream goes on where it stopped and ends like an undisturbed one.
+    (3) The worker comes back and serves."""
+    message = request("hello there", placement, max_tokens=MANY, **GREEDY)
+    expected = generate_all(cluster.grpc, [message])[0]
+    with OpenStream(cluster, message) as stream:
+        early = stream.read(5)
         victim = serving(cluster)
         kill(cluster, victim)
-        assert_lost(stream, victim)
-    (other,) = {"decode-0", "decode-1"} - {victim}
-    cluster.wait_state(lambda state: victim not in worker_ids(state), BOUND_S)
-    for _ in range(2):
-        answer = ask(cluster, placement)
-        assert (answer.ids, answer.report.decode_worker) == (expected, other)
+        late = stream.read(MANY)
+        assert early + late == expected.ids
+        assert stream.report.attempts == 2
     cluster.assert_empty()
     start_again(cluster, victim)
     answers = [ask(cluster, placement) for _ in range(4)]
-    assert {answer.report.decode_worker for answer in answers} == {victim, other}
-    assert all(answer.ids == expected for answer in answers)
+    assert victim in {answer.report.decode_worker for answer in answers}
+    assert all(answer.ids == expected.ids[: len(answer.ids)] for answer in answers)
 
 
-def test_a_killed_prefill_worker_ends_its_prompts_and_auto_goes_on_colocated(cluster):
-    """(1) It dies in the middle of a prompt. (2) That request ends, decode is freed. (3) auto colocates, and who insists
-    is refused. (4) It comes back under its id and KV moves again."""
+def test_a_killed_prefill_worker_leaves_its_prompts_to_decode(cluster):
+    """(1) It dies in the middle of a prompt. (2) That prompt is computed again, colocated for want of another. (3) Who
+    insists on two pools is refused. (4) It comes back under its id and KV moves again."""
     expected = ask(cluster, APART).ids
-    with long_prefill(cluster) as stream:
+    with long_prefill(cluster, AUTO) as stream:
         wait_prefilling(cluster)
         kill(cluster, "prefill-0")
-        assert_lost(stream, "prefill-0")
+        assert len(stream.read(4)) == 4
+        assert stream.report.attempts == 2
+        assert (stream.report.placement, stream.report.placement_reason) == (TOGETHER, "prefill_pool_empty")
     cluster.assert_empty()
-    answer = ask(cluster, AUTO)
-    assert answer.ids == expected
-    assert answer.report.placement == TOGETHER
-    assert answer.report.placement_reason == "prefill_pool_empty"
     with OpenStream(cluster, request("hello there", APART, max_tokens=8)) as stream:
-        assert stream.failure().code() is grpc.StatusCode.UNAVAILABLE
+        error = stream.failure()
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(error.trailing_metadata())[REASON_METADATA] == "unavailable"
     start_again(cluster, "prefill-0")
     answer = ask(cluster, AUTO)
     assert (answer.ids, answer.report.prefill_worker) == (expected, "prefill-0")
@@ -109,7 +102,7 @@ def test_a_prefill_worker_killed_after_its_handoff_is_not_missed(cluster):
     with long_stream(cluster, APART) as stream:
         stream.read(5)
         kill(cluster, "prefill-0")
-        assert stream.read(200) >= 200
+        assert len(stream.read(200)) >= 200
         stream.cancel()
     start_again(cluster, "prefill-0")
     assert ask(cluster, APART).report.kv_bytes > 0
@@ -150,8 +143,8 @@ def test_sigterm_under_load_drains_both_roles_and_loses_nothing():
         for name in ("prefill-0", "decode-0"):
             cluster.processes[name].popen.terminate()
         cluster.wait_state(lambda state: all(worker.draining for worker in state.workers), BOUND_S)
-        assert prompt.read(4) == 4
-        assert answer.read(LONG_OUTPUT - 5) > 0
+        assert len(prompt.read(4)) == 4
+        assert len(answer.read(LONG_OUTPUT - 5)) == LONG_OUTPUT - 5
         for name in ("prefill-0", "decode-0"):
             assert cluster.processes[name].popen.wait(BOUND_S) == 0, cluster.processes[name].log()
         cluster.wait_state(lambda state: not state.workers, BOUND_S)
