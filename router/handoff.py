@@ -44,7 +44,7 @@ class Handoff:
         elif self._dispatcher.prefill(request, now_s):
             self._requests.move(request, _E.RESERVED, now_s)
         elif request.probe is not None:
-            self._recovery.retry(request, ReplicaLost("its prefill worker has left"), now_s)
+            self._recovery.retry(request, ReplicaLost("its prefill worker has left or is leaving"), now_s)
         else:
             self._dispatcher.requeue(request, _E.PREFILL_POOL_EMPTY, now_s)
 

@@ -79,7 +79,8 @@ class Placer:
     def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
         """None: the pool is empty, has fallen silent, or is set aside from that decode worker."""
         if request.probe is not None:
-            return None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
+            peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
+            return None if peer is None or peer.draining else peer
         lenders = self._paired(self._lenders(request, now_s, serving=True), decode, now_s)
         return self._pick(Role.PREFILL, lenders, scorers.prefill_score)
 

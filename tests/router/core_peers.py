@@ -140,6 +140,9 @@ class Stage:
     def tell(self, event: ev.Event) -> list[ev.Effect]:
         effects = self.core.handle(event, now_s=self.now_s)
         for effect in effects:
+            if isinstance(effect, ev.SendBind | ev.SendPrefill):
+                worker = self.core.registry.get(effect.link)
+                assert worker is None or not worker.draining, "placed on a draining worker"
             self._perform(effect)
         self.effects.extend(effects)
         return effects

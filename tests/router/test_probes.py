@@ -193,6 +193,18 @@ def test_a_draining_worker_is_no_peer_and_is_not_probed() -> None:
     stage.assert_empty()
 
 
+def test_a_peer_that_begins_to_drain_is_sent_no_prefill() -> None:
+    stage = probing()
+    prefill = stage.join("prefill-0", ev.Role.PREFILL)
+    decode = stage.join("decode-0", ev.Role.DECODE)
+    stage.tell(ev.DrainAsked(prefill.hello.worker_id))
+    stage.run()
+    assert "leaving" in reason(stage, decode)
+    later(stage, 1.0)
+    assert reason(stage, decode) == ""
+    stage.assert_empty()
+
+
 def test_a_broken_protocol_fails_the_probe_alone() -> None:
     stage = probing()
     decode = stage.join("decode-0", ev.Role.DECODE)

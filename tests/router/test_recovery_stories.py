@@ -144,6 +144,33 @@ def test_a_rebind_attaches_when_the_prefill_starts_after_it() -> None:
     finish(stage, outcome, attempts=1, binds=2)
 
 
+def test_a_rebind_attaches_when_its_worker_reserves_after_the_prefill_started() -> None:
+    stage = pools()
+    outcome = stage.submit("r", max_tokens=6)
+    prefill_sent(stage)
+    stage.leave(busy(stage, ev.Role.DECODE))
+    stage.deliver(busy(stage, ev.Role.PREFILL))
+    assert not sent(stage, ev.SendAttach)
+    stage.deliver(busy(stage, ev.Role.DECODE))
+    assert len(sent(stage, ev.SendAttach)) == 1
+    finish(stage, outcome, attempts=1, binds=2)
+
+
+def test_a_rebind_avoids_a_worker_that_the_lenders_kv_does_not_reach() -> None:
+    stage = pools(prefill=1, decode=2)
+    outcome = stage.submit("r", max_tokens=6)
+    prefilling(stage)
+    lost = busy(stage, ev.Role.DECODE)
+    other = next(p for p in stage.peers.values() if p.hello.role is ev.Role.DECODE and p is not lost)
+    lender = busy(stage, ev.Role.PREFILL)
+    stage.core.pairs.failed(lender.hello, other.hello, "no route", now_s=stage.now_s)
+    stage.leave(lost)
+    assert sent(stage, ev.SendBind)[-1].work.attempt == 2
+    finish(stage, outcome, attempts=2, binds=2)
+    assert outcome.report is not None
+    assert outcome.report.placement_reason == "pairs_set_aside"
+
+
 @pytest.mark.parametrize("why", ["nobody else", "refused", "committed"])
 def test_a_rebind_that_cannot_be_becomes_a_retry_and_the_lease_is_given_back(why: str) -> None:
     stage = pools(decode=1 if why == "nobody else" else 2)
@@ -206,14 +233,45 @@ def test_tokens_of_a_dead_bind_are_dropped_at_the_door() -> None:
 
 
 def test_tokens_held_for_a_lost_attempt_are_drawn_again() -> None:
-    """Decode sent tokens 1 and 2 before token 0 was heard; with the prefill worker their attempt dies."""
+    """Decode sent token 1 before token 0 was heard; with the prefill worker their attempt dies."""
     stage = pools()
     outcome = stage.submit("r", max_tokens=6)
-    committed_early(stage)
+    prefilling(stage)
+    decode = busy(stage, ev.Role.DECODE)
+    (handle,) = decode.jobs
+    stage.tell(ev.KvCommitted(decode.link, handle, 1, 0.1, 0.1, 0.1))
+    stage.tell(ev.StepRows(decode.link, [row(handle, 1, ids=[99])]))
     assert outcome.emitted == []
     stage.leave(busy(stage, ev.Role.PREFILL))
     assert sent(stage, ev.SendBind)[-1].work.resumed == 0
     finish(stage, outcome, attempts=2, binds=2)
+
+
+def test_decode_may_not_draw_the_token_that_prefill_draws_in_a_replay() -> None:
+    stage = pools()
+    outcome = stage.submit("r", max_tokens=6)
+    in_handoff(stage)
+    stage.leave(stage.peers[sent(stage, ev.SendPrefill)[0].link])
+    prefilling(stage)
+    decode = busy(stage, ev.Role.DECODE)
+    (handle,) = decode.jobs
+    stage.tell(ev.KvCommitted(decode.link, handle, 1, 0.1, 0.1, 0.1))
+    stage.tell(ev.StepRows(decode.link, [row(handle, 1)]))
+    assert outcome.ended == ["internal_bug"]
+    stage.assert_empty()
+
+
+def test_a_message_that_comes_twice_on_a_live_handle_fails_its_request_alone() -> None:
+    for twice in (ev.Reserved, lambda link, handle: ev.NoRoom(link, handle, 1, 0)):
+        stage = pools()
+        outcome, other = stage.submit("r", max_tokens=6), stage.submit("other", max_tokens=6)
+        decode = stage.peers[sent(stage, ev.SendBind)[0].link]
+        stage.deliver(decode)
+        stage.tell(twice(decode.link, min(decode.jobs)))
+        assert outcome.ended == ["internal_bug"]
+        stage.run()
+        assert other.ended == ["done"]
+        stage.assert_empty()
 
 
 @pytest.mark.parametrize("error", [LeaseGone("gone"), TransferFailed("no route"), ReplicaLost("lender lost")])
@@ -280,6 +338,21 @@ def test_replays_go_first_among_equals_and_do_not_fill_the_queue_for_others() ->
         stage.submit("e", max_tokens=6)
     stage.run()
     assert [e.work.request_id for e in sent(stage, ev.SendBind)][3:] == ["a", "b", "d"]
+    stage.assert_empty()
+
+
+def test_a_replay_goes_before_an_older_request_that_has_not_begun() -> None:
+    """The older one was refused room, the younger one had it and lost its worker in mid-stream."""
+    stage = pools(prefill=0, decode=1)
+    (decode,) = stage.peers.values()
+    decode.refuse = 1
+    stage.submit("old", max_tokens=6)
+    stage.submit("young", max_tokens=6)
+    stage.deliver(decode, 2)
+    stage.leave(decode)
+    stage.join("decode-0", ev.Role.DECODE)
+    assert [e.work.request_id for e in sent(stage, ev.SendBind)] == ["old", "young", "young", "old"]
+    stage.run()
     stage.assert_empty()
 
 
