@@ -80,7 +80,10 @@ class Transport(Protocol):
         ...
 
     def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
-        """Learn a peer. Does nothing for one that is connected; reconnects one whose connection broke."""
+        """Learn a peer. Does nothing for one that is connected; reconnects one whose connection broke.
+
+        Raises `TransferFailed` when it cannot be reached, or when a read of the broken connection is not over.
+        """
         ...
 
     def disconnect(self, incarnation: Incarnation) -> None:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 REWATCH_MIN_S: Final = 0.05
+CLOCK_SLACK_S: Final = 0.05  # gRPC's timer may fire a little before ours: a call that took all the time left must look so
 COMMIT_PAUSE_S: Final = 0.1  # before the second try; twice that before the third
 _PASSING: Final = (ReplicaLost, TransferFailed, Overloaded)  # worth another try; the rest is not
 
@@ -166,7 +167,7 @@ class PeerLink:
     async def _renew(self, lease_ids: Sequence[LeaseId]) -> None:
         request = peer_pb2.RenewRequest(lease_ids=[codec.lease_id_to_wire(lease_id) for lease_id in lease_ids])
         left_s = self._answered_s + self._config.lost_s - self._now_s()
-        timeout_s = max(left_s, self._config.renew_interval_s)
+        timeout_s = max(left_s, self._config.renew_interval_s) + CLOCK_SLACK_S
         try:
             response = await self._call(self._lease.Renew, request, timeout_s)
         except PdserveError as exc:

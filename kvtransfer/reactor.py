@@ -133,6 +133,7 @@ class Reactor:
 
     def _connect(self, command: Connect) -> None:
         self._leaving.discard(command.incarnation)
+        self._poll_all()  # a connection that broke has ended its reads: they are collected before it is made anew
         try:
             self._transport.connect(command.incarnation, command.metadata)
         except TransferFailed as exc:

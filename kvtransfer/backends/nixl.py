@@ -12,6 +12,8 @@ Host memory (DRAM) and CUDA memory (VRAM) take the same path. What shaped this f
 - Over TCP, UCX aborts a passive process that was stalled when its reader went away mid-read, as soon as it goes on
   ("Fatal: unexpected error: Endpoint timeout"), whatever the timers. It survives when it was running, and with CMA. So
   a lender may die of a reader's death: its supervisor restarts it, and its leases answer GONE.
+- Connecting anew while another read of the same peer is unresolved turns that read's clean failure into one that does
+  not say whether it still writes (NIXL_ERR_NOT_FOUND): a broken connection is replaced only when its reads are over.
 - An agent name that is known cannot be loaded again, so agents are named by worker and incarnation.
 - NIXL's own helpers for addresses are pickles and its notifications are unauthenticated: neither is used.
 """
@@ -69,6 +71,7 @@ def _name_suffix(incarnation: Incarnation) -> str:
 class _Connection:
     name: str
     broken: bool = False
+    in_flight: int = 0
     region: RemoteRegion | None = None
     side: int = 0  # the prepared descriptor list of `region`
 
@@ -105,11 +108,20 @@ def _load() -> _Bindings:
 class _NixlRead(ReadHandle):
     """`request` is NIXL's handle; None once it is over and released."""
 
-    __slots__ = ("request",)
+    __slots__ = ("connection", "request")
 
-    def __init__(self, peer: Incarnation, num_blocks: int, request: int | None) -> None:
+    def __init__(self, peer: Incarnation, num_blocks: int, request: int, connection: _Connection) -> None:
         super().__init__(peer, num_blocks)
-        self.request = request
+        self.request: int | None = request
+        self.connection = connection
+        connection.in_flight += 1
+
+    def take_request(self) -> int:
+        """It is over, or adrift."""
+        assert self.request is not None
+        request, self.request = self.request, None
+        self.connection.in_flight -= 1
+        return request
 
 
 class NixlTransport:
@@ -148,6 +160,8 @@ class NixlTransport:
         known = self._peers.get(incarnation)
         if known is not None and not known.broken:
             return
+        if known is not None and known.in_flight:
+            raise TransferFailed(f"{known.in_flight} reads of peer {incarnation:016x} are unresolved on a broken connection")
         self.disconnect(incarnation)
         _check_metadata(incarnation, metadata)
         with self._nixl.translated(f"cannot connect to peer {incarnation:016x}"):
@@ -184,15 +198,15 @@ class NixlTransport:
                 [self._backend],
                 False,
             )
-        handle = _NixlRead(peer, len(local_blocks), request)
-        self._advance(handle, self._agent.postXferReq, connection)
+        handle = _NixlRead(peer, len(local_blocks), request, connection)
+        self._advance(handle, self._agent.postXferReq)
         return handle
 
     def poll(self, handle: ReadHandle) -> bool:
         assert isinstance(handle, _NixlRead)
         if handle.request is None:
             return True
-        return self._advance(handle, self._agent.getXferStatus, self._peers.get(handle.peer))
+        return self._advance(handle, self._agent.getXferStatus)
 
     def close(self) -> None:
         """Ends the agent with its connections and registration; reads in flight lose their sockets with it."""
@@ -203,7 +217,7 @@ class NixlTransport:
         self._agent.releasedDlistH(self._local_side)
         self._agent = None
 
-    def _advance(self, handle: _NixlRead, ask: Any, connection: _Connection | None) -> bool:
+    def _advance(self, handle: _NixlRead, ask: Any) -> bool:
         """Post or poll: one place for all that can become of a read."""
         assert handle.request is not None
         peer = f"peer {handle.peer:016x}"
@@ -211,8 +225,7 @@ class NixlTransport:
             status = ask(handle.request)
         except self._nixl.disconnected as exc:
             self._finish(handle)
-            if connection is not None:
-                connection.broken = True
+            handle.connection.broken = True
             raise TransferFailed(f"{peer} disconnected during a read of {handle.num_blocks} blocks") from exc
         except self._nixl.errors as exc:
             self._abandon(handle)
@@ -226,17 +239,14 @@ class NixlTransport:
         return True
 
     def _finish(self, handle: _NixlRead) -> None:
-        request, handle.request = handle.request, None
         try:
-            self._agent.releaseXferReq(request)
+            self._agent.releaseXferReq(handle.take_request())
         except self._nixl.errors as exc:
             logger.warning("NIXL kept a finished read of peer %016x: %s", handle.peer, exc)
 
     def _abandon(self, handle: _NixlRead) -> None:
         """Keep the request until the agent ends: releasing it would hide that it may still write."""
-        assert handle.request is not None
-        self._unreleased.append(handle.request)
-        handle.request = None
+        self._unreleased.append(handle.take_request())
 
     def _forget(self, name: str) -> None:
         try:

@@ -248,6 +248,17 @@ def test_a_lender_that_takes_calls_and_answers_none_is_lost() -> None:
     run(test)
 
 
+def test_attaching_over_a_link_that_has_fallen_silent_has_the_same_bound() -> None:
+    async def test() -> None:
+        async with world(WATCHFUL) as w:
+            (await w.attach()).close()
+            w.lender.calls.delay_s["Renew"] = 60.0
+            lease = await w.attach()
+            assert isinstance(lease.error, ReplicaLost)
+
+    run(test)
+
+
 def test_a_commit_whose_reply_is_lost_is_repeated_to_the_same_answer() -> None:
     async def test() -> None:
         async with world() as w:

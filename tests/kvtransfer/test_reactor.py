@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from transfer_testing import FakePeer, Pool, new_incarnation
@@ -15,6 +16,7 @@ from kvtransfer.reactor import (
     POLL_MIN_S,
     Command,
     Connect,
+    Connected,
     Event,
     Post,
     Reactor,
@@ -24,11 +26,14 @@ from kvtransfer.reactor import (
     Stop,
 )
 
+Step = Command | Callable[[], Command] | None
+
 
 class Script(SimpleQueue[Command]):
-    """Hands out its commands, None standing for a wait that timed out; notes each wait's timeout."""
+    """Hands out its commands, None standing for a wait that timed out, a callable for what happens first; notes each
+    wait's timeout."""
 
-    def __init__(self, *commands: Command | None) -> None:
+    def __init__(self, *commands: Step) -> None:
         self.commands = list(commands)
         self.waits_s: list[float | None] = []
 
@@ -37,10 +42,10 @@ class Script(SimpleQueue[Command]):
         command = self.commands.pop(0)
         if command is None:
             raise Empty
-        return command
+        return command() if callable(command) else command
 
 
-def make(*commands: Command | None, polls_until_done: int = 0) -> tuple[Script, list[Event], Reactor]:
+def make(*commands: Step, polls_until_done: int = 0) -> tuple[Script, list[Event], Reactor]:
     fabric = FakeFabric()
     peer = FakePeer(fabric)
     PEERS.append(peer)  # its memory must outlive the read
@@ -83,3 +88,17 @@ def test_a_read_whose_deadline_has_passed_is_not_posted() -> None:
     failed = events[-1]
     assert isinstance(failed, ReadFailed)
     assert failed.stopped
+
+
+def test_reads_that_a_broken_connection_has_ended_are_told_before_it_is_made_anew() -> None:
+    """(1) A read is in flight, its peer dies; (2) `Connect` comes before the next poll."""
+
+    def die() -> Command:
+        PEERS[-1].kill()
+        return connect
+
+    script, events, reactor = make(die, polls_until_done=9)
+    connect = script.commands[0]
+    assert isinstance(connect, Connect)
+    reactor.run()
+    assert [type(event) for event in events[1:]] == [ReadFailed, Connected]

@@ -192,6 +192,29 @@ def test_a_stalled_peer_over_tcp_writes_late() -> None:
         assert pair.pool.digest([3, 4]) == pair.peer.digest([1, 2])
 
 
+def test_a_broken_connection_is_kept_until_its_other_reads_are_over() -> None:
+    """(1) Two reads in flight, the peer is killed; (2) one has failed: no new connection; (3) the other fails as cleanly."""
+    with contextlib.contextmanager(make_pair)("nixl-tcp") as pair:
+        assert isinstance(pair.peer, NixlPeer)
+        pair.connect()
+        pair.read([0], [0])
+        pair.peer.process.send_signal(signal.SIGSTOP)
+        os.waitpid(pair.peer.process.pid, os.WUNTRACED)
+        peer, region = pair.peer.incarnation, pair.peer.region
+        one, other = (pair.transport.post_read(peer, region, [i], [i]) for i in (1, 2))
+        assert not pair.transport.poll(one)
+        assert not pair.transport.poll(other)
+        pair.peer.process.kill()
+        with pytest.raises(TransferFailed, match="disconnected"):
+            wait_for(pair.transport, one)
+        with pytest.raises(TransferFailed, match="unresolved"):
+            pair.connect()
+        with pytest.raises(TransferFailed, match="disconnected"):
+            wait_for(pair.transport, other)
+        with pytest.raises(TransferFailed, match="cannot connect"):
+            pair.connect()
+
+
 def test_nixl_leaves_a_users_environment_alone() -> None:
     environment = {"UCX_TCP_USER_TIMEOUT": "1m", "UCX_MODULES": "cma"}
     prepare_environment(environment)
