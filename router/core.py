@@ -105,9 +105,8 @@ class RouterCore:
         self._handlers[type(event)](event, now_s)
         requests = self.requests
         if requests.changed:
-            requests.changed = False
-            self._dispatcher.pump(now_s)
-            requests.changed = False  # what the pump ended had no room that others wait for
+            self._dispatcher.pump(now_s, recheck=requests.recheck)
+            requests.changed = requests.recheck = False  # what the pump itself ended had no room that others wait for
         effects, requests.effects = requests.effects, []
         return effects
 
@@ -140,7 +139,7 @@ class RouterCore:
         if len(self.pairs):
             self.pairs.forget({worker.hello.incarnation for worker in self.registry}, now_s=now_s)
         self._probes.start_due(now_s)
-        self.requests.changed = True  # a pair's time may be over, or a wait
+        self.requests.changed = self.requests.recheck = True  # a pair's time may be over, or a wait
 
     # Workers -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +160,7 @@ class RouterCore:
         else:
             self._drained.pop(hello.worker_id, None)
         self._probes.start_due(now_s)
-        self.requests.changed = True
+        self.requests.changed = self.requests.recheck = True
 
     def _worker_left(self, event: WorkerLeft, now_s: float) -> None:
         worker = self.registry.get(event.link)
@@ -251,4 +250,5 @@ class RouterCore:
         self.recovery.bucket.check_invariants()
         self._probes.check_invariants()
         assert not self.requests.changed
+        assert not self.requests.recheck
         assert not self.requests.effects

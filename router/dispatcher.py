@@ -27,10 +27,16 @@ class Dispatcher:
         self._placer = placer
         self._recovery_wait_s = recovery_wait_s
 
-    def pump(self, now_s: float) -> None:
-        """Place what waits, as far as there is room."""
+    def pump(self, now_s: float, *, recheck: bool) -> None:
+        """Place what waits, as far as there is room. `recheck`: look again at those that were passed over, too.
+
+        Without it, a thousand of them would be looked at with every request that ends.
+        """
         passed_over = 0
         while (request := self._requests.waiting.at(passed_over)) is not None:
+            if request.unplaceable_since_s is not None and not recheck:
+                passed_over += 1
+                continue
             try:
                 placement, reason = self._placer.decide(request, now_s=now_s)
             except Unavailable as exc:

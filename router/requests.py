@@ -30,6 +30,8 @@ class Requests:
         self.effects: list[Effect] = []
         self.changed = False
         """Something waits that did not, or ended that ran: placing is worth a look."""
+        self.recheck = False
+        """A worker may be there for what had none."""
         self.on_probe_end: Callable[[LiveRequest, PdserveError | None, float], None] = _nobody
         self._by_id: dict[RequestId, LiveRequest] = {}
         self.deadlines = Deadlines(self._by_id)
@@ -132,6 +134,7 @@ class Requests:
         del self._by_id[request.request_id]
         if request.probe is not None:
             self._probes -= 1
+            self.recheck = True
             self.on_probe_end(request, error, now_s)
             return
         self.waiting.saw_finish(now_s)

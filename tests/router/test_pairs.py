@@ -145,6 +145,7 @@ def test_an_admitted_request_that_insists_waits_for_the_pair() -> None:
         stage.now_s += 2.6
         for each in list(stage.peers.values()):
             stage.heartbeat(each)
+        stage.tell(ev.Tick())
     stage.run()
     assert outcome.ended == ["done"]
     stage.assert_empty()
