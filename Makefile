@@ -31,6 +31,9 @@ demo: setup      ## a real model through two pools, then stop everything
 test: setup      ## the tests
 	@$(BIN)/python -m pytest
 
+test-all: setup  ## the tests, those that take long too
+	@$(BIN)/python -m pytest -m ""
+
 check: setup     ## format, lint, types, import contracts, stale stubs and pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
