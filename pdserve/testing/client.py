@@ -45,7 +45,11 @@ def request(
 
 async def generate(stub: inference_pb2_grpc.InferenceStub, message: inference_pb2.GenerateRequest) -> Answer:
     """Run one request to its end; raises grpc.aio.AioRpcError. Checks that indices have no gap and no repeat."""
-    answer = Answer()
+    return await collect(stub, message, Answer())
+
+
+async def collect(stub: inference_pb2_grpc.InferenceStub, message: inference_pb2.GenerateRequest, answer: Answer) -> Answer:
+    """`generate` into an answer that the caller holds: what had come before a failure stays in it."""
     began_s = time.monotonic()
     async for part in stub.Generate(message, timeout=TIMEOUT_S):
         assert not part.ids or part.index == len(answer.ids), "a token is lost or came twice"

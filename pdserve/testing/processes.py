@@ -1,7 +1,8 @@
 """A cluster of real processes without Ray: one router, prefill and decode workers, on free ports of loopback.
 
 Each process prints one JSON line when it is ready and stops when its standard input closes, so nothing outlives the
-test that started it.
+test that started it. Members may be killed, stopped, continued and started again under their names; `heal` makes the
+cluster whole whatever was done to it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,12 +28,34 @@ from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 15.0
+HEAL_TIMEOUT_S: Final = 90.0  # four workers that import torch at once on two cores that do other work as well
+FRESH_S: Final = 2.0  # a heartbeat older than this is of a worker that stands still: the default interval is 1 s
+
+State = inference_pb2.GetClusterStateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member runs when not simply here. `worker` overrides fields of WorkerConfig."""
+
+    command: tuple[str, ...] = ()  # stands before the member's own, and becomes it: ("ip", "netns", "exec", NAME)
+    env: Mapping[str, str] = field(default_factory=dict)
+    worker: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Process:
     """One child. `ready` is what it said of itself."""
 
-    def __init__(self, module: str, config: Any, folder: Path, name: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        config: Any,
+        folder: Path,
+        name: str,
+        env: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
+    ) -> None:
+        """`env` is added to the environment; `command` stands before the interpreter and must exec it."""
         self.name = name
         self.log_path = folder / f"{name}.log"
         path = folder / f"{name}.yaml"
@@ -39,7 +63,7 @@ class Process:
         inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with self.log_path.open("ab") as log:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(path), "--exit-with-parent"],
+                [*command, sys.executable, "-m", module, "--config", str(path), "--exit-with-parent"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -64,23 +88,71 @@ class Process:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
+    @property
+    def alive(self) -> bool:
+        """Also while it is stopped."""
+        return self.popen.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal; nothing happens when the process has ended."""
+        self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and gone when this returns."""
+        self.popen.kill()
+        self.popen.wait(STOP_TIMEOUT_S)
+        self._close_pipes()
+
+    def pause(self) -> None:
+        """SIGSTOP, and every thread of it stands still when this returns. Raises TimeoutError if it never does."""
+        self.send(signal.SIGSTOP)
+        end_s = time.monotonic() + STOP_TIMEOUT_S
+        while self.alive and _state_of(self.popen.pid) != "T":
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"{self.name} does not stop")
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        self.send(signal.SIGCONT)
+
+    def terminate(self, timeout_s: float) -> int:
+        """SIGTERM; the exit status. Raises subprocess.TimeoutExpired."""
+        self.send(signal.SIGTERM)
+        return self.popen.wait(timeout_s)
+
     def stop(self) -> int:
         """Close its standard input and wait; kill it past the bound. Returns the exit status."""
-        if self.popen.poll() is None:
+        if self.alive:
             assert self.popen.stdin is not None
             self.popen.stdin.close()
+            self.resume()
             try:
                 self.popen.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.popen.kill()
                 self.popen.wait()
-        if self.popen.stdout is not None:
-            self.popen.stdout.close()
+        self._close_pipes()
         return self.popen.returncode
+
+    def _close_pipes(self) -> None:
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _state_of(pid: int) -> str:
+    """One letter, as `ps` shows it; empty when the process has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 class ProcessCluster:
-    """Use as a context manager. Worker ids are prefill-0, ..., decode-0, ... `worker` overrides WorkerConfig's fields."""
+    """Use as a context manager. Worker ids are prefill-0, ..., decode-0, ... `worker` overrides WorkerConfig's fields.
+
+    `env` is every worker's; `places` says by name which members run elsewhere.
+    """
 
     def __init__(
         self,
@@ -90,14 +162,27 @@ class ProcessCluster:
         decode: int = 1,
         router: RouterConfig | None = None,
         worker: dict[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        places: Mapping[str, Place] | None = None,
     ) -> None:
         self.engine = engine
         self.prefill = prefill
         self.decode = decode
         self.processes: dict[str, Process] = {}
-        self._router = router or RouterConfig()
+        self._router = replace(router or RouterConfig(), http_port=0, grpc_port=0, link_port=0)
         self._worker = worker or {}
+        self._env = env or {}
+        self._places = places or {}
         self._token = secrets.token_hex(16)
+
+    @property
+    def folder(self) -> Path:
+        """Configurations and logs of all members, while the cluster is entered."""
+        return Path(self._folder.name)
+
+    @property
+    def worker_names(self) -> list[str]:
+        return [f"prefill-{i}" for i in range(self.prefill)] + [f"decode-{i}" for i in range(self.decode)]
 
     def __enter__(self) -> ProcessCluster:
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
@@ -110,62 +195,104 @@ class ProcessCluster:
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
-            if process.popen.poll() is None and process.popen.stdin is not None:
+            if process.alive and process.popen.stdin is not None:
                 process.popen.stdin.close()
+                process.resume()
         for process in self.processes.values():
             process.stop()
         self._folder.cleanup()
 
     def _start(self) -> None:
-        router = replace(self._router, http_port=0, grpc_port=0, link_port=0)
-        self._spawn("router", RouterProcessConfig(router, self.engine, self._token), "router")
-        self.processes["router"].wait_ready()
+        self.start_router()
         ready = self.processes["router"].ready
         self.http, self.grpc, self.link = ready["http"], ready["grpc"], ready["link"]
-        names = [f"prefill-{i}" for i in range(self.prefill)] + [f"decode-{i}" for i in range(self.decode)]
-        for name in names:
+        ports = [int(address.rpartition(":")[2]) for address in (self.http, self.grpc, self.link)]
+        self._router = replace(self._router, http_port=ports[0], grpc_port=ports[1], link_port=ports[2])
+        for name in self.worker_names:
             self.start_worker(name, wait=False)
-        for name in names:
+        for name in self.worker_names:
             self.processes[name].wait_ready()
-        self.wait_state(lambda state: sum(w.ready for w in state.workers) == len(names))
+        self.wait_whole(30.0)
+
+    def start_router(self, *, wait: bool = True) -> Process:
+        """Its ports are any free ones at first, and the same ever after."""
+        self._spawn("router", RouterProcessConfig(self._router, self.engine, self._token), "router", {})
+        if wait:
+            self.processes["router"].wait_ready()
+        return self.processes["router"]
 
     def start_worker(self, name: str, *, wait: bool = True) -> Process:
-        config = WorkerConfig(name, self.link, self.engine, cluster_token=self._token, **self._worker)
-        self._spawn(f"{name.split('-')[0]}_worker", config, name)
+        settings = {**self._worker, **self._places.get(name, Place()).worker}
+        config = WorkerConfig(name, self.link, self.engine, cluster_token=self._token, **settings)
+        self._spawn(f"{name.split('-')[0]}_worker", config, name, self._env)
         if wait:
             self.processes[name].wait_ready()
         return self.processes[name]
 
-    def _spawn(self, module: str, config: Any, name: str) -> None:
-        self.processes[name] = Process(module, config, Path(self._folder.name), name)
+    def start(self, name: str, *, wait: bool = True) -> Process:
+        """Any member, by its name: a new process that takes the place of one that has ended."""
+        if name in self.processes:
+            self.processes[name].stop()
+        return self.start_router(wait=wait) if name == "router" else self.start_worker(name, wait=wait)
+
+    def heal(self, timeout_s: float = HEAL_TIMEOUT_S) -> None:
+        """Continue what is stopped, start what has ended, and wait until every worker may be placed on."""
+        for name, process in list(self.processes.items()):
+            process.resume()
+            if not process.alive:
+                self.start(name, wait=False)
+        self.wait_whole(timeout_s)
+
+    def wait_whole(self, timeout_s: float = HEAL_TIMEOUT_S) -> None:
+        """Until the router says of every worker's present process that it is ready."""
+        self.wait_state(self.is_whole, timeout_s)
+
+    def is_whole(self, state: State) -> bool:
+        ready = {w.worker_id: w.pid for w in state.workers if w.ready and w.heartbeat_age_s < FRESH_S}
+        return ready == {name: self.processes[name].popen.pid for name in self.worker_names}
+
+    def _spawn(self, module: str, config: Any, name: str, env: Mapping[str, str]) -> None:
+        place = self._places.get(name, Place())
+        self.processes[name] = Process(module, config, self.folder, name, {**env, **place.env}, place.command)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {name}\n{process.log()[-3000:]}" for name, process in self.processes.items())
+        return "\n".join(f"--- {name}\n{process.log()[-3000:]}" for name, process in list(self.processes.items()))
 
-    def state(self) -> inference_pb2.GetClusterStateResponse:
+    def state(self, timeout_s: float = 10.0) -> State:
+        """Raises grpc.RpcError when the router does not answer."""
         with grpc.insecure_channel(self.grpc) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            state: inference_pb2.GetClusterStateResponse
-            state = stub.GetClusterState(inference_pb2.GetClusterStateRequest(), timeout=10)
+            state: State = stub.GetClusterState(inference_pb2.GetClusterStateRequest(), timeout=timeout_s)
             return state
 
-    def wait_state(self, predicate: Any, timeout_s: float = 30.0) -> inference_pb2.GetClusterStateResponse:
-        """Poll until the predicate of the cluster's state holds; raises TimeoutError with the last state."""
+    def wait_state(self, predicate: Callable[[State], bool], timeout_s: float = 30.0) -> State:
+        """Poll until the predicate of the cluster's state holds. A router that does not answer is asked again.
+
+        Raises TimeoutError with the last state and the ends of all logs.
+        """
         end_s = time.monotonic() + timeout_s
+        seen: object = "unknown"
         while True:
-            state = self.state()
-            if predicate(state):
-                return state
+            try:
+                seen = state = self.state(max(end_s - time.monotonic(), 1.0))
+                if predicate(state):
+                    return state
+            except grpc.RpcError as exc:
+                seen = exc
             if time.monotonic() > end_s:
-                raise TimeoutError(f"not reached within {timeout_s} s; the state is\n{state}\n{self.logs()}")
+                raise TimeoutError(f"not reached within {timeout_s} s; the state is\n{seen}\n{self.logs()}")
             time.sleep(0.05)
 
-    def assert_empty(self) -> None:
-        """No request, lease or block is left on any worker, and none was lost. Waits for two heartbeats at most."""
-        self.wait_state(is_empty, timeout_s=10.0)
+    def assert_empty(self, timeout_s: float = 10.0) -> None:
+        """No request, lease or block is left on any worker, and none was lost: as heartbeats say that came since."""
+        asked_s = time.monotonic()
+        self.wait_state(
+            lambda state: is_empty(state) and all(w.heartbeat_age_s < time.monotonic() - asked_s for w in state.workers),
+            timeout_s,
+        )
 
 
-def is_empty(state: inference_pb2.GetClusterStateResponse) -> bool:
+def is_empty(state: State) -> bool:
     """Nothing runs and every block of every worker is free or cached."""
     return state.queued_requests == state.running_requests == 0 and all(
         worker.blocks.free + worker.blocks.cached == worker.blocks.total
@@ -174,5 +301,5 @@ def is_empty(state: inference_pb2.GetClusterStateResponse) -> bool:
     )
 
 
-def worker_ids(state: inference_pb2.GetClusterStateResponse) -> Sequence[str]:
+def worker_ids(state: State) -> Sequence[str]:
     return [worker.worker_id for worker in state.workers]
