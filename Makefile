@@ -78,5 +78,10 @@ bench-router: setup ## CPU that the router takes for a request and for a token, 
 bench-disconnect: setup ## how long blocks stay taken after their client has left, beside one engine step
 	$(BIN)/python -m bench.disconnect
 
+MINUTES ?= 10
+SEED ?= 1
+soak: setup      ## random load and random faults for MINUTES (SEED), then what was wrong: must be nothing
+	@$(BIN)/python -m bench.soak --minutes $(MINUTES) --seed $(SEED)
+
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
