@@ -1,0 +1,79 @@
+"""What must be nothing after a soak: blocks that are not free, and processes that have grown."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.testing.footprint import Footprint, footprint
+from pdserve.testing.processes import ProcessCluster, is_empty
+
+EMPTY_TIMEOUT_S: Final = 60.0
+SETTLED_S: Final = 20.0  # a process this old has imported, loaded and served
+GROWTH_BYTES: Final = 48 << 20  # of a process that went on serving: allocators keep what a peak needed
+GROWTH_FDS: Final = 16  # connections to members that come and go
+GROWTH_THREADS: Final = 8  # pools that grow to their bound
+
+
+@dataclass(slots=True)
+class _Seen:
+    began_s: float
+    settled: Footprint | None = None
+
+
+class Growth:
+    """Watches every process that lives long enough. `look` now and then, `found` at the end."""
+
+    def __init__(self, cluster: ProcessCluster) -> None:
+        self._cluster = cluster
+        self._seen: dict[tuple[str, int], _Seen] = {}
+
+    def look(self) -> None:
+        now_s = time.monotonic()
+        for name, process in list(self._cluster.processes.items()):
+            seen = self._seen.setdefault((name, process.popen.pid), _Seen(now_s))
+            if seen.settled is None and now_s - seen.began_s >= SETTLED_S and process.alive:
+                seen.settled = _footprint(process.popen.pid)
+
+    def rows(self) -> list[tuple[str, Footprint, Footprint]]:
+        """(name, settled, now) of each process that was watched and still runs."""
+        rows = []
+        for name, process in self._cluster.processes.items():
+            seen = self._seen.get((name, process.popen.pid))
+            now = _footprint(process.popen.pid)
+            if seen is not None and seen.settled is not None and now is not None:
+                rows.append((name, seen.settled, now))
+        return rows
+
+    def found(self) -> list[str]:
+        return [
+            f"{name} grew from {was} to {now}"
+            for name, was, now in self.rows()
+            if now.rss_bytes - was.rss_bytes > GROWTH_BYTES
+            or now.fds - was.fds > GROWTH_FDS
+            or now.threads - was.threads > GROWTH_THREADS
+        ]
+
+
+def _footprint(pid: int) -> Footprint | None:
+    try:
+        return footprint(pid)
+    except OSError:
+        return None  # it has just ended
+
+
+def block_leaks(cluster: ProcessCluster) -> list[str]:
+    """Workers that still hold something after the last request has ended."""
+    try:
+        cluster.assert_empty(EMPTY_TIMEOUT_S)
+    except TimeoutError:
+        state = cluster.state()
+        if state.queued_requests or state.running_requests:
+            return [f"the router still has {state.queued_requests} queued, {state.running_requests} running requests"]
+        return [
+            f"{w.worker_id}: {w.blocks}, leases {w.leases_held}, sequences {w.running_sequences}".replace("\n", " ")
+            for w in state.workers
+            if w.blocks.free + w.blocks.cached != w.blocks.total or w.leases_held or w.running_sequences
+        ] or [f"not empty: {is_empty(state)=}"]
+    return []
