@@ -31,8 +31,8 @@ demo: setup      ## a real model through two pools, then stop everything
 test: setup      ## the tests
 	@$(BIN)/python -m pytest
 
-test-all: setup  ## the tests, those that take long too
-	@$(BIN)/python -m pytest -m ""
+test-all: test   ## the tests, and then those that take long: the swarm, every state, real faults
+	@$(BIN)/python -m pytest -m slow
 
 check: setup     ## format, lint, types, import contracts, stale stubs and pages
 	$(BIN)/ruff format --check .

@@ -149,9 +149,10 @@ def _state_of(pid: int) -> str:
 
 
 class ProcessCluster:
-    """Use as a context manager. Worker ids are prefill-0, ..., decode-0, ... `worker` overrides WorkerConfig's fields.
+    """Use as a context manager, which is left well only with every block accounted for.
 
-    `env` is every worker's; `places` says by name which members run elsewhere.
+    Worker ids are prefill-0, ..., decode-0, ... `worker` overrides WorkerConfig's fields. `env` is every worker's;
+    `places` says by name which members run elsewhere.
     """
 
     def __init__(
@@ -189,11 +190,18 @@ class ProcessCluster:
         try:
             self._start()
         except BaseException:
-            self.__exit__()
+            self._stop()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        try:
+            if kind is None and self.processes["router"].alive:
+                self.assert_empty()  # whatever a test did: nothing is left of it, and no block is lost
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
         for process in self.processes.values():
             if process.alive and process.popen.stdin is not None:
                 process.popen.stdin.close()
@@ -299,7 +307,3 @@ def is_empty(state: State) -> bool:
         and not (worker.leases_held or worker.running_sequences or worker.queued_requests or worker.blocks.unaccounted)
         for worker in state.workers
     )
-
-
-def worker_ids(state: State) -> Sequence[str]:
-    return [worker.worker_id for worker in state.workers]
