@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from pdserve.core import lease as lease_module
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
@@ -91,6 +92,18 @@ def test_the_watermark_never_shrinks():
         table.advance(lease, 8, None, now_s=0)
 
 
+def test_a_forgotten_commit_is_answered_gone_and_never_ok_to_another(monkeypatch):
+    monkeypatch.setattr(lease_module, "MAX_TOMBSTONES", 1)
+    table, first = granted()
+    table.advance(first, 32, TOKEN, now_s=0)
+    assert table.commit(first, READER, 2, now_s=0)
+    table.release(table.grant(SeqId(2), (BlockId(2),), 4, now_s=0), now_s=0)
+    for reader in (READER, OTHER):
+        assert not table.commit(first, reader, 2, now_s=0)
+    assert [lease.seq_id for lease in table.take_returned()] == [1, 2], "what is forgotten was returned before"
+    table.check_invariants()
+
+
 class LeaseMachine(RuleBasedStateMachine):
     """Random events at random times: each lease's blocks come back exactly once, and OK only ever while held."""
 
@@ -144,6 +157,18 @@ class LeaseMachine(RuleBasedStateMachine):
                 assert alive or self.winner.get(lease) == reader
                 assert self.winner.setdefault(lease, reader) == reader, "two readers were told OK"
                 self.ended.add(lease)
+
+    @rule(i=st.integers(0, 9), watermark=st.integers(0, 4))
+    def look_and_advance(self, i, watermark):
+        """Level state: it never shrinks, is told while held only, and looking renews nothing."""
+        if (lease := self.pick(i)) is not None:
+            alive = self.alive(lease)
+            before = self.table.look(lease, now_s=self.now_s)
+            assert before.held == alive
+            if alive and before.watermark <= watermark < 4:
+                after = self.table.advance(lease, watermark, None, now_s=self.now_s)
+                assert after.watermark == watermark
+                assert self.table.look(lease, now_s=self.now_s) == after
 
     @rule(i=st.integers(0, 9))
     def release(self, i):

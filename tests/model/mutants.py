@@ -315,7 +315,7 @@ MUTANTS = (
 )
 """Rules 1 to 8, each switched off in every way that the design names."""
 
-SLOW = (CommitKeyedByLeaseOnly, SameIncarnationAfterRestart, WatermarkOfAnotherLease)
+SLOW = (CommitKeyedByLeaseOnly, SameIncarnationAfterRestart, WatermarkOfAnotherLease, PublishedWhenLaunched, PublishedBeforeOk)
 """Those whose counterexamples lie behind tens of thousands of states."""
 
 BLOCK_MUTANT = Mutant(0, FreedUnderARead, ONE, ASTRAY)
