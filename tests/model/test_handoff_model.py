@@ -30,7 +30,7 @@ LARGE = {
     "two leases share a prefix on both sides": Config(
         prompts=((1, 2, 3), (1, 2, 4)), prefill_blocks=3, decode_blocks=(3,), prefill_restarts=0, retries=False
     ),
-    "the configuration of the publishing mutants": Config(prefill_blocks=3, decode_blocks=(2,), prefill_restarts=0),
+    "two attempts with room for both on prefill": Config(prefill_blocks=3, decode_blocks=(2,), prefill_restarts=0),
 }
 
 MAX_STATES = 700_000
