@@ -23,6 +23,7 @@ from real_service import (
     wait_prefilling,
 )
 
+from pdserve.config import RouterConfig
 from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import common_pb2
 from pdserve.testing.client import Answer, generate_all, request
@@ -152,8 +153,9 @@ def test_sigterm_under_load_drains_both_roles_and_loses_nothing():
 
 def test_a_second_sigterm_stops_at_once():
     """Its requests end with a clean error where nobody is left to take them over; nothing hangs."""
+    engine = tiny(max_num_batched_tokens=4)
     with (
-        ProcessCluster(tiny(max_num_batched_tokens=4), prefill=1, decode=1, worker=QUICK_BEATS) as cluster,
+        ProcessCluster(engine, prefill=1, decode=1, router=RouterConfig(recovery_wait_s=1.0), worker=QUICK_BEATS) as cluster,
         long_prefill(cluster) as prompt,
         long_stream(cluster, TOGETHER) as answer,
     ):
