@@ -15,8 +15,10 @@ class Footprint:
 
 
 def footprint(pid: int) -> Footprint:
-    """Raises OSError when the process has gone."""
+    """Raises OSError when the process has gone or has ended and waits for its parent."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    if "VmRSS" not in fields:
+        raise ProcessLookupError(f"process {pid} has ended")
     return Footprint(
         rss_bytes=int(fields["VmRSS"].split()[0]) * 1024,
         fds=len(os.listdir(f"/proc/{pid}/fd")),
