@@ -2,7 +2,7 @@
 
 Two prefill and two decode workers, batch-invariant, so that every token can be compared with the same request's
 undisturbed run. Faults and requests follow from `--seed`. Exits with 1 on a wrong token, a hang, an error without a
-reason that a client can act on, a block that is not free at the end, or a process that has grown.
+reason that a client can act on, a block that is not free at the end, a process that has grown, or a lost task.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.soak_faults import Injector
-from bench.soak_leaks import Growth, block_leaks
+from bench.soak_leaks import Growth, block_leaks, complaints
 from bench.soak_load import Case, Clients, random_cases, with_oracle
 from bench.soak_report import Report
 from pdserve.config import MIB, EngineConfig, RouterConfig
@@ -97,7 +97,7 @@ def soak(cluster: ProcessCluster, cases: list[Case], args: argparse.Namespace, c
     report.leaks += block_leaks(cluster)
     growth.look()
     report.broken += serves_as_before(cluster, cases)
-    report.leaks += block_leaks(cluster) + growth.found()
+    report.leaks += block_leaks(cluster) + growth.found() + complaints(cluster.folder)
     report.growth = growth.rows()
     return report
 

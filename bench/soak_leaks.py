@@ -1,9 +1,10 @@
-"""What must be nothing after a soak: blocks that are not free, and processes that have grown."""
+"""What must be nothing after a soak: blocks that are not free, processes that have grown, complaints in the logs."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from pdserve.testing.footprint import Footprint, footprint
@@ -14,6 +15,15 @@ SETTLED_S: Final = 20.0  # a process this old has imported, loaded and served
 GROWTH_BYTES: Final = 48 << 20  # of a process that went on serving: allocators keep what a peak needed
 GROWTH_FDS: Final = 16  # connections to members that come and go
 GROWTH_THREADS: Final = 8  # pools that grow to their bound
+
+COMPLAINTS: Final = (  # what asyncio says of tasks that were lost, and what we say of our own bugs
+    "Task was destroyed but it is pending",
+    "exception was never retrieved",
+    "was never awaited",
+    "the books of the core disagree",
+    "IllegalTransition",
+    "InternalBug",
+)
 
 
 @dataclass(slots=True)
@@ -61,6 +71,18 @@ def _footprint(pid: int) -> Footprint | None:
         return footprint(pid)
     except OSError:
         return None  # it has just ended
+
+
+def complaints(folder: Path) -> list[str]:
+    """The first line of each kind, of each member's log."""
+    found = []
+    for path in sorted(folder.glob("*.log")):
+        lines = path.read_text(errors="replace").splitlines()
+        for words in COMPLAINTS:
+            said = [line for line in lines if words in line]
+            if said:
+                found.append(f"{path.stem} said {len(said)} times: {said[0]}")
+    return found
 
 
 def block_leaks(cluster: ProcessCluster) -> list[str]:

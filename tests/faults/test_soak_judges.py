@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from bench.soak_leaks import Growth, block_leaks
+from bench.soak_leaks import COMPLAINTS, Growth, block_leaks, complaints
 from bench.soak_load import HANGS_AFTER_S, Case, Clients, Tally, random_cases
 from bench.soak_report import Report, ended
 from pdserve.rpc.v1 import common_pb2, inference_pb2
@@ -164,6 +165,15 @@ def test_growth_of_memory_descriptors_or_threads_is_found(monkeypatch: pytest.Mo
     ):
         monkeypatch.setattr(growth, "rows", lambda grown=grown: [("decode-0", settled, grown)])
         assert len(growth.found()) == found
+
+
+@pytest.mark.parametrize("words", COMPLAINTS)
+def test_a_lost_task_and_a_bug_of_ours_are_found_in_the_logs(words: str, tmp_path: Path) -> None:
+    (tmp_path / "router.log").write_text("INFO all is well\n")
+    assert not complaints(tmp_path)
+    (tmp_path / "decode-0.log").write_text(f"INFO all is well\nERROR asyncio: {words}\nERROR asyncio: {words}\n")
+    (found,) = complaints(tmp_path)
+    assert found.startswith("decode-0 said 2 times")
 
 
 def test_a_worker_that_is_silent_or_of_another_process_does_not_make_a_cluster_whole() -> None:
