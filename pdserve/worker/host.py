@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 
@@ -21,6 +23,8 @@ from pdserve.worker.messages import Command, StepEvents
 
 if TYPE_CHECKING:  # the roles run without torch where the model is not the real one
     from pdserve.engine.kv_cache import KvCache
+
+log = logging.getLogger(__name__)
 
 
 class Role(Protocol):
@@ -67,6 +71,17 @@ class Host:
     def next_seq_id(self) -> SeqId:
         self._last_seq_id += 1
         return SeqId(self._last_seq_id)
+
+
+CLOSE_TIMEOUT_S: Final = 10.0
+
+
+async def close_role(role: Role, transfer: TransferThread) -> None:
+    """Bounded. Together, because a role waits for its reads to stop, and one that never does stops with the transport."""
+    closing = asyncio.wait_for(role.close(), CLOSE_TIMEOUT_S)
+    results = await asyncio.gather(closing, transfer.close(), return_exceptions=True)
+    if isinstance(results[0], TimeoutError):
+        log.error("the role was not closed within %.0f s: a read may still write", CLOSE_TIMEOUT_S)
 
 
 RoleFactory = Callable[[Host], Role]

@@ -35,7 +35,7 @@ from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
-from pdserve.worker.host import Host, Role, RoleFactory, region_of
+from pdserve.worker.host import Host, Role, RoleFactory, close_role, region_of
 from pdserve.worker.link import Link
 from pdserve.worker.memory import MemoryReport, measure
 from pdserve.worker.messages import EngineSnapshot, StepEvents
@@ -228,7 +228,7 @@ class RunningWorker:
             await self._run_services(server, link, transfer)
         finally:
             if self._role is not None:
-                await self._role.close()
+                await close_role(self._role, transfer)
             await server.stop(grace=None)
             await transfer.close()
 
