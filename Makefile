@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
+N      ?= 2000
+SEED   ?= 1
 
 .PHONY: $(shell sed -n "s/^\([a-z-]*\):.*/\1/p" Makefile)
 
@@ -33,6 +35,9 @@ test: setup      ## the tests
 
 test-all: test   ## the tests, and then those that take long: the swarm, every state, real faults
 	@$(BIN)/python -m pytest -m slow
+
+sim-swarm: setup ## N seeds of the fault simulation from SEED on, and its matrix of directed faults
+	@$(BIN)/python -m pdserve.sim --count $(N) --first $(SEED) --matrix
 
 check: setup     ## format, lint, types, import contracts, stale stubs and pages
 	$(BIN)/ruff format --check .

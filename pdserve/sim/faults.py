@@ -1,0 +1,96 @@
+"""What goes wrong, when. A plan is data: drawn from a seed, or made by hand for one cell of the matrix."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from pdserve.sim.network import Weather
+from pdserve.sim.transfer import ReadFaults
+
+WORKERS: Final = ("prefill0", "prefill1", "decode0", "decode1")
+ALL: Final = (*WORKERS, "router")
+
+
+class FaultKind(Enum):
+    KILL = "kill"  # and restart `lasts_s` later
+    STALL = "stall"  # the whole process
+    STALL_LOOP = "stall_loop"
+    STALL_ENGINE = "stall_engine"
+    CUT = "cut"  # both ways between `target` and `other`
+    CUT_ONE_WAY = "cut_one_way"  # from `target` to `other`
+    RESET = "reset"  # connections break, nobody dies; `target` is not used
+    DRAIN = "drain"  # the worker ends when it is empty, and is restarted; `other` is who asks for it, if not a signal
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at_s: float
+    kind: FaultKind
+    target: str
+    lasts_s: float = 0.0
+    other: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """`clock_rates` by process name; faults and bad weather are over at `until_s`."""
+
+    faults: tuple[Fault, ...]
+    weather: Weather
+    reads: ReadFaults
+    clock_rates: dict[str, float]
+    until_s: float
+
+
+_KINDS: Final = (
+    *(FaultKind.KILL,) * 4,
+    *(FaultKind.STALL,) * 3,
+    *(FaultKind.STALL_LOOP,) * 3,
+    *(FaultKind.STALL_ENGINE,) * 2,
+    *(FaultKind.CUT,) * 2,
+    *(FaultKind.CUT_ONE_WAY,) * 2,
+    FaultKind.RESET,
+    FaultKind.DRAIN,
+)
+
+
+def draw_plan(rng: random.Random, *, until_s: float) -> FaultPlan:
+    """A third of the seeds have few faults, so that long stretches of ordinary work are seen as well."""
+    count = rng.choice((0, 1, 2, 4, 7, 10))
+    faults = tuple(sorted((_fault(rng, until_s) for _ in range(count)), key=lambda fault: fault.at_s))
+    weather = Weather(
+        delay_s=rng.choice((0.0002, 0.001, 0.005, 0.02)),
+        late=rng.choice((0.0, 0.0, 0.01, 0.05)),
+        late_s=rng.choice((0.05, 0.5, 3.0)),
+        link_loss=rng.choice((0.0, 0.0, 0.0, 0.002, 0.01)),
+        watch_loss=rng.choice((0.0, 0.0, 0.1, 0.5)),
+        call_loss=rng.choice((0.0, 0.0, 0.02, 0.1, 0.3)),
+    )
+    reads = ReadFaults(
+        slow=rng.choice((0.0, 0.1, 0.5)),
+        slow_s=rng.choice((0.1, 1.0, 6.0)),
+        failed=rng.choice((0.0, 0.0, 0.1)),
+        adrift=rng.choice((0.0, 0.0, 0.02)),
+        stuck=rng.choice((0.0, 0.0, 0.0, 0.01)),
+        own_network=rng.random() < 0.5,
+    )
+    skew = rng.choice((0.0, 0.0, 0.05, 0.4))
+    rates = {name: 1.0 + rng.uniform(-skew, skew) for name in ALL}
+    return FaultPlan(faults, weather, reads, rates, until_s)
+
+
+def _fault(rng: random.Random, until_s: float) -> Fault:
+    kind = rng.choice(_KINDS)
+    at_s = rng.uniform(0.1, until_s * 0.8)
+    lasts_s = rng.choice((0.05, 0.3, 1.0, 3.0, 6.0)) * rng.uniform(0.5, 1.5)
+    lasts_s = min(lasts_s, until_s - at_s)
+    if kind in (FaultKind.CUT, FaultKind.CUT_ONE_WAY):
+        target, other = rng.sample(ALL, 2)
+        return Fault(at_s, kind, target, lasts_s, other)
+    if kind is FaultKind.DRAIN:
+        return Fault(at_s, kind, rng.choice(WORKERS), lasts_s, rng.choice(("", "router")))
+    targets = WORKERS if kind is FaultKind.STALL_ENGINE else (*WORKERS, *WORKERS, "router")
+    return Fault(at_s, kind, rng.choice(targets), lasts_s)

@@ -1,0 +1,111 @@
+"""What a request must answer: a function of its prompt and parameters, and of nothing that a cluster does.
+
+The fake model's KV of a token is its *tag*: a chain over all tokens up to it. A token is drawn from the tags of the
+whole sequence, read through the block table, so one stale, foreign or missing block changes everything after it. The
+oracle computes the tags from the token ids alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.core.sampling import FinishReason, SamplingParams, uniform
+from pdserve.text.output import OutputText
+from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.utf8 import Utf8Stream
+
+VOCAB_SIZE: Final = 64
+EOS: Final = 1
+MAX_MODEL_LEN: Final = 160
+_CHAIN_START: Final = 0x5EED
+_MASK: Final = (1 << 61) - 1
+
+_PIECES: Final = ("a", "b ", "ab", "é", "€", "\n")  # some are split into bytes below: text must survive that
+
+
+class SimTokenizer:
+    """Gives out bytes, some of them halves of characters; prompts come as ids."""
+
+    has_chat_template = False
+    vocab_size = VOCAB_SIZE
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = _PIECES[token_id % len(_PIECES)].encode()
+        return piece[: 1 + token_id % len(piece)] if token_id % 7 == 0 else piece
+
+    def stream(self) -> Utf8Stream:
+        return Utf8Stream()
+
+
+TOKENIZER: Final = cast(Tokenizer, cast(Any, SimTokenizer()))
+
+CARD: Final = ModelCard(
+    name="sim",
+    architecture="sim",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=1,
+    intermediate_size=1,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    max_position=MAX_MODEL_LEN,
+    rope_theta=1.0,
+    rope_scaling=None,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    eos_token_ids=(EOS,),
+    bos_token_id=None,
+    fingerprint="sim",
+)
+
+
+def chain(tag: int | None, token_id: int) -> int:
+    """The tag of a token after one with `tag`; None: it is the first. Integers only: the same in every process."""
+    return hash((_CHAIN_START if tag is None else tag, token_id)) & _MASK
+
+
+def tags_of(ids: Iterable[int]) -> list[int]:
+    tags: list[int] = []
+    for token_id in ids:
+        tags.append(chain(tags[-1] if tags else None, token_id))
+    return tags
+
+
+def draw(tags: Sequence[int], params: SamplingParams, index: int, banned_ids: Sequence[int]) -> int:
+    """Output token `index`, from the KV of everything before it."""
+    token_id = int(uniform(hash((params.seed, *tags)) & _MASK, index) * VOCAB_SIZE)
+    while token_id in banned_ids:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+
+
+def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
+    """The whole of it. Written apart from scheduler and output code: only the fold from ids to text is shared."""
+    stop_ids = (*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids)
+    text = OutputText(TOKENIZER, stop=params.stop, min_tokens=params.min_tokens)
+    ids: list[int] = []
+    pieces: list[str] = []
+    tags = tags_of(prompt)
+    while True:
+        token_id = draw(tags, params, len(ids), stop_ids if len(ids) < params.min_tokens else ())
+        ids.append(token_id)
+        tags.append(chain(tags[-1], token_id))
+        step = text.push(token_id)
+        pieces.append(step.text)
+        if step.stopped:
+            return Answer(tuple(ids), "".join(pieces), FinishReason.STOP)
+        if len(ids) >= params.min_tokens and token_id in stop_ids:
+            return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP)
+        if len(ids) >= params.max_tokens or len(prompt) + len(ids) >= MAX_MODEL_LEN:
+            return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.LENGTH)

@@ -1,0 +1,197 @@
+"""One run: a cluster, a workload, faults; then calm, and the books are looked at."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdserve.core.sampling import Placement
+from pdserve.sim.checkers import SLACK_S, check_outcome, leftover_tasks, leftovers
+from pdserve.sim.client import CALM_DEADLINE_S, Ask, draw_ask
+from pdserve.sim.faults import Fault, FaultKind, FaultPlan, draw_plan
+from pdserve.sim.network import Weather
+from pdserve.sim.oracle import VOCAB_SIZE
+from pdserve.sim.tap import Census
+from pdserve.sim.transfer import ReadFaults
+from pdserve.sim.world import LEASE, Shape, World
+
+FAULTS_S: Final = 12.0
+SETTLE_S: Final = 20.0
+"""Longer than a lease, a stuck read with its restart, and every retry of a call."""
+NOTICED_S: Final = 0.5
+"""How late a deadline may be noticed: a tick, on a clock that may be slow."""
+REDO_S: Final = 7.0
+"""More than a silent link, a lease, a read or the wait for a worker may take before its request starts over."""
+FRESH_DEADLINE_S: Final = 10.0
+
+
+@dataclass(slots=True)
+class RunReport:
+    seed: int
+    problems: list[str] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    digest: int = 0
+    callbacks: int = 0
+    messages: int = 0
+    virtual_s: float = 0.0
+    attempts: int = 0
+    """Beyond the first of each request that ended well."""
+
+
+def run_seed(seed: int) -> RunReport:
+    """A run whose workload, cluster and faults all come from the seed."""
+    rng = random.Random(f"{seed} plan")
+    plan = draw_plan(rng, until_s=FAULTS_S)
+    shape = _draw_shape(rng)
+    asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
+    return simulate(seed, shape, plan, asks, Census())
+
+
+def run_with_slow_reads(seed: int) -> RunReport:
+    """Reads that outlive their lease: KV travels apart from messages, and decode cannot renew for a while."""
+    cuts = tuple(Fault(1.0, FaultKind.CUT, f"prefill{i}", 5.0, f"decode{j}") for i in range(2) for j in range(2))
+    rates = {"decode0": 0.7, "decode1": 0.7}
+    plan = FaultPlan(cuts, Weather(), ReadFaults(slow=0.7, slow_s=6.0, own_network=True), rates, FAULTS_S)
+    asks = draw_asks(random.Random(f"{seed} workload"), 32, until_s=FAULTS_S, unruly=False)
+    return simulate(seed, _with_patient_reads(Shape()), plan, asks, Census())
+
+
+def _with_patient_reads(shape: Shape) -> Shape:
+    """A read may take longer than a lease lasts: then only Commit stands between a late read and its use."""
+    lease = replace(LEASE, transfer_deadline_floor_s=2 * LEASE.ttl_s)
+    return replace(shape, prefill=replace(shape.prefill, lease=lease), decode=replace(shape.decode, lease=lease))
+
+
+def calm_plan(until_s: float) -> FaultPlan:
+    return FaultPlan((), Weather(), ReadFaults(), {}, until_s)
+
+
+def draw_asks(rng: random.Random, count: int, *, until_s: float, unruly: bool) -> list[Ask]:
+    prefixes = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in (8, 13, 24)]
+    span_s = until_s * rng.choice((0.1, 0.5, 0.9))
+    return [draw_ask(f"r{i}", 0.3 + rng.random() * span_s, rng, prefixes, unruly=unruly) for i in range(count)]
+
+
+def simulate(seed: int, shape: Shape, plan: FaultPlan, asks: list[Ask], census: Census) -> RunReport:
+    """Everything that is wrong comes back in `problems`; nothing is raised."""
+    logging.disable(logging.CRITICAL)  # a run is told by its checkers; lines about faults are formatted in vain
+    gc_was_on = gc.isenabled()
+    gc.disable()
+    world = World(seed, shape, plan, census, census.reached)
+    census.world = world
+    report = RunReport(seed)
+    try:
+        _drive(world, asks, report)
+    except Exception:  # noqa: BLE001 - a failed run is a result
+        report.problems.append(traceback.format_exc(limit=-4))
+    finally:
+        errors = world.timeline.errors[:5]  # before the burial, whose noise means nothing
+        world.end()
+        if gc_was_on:
+            gc.enable()
+        logging.disable(logging.NOTSET)
+    report.problems[:0] = errors
+    report.digest = world.network.digest
+    report.callbacks = world.timeline.callbacks
+    report.messages = world.network.messages
+    report.virtual_s = world.timeline.now_s
+    return report
+
+
+def _drive(world: World, asks: list[Ask], report: RunReport) -> None:
+    timeline, until_s = world.timeline, world.plan.until_s
+    clients = [world.ask(ask) for ask in asks]
+    latest_s = max([until_s, *(_bound_s(world, ask) for ask in asks)])
+    timeline.run(lambda: False, until_s=until_s)
+    timeline.run(lambda: all(c.outcome.ended_s is not None for c in clients), until_s=latest_s)
+    for client in clients:
+        outcome = client.outcome
+        report.problems += check_outcome(outcome, bound_s=_bound_s(world, outcome.ask), had_time=_had_time(world, outcome.ask))
+        report.outcomes["ok" if outcome.ok else outcome.error.code.value if outcome.error else "never ended"] += 1
+        if outcome.ok and outcome.report is not None:
+            report.attempts += outcome.report.attempts - 1
+    if report.problems or timeline.errors:
+        return
+    _settle(world, report)
+    _ask_afresh(world, report)
+
+
+def _bound_s(world: World, ask: Ask) -> float:
+    """The deadline runs on the router's clock; while faults last, the router may be stopped."""
+    end_s = _deadline_s(world, ask)
+    if world.router_undisturbed:
+        return end_s + NOTICED_S
+    return max(end_s, world.plan.until_s) + SLACK_S
+
+
+def _had_time(world: World, ask: Ask) -> bool:
+    """Even what the last fault hit could be done again before the deadline."""
+    return _deadline_s(world, ask) > world.plan.until_s + REDO_S
+
+
+def _deadline_s(world: World, ask: Ask) -> float:
+    return ask.at_s + ask.deadline_s / world.plan.clock_rates.get("router", 1.0)
+
+
+def _settle(world: World, report: RunReport) -> None:
+    quiet = world.timeline.run(
+        lambda: world.everybody_up() and not leftovers(world) and _all_pairs_usable(world),
+        until_s=world.timeline.now_s + SETTLE_S,
+    )
+    if not quiet:
+        up = [name for name, process in world.processes.items() if process.alive]
+        report.problems += leftovers(world) or [f"not everybody is back: {up}, {len(world.router.core.registry)} linked"]
+
+
+def _wait_for_tasks(world: World) -> None:
+    """A call that nobody waits for any more, such as a handshake with a peer that has gone, ends by its own bound."""
+    end_s = world.timeline.now_s + SETTLE_S
+    while leftover_tasks(world) and world.timeline.now_s < end_s:
+        world.timeline.run(lambda: False, until_s=world.timeline.now_s + 1.0)
+
+
+def _all_pairs_usable(world: World) -> bool:
+    return not any(True for _ in world.router.core.pairs.set_aside(now_s=world.router.process.loop.time()))
+
+
+def _ask_afresh(world: World, report: RunReport) -> None:
+    """A cluster that survived its faults serves as ever, both ways, and then holds nothing."""
+    if report.problems:
+        return
+    rng = random.Random(f"{world.seed} afresh")
+    asks = draw_asks(rng, 4, until_s=1.0, unruly=False)
+    placements = (Placement.DISAGGREGATED, Placement.COLOCATED, None, Placement.DISAGGREGATED)
+    now_s = world.timeline.now_s
+    clients = [
+        world.ask(
+            replace(ask, name=f"fresh-{ask.name}", at_s=now_s + ask.at_s, placement=placement, deadline_s=CALM_DEADLINE_S)
+        )
+        for ask, placement in zip(asks, placements, strict=True)
+    ]
+    end_s = now_s + 1.5 + FRESH_DEADLINE_S
+    world.timeline.run(lambda: all(c.outcome.ended_s is not None for c in clients), until_s=end_s)
+    for client in clients:
+        outcome = client.outcome
+        report.problems += check_outcome(outcome, bound_s=end_s)
+        if outcome.error is not None:
+            report.problems.append(f"{outcome.ask.name} failed after the faults: {outcome.error!r}")
+    _settle(world, report)
+    if not report.problems:
+        _wait_for_tasks(world)
+        report.problems += leftover_tasks(world)
+
+
+def _draw_shape(rng: random.Random) -> Shape:
+    shape = Shape(poison=rng.random() < 0.5, check_steps=rng.random() < 0.25)
+    tight = rng.random() < 0.3
+    shape = _with_patient_reads(shape) if rng.random() < 0.3 else shape
+    return replace(
+        shape,
+        prefill=replace(shape.prefill, num_blocks=40 if tight else 80, max_num_batched_tokens=rng.choice((8, 16, 32))),
+        decode=replace(shape.decode, num_blocks=44 if tight else 96),
+    )

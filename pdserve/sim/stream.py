@@ -1,0 +1,306 @@
+"""A bidirectional stream over the fake network: both of its ends, and the connection between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pdserve.sim.clock import SimLoop
+from pdserve.sim.network import GIVE_UP_S, Fate, Network
+from pdserve.sim.process import Process
+
+Trailing = tuple[tuple[str, str], ...]
+
+
+def rpc_error(code: grpc.StatusCode, details: str, trailing: Trailing = ()) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details, details)
+
+
+class Aborted(Exception):
+    """Raised by `ServerContext.abort`, as grpc.aio does: the call ends with this status."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, trailing: Trailing) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+        self.trailing = trailing
+
+
+class Inbox:
+    """What one end has received and not read. `None` at its end; then `error`, if there was one."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+        self._messages: deque[bytes] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.ended = False
+        self.error: BaseException | None = None
+
+    def push(self, data: bytes) -> None:
+        if not self.ended:
+            self._messages.append(data)
+            self._wake()
+
+    def end(self, error: BaseException | None = None, *, discard: bool = False) -> None:
+        if not self.ended:
+            self.ended, self.error = True, error
+            if discard:
+                self._messages.clear()
+            self._wake()
+
+    async def take(self) -> bytes | None:
+        while not self._messages:
+            if self.ended:
+                return None
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._messages.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class StreamCall:
+    """The client's end. What is written before the connection stands goes out when it does."""
+
+    def __init__(self, loop: SimLoop, serialize: Callable[[Any], bytes], deserialize: Callable[[bytes], Any]) -> None:
+        self.inbox = Inbox(loop)
+        self.cancelled = False
+        self._serialize = serialize
+        self._deserialize = deserialize
+        self._connection: Connection | None = None
+        self._early: list[tuple[str, bytes]] = []
+
+    def __aiter__(self) -> StreamCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        data = await self.inbox.take()
+        if data is not None:
+            return self._deserialize(data)
+        if self.inbox.error is not None:
+            raise self.inbox.error
+        raise StopAsyncIteration
+
+    async def write(self, message: Any) -> None:
+        if self.inbox.ended:
+            raise asyncio.InvalidStateError("RPC already finished.")
+        step, data = step_of(message), self._serialize(message)
+        if self._connection is None:
+            self._early.append((step, data))
+        else:
+            self._connection.up.send(step, data)
+
+    def cancel(self) -> bool:
+        if self.inbox.ended:
+            return False
+        self.cancelled = True
+        self.inbox.end(asyncio.CancelledError(), discard=True)
+        if self._connection is not None:
+            self._connection.hang_up()
+        return True
+
+    def connected(self, connection: Connection) -> None:
+        self._connection = connection
+        for step, data in self._early:
+            connection.up.send(step, data)
+
+    def broke(self, error: BaseException) -> None:
+        self.inbox.end(error, discard=True)
+
+
+class ServerContext:
+    """The server's end, as a handler sees it."""
+
+    def __init__(
+        self, metadata: Any, connection: Connection | None = None, handler: Any = None, loop: SimLoop | None = None
+    ) -> None:
+        self._metadata = metadata
+        self._connection = connection
+        self._handler = handler
+        self.inbox = Inbox(loop) if loop is not None else None
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    def peer(self) -> str:
+        return "simulated"
+
+    async def read(self) -> Any:
+        assert self.inbox is not None
+        data = await self.inbox.take()
+        return grpc.aio.EOF if data is None else self._handler.request_deserializer(data)  # type: ignore[attr-defined]
+
+    async def write(self, message: Any) -> None:
+        assert self._connection is not None
+        self._connection.down.send(step_of(message), self._handler.response_serializer(message))
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        raise Aborted(code, details, tuple(trailing_metadata))
+
+    async def requests(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            yield message
+
+
+class Pipe:
+    """One direction: in order, unless a message meets its fate."""
+
+    def __init__(
+        self, network: Network, src: Process, dst: Process, loss: Callable[[], float], receive: Callable[[bytes], None]
+    ):
+        self._network = network
+        self._src = src
+        self._dst = dst
+        self._loss = loss
+        self._receive = receive
+        self._last_s = 0.0
+
+    def send(self, step: str, data: bytes) -> None:
+        if not self._src.alive:
+            return
+        if step == "step_batch":
+            step = f"tokens_of_{self._src.role}"
+        fate = self._network.fate(step, self._src, self._dst, self._loss())
+        if not self._src.alive or fate is Fate.DROP:
+            return
+        if fate is Fate.REORDER:  # those behind it overtake
+            self._network.carry(step, self._src, self._dst, data, self._network.delay_s() + 0.01, self._receive)
+            return
+        for _ in range(2 if fate is Fate.DUPLICATE else 1):
+            self._network.carry(step, self._src, self._dst, data, self._in_order_s(), self._receive)
+
+    def close(self, callback: Callable[[], None]) -> None:
+        """Comes after everything that was sent."""
+        self._network.carry("end_of_stream", self._src, self._dst, b"", self._in_order_s(), lambda _: callback())
+
+    def _in_order_s(self) -> float:
+        now_s = self._network.timeline.now_s
+        self._last_s = max(self._last_s, now_s + self._network.delay_s())
+        return self._last_s - now_s
+
+
+class Connection:
+    """Joins the two ends and the server's handler. Ends once, by hanging up, an answer, a break or a death."""
+
+    def __init__(
+        self,
+        network: Network,
+        call: StreamCall,
+        client: Process,
+        server: Process,
+        handler: Any,
+        loss: Callable[[], float],
+        metadata: Any,
+    ):
+        self._network = network
+        self._call = call
+        self._client = client
+        self._server = server
+        self._handler = handler
+        self._task: asyncio.Task[None] | None = None
+        self._over = False
+        self.context = ServerContext(metadata, self, handler, server.loop)
+        inbox = self.context.inbox
+        assert inbox is not None
+        self.up = Pipe(network, client, server, loss, inbox.push)
+        self.down = Pipe(network, server, client, loss, call.inbox.push)
+        client.on_death[self] = lambda: self._died(client, server, self._client_gone)
+        server.on_death[self] = lambda: self._died(server, client, self._lost)
+        network.breaking[self] = self.break_off
+        self._watch()
+
+    def start(self) -> None:
+        """On the server's loop."""
+        if not self._over and self._server.alive:
+            self._task = self._server.loop.create_task(self._serve())
+
+    def hang_up(self) -> None:
+        """By the client."""
+        self.up.close(self._client_gone)
+        self._forget()
+
+    def break_off(self) -> None:
+        """The connection is reset: both ends hear of it."""
+        if not self._over:
+            self._client.loop.post(self._network.delay_s(), self._lost)
+            self._server.loop.post(self._network.delay_s(), self._client_gone)
+            self._forget()
+
+    async def _serve(self) -> None:
+        status: tuple[grpc.StatusCode, str, Trailing] | None = None
+        try:
+            await self._handler.stream_stream(self.context.requests(), self.context)
+        except Aborted as exc:
+            status = (exc.code, exc.details, exc.trailing)
+        except asyncio.CancelledError:
+            return
+        except Exception as exc:  # noqa: BLE001 - a handler that raises is a bug
+            self._network.timeline.errors.append(f"{self._server.name}: a stream's handler raised {exc!r}")
+            status = (grpc.StatusCode.UNKNOWN, repr(exc), ())
+        finally:
+            self._forget()
+        self.down.close(lambda: self._answered(status))
+
+    def _answered(self, status: tuple[grpc.StatusCode, str, Trailing] | None) -> None:
+        self._call.inbox.end(rpc_error(*status) if status is not None else None)
+
+    def _died(self, dead: Process, other: Process, tell: Callable[[], None]) -> None:
+        self._network.note_death(dead, other, tell)
+        self._forget()
+
+    def _client_gone(self) -> None:
+        assert self.context.inbox is not None
+        self.context.inbox.end()
+        if self._task is not None:
+            self._task.cancel()
+        self._over = True
+
+    def _lost(self) -> None:
+        self._call.broke(rpc_error(grpc.StatusCode.UNAVAILABLE, "connection reset"))
+
+    def _watch(self) -> None:
+        """Gives the connection up when its path stays cut."""
+        if self._over:
+            return
+        if self._network.joined(self._client, self._server):
+            self._network.later(GIVE_UP_S / 4, self._watch)
+        else:
+            self._network.later(GIVE_UP_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._network.joined(self._client, self._server):
+            self._watch()
+        else:
+            self.break_off()
+
+    def _forget(self) -> None:
+        self._over = True
+        self._client.on_death.pop(self, None)
+        self._server.on_death.pop(self, None)
+        self._network.breaking.pop(self, None)
+
+
+def open_stream(
+    network: Network, call: StreamCall, client: Process, server: Process, handler: Any, path: str, metadata: Any
+) -> None:
+    if call.inbox.ended:
+        return
+    is_link = path.endswith("/Connect")
+    loss = (lambda: network.weather.link_loss) if is_link else (lambda: network.weather.watch_loss)
+    connection = Connection(network, call, client, server, handler, loss, metadata)
+    server.loop.post(network.delay_s(), connection.start)
+    call.connected(connection)
+
+
+def step_of(message: Any) -> str:
+    """The name of a message in the fault matrix: the body of a link's, the type of any other."""
+    if "body" in message.DESCRIPTOR.oneofs_by_name:
+        return str(message.WhichOneof("body"))
+    return str(message.DESCRIPTOR.name).lower()
