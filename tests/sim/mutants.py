@@ -1,0 +1,215 @@
+"""Production code broken on purpose, one rule at a time. Each mutant is a function that patches it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from decode_worker.inbound import Inbound
+from decode_worker.role import DecodeRole
+from kvtransfer.peer_link import PeerLink
+from kvtransfer.pull import Pull
+from pdserve.core.blocks import Holder, HolderKind
+from pdserve.core.lease import LeaseEvent, LeaseState, LeaseTable
+from pdserve.core.reader import Reader, ReaderState, SendCommit
+from pdserve.engine.scheduler import Scheduler
+from pdserve.rpc.numbering import Incoming
+from pdserve.worker.output import OutputStream
+from prefill_worker.role import PrefillRole
+from router.deadlines import Deadlines
+from router.live import LiveRequest
+from router.requests import Requests
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def used_before_the_commit_is_answered(patch: pytest.MonkeyPatch) -> None:
+    """Rule 1: what was read is used only after OK."""
+
+    async def commit(self: Any) -> None:
+        self._perform(self._reader.commit_answered(ok=True))
+        self._times.usable_s = self._now_s()
+
+    patch.setattr(Pull, "_commit", commit)
+
+
+def gone_is_taken_for_ok(patch: pytest.MonkeyPatch) -> None:
+    """Rule 1."""
+    real = PeerLink.commit
+
+    async def commit(self: Any, *args: Any) -> bool:
+        await real(self, *args)
+        return True
+
+    patch.setattr(PeerLink, "commit", commit)
+
+
+def blocks_are_read_ahead_of_the_watermark(patch: pytest.MonkeyPatch) -> None:
+    """Rules 3 and 4: only blocks whose tokens are all final."""
+    patch.setattr(Reader, "readable", property(lambda self: self.total_blocks if self.watermark else 0))
+    patch.setattr(Reader, "check_invariants", lambda self: None)
+
+
+def commit_is_sent_with_a_read_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """Rule 7."""
+    real = Reader._next
+
+    def next_(self: Any) -> Any:
+        effects = real(self)
+        if self.state is ReaderState.PULLING and self.watermark == self.prompt_len and self.posted == self.total_blocks:
+            self.state = ReaderState.COMMITTING
+            effects.append(SendCommit(self.total_blocks))
+        return effects
+
+    patch.setattr(Reader, "_next", next_)
+    patch.setattr(Reader, "check_invariants", lambda self: None)
+
+
+def blocks_are_freed_under_a_read(patch: pytest.MonkeyPatch) -> None:
+    """An aborted read's blocks are not quarantined."""
+    patch.setattr(Inbound, "read_in_flight", property(lambda self: False))
+
+
+def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
+    async def end_inbound(self: Any, request: Any, inbound: Any, in_flight: bool, release: bool) -> None:
+        await inbound.abandon(release=release)
+
+    patch.setattr(DecodeRole, "_end_inbound", end_inbound)
+
+
+def an_expired_lease_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Rule 2: references return exactly once."""
+    real = LeaseTable._end
+
+    def end(self: Any, lease: Any, event: LeaseEvent) -> None:
+        real(self, lease, event)
+        if event is LeaseEvent.EXPIRE:
+            self._returned.remove(lease)
+
+    patch.setattr(LeaseTable, "_end", end)
+
+
+def a_renewal_revives_a_lease(patch: pytest.MonkeyPatch) -> None:
+    """Rule 2: nothing revives a lease that left HELD."""
+    real = LeaseTable.renew
+
+    def renew(self: Any, lease_id: Any, *, now_s: float) -> Any:
+        ended = self._ended.get(lease_id)
+        if ended is not None and ended.state is not LeaseState.COMMITTED:
+            del self._ended[lease_id]
+            ended.state, ended.expires_s = LeaseState.HELD, now_s + self.ttl_s
+            self._held[lease_id] = ended
+            self._earliest_s = min(self._earliest_s, ended.expires_s)
+        return real(self, lease_id, now_s=now_s)
+
+    patch.setattr(LeaseTable, "renew", renew)
+
+
+def a_lease_ends_with_its_computation(patch: pytest.MonkeyPatch) -> None:
+    """Rule 5: the lease's own references keep the blocks; here they go with the sequence's."""
+    real = Scheduler._forget
+
+    def forget(self: Any, seq: Any) -> None:
+        real(self, seq)
+        self._pool.drop(Holder(HolderKind.LEASE, seq.seq_id))
+
+    patch.setattr(Scheduler, "_forget", forget)
+
+
+def a_release_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    """The lease of a cancelled request is neither released nor expires."""
+    patch.setattr(LeaseTable, "release", lambda self, lease_id, *, now_s: None)
+    patch.setattr(LeaseTable, "_expire", lambda self, now_s: None)
+
+
+def a_cancelled_grant_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """A lease that is granted to a request that has gone goes back at once."""
+    real = PrefillRole._grant
+
+    def grant(self: Any, lent: Any) -> None:
+        if lent.seq_id in self._by_seq:
+            real(self, lent)
+
+    patch.setattr(PrefillRole, "_grant", grant)
+
+
+def decode_is_not_told_of_a_cancellation(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeRole, "_cancel", lambda self, handle: None)
+
+
+def a_repeat_on_a_link_is_taken_for_new(patch: pytest.MonkeyPatch) -> None:
+    def is_new(self: Any, number: int) -> bool:
+        self._last = max(self._last, number)
+        return True
+
+    patch.setattr(Incoming, "is_new", is_new)
+
+
+def a_gap_on_a_link_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    def is_new(self: Any, number: int) -> bool:
+        new = number > self._last
+        self._last = max(self._last, number)
+        return bool(new)
+
+    patch.setattr(Incoming, "is_new", is_new)
+
+
+def a_replay_counts_its_output_from_the_wrong_index(patch: pytest.MonkeyPatch) -> None:
+    real = LiveRequest.start_over
+
+    def start_over(self: Any) -> None:
+        real(self)
+        self.resumed = max(0, self.resumed - 1)
+
+    patch.setattr(LiveRequest, "start_over", start_over)
+
+
+def a_replay_begins_its_text_anew(patch: pytest.MonkeyPatch) -> None:
+    real = OutputStream.__init__
+
+    def init(self: Any, handle: Any, tokenizer: Any, params: Any, earlier: Any = ()) -> None:
+        real(self, handle, tokenizer, params)
+        self._next_index = len(earlier)
+
+    patch.setattr(OutputStream, "__init__", init)
+
+
+def a_ledger_entry_is_not_returned(patch: pytest.MonkeyPatch) -> None:
+    """Of a request that ends; one that only starts over gives its entry back."""
+    real = Requests.withdraw
+
+    def withdraw(self: Any, request: Any) -> None:
+        entry = self.ledger._entries.get(request.request_id)
+        real(self, request)
+        if entry is not None and request.machine.terminal:
+            self.ledger.take(request.request_id, entry.link, entry.tokens)
+
+    patch.setattr(Requests, "withdraw", withdraw)
+
+
+def deadlines_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Deadlines, "passed", lambda self, *, now_s: iter(()))
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    used_before_the_commit_is_answered,
+    gone_is_taken_for_ok,
+    blocks_are_read_ahead_of_the_watermark,
+    commit_is_sent_with_a_read_in_flight,
+    blocks_are_freed_under_a_read,
+    quarantine_never_ends,
+    an_expired_lease_keeps_its_blocks,
+    a_renewal_revives_a_lease,
+    a_lease_ends_with_its_computation,
+    a_release_is_ignored,
+    a_cancelled_grant_is_kept,
+    decode_is_not_told_of_a_cancellation,
+    a_repeat_on_a_link_is_taken_for_new,
+    a_gap_on_a_link_is_ignored,
+    a_replay_counts_its_output_from_the_wrong_index,
+    a_replay_begins_its_text_anew,
+    a_ledger_entry_is_not_returned,
+    deadlines_are_forgotten,
+)

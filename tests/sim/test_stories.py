@@ -1,0 +1,63 @@
+"""What the simulation once found, and that it sees what it is there to see."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from pdserve.core.sampling import SamplingParams
+from pdserve.sim.checkers import check_outcome
+from pdserve.sim.client import Ask, Outcome
+from pdserve.sim.oracle import TOKENIZER, answer
+from pdserve.sim.run import calm_plan, draw_asks, simulate
+from pdserve.sim.tap import Census
+from pdserve.sim.transfer import ReadFaults
+from pdserve.sim.world import Shape
+from pdserve.text.output import OutputText
+from router.api import Delta
+
+
+def test_a_worker_whose_read_never_stops_is_replaced() -> None:
+    """Its role waited for the read, and the transport, which alone could end it, was to be closed after the role."""
+    plan = replace(calm_plan(6.0), reads=ReadFaults(stuck=0.3))
+    census = Census()
+    report = simulate(1, Shape(), plan, draw_asks(random.Random(1), 12, until_s=6.0, unruly=False), census)
+    assert not report.problems
+    assert census.world is not None
+    assert census.world.restarts > 0, "no read was stuck"
+
+
+def test_a_calm_cluster_answers_everything_at_the_first_try() -> None:
+    census = Census()
+    report = simulate(2, Shape(), calm_plan(6.0), draw_asks(random.Random(2), 24, until_s=6.0, unruly=False), census)
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert report.attempts == 0
+
+
+def _outcome(ids: list[int]) -> Outcome:
+    """As a client would see these tokens, ended well."""
+    params = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
+    outcome = Outcome(Ask("a", 0.0, (5, 6, 7), params, 10.0), ended_s=1.0)
+    reason = answer((5, 6, 7), params).finish_reason
+    text = OutputText(TOKENIZER)
+    for index, token_id in enumerate(ids):
+        is_last = index == len(ids) - 1
+        piece = text.push(token_id).text + (text.flush() if is_last else "")
+        outcome.deltas.append(Delta(index, (token_id,), piece, reason if is_last else None))
+    return outcome
+
+
+def test_the_checker_passes_the_right_answer_and_no_other() -> None:
+    ids = list(answer((5, 6, 7), SamplingParams(max_tokens=6, seed=4, ignore_eos=True)).ids)
+    assert check_outcome(_outcome(ids), bound_s=2.0) == []
+    wrong = [*ids[:3], (ids[3] + 1) % 64, *ids[4:]]
+    assert "wrong token 3" in check_outcome(_outcome(wrong), bound_s=2.0)[0]
+    assert "5 of 6 tokens" in check_outcome(_outcome(ids[:5]), bound_s=2.0)[0]
+    assert "later" in check_outcome(_outcome(ids), bound_s=0.5)[0]
+    twice = _outcome(ids)
+    twice.deltas.insert(2, twice.deltas[1])
+    assert "came after" in check_outcome(twice, bound_s=2.0)[0]
+    unended = _outcome(ids)
+    unended.ended_s = None
+    assert check_outcome(unended, bound_s=2.0) == ["a never ended"]
