@@ -46,11 +46,6 @@ class Pulled:
     exposed_bytes: int
 
 
-def transfer_deadline_s(config: LeaseConfig, kv_bytes: int) -> float:
-    """Four times what a slow network takes, and never less than the floor."""
-    return config.transfer_deadline_floor_s + 4 * kv_bytes / config.transfer_bandwidth_bytes_s
-
-
 @dataclass(slots=True)
 class _Times:
     """On the loop's clock; 0 until it happens."""
@@ -182,6 +177,7 @@ class Pull:
 
     def _post(self, post: PostRead) -> None:
         ticket, blocks = self._ticket, slice(post.first, post.first + post.count)
+        pace = self._thread.pace(ticket.incarnation)
         if post.read == 1:
             self._times.posted_s = self._now_s()
         try:
@@ -190,7 +186,7 @@ class Pull:
                 ticket.region,
                 ticket.block_ids[blocks],
                 self._local_blocks[blocks],
-                deadline_s=transfer_deadline_s(self._config, post.count * ticket.layout.block_bytes),
+                deadline_s=pace.deadline_s(post.count * ticket.layout.block_bytes, self._config),
             )
         except PdserveError:  # nothing was posted
             self._perform(self._reader.read_failed(post.read))

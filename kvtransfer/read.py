@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvtransfer.api import RemoteRegion
+from kvtransfer.pace import Pace
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Incarnation
 
@@ -73,6 +74,8 @@ class Reads(Protocol):
     ) -> Read:
         """See `TransferThread.read`. What it raises means that nothing was posted."""
         ...
+
+    def pace(self, peer: Incarnation) -> Pace: ...
 
 
 def mark_retrieved(future: asyncio.Future[Any]) -> None:

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from kvtransfer.api import RemoteRegion, Transport
+from kvtransfer.pace import Pace
 from kvtransfer.reactor import Command, Connect, Connected, Disconnect, Event, Post, Reactor, ReadDone, ReadFailed, ReadId, Stop
 from kvtransfer.read import Read, mark_retrieved
 from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
@@ -39,6 +40,7 @@ class TransferThread:
         self._max_reads = max_reads
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._reads: dict[ReadId, Read] = {}
+        self._paces: dict[Incarnation, Pace] = {}
         self._last_read_id = 0
         self._connected: set[Incarnation] = set()
         self._connecting: dict[Incarnation, asyncio.Future[None]] = {}
@@ -82,6 +84,8 @@ class TransferThread:
         if incarnation in self._connected:
             self._connected.discard(incarnation)
             self._commands.put(Disconnect(incarnation))
+        if (pace := self._paces.get(incarnation)) is not None and pace.in_flight_bytes == 0:
+            del self._paces[incarnation]
 
     def read(
         self,
@@ -111,8 +115,13 @@ class TransferThread:
             loop.call_later(self._stuck_after_s, self._become_unhealthy, stuck),
         ]
         self._reads[read_id] = read
+        self.pace(peer).posted(read.nbytes, now_s=loop.time())
         self._commands.put(Post(read_id, peer, region, tuple(remote_blocks), tuple(local_blocks), loop.time() + deadline_s))
         return read
+
+    def pace(self, peer: Incarnation) -> Pace:
+        """How fast reads of this peer have been."""
+        return self._paces.setdefault(peer, Pace())
 
     @property
     def num_unstopped(self) -> int:
@@ -171,6 +180,7 @@ class TransferThread:
                 self._on_connected(event)
             case ReadDone():
                 read = self._reads.pop(event.read_id)
+                self.pace(read.peer).ended(read.nbytes, arrived=True, now_s=self._live_loop().time())
                 read.succeed(event.duration_s)
                 read.mark_stopped()
             case ReadFailed():
@@ -192,6 +202,7 @@ class TransferThread:
         read.fail(event.error)
         if event.stopped:
             del self._reads[event.read_id]
+            self.pace(read.peer).ended(read.nbytes, arrived=False, now_s=self._live_loop().time())
             read.mark_stopped()
 
     def _on_ended(self, error: BaseException | None, closed: bool) -> None:

@@ -71,8 +71,8 @@ class LeaseConfig:
     ttl_s: float = 30.0
     heartbeat_s: float = 1.0  # between renewals, which are also how a reader knows that the lender lives
     lost_s: float = 5.0  # a lender that answers none for so long is lost to its readers; as workers are to the router
-    transfer_deadline_floor_s: float = 5.0  # plus 4 x bytes / bandwidth
-    transfer_bandwidth_bytes_s: float = 1e8  # pessimistic: 1 GbE
+    transfer_deadline_floor_s: float = 5.0  # plus 4 x bytes under way / bandwidth
+    transfer_bandwidth_bytes_s: float = 1e8  # pessimistic: 1 GbE; a pair that is measured to be slower gets longer
     commit_timeout_s: float = 2.0
     commit_tries: int = 3
     stalled_s: float = 60.0  # a watermark that stands still for so long: renewing must not hold a lease for ever

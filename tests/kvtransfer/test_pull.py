@@ -14,7 +14,7 @@ from transfer_testing import FakePeer, NixlPeer, Pool, new_incarnation
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease_client import LeaseClient
-from kvtransfer.pull import Pull, transfer_deadline_s
+from kvtransfer.pull import Pull
 from kvtransfer.thread import TransferThread
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, LeaseGone, ReplicaLost, TransferFailed
@@ -270,11 +270,6 @@ def test_blocks_that_do_not_pair_up_are_our_bug() -> None:
             await pull.run(wait_s=30)
 
     run(test)
-
-
-def test_deadline_grows_with_the_bytes() -> None:
-    assert transfer_deadline_s(CONFIG, 0) == 5.0
-    assert transfer_deadline_s(CONFIG, 10**9) == 45.0
 
 
 def test_a_handoff_over_nixl_from_another_process() -> None:

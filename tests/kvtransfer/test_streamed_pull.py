@@ -13,6 +13,7 @@ from transfer_testing import new_incarnation
 
 from kvtransfer.api import Device, RemoteRegion
 from kvtransfer.followed_lease import FollowedLease
+from kvtransfer.pace import Pace
 from kvtransfer.pull import Pull, Pulled
 from kvtransfer.read import Read
 from kvtransfer.ticket import Ticket
@@ -102,6 +103,9 @@ class Script:
         read = Read(peer, len(local_blocks) * region.block_bytes, asyncio.get_running_loop())
         self.posted.append(Posted(read, tuple(remote_blocks), tuple(local_blocks), deadline_s))
         return read
+
+    def pace(self, peer: Incarnation) -> Pace:
+        return Pace()
 
     async def start(self, *, wait_s: float = 1000.0) -> None:
         self.running = asyncio.create_task(self.pull.run(wait_s=wait_s))
