@@ -29,7 +29,7 @@ NEVER: Final = (
 MAX_STANDING: Final = 24
 _STANDING: Final = (
     "SimWorker.run",
-    "SimWorker._drained",
+    "Member.drained",
     "Event.wait",
     "Link.run",
     "Link._read",

@@ -167,7 +167,7 @@ class World:
         ):
             router.loop.post(0.0, service.drain, fault.target)
         else:
-            self.processes[fault.target].loop.post(0.0, self.workers[fault.target].drain)
+            self.processes[fault.target].loop.post(0.0, self.workers[fault.target].member.drain)
 
     def _cut(self, fault: Fault, *, both: bool) -> None:
         for src, dst in ((fault.target, fault.other), (fault.other, fault.target))[: 2 if both else 1]:

@@ -32,11 +32,11 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.rpc.channel import server_options
-from pdserve.rpc.v1 import common_pb2, link_pb2
+from pdserve.rpc.v1 import common_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
-from pdserve.worker.host import Host, Role, RoleFactory, close_role, region_of
-from pdserve.worker.link import Link
+from pdserve.worker.host import Host, RoleFactory, close_role, region_of
+from pdserve.worker.member import Member
 from pdserve.worker.memory import MemoryReport, measure
 from pdserve.worker.messages import EngineSnapshot, StepEvents
 
@@ -48,7 +48,6 @@ interval, and a median of up to 438 ms with Python's default of 5 ms (measured).
 LOAD_TIMEOUT_S: Final = 600.0
 START_TIMEOUT_S: Final = 60.0
 LAG_PERIOD_S: Final = 0.5
-DRAIN_LOOK_S: Final = 0.1
 
 
 class RunningWorker:
@@ -60,14 +59,10 @@ class RunningWorker:
         self._make_role = make_role
         self.incarnation = Incarnation(secrets.randbits(64))
         self._exit: Future[int] = Future()
-        self._snapshot: EngineSnapshot | None = None
-        self._loop_lag_ms = 0.0
+        self._first_snapshot: EngineSnapshot | None = None
         self._stop_requested: asyncio.Event | None = None
-        self._drain_asked = asyncio.Event()
-        self._link: Link | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._host: Host | None = None
-        self._role: Role | None = None
+        self._member: Member | None = None
         self._started: Future[None] = Future()
         self.address = ""
         self.memory = MemoryReport(0, 0, 0)
@@ -113,7 +108,7 @@ class RunningWorker:
         """Take nothing new, finish what is here, then stop; `wait` tells when. From any thread; idempotent."""
         if self._loop is not None:
             try:
-                self._loop.call_soon_threadsafe(self._start_drain)
+                self._loop.call_soon_threadsafe(self._drain)
             except RuntimeError:
                 pass  # the loop has ended by itself
 
@@ -149,7 +144,7 @@ class RunningWorker:
             eos_token_ids=self._card.eos_token_ids,
         )
         self._runner = runner
-        self._snapshot = EngineSnapshot(pool.counts(), 0, 0, 0)
+        self._first_snapshot = EngineSnapshot(pool.counts(), 0, 0, 0)
         return runner, scheduler, pool
 
     def _publish(self, events: StepEvents) -> None:
@@ -170,10 +165,12 @@ class RunningWorker:
     # Loop thread.
 
     def _on_step(self, events: StepEvents) -> None:
-        if events.snapshot is not None:
-            self._snapshot = events.snapshot
-        if self._role is not None:
-            self._role.on_step(events)
+        if self._member is not None:
+            self._member.on_step(events)
+
+    def _drain(self) -> None:
+        if self._member is not None:
+            self._member.drain()
 
     def _run_loop(self) -> None:
         try:
@@ -191,6 +188,7 @@ class RunningWorker:
         self._stop_requested = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         assert self._runner is not None
+        assert self._first_snapshot is not None
         runner, config = self._runner, self._config
         region = region_of(runner.kv)
         transfer = TransferThread(lambda: NixlTransport(WorkerId(config.worker_id), self.incarnation, region))
@@ -198,17 +196,8 @@ class RunningWorker:
         try:
             agent_metadata = await transfer.start()
             self.address = self._bind(server)
-            link = Link(
-                config.router_address,
-                config.cluster_token,
-                self._hello,
-                self._heartbeat,
-                heartbeat_interval_s=config.heartbeat_interval_s,
-                router_lost_s=config.router_lost_s,
-                on_command=self._on_command,
-                on_lost=lambda: self._require_role().on_link_lost(),
-            )
-            self._host = Host(
+            member = Member(config, self._role_number, self._first_snapshot, pid=os.getpid())
+            host = Host(
                 config=config,
                 card=self._card,
                 layout=runner.kv.layout,
@@ -221,18 +210,18 @@ class RunningWorker:
                 address=self.address,
                 server=server,
                 submit=self._engine.submit,
-                send=link.send,
+                send=member.link.send,
             )
-            self._role = self._make_role(self._host)
-            self._link = link
-            await self._run_services(server, link, transfer)
+            member.start(host, self._make_role)
+            self._member = member
+            await self._run_services(server, member, transfer)
         finally:
-            if self._role is not None:
-                await close_role(self._role, transfer)
+            if self._member is not None and self._member.role is not None:
+                await close_role(self._member.role, transfer)
             await server.stop(grace=None)
             await transfer.close()
 
-    async def _run_services(self, server: grpc.aio.Server, link: Link, transfer: TransferThread) -> None:
+    async def _run_services(self, server: grpc.aio.Server, member: Member, transfer: TransferThread) -> None:
         """Until a stop is asked for, or a part that the worker cannot do without ends."""
         assert self._stop_requested is not None
         servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
@@ -240,11 +229,11 @@ class RunningWorker:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         await server.start()
         tasks = [
-            asyncio.create_task(link.run(), name="link"),
-            asyncio.create_task(self._watch_lag(), name="lag"),
+            asyncio.create_task(member.link.run(), name="link"),
+            asyncio.create_task(_watch_lag(member), name="lag"),
             asyncio.create_task(transfer.unhealthy.wait(), name="transfer"),
         ]
-        drained = asyncio.create_task(self._drained(), name="drain")
+        drained = asyncio.create_task(member.drained(), name="drain")
         stop = asyncio.create_task(self._stop_requested.wait())
         self._started.set_result(None)
         try:
@@ -257,41 +246,6 @@ class RunningWorker:
                 task.cancel()
             await asyncio.gather(*tasks, stop, drained, return_exceptions=True)
 
-    def _on_command(self, message: link_pb2.RouterMessage) -> None:
-        if message.WhichOneof("body") == "drain":
-            self._start_drain()
-        else:
-            self._require_role().on_command(message)
-
-    def _start_drain(self) -> None:
-        if self._host is not None and self._link is not None and not self._host.draining:
-            log.info("%s drains: takes nothing new", self._config.worker_id)
-            self._host.draining = True
-            self._drain_asked.set()
-            self._link.beat_now()  # the router hears of it before any refusal that follows
-
-    async def _drained(self) -> None:
-        """Returns once a drain was asked for and nothing is left here, or its time is up."""
-        await self._drain_asked.wait()
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + self._config.drain_timeout_s
-        while not self._empty:
-            if loop.time() >= end_s:
-                log.warning("%s: not drained within %.0f s; stopping with %s", *self._drain_state())
-                return
-            await asyncio.sleep(DRAIN_LOOK_S)
-        log.info("%s has drained", self._config.worker_id)
-
-    def _drain_state(self) -> tuple[str, float, EngineSnapshot | None]:
-        return self._config.worker_id, self._config.drain_timeout_s, self._snapshot
-
-    @property
-    def _empty(self) -> bool:
-        snapshot = self._snapshot
-        assert snapshot is not None
-        engine_empty = snapshot.num_running == snapshot.num_waiting == snapshot.blocks.held == snapshot.blocks.quarantined == 0
-        return self._require_role().idle and engine_empty
-
     def _bind(self, server: grpc.aio.Server) -> str:
         """Raises `ConfigError` naming the settings."""
         host, port = self._config.host, self._config.port
@@ -303,54 +257,10 @@ class RunningWorker:
             ) from exc
         return f"{self._config.advertise_host or host}:{bound}"
 
-    def _require_role(self) -> Role:
-        assert self._role is not None
-        return self._role
 
-    def _hello(self) -> link_pb2.Hello:
-        assert self._host is not None
-        layout = self._host.layout
-        return link_pb2.Hello(
-            worker_id=self._config.worker_id,
-            role=self._role_number,
-            incarnation=self.incarnation,
-            address=self.address,
-            model_fingerprint=self._card.fingerprint,
-            block_size=layout.block_size,
-            num_blocks=self._host.region.num_blocks,
-            max_model_len=self._host.max_model_len,
-            max_num_seqs=self._config.engine.max_num_seqs,
-            dtype=layout.dtype,
-            kv_bytes_per_token=layout.bytes_per_token,
-            pid=os.getpid(),
-        )
-
-    def _heartbeat(self) -> link_pb2.Heartbeat:
-        role = self._require_role()
-        role.on_tick()
-        snapshot = self._snapshot
-        assert snapshot is not None
-        blocks = snapshot.blocks
-        return link_pb2.Heartbeat(
-            blocks=common_pb2.BlockCounts(
-                total=blocks.total,
-                free=blocks.free,
-                cached=blocks.cached,
-                held=blocks.held,
-                quarantined=blocks.quarantined,
-                unaccounted=blocks.unaccounted,
-            ),
-            queued_requests=snapshot.num_waiting,
-            queued_tokens=snapshot.queued_tokens,
-            running_sequences=snapshot.num_running,
-            leases_held=role.leases_held,
-            loop_lag_ms=self._loop_lag_ms,
-            draining=self._host is not None and self._host.draining,
-        )
-
-    async def _watch_lag(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due_s = loop.time() + LAG_PERIOD_S
-            await asyncio.sleep(LAG_PERIOD_S)
-            self._loop_lag_ms = max(0.0, (loop.time() - due_s) * 1000)
+async def _watch_lag(member: Member) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + LAG_PERIOD_S
+        await asyncio.sleep(LAG_PERIOD_S)
+        member.loop_lag_ms = max(0.0, (loop.time() - due_s) * 1000)

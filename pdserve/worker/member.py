@@ -1,0 +1,143 @@
+"""A worker as its router knows it: how it introduces itself, beats, takes commands, drains. Loop thread only.
+
+Knows no threads, no model and no transport, so that a process runs it for real and a simulation on virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+
+from pdserve.config import WorkerConfig
+from pdserve.rpc.channel import open_channel
+from pdserve.rpc.v1 import common_pb2, link_pb2
+from pdserve.worker.host import Host, Role, RoleFactory
+from pdserve.worker.link import Link
+from pdserve.worker.messages import EngineSnapshot, StepEvents
+
+log = logging.getLogger(__name__)
+
+DRAIN_LOOK_S: Final = 0.1
+
+
+class Member:
+    """Made first, since a `Host` sends by its `link`; `start` it with the host, then run the link."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role_number: common_pb2.Role,
+        snapshot: EngineSnapshot,
+        *,
+        pid: int = 0,
+        open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        self.role: Role | None = None
+        self.loop_lag_ms = 0.0
+        self._config = config
+        self._role_number = role_number
+        self._snapshot = snapshot
+        self._pid = pid
+        self._host: Host | None = None
+        self._drain_asked = asyncio.Event()
+        self.link = Link(
+            config.router_address,
+            config.cluster_token,
+            self._hello,
+            self._heartbeat,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            router_lost_s=config.router_lost_s,
+            on_command=self._on_command,
+            on_lost=lambda: self._started()[1].on_link_lost(),
+            open_channel=open_channel,
+        )
+
+    def start(self, host: Host, make_role: RoleFactory) -> None:
+        self._host = host
+        self.role = make_role(host)
+
+    def on_step(self, events: StepEvents) -> None:
+        if events.snapshot is not None:
+            self._snapshot = events.snapshot
+        if self.role is not None:
+            self.role.on_step(events)
+
+    def drain(self) -> None:
+        """Take nothing new; `drained` tells when nothing is left. Idempotent."""
+        if self._host is not None and not self._host.draining:
+            log.info("%s drains: takes nothing new", self._config.worker_id)
+            self._host.draining = True
+            self._drain_asked.set()
+            self.link.beat_now()  # the router hears of it before any refusal that follows
+
+    async def drained(self) -> None:
+        """Returns once a drain was asked for and nothing is left here, or its time is up."""
+        await self._drain_asked.wait()
+        loop, limit_s = asyncio.get_running_loop(), self._config.drain_timeout_s
+        end_s = loop.time() + limit_s
+        while not self.empty:
+            if loop.time() >= end_s:
+                log.warning("%s: not drained within %.0f s; ends with %s", self._config.worker_id, limit_s, self._snapshot)
+                return
+            await asyncio.sleep(DRAIN_LOOK_S)
+        log.info("%s has drained", self._config.worker_id)
+
+    @property
+    def empty(self) -> bool:
+        """No request, lease, read or block is left."""
+        blocks, (_, role) = self._snapshot.blocks, self._started()
+        return role.idle and self._snapshot.num_running == self._snapshot.num_waiting == blocks.held == blocks.quarantined == 0
+
+    def _started(self) -> tuple[Host, Role]:
+        assert self._host is not None
+        assert self.role is not None
+        return self._host, self.role
+
+    def _on_command(self, message: link_pb2.RouterMessage) -> None:
+        if message.WhichOneof("body") == "drain":
+            self.drain()
+        else:
+            self._started()[1].on_command(message)
+
+    def _hello(self) -> link_pb2.Hello:
+        host, _ = self._started()
+        layout = host.layout
+        return link_pb2.Hello(
+            worker_id=self._config.worker_id,
+            role=self._role_number,
+            incarnation=host.incarnation,
+            address=host.address,
+            model_fingerprint=host.card.fingerprint,
+            block_size=layout.block_size,
+            num_blocks=host.region.num_blocks,
+            max_model_len=host.max_model_len,
+            max_num_seqs=self._config.engine.max_num_seqs,
+            dtype=layout.dtype,
+            kv_bytes_per_token=layout.bytes_per_token,
+            pid=self._pid,
+        )
+
+    def _heartbeat(self) -> link_pb2.Heartbeat:
+        host, role = self._started()
+        role.on_tick()
+        snapshot, blocks = self._snapshot, self._snapshot.blocks
+        return link_pb2.Heartbeat(
+            blocks=common_pb2.BlockCounts(
+                total=blocks.total,
+                free=blocks.free,
+                cached=blocks.cached,
+                held=blocks.held,
+                quarantined=blocks.quarantined,
+                unaccounted=blocks.unaccounted,
+            ),
+            queued_requests=snapshot.num_waiting,
+            queued_tokens=snapshot.queued_tokens,
+            running_sequences=snapshot.num_running,
+            leases_held=role.leases_held,
+            loop_lag_ms=self.loop_lag_ms,
+            draining=host.draining,
+        )
