@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -34,7 +35,8 @@ class Placer:
         self._turns = dict.fromkeys(Role, 0)  # a shared one would advance by two a handoff and so keep picking one of two
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
-        """Raises `Unavailable` when nobody who is linked could serve the request as asked, ready by now or not."""
+        """Raises `Unavailable` when nobody who is linked could serve the request as asked: ready by now or not, and also
+        when all pairs are set aside, as long as that is not for ever. It may wait for them."""
         self._decide(request, now_s, serving=False)
 
     def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
@@ -49,13 +51,14 @@ class Placer:
         if not decoders:
             raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
         lenders = self._lenders(request, now_s, serving=serving)
+        paired_s = now_s if serving else math.inf
         return decide(
             request.asked,
             self._configured,
             prompt_tokens=len(request.work_ids),
             colocate_below_tokens=self._colocate_below_tokens,
             has_prefill=bool(lenders),
-            has_pair=any(self._paired(lenders, decoder.link, now_s) for decoder in decoders),
+            has_pair=any(self._paired(lenders, decoder.link, paired_s) for decoder in decoders),
         )
 
     def need_tokens(self, request: LiveRequest) -> int:

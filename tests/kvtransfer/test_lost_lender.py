@@ -135,7 +135,7 @@ async def half_pulled(one: Reader, peer: LenderProcess) -> AsyncIterator[tuple[I
     await until(lambda: one.transfer.num_unstopped == 0)
     assert not pulling.done()
     yield inbound, pulling  # type: ignore[misc]
-    await asyncio.wait_for(inbound.abandon(), BOUND_S)
+    await asyncio.wait_for(inbound.abandon(release=True), BOUND_S)
     assert not inbound.read_in_flight
 
 
@@ -195,7 +195,7 @@ def test_a_lender_that_is_stopped_before_it_is_ever_spoken_to() -> None:
                 inbound = one.inbound()
                 with pytest.raises((TransferFailed, ReplicaLost)):
                     await asyncio.wait_for(inbound.pull(lease_id, ticket), BOUND_S)
-                await asyncio.wait_for(inbound.abandon(), BOUND_S)
+                await asyncio.wait_for(inbound.abandon(release=True), BOUND_S)
 
     run(test)
 
@@ -238,7 +238,7 @@ def test_reads_of_a_stopped_process_end_at_their_deadline_and_its_blocks_are_kep
             with pytest.raises(TransferFailed, match="took more than"):
                 await asyncio.wait_for(pulling, BOUND_S)
             assert inbound.read_in_flight
-            abandoning = asyncio.create_task(inbound.abandon())
+            abandoning = asyncio.create_task(inbound.abandon(release=True))
             done, _ = await asyncio.wait([abandoning], timeout=0.3)
             assert not done
             remote.process.send_signal(signal.SIGCONT)
@@ -256,7 +256,7 @@ def test_reads_of_a_killed_process_fail_and_stop(monkeypatch: pytest.MonkeyPatch
             remote.process.kill()
             with pytest.raises(TransferFailed):
                 await asyncio.wait_for(pulling, BOUND_S)
-            await asyncio.wait_for(inbound.abandon(), BOUND_S)
+            await asyncio.wait_for(inbound.abandon(release=True), BOUND_S)
 
     run(test)
 
@@ -272,6 +272,6 @@ def test_a_cancelled_pull_keeps_its_blocks_until_its_reads_have_stopped(monkeypa
                 await pulling
             assert inbound.read_in_flight
             remote.process.send_signal(signal.SIGCONT)
-            await asyncio.wait_for(inbound.abandon(), BOUND_S)
+            await asyncio.wait_for(inbound.abandon(release=True), BOUND_S)
 
     run(test)

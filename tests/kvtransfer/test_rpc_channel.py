@@ -51,12 +51,7 @@ def test_status_without_a_reason(status: grpc.StatusCode, expected: type[Pdserve
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_the_peers_own_reason_wins(code: ErrorCode) -> None:
     error = translate(failure(S.UNAVAILABLE, code.value), "host:1")
-    simplified = {
-        ErrorCode.UNKNOWN_MODEL,
-        ErrorCode.REQUEST_TOO_LARGE,
-        ErrorCode.UNKNOWN_WORKER,
-    }  # internal calls never use them
-    assert error.code is (ErrorCode.INVALID_REQUEST if code in simplified else code)
+    assert error.code is code
 
 
 def test_an_unknown_reason_falls_back_to_the_status() -> None:

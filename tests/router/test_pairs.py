@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
-from pdserve.core.errors import IncompatiblePeer, Unavailable
+from pdserve.core.errors import IncompatiblePeer
 from pdserve.core.ids import Incarnation
 from pdserve.core.sampling import Placement
 from router import events as ev
@@ -122,14 +120,17 @@ def test_with_every_pair_set_aside_requests_are_colocated_until_its_time_is_over
     stage = cluster(1, 1)
     cut(stage, 0, 0)
     assert served_by(stage, "first") == ("", "decode-0", "pairs_set_aside")
-    with pytest.raises(Unavailable, match="set aside"):
-        stage.submit("forced", placement=Placement.DISAGGREGATED)
+    forced = stage.submit("forced", placement=Placement.DISAGGREGATED)
+    stage.run()
+    assert not forced.ended, "who insists waits for the pair"
     for peer in stage.peers.values():
         peer.unreadable.clear()
     stage.now_s += 5.1
     for peer in list(stage.peers.values()):
         stage.heartbeat(peer)
+    stage.tell(ev.Tick())
     assert served_by(stage, "again") == ("prefill-0", "decode-0", "default")
+    assert forced.ended == ["done"]
     assert len(stage.core.pairs) == 0
     stage.assert_empty()
 
