@@ -1,0 +1,92 @@
+"""The inner loop that prefill and decode share: a tile of query rows against a run of positions, with an online softmax.
+
+FlashAttention-2 (Dao 2023, section 3.1.1): the running sum is divided out once, at the end. Positions are found
+through the block table, as in PagedAttention (Kwon et al. 2023, section 4.1). Differences: exponentials are powers
+of two, and quantised numbers enter the matrix products as they are stored, which bfloat16 holds exactly. Their
+scales, one a block and head and so one a position, multiply scores and weights, not K and V: block_size * head_dim
+multiplications less for each scale.
+
+A row is one query head of one token; the heads that share a KV head are rows of one tile, so K and V are read once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pdserve.engine.kernels.paged_kv import KvFormat
+
+_PLAIN = tl.constexpr(int(KvFormat.PLAIN))
+_INT8 = tl.constexpr(int(KvFormat.INT8))
+_FP8 = tl.constexpr(int(KvFormat.FP8_E4M3))
+_INT4 = tl.constexpr(int(KvFormat.INT4))
+
+
+@triton.jit
+def load_numbers(base, rows, there, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COMPUTE: tl.constexpr):
+    """Stored numbers of positions, without their scales: [positions, DIM] of COMPUTE, 0 past HEAD_DIM and where not `there`.
+
+    rows: [positions] int64, where each starts after `base`, in elements. What is not there is not read: it may be NaN.
+    """
+    if FORMAT == _INT4:
+        pair = tl.arange(0, DIM // 2)
+        mask = there[:, None] & (pair < HEAD_DIM // 2)[None, :]
+        packed = tl.load(base + rows[:, None] + pair[None, :], mask=mask, other=0x88).to(tl.int32)
+        numbers = tl.interleave((packed & 15) - 8, (packed >> 4) - 8).to(tl.float32)
+    else:
+        dim = tl.arange(0, DIM)
+        mask = there[:, None] & (dim < HEAD_DIM)[None, :]
+        numbers = tl.load(base + rows[:, None] + dim[None, :], mask=mask, other=0)
+        if FORMAT == _FP8:
+            numbers = numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        elif FORMAT == _INT8:
+            numbers = numbers.to(tl.int8, bitcast=True).to(tl.float32)
+    return numbers.to(COMPUTE)
+
+
+@triton.jit
+def attend(
+    query, position, maximum, total, acc,
+    key, value, key_scales, value_scales, table,
+    block_step, scales_step, kv_head, lowest, begin, end,
+    scale_log2,
+    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    STORED_DIM: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Positions [begin, end), `begin` a multiple of TILE_N, into the running softmax of a tile; returns its new state.
+
+    query: [rows, DIM] COMPUTE; position: [rows] int32, of each row's token; maximum, total: [rows] float32, the
+    maximum in units of log2; acc: [rows, DIM] float32, not yet divided by total. key, value: at the layer and head;
+    key_scales, value_scales: at the layer. table: the sequence's block ids. WINDOW 0: all positions up to its own are
+    visible to a token, else the last WINDOW. Unless MASKED, all rows see all of [begin, end), and it is whole tiles.
+    Positions below `lowest` are seen by no row: their blocks may have been given away.
+    """
+    for start in range(begin, end, TILE_N):
+        n = start + tl.arange(0, TILE_N)
+        if MASKED:
+            there = (n < end) & (n >= lowest)
+        else:
+            there = n >= 0
+        block = tl.load(table + n // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        rows = block * block_step + (n % BLOCK_SIZE) * STORED_DIM
+        k = load_numbers(key, rows, there, FORMAT, HEAD_DIM, DIM, COMPUTE)
+        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if FORMAT != _PLAIN:
+            scores *= tl.load(key_scales + block * scales_step + kv_head, mask=there, other=0.0)[None, :]
+        if MASKED:
+            seen = there[None, :] & (n[None, :] <= position[:, None])
+            if WINDOW > 0:
+                seen = seen & (n[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(scores, 1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet: 0, not NaN
+        weights = tl.exp2(scores - anchor[:, None])
+        keep = tl.exp2(maximum - anchor)
+        total = total * keep + tl.sum(weights, 1)
+        if FORMAT != _PLAIN:
+            weights *= tl.load(value_scales + block * scales_step + kv_head, mask=there, other=0.0)[None, :]
+        v = load_numbers(value, rows, there, FORMAT, HEAD_DIM, DIM, COMPUTE)
+        acc = tl.dot(weights.to(COMPUTE), v, acc * keep[:, None], input_precision=PRECISION)
+        maximum = higher
+    return maximum, total, acc

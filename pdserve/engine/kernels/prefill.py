@@ -1,0 +1,126 @@
+"""Chunked prefill: tokens of many sequences, each against its own past in the pool, causal.
+
+Floor: 4 * head_dim operations for each pair of a token and a position that it sees, for each query head. Llama-3-8B,
+a prompt of 2,048 tokens: 2,048 * 2,049 / 2 * 32 heads * 32 layers * 512 = 1.1 TFLOP beside 33 of the weights; at 790
+TFLOP/s 1.4 ms of 43. K and V are read once a query tile and KV head: at 128 rows a tile 128 operations a byte in
+bfloat16, of which half hit the L2 cache.
+
+Work is split as in FlashAttention-2 (Dao 2023, section 3.2): a program is one tile of query rows of one KV head.
+Rows are (token, head of the group) with the heads next to each other, so one tile of 128 rows is 32 tokens at four
+query heads a KV head. Tiles that all rows see whole need no mask; those on the diagonal and on the window's edge do.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.engine.kernels.flash import attend
+from pdserve.engine.kernels.paged_kv import LayerKv, PagedKv
+from pdserve.engine.kernels.support import next_power_of_2
+from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
+
+TILE_FIELDS = 4  # sequence, first query row, position of that row's token, tokens
+
+
+@triton.jit(do_not_specialize=["table_step"])  # the width of the tables changes from step to step
+def prefill_kernel(
+    out, query, key, value, key_scales, value_scales, tables, tiles,
+    scale_log2, table_step, query_step, out_step, block_step, head_step, scales_step,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    STORED_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_kv_heads, tiles). out, query: [tokens, num_kv_heads * GROUP, HEAD_DIM]; tables: [sequences, blocks] int32;
+    tiles: [tiles, 4] int32: sequence, first row of query, that token's position, tokens (at most TILE_M // GROUP).
+    """
+    kv_head = tl.program_id(0)
+    fields = tiles + tl.program_id(1) * 4
+    sequence = tl.load(fields)
+    first_row = tl.load(fields + 1)
+    first = tl.load(fields + 2)
+    count = tl.load(fields + 3)
+    m = tl.arange(0, TILE_M)
+    token = m // GROUP
+    real = token < count
+    position = first + tl.minimum(token, count - 1)
+    dim = tl.arange(0, DIM)
+    mask = real[:, None] & (dim < HEAD_DIM)[None, :]
+    row = (first_row + token).to(tl.int64)
+    column = (kv_head * GROUP + m % GROUP)[:, None] * HEAD_DIM + dim[None, :]
+    q = tl.load(query + row[:, None] * query_step + column, mask=mask, other=0.0).to(COMPUTE)
+
+    end = first + count
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first - WINDOW + 1, 0)
+    begin = lowest // TILE_N * TILE_N
+    left = begin  # [begin, left): some rows do not see the oldest
+    if WINDOW > 0:
+        left = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE_N) * TILE_N, tl.cdiv(end, TILE_N) * TILE_N)
+        left = tl.maximum(left, begin)
+    right = tl.maximum((first + 1) // TILE_N * TILE_N, left)  # [left, right): all rows see all; [right, end): the diagonal
+
+    maximum = tl.full([TILE_M], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, DIM], tl.float32)
+    k = key + kv_head.to(tl.int64) * head_step
+    v = value + kv_head.to(tl.int64) * head_step
+    table = tables + sequence.to(tl.int64) * table_step
+    if WINDOW > 0:
+        maximum, total, acc = attend(
+            q, position, maximum, total, acc, k, v, key_scales, value_scales, table,
+            block_step, scales_step, kv_head, lowest, begin, tl.minimum(left, end), scale_log2,
+            FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, STORED_DIM, TILE_N, WINDOW, True, COMPUTE, PRECISION,
+        )  # fmt: skip
+    maximum, total, acc = attend(
+        q, position, maximum, total, acc, k, v, key_scales, value_scales, table,
+        block_step, scales_step, kv_head, lowest, left, right, scale_log2,
+        FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, STORED_DIM, TILE_N, WINDOW, False, COMPUTE, PRECISION,
+    )  # fmt: skip
+    maximum, total, acc = attend(
+        q, position, maximum, total, acc, k, v, key_scales, value_scales, table,
+        block_step, scales_step, kv_head, lowest, right, end, scale_log2,
+        FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, STORED_DIM, TILE_N, WINDOW, True, COMPUTE, PRECISION,
+    )  # fmt: skip
+    result = acc / total[:, None]
+    tl.store(out + row[:, None] * out_step + column, result.to(out.dtype.element_ty), mask=mask)
+
+
+def prefill(
+    query: Tensor, out: Tensor, kv: PagedKv, layer: LayerKv, tables: Tensor, tiles: Tensor, tiling: Tiling, window: int = 0
+) -> None:
+    """query, out: [tokens, num_heads, head_dim], rows contiguous; rows that no tile names are left alone.
+
+    tables: [sequences, blocks] int32; tiles: [tiles, 4] int32 (see `prefill_kernel`), cut with `tile_tokens`. window 0: none.
+    """
+    group = query.shape[1] // kv.num_kv_heads
+    compute = dot_dtype(query)
+    prefill_kernel[(kv.num_kv_heads, len(tiles))](
+        out, query, layer.key, layer.value, layer.key_scales, layer.value_scales, tables, tiles,
+        1.0 / (math.sqrt(kv.head_dim) * math.log(2)), tables.stride(0), query.stride(0), out.stride(0),
+        layer.block_step, layer.head_step, layer.scales_step,
+        FORMAT=int(kv.format), GROUP=group, BLOCK_SIZE=kv.block_size, HEAD_DIM=kv.head_dim,
+        DIM=next_power_of_2(kv.head_dim), STORED_DIM=kv.data.shape[-1], TILE_M=tiling.rows, TILE_N=tiling.positions,
+        WINDOW=window, COMPUTE=compute, PRECISION=dot_precision(query.dtype),
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+
+
+def tile_tokens(tiling: Tiling, group: int) -> int:
+    """Tokens in one query tile."""
+    return tiling.rows // group
+
+
+def cut(row: int, start: int, count: int, sequence: int, tokens: int) -> list[tuple[int, int, int, int]]:
+    """The tiles of one sequence's tokens [start, start + count), the query's rows from `row` on."""
+    return [(sequence, row + done, start + done, min(tokens, count - done)) for done in range(0, count, tokens)]
+
+
+def tiles_tensor(tiles: list[tuple[int, int, int, int]]) -> Tensor:
+    """[tiles, 4] int32, those with the longest past first: the last program to start should be a short one."""
+    return torch.tensor(sorted(tiles, key=lambda tile: -tile[2]), dtype=torch.int32).view(-1, TILE_FIELDS)

@@ -1,0 +1,95 @@
+"""Prefill over a poisoned pool against the definition in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_attention, tables_tensor, tolerance
+
+from pdserve.engine.kernels.paged_kv import KvFormat
+from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
+from pdserve.engine.kernels.tiling import Tiling
+
+TILING = Tiling(rows=16, positions=16, warps=4, stages=1)
+PLAIN = KvFormat.PLAIN
+
+
+def check(
+    lengths, *, kv_heads=1, group=1, dim=64, block_size=16, window=0, kind=PLAIN, dtype=torch.float32, seed=0, tiling=TILING,
+):  # fmt: skip
+    sequences, written, num_blocks = make_sequences(lengths, block_size, window, seed)
+    pool = make_pool(written, num_blocks, heads=kv_heads, dim=dim, block_size=block_size, kind=kind, dtype=dtype, seed=seed)
+    tokens = sum(count for _, count in lengths)
+    generator = torch.Generator().manual_seed(seed + 1)
+    query = torch.randn(tokens, kv_heads * group, dim, generator=generator).to(dtype).to(DEVICE)
+    out = poisoned(tokens + 1, kv_heads * group, dim, dtype=dtype)
+    tiles, row = [], 0
+    for i, sequence in enumerate(sequences):
+        tiles += cut(row, sequence.start, sequence.count, i, tile_tokens(tiling, group))
+        row += sequence.count
+    prefill(query, out, pool.kv, pool.kv.layer(1), tables_tensor(sequences), tiles_tensor(tiles).to(DEVICE), tiling, window)
+    expected = reference_attention(pool.values, 1, query, sequences, window)
+    assert (out[:-1].double().cpu() - expected).abs().max().item() < tolerance(dtype)
+    assert out[-1].isnan().all(), "a row that no tile names was written"
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_every_head_size_equals_the_definition(dim):
+    check([(0, 9), (21, 3)], dim=dim, group=3, kv_heads=2)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 16])
+def test_every_group_size_equals_the_definition(group):
+    check([(14, 5)], group=group)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("tiling", [TILING, Tiling(32, 64, 4, 1), Tiling(64, 32, 4, 1)])
+def test_blocks_and_tiles_of_different_sizes_equal_the_definition(block_size, tiling):
+    check([(63, 5), (0, 17)], block_size=block_size, tiling=tiling, group=2)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 100])
+@pytest.mark.parametrize("lengths", [[(0, 40)], [(50, 20)]])
+def test_a_window_hides_what_is_older_and_does_not_read_it(window, lengths):
+    check(lengths, window=window, group=2)
+
+
+@pytest.mark.parametrize("kind", [KvFormat.INT8, KvFormat.FP8_E4M3, KvFormat.INT4])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_quantised_numbers_equal_the_definition(kind, dim):
+    check([(20, 9), (0, 3)], kind=kind, dim=dim, group=2, kv_heads=2)
+
+
+@pytest.mark.parametrize("kind", [KvFormat.INT8, KvFormat.FP8_E4M3, KvFormat.INT4])
+def test_quantised_numbers_behind_a_window_are_not_read(kind):
+    check([(70, 3)], kind=kind, window=20, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_off_by_its_rounding_only(dtype):
+    check([(20, 9), (0, 20)], dtype=dtype, group=4, dim=128)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ragged_batches_equal_the_definition(seed):
+    check_random(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6, 60))
+def test_many_ragged_batches_equal_the_definition(seed):
+    check_random(seed)
+
+
+def check_random(seed: int) -> None:
+    rng = random.Random(seed)
+    check(
+        [(rng.choice([0, rng.randrange(60)]), rng.randrange(1, 20)) for _ in range(rng.randrange(1, 4))],
+        kv_heads=rng.randrange(1, 3), group=rng.choice([1, 2, 3, 4, 6, 8, 16]), dim=rng.choice([64, 80, 96, 128]),
+        block_size=rng.choice([16, 32, 64]), window=rng.choice([0, 0, rng.randrange(1, 50)]), kind=rng.choice(list(KvFormat)),
+        dtype=rng.choice([torch.float32, torch.bfloat16, torch.float16]), seed=seed,
+        tiling=Tiling(rng.choice([16, 32]), rng.choice([16, 32]), 4, 1),
+    )  # fmt: skip
