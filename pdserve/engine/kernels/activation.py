@@ -1,0 +1,36 @@
+"""SiLU of the gate times the other half, in one pass.
+
+Floor: bytes, 3 * width * element size a row. Llama-3-8B in bfloat16, 2,048 rows: 176 MB, 37 us at 4.8 TB/s; as two
+operations of torch it moves 5 * width, and the gate is rounded to the element type in between. It is here as well, so
+that the results are torch's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 1024  # a program: 16 bytes a thread at four warps in bfloat16
+
+
+@triton.jit
+def silu_mul_kernel(out, gate_up, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Grid (rows, columns / TILE). gate_up: [rows, 2 * WIDTH], the gate first; out: [rows, WIDTH]; both contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (silu * up).to(out.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """gate_up: [rows, 2 * width], contiguous. Returns [rows, width]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        silu_mul_kernel[(rows, triton.cdiv(width, COLUMNS))](out, gate_up, WIDTH=width, TILE=COLUMNS, num_warps=4)
+    return out
