@@ -1,0 +1,153 @@
+"""New K and V into a quantised pool, with one scale a block and head.
+
+Floor: bytes, the new tokens read and written, and for a decode the block they go to read and written once more: 16
+tokens of int8 against a past of thousands that attention reads in the same step, below 1 %.
+
+A block fills over many steps, so its scale grows. When a new token exceeds what the scale can say, the older tokens
+of the block are quantised again to the larger one; else they are left alone, bit for bit. A number is so rounded
+more than once, each time by at most half a step of the scale of that moment, which are the smaller ones. Other ways: a
+scale a token needs no second rounding, but takes 4 of 132 bytes a head and 4 of 68 in int4; a fixed scale needs
+calibration. What lies behind the written part of a block is garbage of its former owner, and is not read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.engine.kernels.flash import load_numbers
+from pdserve.engine.kernels.paged_kv import KvFormat, LayerKv, PagedKv
+from pdserve.engine.kernels.support import next_power_of_2
+
+TOUCH_FIELDS = 4  # block, first new token's row, its offset in the block, new tokens
+
+_INT8 = tl.constexpr(int(KvFormat.INT8))
+_FP8 = tl.constexpr(int(KvFormat.FP8_E4M3))
+_INT4 = tl.constexpr(int(KvFormat.INT4))
+
+
+@triton.jit
+def rounded(x, LARGEST: tl.constexpr):
+    """To the nearest whole number within [-LARGEST, LARGEST], halves upwards."""
+    return tl.minimum(tl.maximum(tl.floor(x + 0.5), -LARGEST), LARGEST).to(tl.int32)
+
+
+@triton.jit
+def to_fp8(x):
+    """E4M3 of float32 x within [-448, 448], as uint8: to nearest, halves to even, below 2^-6 halves upwards.
+
+    In integers, as the interpreter's own conversion drops the carry of a mantissa that rounds up to the next power of
+    two, and devices before sm_89 have none.
+    """
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    bits += 0x7FFFF + ((bits >> 20) & 1)  # 20 of float32's 23 bits behind the point go
+    normal = (bits >> 20) - (120 << 3)  # the exponent's bias is 7, not 127
+    small = tl.floor(size * 512 + 0.5).to(tl.int32)  # multiples of 2^-9; 8 of them are the first normal number
+    return (tl.where(size < 0.015625, small, normal) | tl.where(x < 0, 0x80, 0)).to(tl.uint8)
+
+
+@triton.jit
+def quantise_kernel(
+    key, value, key_scales, value_scales, new_key, new_value, touched,
+    source_step, source_head_step, block_step, head_step, scales_step,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, OFFSETS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, STORED_DIM: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_kv_heads, touched blocks, 2 (K, V)). touched: [blocks, 4] int32: block, row of the first new token in
+    new_key and new_value [tokens, num_kv_heads, HEAD_DIM], its offset in the block, new tokens. OFFSETS: the
+    block's, padded.
+    """
+    head = tl.program_id(0)
+    fields = touched + tl.program_id(1) * 4
+    block = tl.load(fields).to(tl.int64)
+    source_row = tl.load(fields + 1).to(tl.int64)
+    first = tl.load(fields + 2)
+    end = first + tl.load(fields + 3)
+    if tl.program_id(2) == 0:
+        quantise_head(
+            key, key_scales, new_key, head, block, source_row, first, end,
+            source_step, source_head_step, block_step, head_step, scales_step,
+            FORMAT, LARGEST, OFFSETS, HEAD_DIM, DIM, STORED_DIM,
+        )  # fmt: skip
+    else:
+        quantise_head(
+            value, value_scales, new_value, head, block, source_row, first, end,
+            source_step, source_head_step, block_step, head_step, scales_step,
+            FORMAT, LARGEST, OFFSETS, HEAD_DIM, DIM, STORED_DIM,
+        )  # fmt: skip
+
+
+@triton.jit
+def quantise_head(
+    data, scales, source, head, block, source_row, first, end,
+    source_step, source_head_step, block_step, head_step, scales_step,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    STORED_DIM: tl.constexpr,
+):  # fmt: skip
+    """Offsets [first, end) of a block's head from `source`; offsets [0, first) hold older tokens."""
+    offset = tl.arange(0, OFFSETS)
+    old = offset < first
+    new = (offset >= first) & (offset < end)
+    rows = block * block_step + head.to(tl.int64) * head_step + offset * STORED_DIM
+    place = scales + block * scales_step + head
+    # A block without older tokens has no scale yet: what lies there is its former owner's, even NaN.
+    old_scale = tl.load(place + tl.zeros([1], tl.int32), mask=(tl.zeros([1], tl.int32) + first) > 0, other=0.0)
+    older = load_numbers(data, rows, old, FORMAT, HEAD_DIM, DIM, tl.float32) * old_scale[:, None]
+    dim = tl.arange(0, DIM)
+    where = (source_row + offset - first)[:, None] * source_step + head * source_head_step + dim[None, :]
+    newer = tl.load(source + where, mask=new[:, None] & (dim < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
+    largest = tl.max(tl.max(tl.abs(newer), 1), 0)
+    scale = tl.maximum(old_scale, largest / LARGEST)
+    tl.store(place + tl.zeros([1], tl.int32), scale)
+    inverse = tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
+    scaled = (older + newer) * inverse[:, None]  # one of the two is 0
+    written = new | (old & (scale > old_scale))
+    tl.debug_barrier()  # threads store what other threads have loaded
+    if FORMAT == _INT4:
+        low, high = tl.split(tl.reshape(rounded(scaled, LARGEST) + 8, [OFFSETS, DIM // 2, 2]))
+        pair = tl.arange(0, DIM // 2)
+        mask = written[:, None] & (pair < HEAD_DIM // 2)[None, :]
+        tl.store(data + rows[:, None] + pair[None, :], (low | (high << 4)).to(tl.uint8), mask=mask)
+    else:
+        if FORMAT == _FP8:
+            stored = to_fp8(tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST))
+        else:
+            stored = rounded(scaled, LARGEST).to(tl.int8).to(tl.uint8, bitcast=True)
+        mask = written[:, None] & (dim < HEAD_DIM)[None, :]
+        tl.store(data + rows[:, None] + dim[None, :], stored, mask=mask)
+
+
+def quantise_write(kv: PagedKv, layer: LayerKv, key: Tensor, value: Tensor, touched: Tensor) -> None:
+    """key, value: [tokens, num_kv_heads, head_dim], heads contiguous, equal strides; touched: [blocks, 4] int32 (see
+    `touched_blocks`), no block twice.
+    """
+    assert kv.format is not KvFormat.PLAIN
+    assert key.stride() == value.stride()
+    if len(touched) == 0:
+        return
+    quantise_kernel[(kv.num_kv_heads, len(touched), 2)](
+        layer.key, layer.value, layer.key_scales, layer.value_scales, key, value, touched,
+        key.stride(0), key.stride(1), layer.block_step, layer.head_step, layer.scales_step,
+        FORMAT=int(kv.format), LARGEST=kv.format.largest,
+        OFFSETS=next_power_of_2(kv.block_size), HEAD_DIM=kv.head_dim, DIM=next_power_of_2(kv.head_dim),
+        STORED_DIM=kv.data.shape[-1], num_warps=4,
+    )  # fmt: skip
+
+
+def touched_blocks(row: int, start: int, count: int, block_table: tuple[int, ...], block_size: int) -> list[tuple[int, ...]]:
+    """What `quantise_write` is told of one sequence's tokens [start, start + count), the first in `row`."""
+    touched: list[tuple[int, ...]] = []
+    position = start
+    while position < start + count:
+        offset = position % block_size
+        tokens = min(block_size - offset, start + count - position)
+        touched.append((block_table[position // block_size], row + position - start, offset, tokens))
+        position += tokens
+    return touched
+
+
+def touched_tensor(touched: list[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(touched, dtype=torch.int32).view(-1, TOUCH_FIELDS)
