@@ -1,0 +1,100 @@
+"""Blocks out of a pool and into one, by token: how a pool of one layout becomes a pool of another.
+
+Between the two stands the *staged* form [num_layers, 2 (K, V), num_kv_heads, tokens, head_dim], which knows neither
+blocks nor formats: gather from blocks of 16 in int8, scatter into blocks of 32 in bfloat16; or take some of its heads.
+
+Floor: bytes, each token read once and written once: 2 * num_layers * 2 * num_kv_heads * head_dim * element size.
+Llama-3-8B in bfloat16, 2,048 tokens: 537 MB, 0.11 ms at 4.8 TB/s. A program moves one head of one block, which is one
+run of block_size * head_dim elements on either side.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.engine.kernels.flash import load_numbers
+from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv
+from pdserve.engine.kernels.quantise import quantise_write, touched_blocks, touched_tensor
+from pdserve.engine.kernels.support import next_power_of_2
+
+_PLAIN = tl.constexpr(int(KvFormat.PLAIN))
+
+
+@triton.jit
+def gather_kernel(
+    staged, data, scales, table, tokens, block_step, head_step, scales_step,
+    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    STORED_DIM: tl.constexpr,
+):  # fmt: skip
+    """Grid (layers * 2 * heads, blocks): one head of one block, of layer, K or V and head `program_id(0)`."""
+    part = tl.program_id(0)
+    index = tl.program_id(1)
+    offset = tl.arange(0, OFFSETS)
+    position = index * BLOCK_SIZE + offset
+    there = (offset < BLOCK_SIZE) & (position < tokens)
+    block = tl.load(table + index).to(tl.int64)
+    rows = block * block_step + part.to(tl.int64) * head_step + offset * STORED_DIM
+    numbers = load_numbers(data, rows, there, FORMAT, HEAD_DIM, DIM, tl.float32)
+    if FORMAT != _PLAIN:
+        numbers = numbers * tl.load(scales + block * scales_step + part)
+    dim = tl.arange(0, DIM)
+    target = (part.to(tl.int64) * tokens + position)[:, None] * HEAD_DIM + dim[None, :]
+    mask = there[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(staged + target, numbers.to(staged.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scatter_kernel(
+    data, staged, table, tokens, block_step, head_step,
+    BLOCK_SIZE: tl.constexpr, OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Grid (layers * 2 * heads, blocks); the inverse of `gather_kernel` for plain pools."""
+    part = tl.program_id(0)
+    index = tl.program_id(1)
+    offset = tl.arange(0, OFFSETS)
+    position = index * BLOCK_SIZE + offset
+    dim = tl.arange(0, DIM)
+    mask = ((offset < BLOCK_SIZE) & (position < tokens))[:, None] & (dim < HEAD_DIM)[None, :]
+    source = (part.to(tl.int64) * tokens + position)[:, None] * HEAD_DIM + dim[None, :]
+    numbers = tl.load(staged + source, mask=mask, other=0.0)
+    block = tl.load(table + index).to(tl.int64)
+    rows = block * block_step + part.to(tl.int64) * head_step + offset * HEAD_DIM
+    tl.store(data + rows[:, None] + dim[None, :], numbers.to(data.dtype.element_ty), mask=mask)
+
+
+def gather_tokens(kv: PagedKv, table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Tokens [0, tokens) of the blocks of `table` [blocks] int32, as [num_layers, 2, num_kv_heads, tokens, head_dim] dtype."""
+    shape = (kv.num_layers, 2, kv.num_kv_heads, tokens, kv.head_dim)
+    staged = torch.empty(shape, dtype=dtype, device=kv.data.device)
+    scales, scales_step = (kv.data, 0) if kv.scales is None else (kv.scales, kv.scales.stride(0))
+    gather_kernel[(_parts(kv), triton.cdiv(tokens, kv.block_size))](
+        staged, kv.data, scales, table, tokens, kv.data.stride(0), kv.data.stride(3), scales_step,
+        FORMAT=int(kv.format), BLOCK_SIZE=kv.block_size, OFFSETS=next_power_of_2(kv.block_size), HEAD_DIM=kv.head_dim,
+        DIM=next_power_of_2(kv.head_dim), STORED_DIM=kv.data.shape[-1], num_warps=4,
+    )  # fmt: skip
+    return staged
+
+
+def scatter_tokens(staged: Tensor, kv: PagedKv, block_table: tuple[int, ...]) -> None:
+    """staged: as `gather_tokens` gives it, of any floating dtype; its tokens fill `block_table` from offset 0 on."""
+    assert staged.is_contiguous()
+    tokens = staged.shape[3]
+    if kv.format is not KvFormat.PLAIN:
+        touched = touched_tensor(touched_blocks(0, 0, tokens, block_table, kv.block_size)).to(kv.data.device)
+        for layer in range(kv.num_layers):
+            key, value = (staged[layer, which].transpose(0, 1) for which in (0, 1))
+            quantise_write(kv, kv.layer(layer), key, value, touched)
+        return
+    table = torch.tensor(block_table, dtype=torch.int32).to(kv.data.device)
+    scatter_kernel[(_parts(kv), triton.cdiv(tokens, kv.block_size))](
+        kv.data, staged, table, tokens, kv.data.stride(0), kv.data.stride(3),
+        BLOCK_SIZE=kv.block_size, OFFSETS=next_power_of_2(kv.block_size), HEAD_DIM=kv.head_dim,
+        DIM=next_power_of_2(kv.head_dim), num_warps=4,
+    )  # fmt: skip
+
+
+def _parts(kv: PagedKv) -> int:
+    return kv.num_layers * 2 * kv.num_kv_heads
