@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,23 +17,32 @@ from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.batch import Batch, make_batch
 from pdserve.engine.elementwise import silu_and_mul, silu_and_mul_fixed
+from pdserve.engine.kernels.paged_kv import plain_kv
+from pdserve.engine.kernels.support import triton_usable
 from pdserve.engine.kv_cache import TORCH_DTYPES, KvCache
 from pdserve.engine.memory import return_freed_memory
 from pdserve.engine.models.llama import Backend, Llama
+from pdserve.engine.ops import TorchOps
 from pdserve.engine.rows import TiledRows, WholeRows
 from pdserve.engine.sampler import sample
 from pdserve.engine.weights import load_llama
+
+Hidden = Callable[[Batch], Tensor]
+"""`Llama.hidden`, computed as it is or replayed."""
 
 
 class ModelRunner:
     """Made by `load`. Allocates the whole KV pool at once and no KV after that."""
 
-    def __init__(self, model: Llama, kv: KvCache, backend: Backend, *, weights_bytes: int, max_model_len: int) -> None:
+    def __init__(
+        self, model: Llama, hidden: Hidden, kv: KvCache, backend: Backend, *, weights_bytes: int, max_model_len: int
+    ) -> None:
         self.kv = kv
         self.weights_bytes = weights_bytes
         """Of the checkpoint's tensors in the model's dtype; a tied head that is laid out for its kernel comes on top."""
         self.max_model_len = max_model_len
         self._model = model
+        self._hidden = hidden
         self._rows = backend.rows
 
     @classmethod
@@ -47,11 +57,12 @@ class ModelRunner:
         backend = _backend(kv, card.num_heads, invariant=config.batch_invariant)
         with torch.inference_mode():
             weights = load_llama(directory, card, TORCH_DTYPES[layout.dtype], device)
-            model = Llama(card, weights, kv, backend, max_model_len)
+            model = Llama(card, weights, backend, max_model_len)
+            hidden = _recorded(model, backend, kv, max_model_len, config.max_num_seqs) or model.hidden
             weights_bytes = weights.nbytes
             del weights
         return_freed_memory()
-        return cls(model, kv, backend, weights_bytes=weights_bytes, max_model_len=max_model_len)
+        return cls(model, hidden, kv, backend, weights_bytes=weights_bytes, max_model_len=max_model_len)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
@@ -76,13 +87,35 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:
         assert len({piece.seq_id for piece in plan.slices}) == len(plan.slices), "a sequence twice in one step"
         batch = make_batch(plan, self.kv, self._rows.padded(plan.num_tokens))
-        return batch, self._model.hidden(batch)
+        return batch, self._hidden(batch)
 
 
 def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
     if invariant:
-        return Backend(TiledRows(), InvariantAttention(kv, num_heads), silu_and_mul_fixed)
-    return Backend(WholeRows(), FastAttention(kv, num_heads), silu_and_mul)
+        return Backend(TiledRows(), InvariantAttention(kv, num_heads), TorchOps(kv, silu_and_mul_fixed))
+    if triton_usable(kv.tensor.device):
+        from pdserve.engine.attention.triton import TritonAttention
+        from pdserve.engine.kernels.ops import TritonOps
+
+        paged = plain_kv(kv.tensor)
+        return Backend(WholeRows(), TritonAttention(paged, num_heads, kv.tensor.dtype), TritonOps(paged))
+    return Backend(WholeRows(), FastAttention(kv, num_heads), TorchOps(kv, silu_and_mul))
+
+
+def _recorded(model: Llama, backend: Backend, kv: KvCache, max_positions: int, max_batch: int) -> Hidden | None:
+    """Decode steps as CUDA graphs, where the backend can be recorded: none where it computes on the host in between."""
+    if not triton_usable(kv.tensor.device):
+        return None
+    from pdserve.engine.attention.triton import TritonAttention
+    from pdserve.engine.graphs import DecodeGraphs, cuda_recorder
+
+    if not isinstance(backend.attention, TritonAttention):
+        return None
+    heads = kv.layout.num_kv_heads
+    record = cuda_recorder()
+    return DecodeGraphs(
+        model, backend.attention, record, slots_a_token=2 * heads, max_positions=max_positions, max_batch=max_batch
+    ).hidden
 
 
 def _device(name: str) -> torch.device:

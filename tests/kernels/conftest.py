@@ -1,17 +1,24 @@
-"""Where there is no GPU the kernels run in Triton's interpreter, which must be chosen before Triton is loaded."""
+"""Without Triton these tests are skipped, with the reason."""
 
 from __future__ import annotations
 
-import os
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-if "triton" not in sys.modules and not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from pdserve.engine.kernels.support import triton_installed
 
-pytest.importorskip("triton", reason="the kernels need Triton: pip install 'pdserve[gpu]'")
+
+class WithoutTriton(pytest.Module):
+    """A file of tests that cannot be imported here."""
+
+    def collect(self):
+        pytest.skip("the kernels need Triton: pip install 'pdserve[gpu]'", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent):
+    return None if triton_installed() else WithoutTriton.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,77 +15,74 @@ from torch import Tensor
 from pdserve.checkpoint.card import ModelCard
 from pdserve.engine.attention.api import Attention
 from pdserve.engine.batch import Batch
-from pdserve.engine.elementwise import SiluAndMul, rms_norm
-from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.linear import Linear, make_linear
-from pdserve.engine.rope import rope_table, rotate
+from pdserve.engine.ops import Ops
+from pdserve.engine.rope import rope_table
 from pdserve.engine.rows import Rows
 from pdserve.engine.weights import LayerWeights, LlamaWeights
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How things are computed, chosen once: fast, or with bits that do not depend on the batch."""
+    """How things are computed, chosen once: fast, or with bits that do not depend on the batch; by torch, or by Triton."""
 
     rows: Rows
     attention: Attention[Any]
-    silu_and_mul: SiluAndMul
+    ops: Ops
 
 
 class Layer:
-    """One decoder layer's functions of rows."""
+    """One decoder layer's functions of rows. What comes in is normed already; the norm behind a layer is part of it."""
 
-    def __init__(self, card: ModelCard, weights: LayerWeights, silu_and_mul: SiluAndMul) -> None:
+    def __init__(self, card: ModelCard, weights: LayerWeights, next_norm: Tensor, ops: Ops) -> None:
+        """next_norm: the weight of the norm behind the layer, the next layer's first or the model's last."""
         self._eps = card.rms_norm_eps
-        self._heads = (card.num_heads, card.num_kv_heads, card.num_kv_heads)
-        self._head_dim = card.head_dim
-        self._silu_and_mul = silu_and_mul
-        self._attention_norm = weights.attention_norm
+        self._ops = ops
         self._mlp_norm = weights.mlp_norm
+        self._next_norm = next_norm
         self._qkv = make_linear(weights.qkv)
         self._attention_out = make_linear(weights.attention_out)
         self._gate_up = make_linear(weights.gate_up)
         self._down = make_linear(weights.down)
 
-    def before_attention(self, x: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [rows, hidden]; table_rows: [rows, 2, head_dim]. Returns q, k, v: [rows, heads, head_dim]."""
-        projected = self._qkv(rms_norm(x, self._attention_norm, self._eps))
-        heads = projected.view(x.shape[0], -1, self._head_dim)
-        num_heads, num_kv_heads, _ = self._heads
-        rotated = rotate(heads[:, : num_heads + num_kv_heads], table_rows)
-        return rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]
+    def before_attention(self, normed: Tensor) -> tuple[Tensor]:
+        """normed: [rows, hidden]. Returns q, k and v in one: [rows, (num_heads + 2 * num_kv_heads) * head_dim]."""
+        return (self._qkv(normed),)
 
-    def after_attention(self, x: Tensor, attended: Tensor) -> tuple[Tensor]:
-        """x: [rows, hidden]; attended: [rows, num_heads * head_dim]. Returns the next layer's x."""
-        x = x + self._attention_out(attended)
-        gate_up = self._gate_up(rms_norm(x, self._mlp_norm, self._eps))
-        return (x + self._down(self._silu_and_mul(gate_up)),)
+    def after_attention(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [rows, hidden]; attended: [rows, num_heads * head_dim]. Returns the next layer's x, and that normed."""
+        x, normed = self._ops.add_norm(x, self._attention_out(attended), self._mlp_norm, self._eps)
+        mlp = self._down(self._ops.silu_and_mul(self._gate_up(normed)))
+        return self._ops.add_norm(x, mlp, self._next_norm, self._eps)
 
 
 class Llama:
-    def __init__(self, card: ModelCard, weights: LlamaWeights, kv: KvCache, backend: Backend, max_positions: int) -> None:
+    def __init__(self, card: ModelCard, weights: LlamaWeights, backend: Backend, max_positions: int) -> None:
         """The weights are laid out anew where that is faster: drop yours afterwards."""
         self._eps = card.rms_norm_eps
-        self._kv = kv
         self._backend = backend
         self._embedding = weights.embedding
-        self._layers = [Layer(card, layer, backend.silu_and_mul) for layer in weights.layers]
-        self._norm = weights.norm
+        self._first_norm = weights.layers[0].attention_norm
+        next_norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
+        self._layers = [Layer(card, layer, norm, backend.ops) for layer, norm in zip(weights.layers, next_norms, strict=True)]
         self._head: Linear = make_linear(weights.head)
         self._rope = rope_table(card, max_positions, weights.embedding.device)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """The last layer's output [padded rows, hidden]; writes the KV of the batch's tokens."""
-        rows, attention = self._backend.rows, self._backend.attention
-        prepared = attention.prepare(batch.spans)
-        table_rows = self._rope[batch.positions]
-        x = F.embedding(batch.token_ids, self._embedding)
+        """The last layer's output, normed: [padded rows, hidden]; writes the KV of the batch's tokens."""
+        return self.forward(batch, self._backend.attention.prepare(batch.spans))
+
+    def forward(self, batch: Batch, prepared: Any) -> Tensor:
+        """As `hidden`, with what the attention backend prepared for the batch; its spans are not looked at."""
+        rows, attention, ops = self._backend.rows, self._backend.attention, self._backend.ops
+        table_rows = self._rope[batch.positions[: batch.tokens]]
+        x, normed = rows.apply(self._embed, batch.token_ids)
         for index, layer in enumerate(self._layers):
-            query, key, value = rows.apply(layer.before_attention, x, table_rows)
-            self._write(index, batch, key, value)
-            attended = attention.run(prepared, index, query[: batch.tokens].contiguous())
-            (x,) = rows.apply(layer.after_attention, x, _pad_rows(attended.flatten(1), x.shape[0]))
-        return x
+            (projected,) = rows.apply(layer.before_attention, normed)
+            query = ops.rotate_and_write(index, projected[: batch.tokens], table_rows, batch.slots)
+            attended = attention.run(prepared, index, query)
+            x, normed = rows.apply(layer.after_attention, x, _pad_rows(attended.flatten(1), x.shape[0]))
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], any rows of `hidden`. Returns [rows, vocab] float32."""
@@ -93,11 +90,12 @@ class Llama:
         (logits,) = self._backend.rows.apply(self._project, padded)
         return logits[: hidden.shape[0]].float()
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor]:
-        return (self._head(rms_norm(hidden, self._norm, self._eps)),)
+    def _embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.embedding(token_ids, self._embedding)
+        return x, self._backend.ops.norm(x, self._first_norm, self._eps)
 
-    def _write(self, layer: int, batch: Batch, key: Tensor, value: Tensor) -> None:
-        self._kv.write(layer, batch.slots, key[: batch.tokens], value[: batch.tokens])
+    def _project(self, hidden: Tensor) -> tuple[Tensor]:
+        return (self._head(hidden),)
 
 
 def _pad_rows(x: Tensor, count: int) -> Tensor:

@@ -1,0 +1,124 @@
+"""Attention on CUDA: one kernel for the single tokens of a step, one for its prompts, both straight from the pool.
+
+A step's spans become one tensor of 32-bit numbers, copied to the device once and shared by all layers: block tables,
+rows and ends of the single tokens, tiles of the prompts. A recorded step (`graphs.py`) has one shape for ever: `fixed`
+makes it and `refill` puts a step's spans in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.core.kv_layout import ceil_div
+from pdserve.engine.attention.api import Span
+from pdserve.engine.kernels.decode import choose_splits, decode
+from pdserve.engine.kernels.paged_kv import PagedKv
+from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
+from pdserve.engine.kernels.support import multiprocessors
+from pdserve.engine.kernels.tiling import Tiling, decode_tiling, prefill_tiling
+
+WIDTH_STEP: Final = 16
+ALIGNED: Final = 4  # 32-bit numbers
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStep:
+    """tables: [decodes, then prompts; width] int32; rows, ends: [decodes] int32; tiles: [tiles, 4] int32."""
+
+    tables: Tensor
+    rows: Tensor
+    ends: Tensor
+    tiles: Tensor
+    splits: int
+
+
+class TritonAttention:
+    """For `kv` of any format. window: 0 for none, else how many positions a token sees, its own included."""
+
+    def __init__(self, kv: PagedKv, num_heads: int, dtype: torch.dtype, *, window: int = 0) -> None:
+        self._kv = kv
+        self._layers = [kv.layer(i) for i in range(kv.num_layers)]
+        self._window = window
+        self._device = kv.data.device
+        group = num_heads // kv.num_kv_heads
+        self._decode: Tiling = decode_tiling(kv.head_dim, dtype, group)
+        self._prefill: Tiling = prefill_tiling(kv.head_dim, dtype, group)
+        self._tokens = tile_tokens(self._prefill, group)
+
+    def prepare(self, spans: tuple[Span, ...]) -> TritonStep:
+        singles = [span for span in spans if span.count == 1]
+        prompts = [span for span in spans if span.count > 1]
+        width = ceil_div(max(ceil_div(span.end, self._kv.block_size) for span in spans), WIDTH_STEP) * WIDTH_STEP
+        tiles = [
+            tile
+            for i, span in enumerate(prompts, len(singles))
+            for tile in cut(span.row, span.start, span.count, i, self._tokens)
+        ]
+        parts = (
+            _tables([*singles, *prompts], width),
+            torch.tensor([span.row for span in singles], dtype=torch.int32),
+            torch.tensor([span.end for span in singles], dtype=torch.int32),
+            tiles_tensor(tiles),
+        )
+        tables, rows, ends, tiles_there = self._copied(parts)
+        longest = max((span.end for span in singles), default=0)
+        return TritonStep(tables, rows, ends, tiles_there, self._splits(len(singles), longest))
+
+    def fixed(self, sequences: int, max_positions: int) -> TritonStep:
+        """A step of `sequences` single tokens, row i the i-th, that are nobody's until `refill` says whose they are."""
+        width = ceil_div(max_positions, self._kv.block_size)
+        zeros = torch.zeros((sequences, width + 2), dtype=torch.int32, device=self._device)
+        rows = torch.arange(sequences, dtype=torch.int32, device=self._device)
+        ends = torch.zeros(sequences, dtype=torch.int32, device=self._device)
+        tiles = tiles_tensor([]).to(self._device)
+        return TritonStep(zeros[:, :width], rows, ends, tiles, self._splits(sequences, max_positions))
+
+    def refill(self, step: TritonStep, spans: tuple[Span, ...]) -> None:
+        """spans: single tokens in the order of their rows, at most as many as `step` has. The others become nobody's."""
+        sequences, width = step.tables.shape
+        used = ceil_div(max(ceil_div(span.end, self._kv.block_size) for span in spans), WIDTH_STEP) * WIDTH_STEP
+        tables = _tables(list(spans), min(used, width))
+        ends = torch.tensor([span.end for span in spans] + [0] * (sequences - len(spans)), dtype=torch.int32)
+        there, ends_there = self._copied((tables, ends))
+        step.tables[: len(spans), : tables.shape[1]] = there
+        step.ends.copy_(ends_there)
+
+    def run(self, prepared: TritonStep, layer: int, query: Tensor) -> Tensor:
+        """query: [tokens, num_heads, head_dim], heads contiguous."""
+        out = torch.empty_like(query)
+        of_layer = self._layers[layer]
+        if len(prepared.rows):
+            decode(
+                query, out, self._kv, of_layer, prepared.tables, prepared.rows, prepared.ends, prepared.splits,
+                self._decode, self._window,
+            )  # fmt: skip
+        if len(prepared.tiles):
+            prefill(query, out, self._kv, of_layer, prepared.tables, prepared.tiles, self._prefill, self._window)
+        return out
+
+    def _splits(self, sequences: int, longest: int) -> int:
+        seen = min(longest, self._window) if self._window else longest
+        return choose_splits(sequences, self._kv.num_kv_heads, seen, multiprocessors(self._device))
+
+    def _copied(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
+        """All in one copy, which does not wait for the device, as the source is pinned there.
+
+        Each starts at a multiple of 16 bytes: kernels are compiled anew for pointers that do not.
+        """
+        padded = [F.pad(part.reshape(-1), (0, -part.numel() % ALIGNED)) for part in parts]
+        flat = torch.cat(padded)
+        if self._device.type == "cuda":
+            flat = flat.pin_memory()
+        there = torch.split(flat.to(self._device, non_blocking=True), [part.numel() for part in padded])
+        return [piece[: part.numel()].view(part.shape) for piece, part in zip(there, parts, strict=True)]
+
+
+def _tables(spans: list[Span], width: int) -> Tensor:
+    """[spans, width] int32: the blocks that hold KV; zeros behind them, and in place of blocks kept for later."""
+    rows = [span.block_table[:width] for span in spans]
+    return torch.tensor([(*row, *(0,) * (width - len(row))) for row in rows], dtype=torch.int32).view(len(spans), width)

@@ -1,0 +1,145 @@
+"""Compiles every kernel for an H200 as its callers launch it, on any machine: `python compile_for_hopper.py [CASE...]`.
+
+The interpreter forgives what the compiler does not (types that change in a loop, returns within branches). A driver
+that only names the target stands in for CUDA, and launches end once the kernel is compiled. Prints a line of JSON for
+each: kernel, registers spilled, bytes of shared memory, and how its matrix products were made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import pdserve.engine.kernels.decode as decode_module
+import pdserve.engine.kernels.prefill as prefill_module
+from pdserve.engine.kernels import tiling
+from pdserve.engine.kernels.activation import silu_and_mul
+from pdserve.engine.kernels.blocks import gather_tokens, scatter_tokens
+from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
+from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
+from pdserve.engine.kernels.quantise import quantise_write
+from pdserve.engine.kernels.rope import rotate_and_write
+from pdserve.engine.kernels.tiling import decode_tiling, prefill_tiling
+
+BF16 = torch.bfloat16
+
+
+class Hopper:
+    """What Triton asks of a driver before a launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(function: JITFunction, grid: Any) -> Any:
+    def launch(*args: Any, **settings: Any) -> None:
+        kernel = function.run(*args, grid=grid, warmup=True, **settings)
+        print(json.dumps({"kernel": function.__name__, "case": CASE, **facts(kernel)}), flush=True)
+
+    return launch
+
+
+def facts(kernel: Any) -> dict[str, Any]:
+    ptx = kernel.asm["ptx"]
+    return {
+        "spilled_bytes": spilled_bytes(ptx),
+        "shared_bytes": kernel.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": ptx.count("mma.sync"),
+    }
+
+
+def spilled_bytes(ptx: str) -> int | None:
+    """Of registers, as ptxas says; None where it says nothing."""
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    if "SPILLS" not in os.environ or not ptxas.exists():
+        return None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stderr
+    found = [int(words.split()[-1]) for words in said.split(" bytes spill stores")[:-1]]
+    return sum(found) if found else None
+
+
+def pool(kind: KvFormat, dim: int, dtype: torch.dtype) -> PagedKv:
+    if kind is KvFormat.PLAIN:
+        return plain_kv(torch.zeros((2, 1, 2, 2, 16, dim), dtype=dtype))
+    memory = torch.zeros(2 * quantised_block_bytes(1, 2, 16, dim, kind), dtype=torch.uint8)
+    return quantised_kv(memory, num_layers=1, num_kv_heads=2, block_size=16, head_dim=dim, kind=kind)
+
+
+def attention(kind: KvFormat, dim: int, dtype: torch.dtype, *, window: int = 0, parts: str = "pd", group: int = 4) -> None:
+    kv = pool(kind, dim, dtype)
+    query = torch.zeros((16, 2 * group, dim), dtype=dtype)
+    ints = torch.zeros((16, 4), dtype=torch.int32)
+    if "p" in parts:
+        shape = prefill_tiling(dim, dtype, group)
+        prefill_module.prefill(query, torch.empty_like(query), kv, kv.layer(0), ints, ints, shape, window)
+    if "d" in parts:
+        shape = decode_tiling(dim, dtype, group)
+        rows = ints[:, 0].contiguous()
+        decode_module.decode(query, torch.empty_like(query), kv, kv.layer(0), ints, rows, rows, 4, shape, window)
+
+
+def rows() -> None:
+    x = torch.zeros((16, 4096), dtype=BF16)
+    rms_norm(x, x[0], 1e-5)
+    add_rms_norm(x, x, x[0], 1e-5)
+    silu_and_mul(x)
+    table_rows = torch.zeros((16, 2, 128))
+    slots = torch.zeros((16, 2), dtype=torch.int64)[:, 0]
+    for kind in (KvFormat.PLAIN, KvFormat.INT8):
+        kv = pool(kind, 128, BF16)
+        rotate_and_write(torch.zeros((16, 12 * 128), dtype=BF16), table_rows, kv, kv.layer(0), slots)
+
+
+def blocks() -> None:
+    kv = pool(KvFormat.PLAIN, 128, BF16)
+    scatter_tokens(gather_tokens(kv, torch.zeros(2, dtype=torch.int32), 20, BF16), kv, (0, 1))
+
+
+def quantised(kind: KvFormat) -> None:
+    kv = pool(kind, 128, BF16)
+    new = torch.zeros((4, 2, 128), dtype=BF16)
+    quantise_write(kv, kv.layer(0), new, new, torch.zeros((1, 4), dtype=torch.int32))
+    gather_tokens(kv, torch.zeros(2, dtype=torch.int32), 20, BF16)
+
+
+CASES = {
+    "rows": rows,
+    "blocks": blocks,
+    "decode": lambda: attention(KvFormat.PLAIN, 128, BF16, parts="d"),
+    "prefill": lambda: attention(KvFormat.PLAIN, 128, BF16, parts="p"),
+    "float32": lambda: attention(KvFormat.PLAIN, 128, torch.float32),
+    "window": lambda: attention(KvFormat.PLAIN, 128, BF16, window=512),
+    **{f"head_{dim}": lambda dim=dim: attention(KvFormat.PLAIN, dim, BF16) for dim in (64, 80, 96, 256)},
+    **{f"group_{group}": lambda group=group: attention(KvFormat.PLAIN, 128, BF16, group=group) for group in (1, 7, 16)},
+    **{f"write_{kind.name.lower()}": lambda kind=kind: quantised(kind) for kind in KvFormat if kind},
+    **{f"attend_{kind.name.lower()}": lambda kind=kind: attention(kind, 128, BF16) for kind in KvFormat if kind},
+}
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Hopper())
+    JITFunction.__getitem__ = compile_only
+    for module in (prefill_module, decode_module):
+        module.dot_dtype = lambda query: tiling._COMPUTE[query.dtype]  # as on CUDA
+    for CASE in sys.argv[1:] or CASES:
+        CASES[CASE]()

@@ -1,0 +1,91 @@
+"""The whole model on Triton kernels, and decode steps replayed from recordings, against the CPU engine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kernel_cases import DEVICE
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import resolve
+from pdserve.config import MIB, EngineConfig
+from pdserve.core.batch import SequenceSlice, StepPlan
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.engine import graphs, runner
+from pdserve.engine.graphs import buckets
+from pdserve.engine.runner import ModelRunner
+
+
+def record_nothing(step):
+    """Stands in for a CUDA graph: runs the step once, and again at each replay, into the same tensor."""
+    hidden = step()
+    replays.append(len(hidden))
+    return lambda: (replays.append(len(hidden)), hidden.copy_(step())), hidden
+
+
+replays: list[int] = []
+
+
+@pytest.fixture(scope="module")
+def runners():
+    """The tiny model by torch, and by Triton with recordings for up to 3 sequences."""
+    directory = resolve("tiny")
+    config = EngineConfig(dtype="float32", device="cpu", kv_cache_memory=4 * MIB, max_num_seqs=3)
+    card = ModelCard.load(directory)
+    torch_runner = ModelRunner.load(directory, card, config)
+    if DEVICE.type == "cuda":
+        return torch_runner, ModelRunner.load(directory, card, EngineConfig(dtype="float32", max_num_seqs=3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "triton_usable", lambda device: True)
+        patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
+        return torch_runner, ModelRunner.load(directory, card, config)
+
+
+def steps(lengths: list[int], decodes: int, seed: int) -> list[StepPlan]:
+    """Prompts in two chunks, then `decodes` single tokens of each sequence; shuffled blocks."""
+    rng = random.Random(seed)
+    blocks = rng.sample(range(16), 16)
+    tables = [tuple(BlockId(b) for b in (blocks.pop(), blocks.pop())) for _ in lengths]
+    tokens = [[rng.randrange(512) for _ in range(length + decodes)] for length in lengths]
+    cuts = [[0, length // 2, *range(length, length + decodes + 1)] for length in lengths]
+    return [
+        StepPlan(
+            tuple(
+                SequenceSlice(SeqId(i), cut[n], tuple(tokens[i][cut[n] : cut[n + 1]]), tables[i], None)
+                for i, cut in enumerate(cuts)
+            )
+        )
+        for n in range(decodes + 2)
+    ]
+
+
+@pytest.mark.parametrize("lengths", [[9], [20, 3, 15], [5, 6, 7, 8, 17]])
+def test_triton_and_recordings_give_the_logits_of_torch(runners, lengths):
+    by_torch, by_triton = runners
+    replays.clear()
+    for plan in steps(lengths, 2, seed=len(lengths)):
+        expected, found = by_torch.logits(plan), by_triton.logits(plan).cpu()
+        assert (found - expected).abs().max() < 1e-3
+    if DEVICE.type == "cpu":
+        assert replays == {1: [1, 1], 3: [4, 4], 5: []}[len(lengths)], "not the recordings that fit"
+
+
+def test_recording_touches_no_block(runners):
+    """All rows are nobody's while a step is recorded."""
+    directory = resolve("tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "triton_usable", lambda device: True)
+        patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
+        config = EngineConfig(dtype="float32", device=DEVICE.type, kv_cache_memory=MIB, max_num_seqs=1)
+        fresh = ModelRunner.load(directory, ModelCard.load(directory), config)
+    assert not fresh.kv.tensor.any()
+
+
+def test_buckets_hold_the_largest_batch_and_waste_at_most_half():
+    assert buckets(1) == (1,)
+    assert buckets(3) == (1, 2, 4)
+    assert buckets(64) == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+    assert buckets(65)[-1] == 96
+    for batch in range(1, 300):
+        assert next(size for size in buckets(256 + 64) if size >= batch) < 2 * batch

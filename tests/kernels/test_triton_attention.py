@@ -1,0 +1,88 @@
+"""The backend as the model uses it: mixed steps, and steps of a fixed shape that are filled again and again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from kernel_cases import DEVICE, make_pool, poisoned, tolerance
+
+from pdserve.core.ids import BlockId
+from pdserve.core.kv_layout import KvLayout
+from pdserve.engine.attention.api import Span
+from pdserve.engine.attention.reference import ReferenceAttention
+from pdserve.engine.attention.triton import TritonAttention
+from pdserve.engine.kernels.paged_kv import plain_kv
+from pdserve.engine.kv_cache import KvCache
+
+DIM, HEADS, KV_HEADS = 64, 6, 2
+
+
+def make_case(spans: list[tuple[int, int]], dtype: torch.dtype, seed: int, kept_blocks: int = 0):
+    """(start, count) on shuffled blocks of 16, `kept_blocks` more in each table than hold KV. Returns cache, spans, query."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    needed = [-(-(start + count) // 16) for start, count in spans]
+    num_blocks = sum(needed) + kept_blocks * len(spans)
+    ids = rng.sample(range(num_blocks), num_blocks)
+    made, written, row = [], [], 0
+    for (start, count), blocks in zip(spans, needed, strict=True):
+        table, ids = ids[: blocks + kept_blocks], ids[blocks + kept_blocks :]
+        made.append(Span(row, start, count, tuple(BlockId(b) for b in table)))
+        written += [(b, min(16, start + count - i * 16)) for i, b in enumerate(table[:blocks])]
+        row += count
+    pool = make_pool(written, num_blocks, heads=KV_HEADS, dim=DIM, block_size=16, dtype=dtype, seed=seed)
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    layout = KvLayout(2, KV_HEADS, DIM, 16, names[dtype])
+    kv = KvCache(layout, num_blocks * layout.block_bytes, DEVICE)
+    kv.tensor.copy_(pool.kv.data)
+    return kv, tuple(made), torch.randn(row, HEADS, DIM, generator=generator).to(dtype).to(DEVICE)
+
+
+def expected(kv: KvCache, spans: tuple[Span, ...], query: torch.Tensor) -> torch.Tensor:
+    return ReferenceAttention(kv, HEADS).run(spans, 1, query.cpu())
+
+
+def triton(kv: KvCache, dtype: torch.dtype) -> TritonAttention:
+    return TritonAttention(plain_kv(kv.tensor), HEADS, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spans", [[(5, 1), (0, 20), (40, 1), (17, 2)], [(3, 1), (30, 1)], [(0, 2)]])
+def test_a_step_of_prompts_and_single_tokens_equals_the_definition(spans, dtype):
+    kv, made, query = make_case(spans, dtype, seed=1, kept_blocks=2)
+    backend = triton(kv, dtype)
+    found = backend.run(backend.prepare(made), 1, query)
+    assert (found.double().cpu() - expected(kv, made, query)).abs().max() < tolerance(dtype)
+
+
+def test_all_parts_of_a_step_start_where_kernels_expect_it():
+    """Triton compiles a kernel again for a pointer that is not a multiple of 16 bytes."""
+    kv, made, _ = make_case([(5, 1), (0, 3), (40, 1), (17, 1)], torch.float32, seed=2)
+    step = triton(kv, torch.float32).prepare(made)
+    assert [x.data_ptr() % 16 for x in (step.tables, step.rows, step.ends, step.tiles)] == [0, 0, 0, 0]
+
+
+def test_a_fixed_step_is_filled_again_with_fewer_and_shorter_sequences():
+    """What the longer sequences left behind in tables and ends is not used."""
+    kv, made, query = make_case([(70, 1), (3, 1), (33, 1)], torch.float32, seed=3)
+    backend = triton(kv, torch.float32)
+    step = backend.fixed(4, max_positions=80)
+    padded = torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 1), value=1.0)
+    backend.refill(step, made)
+    found = backend.run(step, 1, padded)
+    assert (found[:3].double().cpu() - expected(kv, made, query)).abs().max() < 2e-5
+    assert torch.equal(found[3], torch.zeros_like(found[3]))
+    fewer = tuple(Span(i, s.start, 1, s.block_table) for i, s in enumerate(made[1:]))
+    backend.refill(step, fewer)
+    found = backend.run(step, 1, padded)
+    assert (found[:2].double().cpu() - expected(kv, fewer, query[:2])).abs().max() < 2e-5
+    assert torch.equal(found[2:], torch.zeros_like(found[2:]))
+
+
+def test_a_layer_reads_its_own_kv_only():
+    kv, made, query = make_case([(3, 2), (20, 1)], torch.float32, seed=4)
+    backend = triton(kv, torch.float32)
+    before = backend.run(backend.prepare(made), 0, query)
+    kv.tensor[:, 1] = poisoned(1)
+    assert torch.equal(backend.run(backend.prepare(made), 0, query), before)
