@@ -115,7 +115,7 @@ def cuda_recorder() -> Record:
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may call CUDA
             hidden = step()
         return graph.replay, hidden
 

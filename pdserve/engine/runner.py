@@ -25,10 +25,11 @@ from pdserve.engine.models.llama import Backend, Llama
 from pdserve.engine.ops import TorchOps
 from pdserve.engine.rows import TiledRows, WholeRows
 from pdserve.engine.sampler import sample
-from pdserve.engine.weights import load_llama
+from pdserve.engine.weights import LlamaWeights, load_llama
 
 Hidden = Callable[[Batch], Tensor]
 """`Llama.hidden`, computed as it is or replayed."""
+ReadWeights = Callable[[torch.dtype, torch.device], LlamaWeights]
 
 
 class ModelRunner:
@@ -48,6 +49,11 @@ class ModelRunner:
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig) -> ModelRunner:
         """Raises `ConfigError` naming the setting or the tensor that does not fit. Sets torch's threads, process-wide."""
+        return cls.make(card, config, lambda dtype, device: load_llama(directory, card, dtype, device))
+
+    @classmethod
+    def make(cls, card: ModelCard, config: EngineConfig, read: ReadWeights) -> ModelRunner:
+        """As `load`, with weights from anywhere."""
         if config.threads > 0:
             torch.set_num_threads(config.threads)
         device = _device(config.device)
@@ -56,11 +62,11 @@ class ModelRunner:
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, kv.num_blocks * config.block_size)
         backend = _backend(kv, card.num_heads, invariant=config.batch_invariant)
         with torch.inference_mode():
-            weights = load_llama(directory, card, TORCH_DTYPES[layout.dtype], device)
+            weights = read(TORCH_DTYPES[layout.dtype], device)
             model = Llama(card, weights, backend, max_model_len)
-            hidden = _recorded(model, backend, kv, max_model_len, config.max_num_seqs) or model.hidden
             weights_bytes = weights.nbytes
             del weights
+            hidden = _recorded(model, backend, kv, max_model_len, config.max_num_seqs) or model.hidden
         return_freed_memory()
         return cls(model, hidden, kv, backend, weights_bytes=weights_bytes, max_model_len=max_model_len)
 

@@ -40,7 +40,9 @@ def make_case(spans: list[tuple[int, int]], dtype: torch.dtype, seed: int, kept_
 
 
 def expected(kv: KvCache, spans: tuple[Span, ...], query: torch.Tensor) -> torch.Tensor:
-    return ReferenceAttention(kv, HEADS).run(spans, 1, query.cpu())
+    on_cpu = KvCache(kv.layout, kv.nbytes, torch.device("cpu"))
+    on_cpu.tensor.copy_(kv.tensor)
+    return ReferenceAttention(on_cpu, HEADS).run(spans, 1, query.cpu())
 
 
 def triton(kv: KvCache, dtype: torch.dtype) -> TritonAttention:

@@ -1,0 +1,72 @@
+"""The engine beside transformers' continuous batching: the same shape, prompts and outputs, random weights on both sides.
+
+Ours runs the engine's steps in the scheduler's order, without router and worker around it; theirs is `generate_batch`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+
+from tools.gpu.row import Row, Setup
+from tools.gpu.shapes import card, make_runner, plan
+
+STEP_TOKENS = 4096
+
+
+def run(setup: Setup) -> None:
+    name, requests, prompt, output = ("rehearsal", 2, 12, 3) if setup.rehearsed else ("1b", 64, 512, 128)
+    case = f"{name}, {requests} x ({prompt} + {output})"
+    ours = ours_tokens_s(setup, name, requests, prompt, output)
+    if setup.rehearsed:
+        Row("peer", case, f"{ours:,.0f} tokens/s", note="generate_batch takes all memory of a CPU: left out").emit()
+        return
+    gc.collect()  # graphs and pool of ours: the peer sizes its own by what is free
+    torch.cuda.empty_cache()
+    theirs = transformers_tokens_s(setup, name, requests, prompt, output)
+    Row("peer", case, f"{ours:,.0f} tokens/s", f"{theirs:,.0f} generate_batch", f"{ours / theirs:.2f} x").emit()
+
+
+def ours_tokens_s(setup: Setup, name: str, requests: int, prompt: int, output: int) -> float:
+    shape, room = card(name), prompt + output
+    runner = make_runner(setup, shape, sequences=requests, room=room)
+    a_step = max(1, STEP_TOKENS // prompt)
+
+    def serve() -> None:
+        for first in range(0, requests, a_step):
+            runner.execute(plan(shape, range(first, min(first + a_step, requests)), start=0, count=prompt, room=room))
+        for position in range(prompt, room - 1):
+            runner.execute(plan(shape, range(requests), start=position, count=1, room=room))
+
+    serve()
+    began_s = time.perf_counter()
+    serve()
+    return requests * output / (time.perf_counter() - began_s)
+
+
+def transformers_tokens_s(setup: Setup, name: str, requests: int, prompt: int, output: int) -> float:
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    shape = card(name)
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=shape.max_position, tie_word_embeddings=shape.tie_word_embeddings,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    with torch.device(setup.device):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    settings = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [[(7 + 31 * i + j) % shape.vocab_size for j in range(prompt)] for i in range(requests)]
+
+    def serve() -> int:
+        done = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+        return sum(len(result.generated_tokens) for result in done.values())
+
+    if serve() != requests * output:
+        raise SystemExit("generate_batch gave another number of tokens than asked for")
+    began_s = time.perf_counter()
+    tokens = serve()
+    return tokens / (time.perf_counter() - began_s)

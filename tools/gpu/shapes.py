@@ -1,0 +1,80 @@
+"""Models of known shapes with random weights: speed does not depend on what the numbers are."""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.config import EngineConfig
+from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.kv_layout import ceil_div
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.runner import ModelRunner
+from pdserve.engine.weights import LayerWeights, LlamaWeights
+from tools.gpu.row import Setup
+
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK_SIZE = 16
+
+
+def card(name: str) -> ModelCard:
+    """8b: Llama-3.1-8B; 1b: Llama-3.2-1B; rehearsal: neither."""
+    hidden, ffn, layers, heads, kv_heads, dim, vocab, tied = {
+        "8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
+        "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
+        "rehearsal": (64, 96, 2, 4, 2, 16, 128, True),
+    }[name]
+    return ModelCard(
+        name=name, architecture="LlamaForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn,
+        num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, max_position=8192, rope_theta=5e5,
+        rope_scaling=None, rms_norm_eps=1e-5, tie_word_embeddings=tied, eos_token_ids=(), bos_token_id=None, fingerprint=name,
+    )  # fmt: skip
+
+
+def random_weights(shape: ModelCard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn((rows, columns), dtype=dtype, device=device) / columns**0.5
+
+    hidden, ffn, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    ones = torch.ones(hidden, dtype=dtype, device=device)
+    layers = tuple(
+        LayerWeights(
+            attention_norm=ones,
+            qkv=matrix((shape.num_heads + 2 * shape.num_kv_heads) * dim, hidden),
+            attention_out=matrix(hidden, shape.num_heads * dim),
+            mlp_norm=ones,
+            gate_up=matrix(2 * ffn, hidden),
+            down=matrix(hidden, ffn),
+        )
+        for _ in range(shape.num_layers)
+    )
+    embedding = matrix(shape.vocab_size, hidden)
+    return LlamaWeights(embedding, layers, ones, embedding if shape.tie_word_embeddings else matrix(shape.vocab_size, hidden))
+
+
+def make_runner(setup: Setup, shape: ModelCard, *, sequences: int, room: int) -> ModelRunner:
+    """For `plan`s of so many sequences with blocks for `room` tokens each; decode steps of all batch sizes are recorded."""
+    blocks = sequences * ceil_div(room, BLOCK_SIZE)
+    config = EngineConfig(
+        dtype="bfloat16", device=setup.device.type, block_size=BLOCK_SIZE, max_num_seqs=sequences, max_model_len=room,
+        kv_cache_memory=blocks * shape.kv_layout(BLOCK_SIZE, "bfloat16").block_bytes,
+    )  # fmt: skip
+    return ModelRunner.make(shape, config, lambda dtype, device: random_weights(shape, dtype, device))
+
+
+def plan(shape: ModelCard, sequences: range, *, start: int, count: int, room: int) -> StepPlan:
+    """Tokens [start, start + count) of each sequence, which has blocks for `room` tokens; draws one token for each."""
+    blocks = ceil_div(room, BLOCK_SIZE)
+    slices = []
+    for i in sequences:
+        table = tuple(BlockId(i * blocks + j) for j in range(blocks))
+        ids = tuple((7 + 31 * i + j) % shape.vocab_size for j in range(start, start + count))
+        slices.append(SequenceSlice(SeqId(i), start, ids, table, SampleSpec(GREEDY, 0)))
+    return StepPlan(tuple(slices))
+
+
+def matrix_bytes(shape: ModelCard, runner: ModelRunner) -> int:
+    """Of the weights that a step reads whole: all but an embedding that is not the head as well."""
+    embedding = 2 * shape.vocab_size * shape.hidden_size
+    return runner.weights_bytes - (0 if shape.tie_word_embeddings else embedding)
