@@ -16,7 +16,20 @@ TILING = Tiling(rows=16, positions=16, warps=4, stages=1)
 PLAIN = KvFormat.PLAIN
 
 
-def run(ends, *, kv_heads=1, group=1, dim=64, block_size=16, window=0, kind=PLAIN, dtype=torch.float32, seed=0, splits=1):
+def run(
+    ends,
+    *,
+    kv_heads=1,
+    group=1,
+    dim=64,
+    block_size=16,
+    window=0,
+    kind=PLAIN,
+    dtype=torch.float32,
+    seed=0,
+    splits=1,
+    tiling=TILING,
+):
     """One token for each of `ends` positions, on every second row of the query. Returns output and definition."""
     sequences, written, num_blocks = make_sequences([(end - 1, 1) for end in ends], block_size, window, seed)
     pool = make_pool(written, num_blocks, heads=kv_heads, dim=dim, block_size=block_size, kind=kind, dtype=dtype, seed=seed)
@@ -26,7 +39,7 @@ def run(ends, *, kv_heads=1, group=1, dim=64, block_size=16, window=0, kind=PLAI
     rows = torch.arange(0, 2 * len(ends), 2, dtype=torch.int32, device=DEVICE)
     decode(
         query, out, pool.kv, pool.kv.layer(1), tables_tensor(sequences), rows,
-        torch.tensor(ends, dtype=torch.int32, device=DEVICE), splits, TILING, window,
+        torch.tensor(ends, dtype=torch.int32, device=DEVICE), splits, tiling, window,
     )  # fmt: skip
     assert out[1::2].isnan().all(), "a row that is not named was written"
     return out[::2], reference_attention(pool.values, 1, query[::2], sequences, window)
@@ -77,7 +90,9 @@ def test_every_block_size_equals_the_definition(block_size):
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 33, 100])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_window_hides_what_is_older_and_does_not_read_it(window, splits):
+    """Tiles of one block, and of several: then blocks that were given away lie in a tile with some that are seen."""
     check([10, 70], window=window, splits=splits, group=2)
+    check([10, 70], window=window, splits=splits, group=2, tiling=Tiling(rows=16, positions=64, warps=4, stages=1))
 
 
 @pytest.mark.parametrize("kind", [KvFormat.INT8, KvFormat.FP8_E4M3, KvFormat.INT4])

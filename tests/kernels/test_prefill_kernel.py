@@ -54,7 +54,9 @@ def test_blocks_and_tiles_of_different_sizes_equal_the_definition(block_size, ti
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 100])
 @pytest.mark.parametrize("lengths", [[(0, 40)], [(50, 20)]])
 def test_a_window_hides_what_is_older_and_does_not_read_it(window, lengths):
+    """Tiles of one block, and of several: then blocks that were given away lie in a tile with some that are seen."""
     check(lengths, window=window, group=2)
+    check(lengths, window=window, group=2, tiling=Tiling(rows=32, positions=64, warps=4, stages=1))
 
 
 @pytest.mark.parametrize("kind", [KvFormat.INT8, KvFormat.FP8_E4M3, KvFormat.INT4])

@@ -6,14 +6,14 @@ import random
 
 import pytest
 import torch
-from kernel_cases import DEVICE, make_pool, poisoned, tolerance
+from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_attention, tolerance
 
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.engine.attention.api import Span
 from pdserve.engine.attention.reference import ReferenceAttention
 from pdserve.engine.attention.triton import TritonAttention
-from pdserve.engine.kernels.paged_kv import plain_kv
+from pdserve.engine.kernels.paged_kv import KvFormat, plain_kv
 from pdserve.engine.kv_cache import KvCache
 
 DIM, HEADS, KV_HEADS = 64, 6, 2
@@ -88,3 +88,19 @@ def test_a_layer_reads_its_own_kv_only():
     before = backend.run(backend.prepare(made), 0, query)
     kv.tensor[:, 1] = poisoned(1)
     assert torch.equal(backend.run(backend.prepare(made), 0, query), before)
+
+
+@pytest.mark.parametrize("kind", [KvFormat.PLAIN, KvFormat.INT4])
+def test_windows_and_quantised_pools_pass_through_the_backend(kind):
+    lengths, window = [(50, 1), (40, 5)], 20
+    sequences, written, num_blocks = make_sequences(lengths, 16, window, seed=5)
+    pool = make_pool(written, num_blocks, heads=KV_HEADS, dim=DIM, block_size=16, kind=kind, seed=5)
+    rows = [0, 1]
+    spans = tuple(
+        Span(row, s.start, s.count, tuple(BlockId(b) for b in s.block_table)) for row, s in zip(rows, sequences, strict=True)
+    )
+    query = torch.randn(6, HEADS, DIM, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    backend = TritonAttention(pool.kv, HEADS, torch.float32, window=window)
+    found = backend.run(backend.prepare(spans), 1, query)
+    wanted = reference_attention(pool.values, 1, query, sequences, window)
+    assert (found.double().cpu() - wanted).abs().max() < 2e-5
