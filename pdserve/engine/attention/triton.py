@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.engine.attention.api import Span
 from pdserve.engine.kernels.decode import choose_splits, decode
@@ -26,15 +27,37 @@ WIDTH_STEP: Final = 16
 ALIGNED: Final = 4  # 32-bit numbers
 
 
+@dataclass(slots=True)
+class HostTables:
+    """Block tables as last written, on CPU: a row is written again only for another table than the one it has.
+
+    A sequence keeps its tuple until it grows, once in block_size steps; turning 256 tables of 128 blocks into a tensor
+    takes 2 ms. Behind a table's end stands what an earlier one left there, which nobody looks at.
+    """
+
+    rows: Tensor  # [sequences, width] int32
+    held: list[tuple[BlockId, ...]]
+
+    def put(self, row: int, table: tuple[BlockId, ...]) -> None:
+        if self.held[row] is not table:
+            known = table[: self.rows.shape[1]]
+            self.rows[row, : len(known)] = torch.tensor(known, dtype=torch.int32)
+            self.held[row] = table
+
+
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """tables: [decodes, then prompts; width] int32; rows, ends: [decodes] int32; tiles: [tiles, 4] int32."""
+    """tables: [decodes, then prompts; width] int32; rows, ends: [decodes] int32; tiles: [tiles, 4] int32.
+
+    host: of a fixed step, its tables' source.
+    """
 
     tables: Tensor
     rows: Tensor
     ends: Tensor
     tiles: Tensor
     splits: int
+    host: HostTables | None = None
 
 
 class TritonAttention:
@@ -72,20 +95,25 @@ class TritonAttention:
     def fixed(self, sequences: int, max_positions: int) -> TritonStep:
         """A step of `sequences` single tokens, row i the i-th, that are nobody's until `refill` says whose they are."""
         width = ceil_div(max_positions, self._kv.block_size)
-        zeros = torch.zeros((sequences, width + 2), dtype=torch.int32, device=self._device)
+        host = HostTables(torch.zeros((sequences, width), dtype=torch.int32), [()] * sequences)
         rows = torch.arange(sequences, dtype=torch.int32, device=self._device)
         ends = torch.zeros(sequences, dtype=torch.int32, device=self._device)
         tiles = tiles_tensor([]).to(self._device)
-        return TritonStep(zeros[:, :width], rows, ends, tiles, self._splits(sequences, max_positions))
+        return TritonStep(
+            torch.zeros_like(host.rows, device=self._device), rows, ends, tiles, self._splits(sequences, max_positions), host
+        )
 
     def refill(self, step: TritonStep, spans: tuple[Span, ...]) -> None:
         """spans: single tokens in the order of their rows, at most as many as `step` has. The others become nobody's."""
-        sequences, width = step.tables.shape
-        used = ceil_div(max(ceil_div(span.end, self._kv.block_size) for span in spans), WIDTH_STEP) * WIDTH_STEP
-        tables = _tables(list(spans), min(used, width))
+        assert step.host is not None
+        sequences = len(step.ends)
+        for row, span in enumerate(spans):
+            step.host.put(row, span.block_table)
+        used = max(ceil_div(span.end, self._kv.block_size) for span in spans)
+        tables = step.host.rows[: len(spans), :used]
         ends = torch.tensor([span.end for span in spans] + [0] * (sequences - len(spans)), dtype=torch.int32)
         there, ends_there = self._copied((tables, ends))
-        step.tables[: len(spans), : tables.shape[1]] = there
+        step.tables[: len(spans), :used] = there
         step.ends.copy_(ends_there)
 
     def run(self, prepared: TritonStep, layer: int, query: Tensor) -> Tensor:
