@@ -58,6 +58,8 @@ class Link:
         self._open_channel = open_channel
         self._outbound: asyncio.Queue[link_pb2.WorkerMessage] | None = None
         self._overflow = asyncio.Event()
+        self._beats = self._answers = 0  # of this stream
+        self._answered = asyncio.Event()
         self.connected = asyncio.Event()
 
     def send(self, message: link_pb2.WorkerMessage) -> None:
@@ -72,7 +74,23 @@ class Link:
     def beat_now(self) -> None:
         """Say what is new without waiting for the next heartbeat."""
         if self.connected.is_set():
-            self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
+            self._send_beat()
+
+    async def settle(self) -> None:
+        """Return once the router has heard everything that was said so far, or can be thought lost.
+
+        A stream keeps its order, so the answer to a heartbeat is the answer to all that went before it. Leaving without it
+        could take a last token along.
+        """
+        self.beat_now()
+        asked = self._beats
+        try:
+            async with asyncio.timeout(self._router_lost_s):
+                while self.connected.is_set() and self._heard_s is not None and self._answers < asked <= self._beats:
+                    self._answered.clear()
+                    await self._answered.wait()
+        except TimeoutError:
+            log.warning("the router did not answer within %.1f s", self._router_lost_s)
 
     async def run(self) -> None:
         """Until cancelled: dial, serve, and dial again with bounded back-off."""
@@ -86,6 +104,7 @@ class Link:
             if self.connected.is_set():
                 pause_s = REDIAL_FIRST_S
                 self.connected.clear()
+                self._answered.set()  # whoever settles looks again
                 self._on_lost()
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, REDIAL_MAX_S)
@@ -95,6 +114,7 @@ class Link:
         self._outbound = asyncio.Queue(MAX_OUTBOUND)
         self._overflow.clear()
         self._heard_s = None
+        self._beats = self._answers = 0
         self._outbound.put_nowait(link_pb2.WorkerMessage(hello=self._hello()))
         try:
             async with self._open_channel(self._router_address) as channel:
@@ -128,6 +148,8 @@ class Link:
         body = message.WhichOneof("body")
         if body == "alive":
             self._heard_s = asyncio.get_running_loop().time()
+            self._answers += 1
+            self._answered.set()
         elif body == "welcome":
             log.info("linked to router %s, incarnation %016x", self._router_address, message.welcome.router_incarnation)
             self.connected.set()
@@ -142,12 +164,16 @@ class Link:
             message.number = numbers.next()
             await call.write(message)
 
+    def _send_beat(self) -> None:
+        self._beats += 1
+        self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
+
     async def _beat(self) -> NoReturn:
         """Heartbeats, until none was answered for too long. A process that stood still itself listens once more first."""
         loop = asyncio.get_running_loop()
         late = False
         while True:
-            self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
+            self._send_beat()
             due_s = loop.time() + self._heartbeat_interval_s
             await asyncio.sleep(self._heartbeat_interval_s)
             late = not late and loop.time() - due_s > self._heartbeat_interval_s

@@ -75,7 +75,7 @@ class Member:
             self.link.beat_now()  # the router hears of it before any refusal that follows
 
     async def drained(self) -> None:
-        """Returns once a drain was asked for and nothing is left here, or its time is up."""
+        """Returns once a drain was asked for and nothing is left here nor on its way to the router, or its time is up."""
         await self._drain_asked.wait()
         loop, limit_s = asyncio.get_running_loop(), self._config.drain_timeout_s
         end_s = loop.time() + limit_s
@@ -84,6 +84,7 @@ class Member:
                 log.warning("%s: not drained within %.0f s; ends with %s", self._config.worker_id, limit_s, self._snapshot)
                 return
             await asyncio.sleep(DRAIN_LOOK_S)
+        await self.link.settle()
         log.info("%s has drained", self._config.worker_id)
 
     @property

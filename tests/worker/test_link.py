@@ -166,3 +166,29 @@ def test_a_router_that_reads_too_slowly_is_left_and_dialled_again(monkeypatch):
             assert side.lost == 1
 
     asyncio.run(story())
+
+
+def test_settling_waits_until_the_router_has_heard_everything():
+    """A worker that leaves must not take its last tokens along: they may still wait to be written."""
+
+    async def story() -> None:
+        router = Router(lambda _: [welcome()], answer=1000)
+        async with linked(router) as side:
+            await until(lambda: bool(router.numbers) and len(router.numbers[0]) > 2)
+            for _ in range(500):
+                side.link.send(link_pb2.WorkerMessage())
+            await side.link.settle()
+            assert len(router.numbers[0]) >= 500 + 2
+
+    asyncio.run(story())
+
+
+def test_settling_with_a_router_that_stopped_answering_is_bounded():
+    async def story() -> None:
+        router = Router(lambda _: [welcome()], answer=2)
+        async with linked(router) as side:
+            await until(lambda: bool(router.numbers) and len(router.numbers[0]) > 2)
+            async with asyncio.timeout(WAIT_S):
+                await side.link.settle()
+
+    asyncio.run(story())
