@@ -35,13 +35,22 @@ class Inbound:
     """Loop thread only. After `pull` has raised or was cancelled, `abandon` must follow."""
 
     def __init__(
-        self, host: Puller, leases: LeaseClient, reader_id: ReaderId, block_ids: tuple[BlockId, ...], *, wait_s: float
+        self,
+        host: Puller,
+        leases: LeaseClient,
+        reader_id: ReaderId,
+        block_ids: tuple[BlockId, ...],
+        *,
+        first_block: int = 0,
+        wait_s: float,
     ) -> None:
-        """`wait_s` bounds the whole wait for the prompt: renewing cannot hold a lease for ever."""
+        """Blocks before `first_block` hold their KV already and are not read. `wait_s` bounds the whole wait for the
+        prompt: renewing cannot hold a lease for ever."""
         self._host = host
         self._leases = leases
         self._reader_id = reader_id
         self._block_ids = block_ids
+        self._first_block = first_block
         self._wait_s = wait_s
         self._lease: FollowedLease | None = None
         self._pull: Pull | None = None
@@ -62,7 +71,15 @@ class Inbound:
             raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, the prompt {len(self._block_ids)}")
         self._lease = await self._leases.attach(lease_id, ticket, deadline_s=self._wait_s)
         config = self._host.config.lease
-        self._pull = Pull(self._lease, ticket, self._block_ids, self._reader_id, self._host.transfer, config)
+        self._pull = Pull(
+            self._lease,
+            ticket,
+            self._block_ids,
+            self._reader_id,
+            self._host.transfer,
+            config,
+            first_block=self._first_block,
+        )
         pulled = await self._pull.run(wait_s=self._wait_s)
         self._lease.close()
         log.info(

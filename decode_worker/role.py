@@ -134,7 +134,9 @@ class DecodeRole:
             return
         if not request.local_prefill:
             blocks = result.block_ids[: self._host.layout.blocks_for(request.prompt_len)]
-            request.inbound = Inbound(self._host, self._leases, request.reader_id, blocks, wait_s=request.deadline_s)
+            request.inbound = Inbound(
+                self._host, self._leases, request.reader_id, blocks, first_block=result.hits, wait_s=request.deadline_s
+            )
         self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle)))
 
     def _no_room(self, handle: Handle, prompt_len: int) -> None:

@@ -29,7 +29,7 @@ from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """`blocks` blocks of `kv_bytes` in all are ours, copied by `reads` reads.
+    """`blocks` blocks are ours; those that were not here already, `kv_bytes` in all, were copied by `reads` reads.
 
     transfer_s: first read posted to last read finished; most of it passes while prefill computes.
     commit_s: Commit sent to its answer. exposed_s: token 0 known to KV usable.
@@ -70,7 +70,10 @@ class Pull:
         reader_id: ReaderId,
         thread: Reads,
         config: LeaseConfig,
+        *,
+        first_block: int = 0,
     ) -> None:
+        """Blocks before `first_block` are this worker's own prefix hits: they are committed with the rest, and not read."""
         if len(local_blocks) != len(ticket.block_ids):
             raise InternalBug(f"{len(ticket.block_ids)} blocks cannot be pulled into {len(local_blocks)}")
         self._lease = lease
@@ -79,7 +82,7 @@ class Pull:
         self._reader_id = reader_id
         self._thread = thread
         self._config = config
-        self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.layout.block_size)
+        self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.layout.block_size, first_block)
         self._reads: dict[int, Read] = {}
         """Those that the reader counts as in flight, by its numbers."""
         self._times = _Times()
@@ -223,7 +226,7 @@ class Pull:
         return Pulled(
             first_token=self._lease.first_token,
             blocks=reader.total_blocks,
-            kv_bytes=self._ticket.kv_bytes,
+            kv_bytes=reader.blocks_read * self._ticket.layout.block_bytes,
             reads=reader.reads,
             transfer_s=times.read_s - times.posted_s,
             commit_s=times.usable_s - times.read_s,

@@ -47,6 +47,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # a step's token budget: prompts longer than it are computed in chunks
     block_size: int = 16
     kv_cache_memory: int = field(default=256 * MIB, metadata=_BYTES)  # bytes a worker; 256MiB is understood as well
+    enable_prefix_caching: bool = True  # prompts that begin alike share KV, on prefill and on decode workers
     batch_invariant: bool = False  # a row's bits do not depend on its batch; slow
     threads: int = 0  # of torch; 0: the machine's cores over the workers on it, at least 1
 

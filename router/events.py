@@ -60,6 +60,8 @@ class WorkerLoad:
     leases_held: int = 0
     loop_lag_ms: float = 0.0
     draining: bool = False
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 # Events ------------------------------------------------------------------------------------------------------------

@@ -247,6 +247,8 @@ class RouterService:
             loop_lag_ms=load.loop_lag_ms,
             pid=hello.pid,
             draining=worker.draining,
+            prefix_queried_tokens=load.prefix_queried_tokens,
+            prefix_hit_tokens=load.prefix_hit_tokens,
             not_ready_reason=not_ready_reason,
         )
 

@@ -54,7 +54,15 @@ def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.Even
 def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.Event:
     blocks = BlockCounts(m.blocks.total, m.blocks.free, m.blocks.cached, m.blocks.held, m.blocks.quarantined)
     load = ev.WorkerLoad(
-        blocks, m.queued_requests, m.queued_tokens, m.running_sequences, m.leases_held, m.loop_lag_ms, m.draining
+        blocks,
+        m.queued_requests,
+        m.queued_tokens,
+        m.running_sequences,
+        m.leases_held,
+        m.loop_lag_ms,
+        m.draining,
+        m.prefix_queried_tokens,
+        m.prefix_hit_tokens,
     )
     return ev.HeartbeatSeen(link, load)
 
@@ -176,5 +184,7 @@ def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
         loop_lag_ms=worker.loop_lag_ms,
         pid=worker.pid,
         draining=worker.draining,
+        prefix_queried_tokens=worker.prefix_queried_tokens,
+        prefix_hit_tokens=worker.prefix_hit_tokens,
         not_ready_reason=worker.not_ready_reason,
     )

@@ -64,6 +64,11 @@ def cluster_options(command: Command) -> Command:
         name = flags[0].removeprefix("--").replace("-", "_")
         command = click.option(*flags, name, type=kind, default=None, help=text)(command)
     command = click.option("--batch-invariant", is_flag=True, default=None, help="Same bits in every batch; slow.")(command)
+    command = click.option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        default=None,
+        help="Prompts that begin alike share KV. [default: enabled]",
+    )(command)
     command = click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Any setting of the YAML; last word.")(
         command
     )
@@ -76,12 +81,15 @@ def cluster_config(
     config_file: str | None = None,
     overrides: tuple[str, ...] = (),
     batch_invariant: bool | None = None,
+    enable_prefix_caching: bool | None = None,
     **flags: Any,
 ) -> ClusterConfig:
     """The YAML, then the flags, then --set. Raises `ConfigError` naming the setting."""
     settings = {SETTING_OF[name]: value for name, value in flags.items() if value is not None}
     if batch_invariant:
         settings["engine.batch_invariant"] = True
+    if enable_prefix_caching is not None:
+        settings["engine.enable_prefix_caching"] = enable_prefix_caching
     if settings.get("router.http_port") == 0:
         settings.setdefault("router.grpc_port", 0)
     model = settings.get("engine.model")

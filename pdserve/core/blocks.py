@@ -150,6 +150,12 @@ class BlockPool:
             found.append(block_id)
         return tuple(found)
 
+    def fits(self, count: int, hashes: Sequence[BlockHash] = (), *, spare: int = 0) -> bool:
+        """Whether `reserve` would succeed now, and leave `spare` blocks that could still be had."""
+        hits = self.lookup(hashes)
+        evictable_hits = sum(block_id in self._cached for block_id in hits)
+        return count - len(hits) + spare <= self.num_allocatable - evictable_hits
+
     def reserve(self, holder: Holder, count: int, hashes: Sequence[BlockHash]) -> Reservation | None:
         """`count` blocks for a new holder, of which the longest prefix of `hashes` that is here is shared, not taken.
 
@@ -158,10 +164,9 @@ class BlockPool:
         """
         if holder in self._blocks_of or len(hashes) > count or holder.kind is HolderKind.LEASE:
             raise InternalBug(f"{holder} cannot reserve {count} blocks with {len(hashes)} hashes")
-        hits = self.lookup(hashes)
-        evictable_hits = sum(block_id in self._cached for block_id in hits)
-        if count - len(hits) > self.num_allocatable - evictable_hits:
+        if not self.fits(count, hashes):
             return None
+        hits = self.lookup(hashes)
         self._history.append((f"share a prefix of {len(hits)}", holder))
         for block_id in hits:
             self._reference(block_id, holder)

@@ -20,18 +20,31 @@ DIGEST_BYTES: Final = 32
 """Prompts come from clients who are not trusted: two that collide would serve one user's KV to another."""
 
 
-def block_hashes(tokens: Sequence[int], block_size: int, *, salt: bytes = b"") -> tuple[BlockHash, ...]:
-    """One hash for each full block of `tokens`, in order; a last block that is not full has none.
+class PrefixChain:
+    """The hashes of one growing sequence, each computed once.
 
     `salt` separates what must never share KV: other weights, another layout, another tenant.
     """
-    assert block_size > 0
-    parent = _hash(b"", salt)
-    chain: list[BlockHash] = []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        parent = _hash(parent, struct.pack(f"<{block_size}I", *tokens[start : start + block_size]))
-        chain.append(parent)
-    return tuple(chain)
+
+    def __init__(self, block_size: int, *, salt: bytes = b"") -> None:
+        assert block_size > 0
+        self._block_size = block_size
+        self._last = _hash(b"", salt)
+        self._hashes: list[BlockHash] = []
+
+    def first(self, count: int, tokens: Sequence[int]) -> list[BlockHash]:
+        """Of the first `count` blocks of `tokens`, all full. Tokens that were seen before must not have changed."""
+        size = self._block_size
+        assert count * size <= len(tokens)
+        for start in range(len(self._hashes) * size, count * size, size):
+            self._last = _hash(self._last, struct.pack(f"<{size}I", *tokens[start : start + size]))
+            self._hashes.append(self._last)
+        return self._hashes[:count]
+
+
+def block_hashes(tokens: Sequence[int], block_size: int, *, salt: bytes = b"") -> tuple[BlockHash, ...]:
+    """One hash for each full block of `tokens`, in order; a last block that is not full has none."""
+    return tuple(PrefixChain(block_size, salt=salt).first(len(tokens) // block_size, tokens))
 
 
 def _hash(parent: bytes, content: bytes) -> BlockHash:

@@ -10,22 +10,40 @@ Waiting is strictly in order: whoever is first and does not fit keeps all behind
 what those need alone, so a big request is never starved by small ones.
 
 A block that a step may write is freed only after that step is collected.
+
+With a prefix salt, full blocks whose step is collected (and, of a pulled prompt, whose lease is committed) are published
+under the hash of all tokens up to their end, and sequences that begin with the same tokens share them instead of
+computing or pulling them again. Only whole blocks are shared, and none is written after it was published, so nothing
+is ever copied on write.
 """
 
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.core.batch import Sampled, SequenceSlice, StepPlan
-from pdserve.core.blocks import BlockPool, Holder, HolderKind
-from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
+from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
+from pdserve.core.prefix import BlockHash, PrefixChain
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.outcome import Admitted, Advance, OutputToken, StepOutcome
 from pdserve.engine.sequence import Sequence, SequenceKind, StopRule
 
 __all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
+
+TokenIds = tuple[int, ...] | list[int]
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Tokens since the start: of sequences that got their blocks, and of those the ones whose KV was here already."""
+
+    queried: int = 0
+    hit: int = 0
+
 
 _RANK = attrgetter("rank")
 _ARRIVAL = attrgetter("arrival")
@@ -43,8 +61,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        prefix_salt: bytes | None = None,
     ) -> None:
-        """A step always has a token for every running sequence: no more run than the token budget allows."""
+        """A step always has a token for every running sequence: no more run than the token budget allows.
+
+        `prefix_salt` turns prefix caching on; it names what the KV depends on besides the tokens (see `core.prefix`).
+        """
         assert 1 <= max_model_len <= pool.num_blocks * layout_block_size, "the longest request must fit an empty pool"
         assert max_num_seqs >= 1
         assert max_num_batched_tokens >= 1
@@ -53,6 +75,8 @@ class Scheduler:
         self._max_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._token_budget = max_num_batched_tokens
         self._rule = StopRule(eos_token_ids, max_model_len)
+        self._prefix_salt = prefix_salt
+        self.prefix = PrefixCounts()
         self._arrivals = 0
         self._sequences: dict[SeqId, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
@@ -80,7 +104,7 @@ class Scheduler:
         Of `prompt`, the last `resumed` ids are output that was drawn elsewhere: the next one drawn has that index.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        bisect.insort(self._waiting, self._new(seq_id, prompt, params, kind, priority, resumed), key=_RANK)
+        bisect.insort(self._waiting, self._new(seq_id, prompt, params, kind, priority, resumed, self._chain()), key=_RANK)
 
     def reserve(
         self,
@@ -91,32 +115,36 @@ class Scheduler:
         priority: int,
         local_prefill: bool,
         resumed: int = 0,
-    ) -> tuple[BlockId, ...] | None:
+    ) -> Reservation | None:
         """Room for a whole sequence now or not at all: its prompt's blocks in order, then growth room if it can grow.
+
+        The first `hits` blocks hold their KV already.
 
         With `local_prefill` it starts to run here at once; otherwise a peer's KV is pulled into the blocks and
         `activate` or `abort` follows. None: no room beside what waiting sequences need, or no slot; nothing is held.
         """
         count = self.blocks_to_reserve(len(prompt), params, resumed)
-        if self.num_live >= self._max_seqs or count > self._pool.num_allocatable - self._blocks_awaited():
-            return None
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
-        seq = self._new(seq_id, prompt, params, kind, priority, resumed)
+        chain = self._chain()
+        # What is computed here needs its last token for the first logits; what is pulled needs none of its own.
+        hashes = self._hashes(chain, prompt, len(prompt) - 1 if local_prefill else len(prompt))
+        if self.num_live >= self._max_seqs or not self._pool.fits(count, hashes, spare=self._blocks_awaited()):
+            return None
+        seq = self._new(seq_id, prompt, params, kind, priority, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
-        blocks = self._pool.allocate(holder, count)
-        assert blocks is not None
-        seq.block_table = blocks
+        reservation = self._take(seq, holder, count, hashes)
         if local_prefill:
             bisect.insort(self._running, seq, key=_ARRIVAL)
         else:
             self._inbound[seq_id] = seq
-        return blocks
+        return reservation
 
     def activate(self, seq_id: SeqId, first_token: int) -> None:
         """An inbound sequence's KV is here and its lease is committed: decode it. Raises KeyError if it is not inbound."""
         seq = self._inbound.pop(seq_id)
         self._pool.hand_over(Holder(HolderKind.INBOUND, seq_id), seq.holder)
         seq.computed = len(seq.tokens)
+        self._publish(seq)
         seq.tokens.append(first_token)
         assert seq.finish_reason() is None, "a sequence that its first token ended is aborted, not activated"
         bisect.insort(self._running, seq, key=_ARRIVAL)
@@ -173,7 +201,9 @@ class Scheduler:
             self._forget(seq)
         live = [s for s in step.values() if s.seq_id not in self._aborted]
         for piece in live:
-            self._sequences[piece.seq_id].computed += len(piece.token_ids)
+            seq = self._sequences[piece.seq_id]
+            seq.computed += len(piece.token_ids)
+            self._publish(seq)
         advanced = tuple(Advance(p.seq_id, p.start + len(p.token_ids)) for p in live if self._is_lent(p.seq_id))
         tokens = tuple(self._append(s) for s in sampled if s.seq_id not in self._aborted)
         assert len(tokens) == sum(piece.sample is not None for piece in live), "one token for each sampling slice"
@@ -225,13 +255,21 @@ class Scheduler:
     # --- inside
 
     def _new(
-        self, seq_id: SeqId, prompt: tuple[int, ...], params: SamplingParams, kind: SequenceKind, priority: int, resumed: int
+        self,
+        seq_id: SeqId,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        kind: SequenceKind,
+        priority: int,
+        resumed: int,
+        chain: PrefixChain | None,
     ) -> Sequence:
         assert seq_id not in self._sequences
         assert 0 <= resumed < min(len(prompt), params.max_tokens), "the caller refuses an output that is complete already"
         assert 1 <= len(prompt) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
         self._arrivals += 1
         seq = Sequence(seq_id, kind, list(prompt), len(prompt) - resumed, params, priority, self._arrivals, self._rule)
+        seq.chain = chain
         self._sequences[seq_id] = seq
         return seq
 
@@ -260,7 +298,7 @@ class Scheduler:
         self._running.remove(seq)
         self._pool.drop(seq.holder)
         seq.block_table = ()
-        seq.computed = 0
+        seq.computed = seq.published = 0
         seq.preempted = True
         bisect.insort(self._waiting, seq, key=_RANK)
         self._preempted.append(seq.seq_id)
@@ -285,18 +323,50 @@ class Scheduler:
     def _head_fits(self) -> bool:
         if not self._waiting or len(self._running) + len(self._inbound) >= self._max_seqs:
             return False
-        return self._blocks_for(len(self._waiting[0].tokens)) <= self._pool.num_allocatable
+        head = self._waiting[0]
+        return self._pool.fits(self._blocks_for(len(head.tokens)), self._hashes(head.chain, head.tokens, len(head.tokens) - 1))
 
     def _admit(self) -> Sequence:
         seq = self._waiting.pop(0)
-        blocks = self._pool.allocate(seq.holder, self._blocks_for(len(seq.tokens)))
-        assert blocks is not None
-        seq.block_table = blocks
+        hashes = self._hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
+        blocks = self._take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
         bisect.insort(self._running, seq, key=_ARRIVAL)
         if seq.kind is SequenceKind.LENT:
             self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id))
             self._admitted.append(Admitted(seq.seq_id, blocks))
         return seq
+
+    # --- prefixes
+
+    def _chain(self) -> PrefixChain | None:
+        return None if self._prefix_salt is None else PrefixChain(self._block_size, salt=self._prefix_salt)
+
+    def _hashes(self, chain: PrefixChain | None, tokens: TokenIds, limit: int) -> list[BlockHash]:
+        """Of the full blocks among the first `limit` tokens; none where nothing is shared."""
+        return chain.first(limit // self._block_size, tokens) if chain is not None else []
+
+    def _take(self, seq: Sequence, holder: Holder, count: int, hashes: list[BlockHash]) -> Reservation:
+        """Give a sequence all its blocks. What its hits hold is computed; an inbound one waits for the rest from a peer."""
+        reservation = self._pool.reserve(holder, count, hashes)
+        assert reservation is not None
+        seq.block_table = reservation.block_ids
+        seq.published = reservation.hits
+        if holder.kind is HolderKind.SEQUENCE:
+            seq.computed = reservation.hits * self._block_size
+        if seq.chain is not None:
+            self.prefix.queried += len(seq.tokens)
+            self.prefix.hit += reservation.hits * self._block_size
+        return reservation
+
+    def _publish(self, seq: Sequence) -> None:
+        """Blocks that are full and final, and the sequence's own, can be found by others from now on."""
+        if seq.chain is None:
+            return
+        full = seq.computed // self._block_size
+        hashes = seq.chain.first(full, seq.tokens)
+        for position in range(seq.published, full):
+            self._pool.publish(seq.holder, position, hashes[position])
+        seq.published = max(seq.published, full)
 
     def _slice(self, seq: Sequence, count: int) -> SequenceSlice:
         start, end = seq.computed, seq.computed + count

@@ -8,6 +8,7 @@ from enum import Enum
 from pdserve.core.batch import SampleSpec
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.prefix import PrefixChain
 from pdserve.core.sampling import FinishReason, SamplingParams
 
 
@@ -52,6 +53,10 @@ class Sequence:
     computed: int = 0
     preempted: bool = False
     block_table: tuple[BlockId, ...] = field(default=())
+    chain: PrefixChain | None = None
+    """None: its blocks are not shared with others."""
+    published: int = 0
+    """Leading blocks that others can find: its own prefix hits, and those it has published."""
 
     @property
     def holder(self) -> Holder:

@@ -24,6 +24,8 @@ class WorkerSnapshot:
     loop_lag_ms: float
     pid: int
     draining: bool = False
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
     not_ready_reason: str = ""  # empty: ready
 
 

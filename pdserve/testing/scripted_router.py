@@ -48,7 +48,7 @@ class Worker:
         self.until(
             lambda: (
                 (beat := self.heartbeat) is not None
-                and beat.blocks.free == beat.blocks.total > 0
+                and beat.blocks.free + beat.blocks.cached == beat.blocks.total > 0
                 and not (beat.leases_held or beat.running_sequences or beat.queued_requests or beat.blocks.unaccounted)
             )
         )

@@ -70,8 +70,8 @@ class EngineSteps:
             case AddLent(seq_id, prompt, params, priority, resumed):
                 scheduler.add(seq_id, prompt, params, kind=SequenceKind.LENT, priority=priority, resumed=resumed)
             case Reserve(seq_id, prompt, params, priority, local, resumed):
-                blocks = scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local, resumed=resumed)
-                return ReserveResult(seq_id, blocks)
+                room = scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local, resumed=resumed)
+                return ReserveResult(seq_id, room.block_ids, room.hits) if room is not None else ReserveResult(seq_id, None)
             case Activate(seq_id, first_token):
                 scheduler.activate(seq_id, first_token)
             case Abort(seq_id, read_in_flight):
@@ -90,4 +90,11 @@ class EngineSteps:
 
     def _snapshot(self) -> EngineSnapshot:
         scheduler = self._scheduler
-        return EngineSnapshot(self._pool.counts(), scheduler.num_waiting, scheduler.num_running, scheduler.queued_tokens)
+        return EngineSnapshot(
+            self._pool.counts(),
+            scheduler.num_waiting,
+            scheduler.num_running,
+            scheduler.queued_tokens,
+            scheduler.prefix.queried,
+            scheduler.prefix.hit,
+        )

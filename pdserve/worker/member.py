@@ -141,4 +141,6 @@ class Member:
             leases_held=role.leases_held,
             loop_lag_ms=self.loop_lag_ms,
             draining=host.draining,
+            prefix_queried_tokens=snapshot.prefix_queried_tokens,
+            prefix_hit_tokens=snapshot.prefix_hit_tokens,
         )

@@ -78,6 +78,8 @@ class ReserveResult:
     seq_id: SeqId
     block_ids: tuple[BlockId, ...] | None
     """None: no room."""
+    hits: int = 0
+    """Leading blocks that hold their KV already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class EngineSnapshot:
     num_waiting: int
     num_running: int
     queued_tokens: int
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ class RunningWorker:
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_model_len=runner.max_model_len,
             eos_token_ids=self._card.eos_token_ids,
+            prefix_salt=self._card.fingerprint.encode() if engine.enable_prefix_caching else None,
         )
         self._runner = runner
         self._first_snapshot = EngineSnapshot(pool.counts(), 0, 0, 0)

@@ -118,8 +118,9 @@ def test_larger_priority_is_served_first_even_while_a_prompt_is_being_computed()
 
 def test_inbound_is_reserved_whole_activated_and_decoded():
     scheduler = make()
-    blocks = scheduler.reserve(SeqId(1), prompt(8), SamplingParams(max_tokens=3), priority=0, local_prefill=False)
-    assert blocks is not None
+    room = scheduler.reserve(SeqId(1), prompt(8), SamplingParams(max_tokens=3), priority=0, local_prefill=False)
+    assert room is not None
+    blocks = room.block_ids
     assert len(blocks) == 3
     assert not scheduler.has_work
     scheduler.activate(SeqId(1), 42)
@@ -264,8 +265,8 @@ def test_a_budget_below_the_sequence_limit_limits_the_sequences():
     scheduler = make(seqs=8, budget=2)
     params = SamplingParams(max_tokens=4)
     for seq_id, fits in ((1, True), (2, True), (3, False)):
-        blocks = scheduler.reserve(SeqId(seq_id), prompt(2), params, priority=0, local_prefill=False)
-        assert (blocks is not None) == fits
+        room = scheduler.reserve(SeqId(seq_id), prompt(2), params, priority=0, local_prefill=False)
+        assert (room is not None) == fits
     for seq_id in (1, 2):
         scheduler.activate(SeqId(seq_id), 7)
     add(scheduler, 4, 3, max_tokens=1)

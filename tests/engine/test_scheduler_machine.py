@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdserve.core.batch import Sampled, StepPlan
-from pdserve.core.blocks import BlockPool
+from pdserve.core.blocks import BlockPool, Reservation
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.engine.scheduler import Scheduler
@@ -35,7 +35,10 @@ def expected_output(prompt: tuple[int, ...], params: SamplingParams) -> list[int
             return tokens[len(prompt) :]
 
 
-prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LIMIT - 1).map(tuple)
+# Half of the prompts are one of a few that begin alike, some of whole blocks only: what prefix caching is about.
+ALIKE = tuple((1,) * count + tail for count in (BLOCK, 2 * BLOCK, 4 * BLOCK) for tail in ((), (2,), (3,) * BLOCK))
+random_prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LIMIT - 1).map(tuple)
+prompts = st.one_of(st.sampled_from(ALIKE), random_prompts)
 lengths = st.integers(1, 30)
 priorities = st.integers(-1, 1)
 
@@ -43,19 +46,25 @@ priorities = st.integers(-1, 1)
 class SchedulerMachine(RuleBasedStateMachine):
     """Plays the engine thread, its commands, and a KV memory of (sequence, tokens up to here) per slot."""
 
-    @initialize(seqs=st.integers(1, 5), budget=st.integers(1, 12))
-    def start(self, seqs: int, budget: int) -> None:
+    @initialize(seqs=st.integers(1, 5), budget=st.integers(1, 12), salt=st.sampled_from([None, b"model"]))
+    def start(self, seqs: int, budget: int, salt: bytes | None) -> None:
         self.pool = BlockPool(BLOCKS)
         self.scheduler = Scheduler(
-            self.pool, BLOCK, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LIMIT, eos_token_ids=(EOS,)
+            self.pool,
+            BLOCK,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=LIMIT,
+            eos_token_ids=(EOS,),
+            prefix_salt=salt,
         )
         self.budget = budget
         self.memory: dict[tuple[BlockId, int], int] = {}
         self.asked: dict[SeqId, tuple[tuple[int, ...], SamplingParams, SequenceKind]] = {}
         self.outputs: dict[SeqId, list[int]] = {}
-        self.inbound: dict[SeqId, tuple[BlockId, ...]] = {}
+        self.inbound: dict[SeqId, Reservation] = {}
         self.leases: list[SeqId] = []
-        self.quarantined: list[SeqId] = []
+        self.quarantined: list[tuple[SeqId, Reservation]] = []
         self.finished: list[SeqId] = []
 
     def ask(self, prompt: tuple[int, ...], length: int, kind: SequenceKind) -> tuple[SeqId, SamplingParams]:
@@ -73,28 +82,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(prompt=prompts, length=lengths, priority=priorities, local=st.booleans())
     def reserve(self, prompt: tuple[int, ...], length: int, priority: int, local: bool) -> None:
         seq_id, params = self.ask(prompt, length, SequenceKind.LOCAL if local else SequenceKind.INBOUND)
-        free = self.pool.num_free
-        blocks = self.scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local)
-        if blocks is None:
-            assert self.pool.num_free == free
+        before = self.pool.counts()
+        room = self.scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local)
+        if room is None:
+            assert self.pool.counts() == before
             return
         self.outputs[seq_id] = []
         if not local:
-            self.inbound[seq_id] = blocks
+            self.inbound[seq_id] = room
 
     @precondition(lambda self: self.inbound)
     @rule(data=st.data())
     def transfer_ends(self, data: st.DataObject) -> None:
         seq_id = data.draw(st.sampled_from(sorted(self.inbound)))
         prompt, params, _ = self.asked[seq_id]
-        blocks = self.inbound.pop(seq_id)
+        room = self.inbound.pop(seq_id)
         first = expected_output(prompt, params)[0]
         if len(expected_output(prompt, params)) == 1:
             self.finish(seq_id, None)
             self.scheduler.abort(seq_id)
             return
-        for position, token in enumerate(prompt):
-            self.memory[blocks[position // BLOCK], position % BLOCK] = token
+        for position in range(room.hits * BLOCK, len(prompt)):  # the rest was found here
+            self.memory[room.block_ids[position // BLOCK], position % BLOCK] = prompt[position]
         self.outputs[seq_id].append(first)
         self.scheduler.activate(seq_id, first)
 
@@ -102,8 +111,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), in_flight=st.booleans())
     def abort(self, data: st.DataObject, in_flight: bool) -> None:
         seq_id = data.draw(st.sampled_from(sorted(self.outputs)))
-        if self.inbound.pop(seq_id, None) is not None and in_flight:
-            self.quarantined.append(seq_id)
+        room = self.inbound.pop(seq_id, None)
+        if room is not None and in_flight:
+            self.quarantined.append((seq_id, room))
         self.scheduler.abort(seq_id, read_in_flight=in_flight)
         del self.outputs[seq_id]
 
@@ -115,7 +125,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.quarantined)
     @rule()
     def read_stops(self) -> None:
-        self.scheduler.end_quarantine(self.quarantined.pop(0))
+        """Until then it may have written whatever it likes into the blocks that were its own."""
+        seq_id, room = self.quarantined.pop(0)
+        for block in room.block_ids[room.hits :]:
+            self.memory.update({(block, slot): VOCAB for slot in range(BLOCK)})
+        self.scheduler.end_quarantine(seq_id)
 
     @rule()
     def step(self) -> None:
@@ -187,7 +201,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.outputs, "starved"
         while self.leases:
             self.lease_ends()
-        assert self.pool.num_free == BLOCKS
+        counts = self.pool.counts()
+        assert counts.free + counts.cached == BLOCKS
         assert not self.scheduler.has_work
 
 

@@ -121,6 +121,25 @@ def test_an_output_that_is_complete_cannot_be_resumed(router, pair):
     assert "resumed" in decode.wait("RequestFailed", handle).message
 
 
+def test_a_prompt_that_begins_like_an_earlier_one_is_neither_computed_nor_pulled_again(router, pair):
+    """Blocks that decode has are not pulled; those that only prefill has are; the tokens are those of a cold run."""
+    prefill, decode = pair
+    begin = prompt_of(100, seed=5)
+    first, second = begin + prompt_of(30, seed=6), begin + prompt_of(50, seed=7)
+    moved = []
+    for prompt in (first, second, second):
+        bound, _, _ = hand_off(router, pair, prompt)
+        moved.append(decode.wait("KvCommitted", bound).kv_bytes // (BLOCK * decode.hello.kv_bytes_per_token))
+        rows = decode.wait_finished(bound)
+        assert [row.ids[0] for row in rows] == colocated(router, decode, prompt)[1:]
+    assert moved[0] == -(-130 // BLOCK)
+    assert moved[1] == -(-150 // BLOCK) - 100 // BLOCK
+    assert moved[2] == -(-150 // BLOCK) - 150 // BLOCK, "only the block that is not full"
+    beat = prefill.heartbeat
+    assert beat is not None
+    assert beat.prefix_hit_tokens >= 100 // BLOCK * BLOCK
+
+
 def colocated(router: ScriptedRouter, decode: Worker, prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
     handle = router.bind(decode, prompt, params, local_prefill=True)
     return [row.ids[0] for row in decode.wait_finished(handle)]
