@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -15,36 +16,32 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import fit_max_model_len
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
-from pdserve.engine.batch import Batch, make_batch
 from pdserve.engine.elementwise import silu_and_mul, silu_and_mul_fixed
 from pdserve.engine.kernels.paged_kv import plain_kv
 from pdserve.engine.kernels.support import triton_usable
 from pdserve.engine.kv_cache import TORCH_DTYPES, KvCache
 from pdserve.engine.memory import return_freed_memory
+from pdserve.engine.models.api import Model
+from pdserve.engine.models.batched import BatchedLlama, Hidden
 from pdserve.engine.models.llama import Backend, Llama
+from pdserve.engine.native import llama as native
 from pdserve.engine.ops import TorchOps
 from pdserve.engine.rows import TiledRows, WholeRows
 from pdserve.engine.sampler import sample
 from pdserve.engine.weights import LlamaWeights, load_llama
 
-Hidden = Callable[[Batch], Tensor]
-"""`Llama.hidden`, computed as it is or replayed."""
 ReadWeights = Callable[[torch.dtype, torch.device], LlamaWeights]
 
 
 class ModelRunner:
     """Made by `load`. Allocates the whole KV pool at once and no KV after that."""
 
-    def __init__(
-        self, model: Llama, hidden: Hidden, kv: KvCache, backend: Backend, *, weights_bytes: int, max_model_len: int
-    ) -> None:
+    def __init__(self, model: Model, kv: KvCache, *, weights_bytes: int, max_model_len: int) -> None:
         self.kv = kv
         self.weights_bytes = weights_bytes
         """Of the checkpoint's tensors in the model's dtype; a tied head that is laid out for its kernel comes on top."""
         self.max_model_len = max_model_len
         self._model = model
-        self._hidden = hidden
-        self._rows = backend.rows
 
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig) -> ModelRunner:
@@ -60,40 +57,49 @@ class ModelRunner:
         layout = card.kv_layout(config.block_size, config.dtype)
         kv = KvCache(layout, config.kv_cache_memory, device)
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, kv.num_blocks * config.block_size)
-        backend = _backend(kv, card.num_heads, invariant=config.batch_invariant)
         with torch.inference_mode():
             weights = read(TORCH_DTYPES[layout.dtype], device)
-            model = Llama(card, weights, backend, max_model_len)
+            model = _model(card, weights, kv, config, max_model_len)
             weights_bytes = weights.nbytes
             del weights
-            hidden = _recorded(model, backend, kv, max_model_len, config.max_num_seqs) or model.hidden
         return_freed_memory()
-        return cls(model, hidden, kv, backend, weights_bytes=weights_bytes, max_model_len=max_model_len)
+        return cls(model, kv, weights_bytes=weights_bytes, max_model_len=max_model_len)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
         """Compute the plan, write its KV and draw a token for every slice that asks for one, in plan order."""
         if not plan.slices:
             return ()
-        batch, hidden = self._forward(plan)
-        drawing = [(piece, span) for piece, span in zip(plan.slices, batch.spans, strict=True) if piece.sample is not None]
-        if not drawing:
-            _wait_written(self.kv)
+        _check_once(plan)
+        ends = accumulate(len(piece.token_ids) for piece in plan.slices)
+        drawing = [(piece, end - 1) for piece, end in zip(plan.slices, ends, strict=True) if piece.sample is not None]
+        logits = self._model.forward(plan, [row for _, row in drawing])
+        if logits is None:
             return ()
-        logits = self._model.logits(hidden[[span.row + span.count - 1 for _, span in drawing]])
-        token_ids = sample(logits, [piece.sample for piece, _ in drawing if piece.sample is not None])
+        token_ids = sample(logits.values, [piece.sample for piece, _ in drawing if piece.sample is not None], logits.best)
         return tuple(Sampled(piece.seq_id, token) for (piece, _), token in zip(drawing, token_ids, strict=True))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Compute the plan, write its KV, and return the logits of all its tokens: [plan.num_tokens, vocab] float32."""
-        batch, hidden = self._forward(plan)
-        return self._model.logits(hidden[: batch.tokens])
+        _check_once(plan)
+        logits = self._model.forward(plan, list(range(plan.num_tokens)))
+        assert logits is not None
+        return logits.values.clone()
 
-    def _forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:
-        assert len({piece.seq_id for piece in plan.slices}) == len(plan.slices), "a sequence twice in one step"
-        batch = make_batch(plan, self.kv, self._rows.padded(plan.num_tokens))
-        return batch, self._hidden(batch)
+
+def _check_once(plan: StepPlan) -> None:
+    assert len({piece.seq_id for piece in plan.slices}) == len(plan.slices), "a sequence twice in one step"
+
+
+def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineConfig, max_positions: int) -> Model:
+    """Compiled where it runs, which is batch-invariant by itself; torch elsewhere."""
+    if native.supports(card, kv):
+        return native.NativeLlama(card, weights, kv, max_positions, bits=16)
+    backend = _backend(kv, card.num_heads, invariant=config.batch_invariant)
+    model = Llama(card, weights, backend, max_positions)
+    hidden = _recorded(model, backend, kv, max_positions, config.max_num_seqs) or model.hidden
+    return BatchedLlama(model, hidden, kv, backend.rows)
 
 
 def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
@@ -128,9 +134,3 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no CUDA device here: set device to cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _wait_written(kv: KvCache) -> None:
-    """A step that draws nothing has nothing to wait for, yet its KV may be read by a peer once it is collected."""
-    if kv.tensor.device.type == "cuda":
-        torch.cuda.synchronize(kv.tensor.device)

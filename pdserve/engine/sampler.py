@@ -22,9 +22,14 @@ Ids = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """logits: [rows, vocab] float32, a row for each spec; rows with banned ids are changed in place."""
+def sample(logits: Tensor, specs: Sequence[SampleSpec], best: Sequence[int] | None = None) -> list[int]:
+    """logits: [rows, vocab] float32, a row for each spec; rows with banned ids are changed in place.
+
+    best: each row's `argmax` before any ban, where it is known already.
+    """
     assert logits.shape[0] == len(specs)
+    if best is not None and all(spec.params.greedy and not spec.banned_ids for spec in specs):
+        return list(best)
     for row, spec in zip(logits, specs, strict=True):
         banned = [i for i in spec.banned_ids if 0 <= i < logits.shape[1]]
         if banned:

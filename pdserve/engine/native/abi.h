@@ -1,0 +1,45 @@
+// What Python and the kernels tell each other; native/library.py declares the same.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+struct PdShape {
+    int64_t hidden, intermediate, layers, heads, kv_heads, head_dim, vocab;
+    double rms_norm_eps;
+};
+
+// One step. Rows are tokens, those of a span one after the other.
+struct PdStep {
+    int64_t threads;
+    int64_t rows, spans, out_rows;
+    const int32_t *token_ids, *positions;                    // [rows]
+    const int32_t *span_row, *span_start, *span_count;       // [spans]
+    const int64_t *span_table;                               // [spans], where in `tables` its blocks begin
+    const int32_t *tables;                                   // block ids
+    const int32_t *out;                                      // [out_rows], ascending rows whose logits are wanted
+    uint16_t *pool;                                          // [blocks, layers, 2, kv_heads, block_size, head_dim]
+    int64_t block_size;
+    const float *rope;                                       // [positions, 2, head_dim]
+    float *logits;                                           // [out_rows, vocab]
+    int32_t *best;                                           // [out_rows], the lowest id of the largest logit
+};
+
+// 1 when this CPU has what the kernels need.
+int pdserve_supported(void);
+
+// Null when memory is short. `embedding` [vocab, hidden] must outlive the model.
+void *pdserve_model_new(const PdShape *shape, const uint16_t *embedding);
+void pdserve_model_free(void *model);
+
+// which: 0 qkv, 1 attention out, 2 gate and up by turns of sixteen rows, 3 down, 4 head (any layer). Weights are
+// [n, k] bfloat16 and packed here. bits: 16 or 8. 0 when memory is short.
+int pdserve_model_weight(void *model, int64_t layer, int which, const uint16_t *weight, int64_t n, int64_t k, int bits);
+
+// which: 0 before attention, 1 before the MLP, 2 before the head. [hidden] float32.
+void pdserve_model_norm(void *model, int64_t layer, int which, const float *weight);
+
+// 0 when memory is short. One caller at a time.
+int pdserve_model_forward(void *model, const PdStep *step);
+}

@@ -1,0 +1,306 @@
+// A Llama decoder for x86 CPUs with AVX-512 and its bfloat16 and 8-bit dot products. Elsewhere it compiles to a
+// library that says so.
+#include "abi.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+
+extern "C" int pdserve_supported(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+}
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
+#include "model.h"
+
+namespace pdserve {
+
+void Model::set(Weight& weight, const bf16* from, long n, long k, bool integers) {
+    weight.n = n, weight.k = k, weight.integers = integers;
+    weight.words = integers ? k / 4 : k / 2;
+    uint32_t* panels = (uint32_t*)arena_.take(weight.count() * kPanel * weight.words * 4);
+    weight.panels = panels;
+    if (!integers) return pack(from, n, k, panels);
+    float* scales = (float*)arena_.take(weight.count() * kPanel * 4);
+    int32_t* offsets = (int32_t*)arena_.take(weight.count() * kPanel * 4);
+    pack_int8(from, n, k, panels, scales, offsets);
+    weight.scales = scales, weight.offsets = offsets;
+}
+
+void Model::forward(const PdStep& step) {
+    step_ = &step;
+    threads_ = int(step.threads);
+    plan(step);
+    fit(step);
+    pool_.run(threads_, [this](int thread) { compute(thread); });
+}
+
+// Attention in pieces, the most expensive first. A decode is cut into its chunks where threads would lack work.
+void Model::plan(const PdStep& step) {
+    tasks_.clear();
+    long parts = 0;
+    const bool few = threads_ > 1 && step.spans * shape_.kv_heads < 4 * threads_;
+    for (long span = 0; span < step.spans; span++)
+        for (long head = 0; head < shape_.kv_heads; head++)
+            for (long begin = 0; begin < step.span_count[span]; begin += kQueryTile) {
+                const long tokens = std::min<long>(kQueryTile, step.span_count[span] - begin);
+                const long chunks = (step.span_start[span] + begin + tokens + kChunk - 1) / kChunk;
+                if (few && tokens == 1 && chunks > 1) {
+                    for (long chunk = 0; chunk < chunks; chunk++)
+                        tasks_.push_back({span, head, begin, tokens, chunk, chunk + 1, parts, chunks});
+                    parts += chunks;
+                } else {
+                    tasks_.push_back({span, head, begin, tokens, 0, chunks, -1, 0});
+                }
+            }
+    std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
+        return (a.chunk_end - a.chunk) * a.tokens > (b.chunk_end - b.chunk) * b.tokens;
+    });
+    if (parts > missing_count_) {
+        missing_.reset(new std::atomic<long>[parts]);
+        missing_count_ = parts;
+    }
+    for (const Task& task : tasks_)
+        if (task.part >= 0) missing_[task.part].store(task.parts);
+    if (!next_) next_.reset(new std::atomic<long>[shape_.layers]);
+    for (long layer = 0; layer < shape_.layers; layer++) next_[layer].store(0);
+    const long padded = round_up(shape_.head_dim, kPanel);
+    part_sums_.resize(parts * group() * padded);
+    part_tops_.resize(parts * group());
+    part_totals_.resize(parts * group());
+}
+
+void Model::fit(const PdStep& step) {
+    const auto grow = [](auto& room, long size) {
+        if (long(room.size()) < size) room.resize(size);
+    };
+    const long rows = step.rows, hidden = shape_.hidden, widest = std::max({hidden, shape_.intermediate, query_width()});
+    grow(residual_, rows * hidden);
+    grow(wanted_, step.out_rows * hidden);
+    grow(qkv_, rows * qkv_width());
+    grow(scales_, rows);
+    grow(normed_, rows * hidden / 2);
+    grow(whole_, rows * widest / 4);
+    grow(query_, rows * query_width());
+    grow(attended_, rows * query_width());
+    grow(wanted_attended_, step.out_rows * query_width());
+    grow(gated_, rows * shape_.intermediate);
+    own_.resize(threads_);
+    long most = 1;
+    for (const Task& task : tasks_) most = std::max(most, task.tokens);
+    for (Own& own : own_) {
+        own.attention.fit(most * group(), round_up(shape_.head_dim, kPanel));
+        grow(own.spare, widest);
+        grow(own.scales, kPrivateRows);
+        grow(own.words, kPrivateRows * widest / 2);
+    }
+    x_ = residual_.data();
+}
+
+void Model::compute(int thread) {
+    const long last = shape_.layers - 1;
+    long rows = step_->rows;
+    embed(thread);
+    meet(rows);
+    for (long i = 0; i <= last; i++) {
+        const Layer& layer = layers_[i];
+        project(thread, normalised(thread, rows, layer.attention_norm, layer.qkv), rows, layer.qkv, Store{qkv_.data(), qkv_width()});
+        meet(rows);
+        write(thread, i);
+        pool_.barrier();
+        if (i == last && step_->out_rows == 0) return;
+        attend(thread, i);
+        pool_.barrier();
+        Lines<bf16>* attended = &attended_;
+        if (i == last && step_->out_rows < rows) {  // nobody asks for the others any more
+            keep_wanted(thread);
+            rows = step_->out_rows;
+            attended = &wanted_attended_;
+            pool_.barrier();
+        }
+        const AddTo residual{x_, shape_.hidden};
+        project(thread, as_input(thread, rows, *attended, layer.attention_out), rows, layer.attention_out, residual);
+        meet(rows);
+        const Rows normed = normalised(thread, rows, layer.mlp_norm, layer.gate_up);
+        project(thread, normed, rows, layer.gate_up, SiluMul{gated_.data(), shape_.intermediate});
+        meet(rows);
+        project(thread, as_input(thread, rows, gated_, layer.down), rows, layer.down, residual);
+        meet(rows);
+    }
+    project(thread, normalised(thread, rows, norm_, head_), rows, head_, Store{step_->logits, shape_.vocab});
+    pool_.barrier();
+    choose(thread);
+}
+
+void Model::embed(int thread) {
+    for (long row = step_->rows * thread / threads_; row < step_->rows * (thread + 1) / threads_; row++)
+        for (long i = 0; i < shape_.hidden; i += kLanes)
+            _mm512_storeu_ps(x_ + row * shape_.hidden + i, load_bf16(embedding_ + step_->token_ids[row] * shape_.hidden + i));
+}
+
+Paged Model::paged(long span, long layer, long head) const {
+    const long size = step_->block_size, dim = shape_.head_dim, heads = shape_.kv_heads;
+    const long key = ((layer * 2) * heads + head) * size * dim;
+    return {step_->pool, step_->tables + step_->span_table[span], size, dim, shape_.layers * 2 * heads * size * dim,
+            key, key + heads * size * dim};
+}
+
+// Turns queries and keys of the thread's rows and puts keys and values into the pool.
+void Model::write(int thread, long layer) {
+    const long dim = shape_.head_dim, heads = shape_.heads, kv_heads = shape_.kv_heads;
+    const long first = step_->rows * thread / threads_, end = step_->rows * (thread + 1) / threads_;
+    float* spare = own_[thread].spare.data();
+    for (long span = 0; span < step_->spans; span++) {
+        const long from = std::max<long>(first, step_->span_row[span]);
+        const long to = std::min<long>(end, step_->span_row[span] + step_->span_count[span]);
+        for (long row = from; row < to; row++) {
+            const long position = step_->positions[row];
+            const float* table = step_->rope + position * 2 * dim;
+            const float* x = qkv_.data() + row * qkv_width();
+            for (long head = 0; head < heads; head++)
+                rotate_head(x + head * dim, table, dim, query_.data() + row * query_width() + head * dim, spare);
+            for (long head = 0; head < kv_heads; head++) {
+                const Paged kv = paged(span, layer, head);
+                rotate_head(x + (heads + head) * dim, table, dim, const_cast<bf16*>(kv.row(position, kv.key)), spare);
+                round_head(x + (heads + kv_heads + head) * dim, dim, const_cast<bf16*>(kv.row(position, kv.value)));
+            }
+        }
+    }
+}
+
+void Model::attend(int thread, long layer) {
+    for (;;) {
+        const long index = next_[layer].fetch_add(1, std::memory_order_relaxed);
+        if (index >= long(tasks_.size())) return;
+        run(tasks_[index], layer, own_[thread]);
+    }
+}
+
+void Model::run(const Task& task, long layer, Own& own) {
+    AttentionScratch& s = own.attention;
+    const Paged kv = paged(task.span, layer, task.head);
+    const long row = step_->span_row[task.span] + task.begin, position = step_->span_start[task.span] + task.begin;
+    const long dim = shape_.head_dim, rows = task.tokens * group(), at = task.head * group() * dim;
+    const float scale = 1.0f / std::sqrt(float(dim));
+    take_queries(query_.data() + row * query_width() + at, query_width(), task.tokens, group(), dim, s);
+    if (task.part >= 0) {
+        const long part = task.part + task.chunk;
+        attend_chunk(kv, s, position, task.tokens, group(), task.chunk, scale);
+        std::copy_n(s.result.begin(), rows * s.dim, part_sums_.begin() + part * rows * s.dim);
+        std::copy_n(s.top.begin(), rows, part_tops_.begin() + part * rows);
+        std::copy_n(s.total.begin(), rows, part_totals_.begin() + part * rows);
+        if (missing_[task.part].fetch_sub(1, std::memory_order_acq_rel) == 1) merge_parts(task, layer, own);
+        return;
+    }
+    std::fill_n(s.merged.begin(), rows * s.dim, 0.0f);
+    std::fill_n(s.merged_top.begin(), rows, kNone);
+    std::fill_n(s.merged_total.begin(), rows, 0.0f);
+    for (long chunk = task.chunk; chunk < task.chunk_end; chunk++) {
+        attend_chunk(kv, s, position, task.tokens, group(), chunk, scale);
+        for (long r = 0; r < rows; r++)
+            merge(&s.result[r * s.dim], s.top[r], s.total[r], &s.merged[r * s.dim], s.merged_top[r], s.merged_total[r], s.dim);
+    }
+    for (long r = 0; r < rows; r++)
+        finish_row(&s.merged[r * s.dim], s.merged_total[r], dim,
+                   attended_.data() + (row + r / group()) * query_width() + at + r % group() * dim);
+}
+
+// By the thread that brought the last chunk of a decode.
+void Model::merge_parts(const Task& task, long, Own& own) {
+    AttentionScratch& s = own.attention;
+    const long rows = group(), dim = shape_.head_dim;
+    missing_[task.part].store(task.parts, std::memory_order_relaxed);  // for the next layer, behind a barrier
+    for (long r = 0; r < rows; r++) {
+        float top = kNone, total = 0;
+        std::fill_n(s.merged.begin(), s.dim, 0.0f);
+        for (long part = task.part; part < task.part + task.parts; part++)
+            merge(&part_sums_[(part * rows + r) * s.dim], part_tops_[part * rows + r], part_totals_[part * rows + r], s.merged.data(),
+                  top, total, s.dim);
+        finish_row(s.merged.data(), total, dim,
+                   attended_.data() + (step_->span_row[task.span] + task.begin) * query_width() + (task.head * rows + r) * dim);
+    }
+}
+
+// The rows whose logits are wanted become the only ones.
+void Model::keep_wanted(int thread) {
+    if (thread != 0) return;
+    for (long i = 0; i < step_->out_rows; i++) {
+        std::copy_n(x_ + step_->out[i] * shape_.hidden, shape_.hidden, wanted_.begin() + i * shape_.hidden);
+        std::copy_n(attended_.begin() + step_->out[i] * query_width(), query_width(), wanted_attended_.begin() + i * query_width());
+    }
+    x_ = wanted_.data();
+}
+
+void Model::choose(int thread) {
+    for (long row = step_->out_rows * thread / threads_; row < step_->out_rows * (thread + 1) / threads_; row++) {
+        const float* logits = step_->logits + row * shape_.vocab;
+        __m512 top = _mm512_set1_ps(kNone);
+        for (long i = 0; i < shape_.vocab; i += kLanes)
+            top = _mm512_max_ps(top, _mm512_mask_loadu_ps(top, first_lanes(shape_.vocab - i), logits + i));
+        const float best = _mm512_reduce_max_ps(top);
+        long i = 0;
+        while (i < shape_.vocab - 1 && logits[i] != best) i++;
+        step_->best[row] = int32_t(i);
+    }
+}
+
+}  // namespace pdserve
+
+using pdserve::Model;
+
+extern "C" {
+
+void* pdserve_model_new(const PdShape* shape, const uint16_t* embedding) try {
+    return new Model(*shape, embedding);
+} catch (const std::bad_alloc&) {
+    return nullptr;
+}
+
+void pdserve_model_free(void* model) { delete (Model*)model; }
+
+int pdserve_model_weight(void* model, int64_t layer, int which, const uint16_t* weight, int64_t n, int64_t k, int bits) try {
+    Model& to = *(Model*)model;
+    to.set(to.weight(layer, which), weight, n, k, bits == 8);
+    return 1;
+} catch (const std::bad_alloc&) {
+    return 0;
+}
+
+void pdserve_model_norm(void* model, int64_t layer, int which, const float* weight) {
+    Model& to = *(Model*)model;
+    to.norm(layer, which).assign(weight, weight + to.shape().hidden);
+}
+
+int pdserve_model_forward(void* model, const PdStep* step) try {
+    ((Model*)model)->forward(*step);
+    return 1;
+} catch (const std::bad_alloc&) {
+    return 0;
+}
+}
+
+#pragma GCC pop_options
+
+#else  // another architecture: nothing but the answer
+
+extern "C" {
+int pdserve_supported(void) { return 0; }
+void* pdserve_model_new(const PdShape*, const uint16_t*) { return nullptr; }
+void pdserve_model_free(void*) {}
+int pdserve_model_weight(void*, int64_t, int, const uint16_t*, int64_t, int64_t, int) { return 0; }
+void pdserve_model_norm(void*, int64_t, int, const float*) {}
+int pdserve_model_forward(void*, const PdStep*) { return 0; }
+}
+
+#endif

@@ -1,0 +1,64 @@
+"""The compiled kernels: found beside this file, declared for ctypes, tried once.
+
+Built when pdserve is installed, where there is a compiler (`pyproject.toml`). A plain C interface over addresses needs
+none of torch's headers, compiles in five seconds and works with any torch. Its threads are its own: torch's OpenMP
+threads spin after each parallel region, which on two cores costs the next one its core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+
+class Shape(Structure):
+    """`PdShape` of abi.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")),
+        ("rms_norm_eps", c_double),
+    ]  # fmt: skip
+
+
+class Step(Structure):
+    """`PdStep` of abi.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("threads", "rows", "spans", "out_rows")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "span_row", "span_start", "span_count", "span_table")),
+        *((name, c_void_p) for name in ("tables", "out", "pool")),
+        ("block_size", c_int64),
+        *((name, c_void_p) for name in ("rope", "logits", "best")),
+    ]  # fmt: skip
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """None where the library was not built or this CPU lacks AVX-512 with bfloat16 and VNNI."""
+    here = Path(__file__).parent
+    path = next((p for suffix in EXTENSION_SUFFIXES if (p := here / f"_kernels{suffix}").is_file()), None)
+    if path is None:
+        return None
+    try:
+        library = _declare(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError):  # of another platform or version
+        return None
+    return library if library.pdserve_supported() else None
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.pdserve_supported.restype = c_int
+    library.pdserve_model_new.argtypes = (POINTER(Shape), c_void_p)
+    library.pdserve_model_new.restype = c_void_p
+    library.pdserve_model_free.argtypes = (c_void_p,)
+    library.pdserve_model_free.restype = None
+    library.pdserve_model_weight.argtypes = (c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int)
+    library.pdserve_model_weight.restype = c_int
+    library.pdserve_model_norm.argtypes = (c_void_p, c_int64, c_int, c_void_p)
+    library.pdserve_model_norm.restype = None
+    library.pdserve_model_forward.argtypes = (c_void_p, POINTER(Step))
+    library.pdserve_model_forward.restype = c_int
+    return library

@@ -1,0 +1,125 @@
+"""The Llama decoder in compiled code: one call a step, all layers.
+
+bfloat16 on CPUs that have the instructions. Every product and every reduction has one order, fixed by the sequence
+alone, so it is batch-invariant as it stands, at no cost. Activations between layers stay float32; what is multiplied is
+rounded to bfloat16, or to 8 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.core.batch import StepPlan
+from pdserve.core.errors import ConfigError
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.models.api import Logits
+from pdserve.engine.native import library
+from pdserve.engine.rope import rope_table
+from pdserve.engine.weights import LayerWeights, LlamaWeights
+
+LANES: Final = 16  # floats in a vector: gate and up take turns in so many columns
+MOST_HEAD_DIM: Final = 512
+_QKV, _ATTENTION_OUT, _GATE_UP, _DOWN, _HEAD = range(5)
+_BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
+
+
+def supports(card: ModelCard, kv: KvCache) -> bool:
+    """Whether the compiled code is here and runs this model: bfloat16 on a CPU, widths of whole vectors."""
+    widths = (card.hidden_size, card.intermediate_size, card.head_dim)
+    shaped = not any(w % LANES for w in widths) and card.head_dim <= MOST_HEAD_DIM
+    placed = kv.tensor.dtype is torch.bfloat16 and kv.tensor.device.type == "cpu"
+    return shaped and placed and library.load() is not None
+
+
+class NativeLlama:
+    """Weights are copied into the layout of the kernels: drop yours afterwards, but for the embedding."""
+
+    def __init__(self, card: ModelCard, weights: LlamaWeights, kv: KvCache, max_positions: int, *, bits: int) -> None:
+        """bits: of weights and of the activations they meet, 16 (bfloat16) or 8 (integers)."""
+        loaded = library.load()
+        assert loaded is not None, "the caller asked `supports`"
+        self._library = loaded
+        self._kv = kv
+        self._vocab = card.vocab_size
+        self._logits = torch.empty(0, card.vocab_size)
+        self._embedding = weights.embedding.contiguous()
+        self._rope = rope_table(card, max_positions, kv.tensor.device)
+        shape = library.Shape(
+            card.hidden_size, card.intermediate_size, card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim,
+            card.vocab_size, card.rms_norm_eps,
+        )  # fmt: skip
+        self._model = _got(loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr()))
+        weakref.finalize(self, loaded.pdserve_model_free, self._model)
+        for index, layer in enumerate(weights.layers):
+            self._take_layer(index, layer, bits)
+        self._take_norm(0, _BEFORE_HEAD, weights.norm)
+        self._take(0, _HEAD, weights.head, bits)
+
+    def forward(self, plan: StepPlan, rows: list[int]) -> Logits:
+        slices = plan.slices
+        counts = [len(piece.token_ids) for piece in slices]
+        tokens = np.fromiter((t for piece in slices for t in piece.token_ids), np.int32, plan.num_tokens)
+        starts = np.array([piece.start for piece in slices], np.int32)
+        span_count = np.array(counts, np.int32)
+        span_row = np.array([0, *accumulate(counts[:-1])], np.int32)
+        positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(starts - span_row, span_count)
+        tables = np.fromiter((b for piece in slices for b in piece.block_table), np.int32)
+        span_table = np.array([0, *accumulate(len(piece.block_table) for piece in slices[:-1])], np.int64)
+        self._check(starts + span_count, tables, [len(piece.block_table) for piece in slices])
+        out = np.array(rows, np.int32)
+        best = np.empty(len(rows), np.int32)
+        logits = self._room(len(rows))
+        arrays = (tokens, positions, span_row, starts, span_count, span_table, tables, out)
+        step = library.Step(
+            torch.get_num_threads(), len(tokens), len(slices), len(rows), *(a.ctypes.data for a in arrays), self._kv.address,
+            self._kv.layout.block_size, self._rope.data_ptr(), logits.data_ptr(), best.ctypes.data,
+        )  # fmt: skip
+        _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
+        return Logits(logits, best.tolist())
+
+    def _room(self, rows: int) -> Tensor:
+        """[rows, vocab], the same memory in each step: the kernel clears new pages, 10 % of a step of 64 rows."""
+        if rows > self._logits.shape[0]:
+            self._logits = torch.empty(rows, self._vocab)
+        return self._logits[:rows]
+
+    def _check(self, ends: np.ndarray, tables: np.ndarray, lengths: list[int]) -> None:
+        """The compiled code trusts its tables: assert what the scheduler promises."""
+        assert (ends <= np.array(lengths) * self._kv.layout.block_size).all(), "tokens without a block"
+        assert tables.min() >= 0
+        assert tables.max() < self._kv.num_blocks
+
+    def _take_layer(self, index: int, layer: LayerWeights, bits: int) -> None:
+        self._take_norm(index, _BEFORE_ATTENTION, layer.attention_norm)
+        self._take_norm(index, _BEFORE_MLP, layer.mlp_norm)
+        self._take(index, _QKV, layer.qkv, bits)
+        self._take(index, _ATTENTION_OUT, layer.attention_out, bits)
+        self._take(index, _GATE_UP, _by_turns(layer.gate_up), bits)
+        self._take(index, _DOWN, layer.down, bits)
+
+    def _take(self, layer: int, which: int, weight: Tensor, bits: int) -> None:
+        held = weight.contiguous()
+        _got(self._library.pdserve_model_weight(self._model, layer, which, held.data_ptr(), *held.shape, bits))
+
+    def _take_norm(self, layer: int, which: int, weight: Tensor) -> None:
+        held = weight.float().contiguous()
+        self._library.pdserve_model_norm(self._model, layer, which, held.data_ptr())
+
+
+def _by_turns(gate_up: Tensor) -> Tensor:
+    """[2 * width, hidden], gate first, to LANES rows of the gate, the same LANES of up, and so on."""
+    return gate_up.view(2, -1, LANES, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
+
+
+def _got(result: int | None) -> int:
+    if not result:
+        raise ConfigError("not enough memory for the model's weights and activations")
+    return result

@@ -1,0 +1,140 @@
+// The Llama decoder: one call computes a step of all layers.
+//
+// A layer is five products and attention with barriers between. Few rows: every thread computes all rows and its share
+// of the columns, so that each weight is read once by one core. Many rows: every thread keeps its share of the rows
+// through a layer and meets the others at attention only. The bits are the same (matmul.h).
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "abi.h"
+#include "arena.h"
+#include "attention.h"
+#include "pool.h"
+#include "rows.h"
+
+namespace pdserve {
+
+constexpr long kRowsEach = 48;    // from so many rows a thread on, threads share out rows instead of columns
+constexpr long kPrivateRows = 4;  // up to so many rows, a barrier costs more than computing them on every thread
+
+struct Layer {
+    std::vector<float> attention_norm, mlp_norm;
+    Weight qkv, attention_out, gate_up, down;
+};
+
+// A span's queries of one KV head against chunks [chunk, chunk_end). part: where the chunk's result goes, or -1.
+struct Task {
+    long span, head, begin, tokens, chunk, chunk_end, part, parts;
+};
+
+// What one thread needs for itself.
+struct Own {
+    AttentionScratch attention;
+    Lines<float> spare, scales;
+    Lines<uint32_t> words;
+};
+
+class Model {
+  public:
+    Model(const PdShape& shape, const bf16* embedding) : shape_(shape), embedding_(embedding), layers_(shape.layers) {}
+
+    Weight& weight(long layer, int which) {
+        Layer& at = layers_[which == 4 ? 0 : layer];
+        Weight* all[] = {&at.qkv, &at.attention_out, &at.gate_up, &at.down, &head_};
+        return *all[which];
+    }
+
+    std::vector<float>& norm(long layer, int which) {
+        if (which == 2) return norm_;
+        return which == 0 ? layers_[layer].attention_norm : layers_[layer].mlp_norm;
+    }
+
+    const PdShape& shape() const { return shape_; }
+
+    void set(Weight& weight, const bf16* from, long n, long k, bool integers);
+    void forward(const PdStep& step);
+
+  private:
+    long group() const { return shape_.heads / shape_.kv_heads; }
+    long query_width() const { return shape_.heads * shape_.head_dim; }
+    long qkv_width() const { return query_width() + 2 * shape_.kv_heads * shape_.head_dim; }
+
+    void plan(const PdStep& step);
+    void fit(const PdStep& step);
+    void compute(int thread);
+    void embed(int thread);
+    void write(int thread, long layer);
+    void attend(int thread, long layer);
+    void run(const Task& task, long layer, Own& own);
+    void merge_parts(const Task& task, long layer, Own& own);
+    void choose(int thread);
+    void keep_wanted(int thread);
+    Paged paged(long span, long layer, long head) const;
+
+    bool by_rows(long rows) const { return rows >= kRowsEach * threads_ && threads_ > 1; }
+
+    void meet(long rows) {
+        if (!by_rows(rows)) pool_.barrier();
+    }
+
+    // f(row, rows) for each row, into `shared` or, for few rows, into the thread's own; returns where they are.
+    template <class F>
+    Rows each_row(int thread, long rows, long k, bool integers, Lines<uint32_t>& shared, const F& f) {
+        Own& own = own_[thread];
+        const bool alone = rows <= kPrivateRows && !by_rows(rows);
+        Rows out;
+        out.words = (alone ? own.words : shared).data();
+        out.stride = integers ? k / 4 : k / 2;
+        if (integers) out.scales = (alone ? own.scales : scales_).data();
+        const long first = alone ? 0 : rows * thread / threads_, end = alone ? rows : rows * (thread + 1) / threads_;
+        for (long row = first; row < end; row++) f(row, out);
+        if (!alone) meet(rows);
+        return out;
+    }
+
+    Rows normalised(int thread, long rows, const std::vector<float>& weight, const Weight& next) {
+        return each_row(thread, rows, shape_.hidden, next.integers, normed_, [&](long row, const Rows& out) {
+            norm_row(x_ + row * shape_.hidden, weight.data(), shape_.hidden, float(shape_.rms_norm_eps), own_[thread].spare.data(), out, row);
+        });
+    }
+
+    // bfloat16 rows as the next weight wants them.
+    Rows as_input(int thread, long rows, Lines<bf16>& from, const Weight& next) {
+        if (!next.integers) return {(uint32_t*)from.data(), nullptr, next.k / 2};
+        return each_row(thread, rows, next.k, true, whole_, [&](long row, const Rows& out) {
+            requantise(from.data() + row * next.k, next.k, own_[thread].spare.data(), out, row);
+        });
+    }
+
+    template <class Out>
+    void project(int thread, const Rows& x, long rows, const Weight& weight, const Out& out) {
+        if (by_rows(rows))
+            multiply(x, rows * thread / threads_, rows * (thread + 1) / threads_, weight, 0, weight.count(), out);
+        else
+            multiply(x, 0, rows, weight, weight.count() * thread / threads_, weight.count() * (thread + 1) / threads_, out);
+    }
+
+    PdShape shape_;
+    const bf16* embedding_;
+    Arena arena_;
+    std::vector<Layer> layers_;
+    std::vector<float> norm_;
+    Weight head_;
+    Pool pool_;
+
+    // Of the current step.
+    const PdStep* step_ = nullptr;
+    int threads_ = 1;
+    std::vector<Task> tasks_;
+    std::unique_ptr<std::atomic<long>[]> next_, missing_;  // tasks taken in a layer; parts that a task's span still lacks
+    long missing_count_ = 0;
+    float* x_ = nullptr;
+    std::vector<Own> own_;
+    Lines<float> residual_, wanted_, qkv_, part_sums_, part_tops_, part_totals_, scales_;
+    Lines<uint32_t> normed_, whole_;
+    Lines<bf16> query_, attended_, wanted_attended_, gated_;
+};
+
+}  // namespace pdserve

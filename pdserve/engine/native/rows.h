@@ -1,0 +1,66 @@
+// Per-token functions besides matrix products. A row's result depends on that row alone.
+#pragma once
+
+#include <cmath>
+
+#include "matmul.h"
+
+namespace pdserve {
+
+// float32 [k] to row `row` of `out`, as bfloat16 or, with scales, as integers around 128 scaled to the row's largest.
+inline void put_row(const float* x, long k, const Rows& out, long row) {
+    if (out.scales == nullptr) {
+        bf16* to = (bf16*)(out.words + row * out.stride);
+        for (long i = 0; i < k; i += kLanes) store_bf16(to + i, _mm512_loadu_ps(x + i));
+        return;
+    }
+    __m512 largest = _mm512_setzero_ps();
+    for (long i = 0; i < k; i += kLanes) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
+    const float top = _mm512_reduce_max_ps(largest);
+    const __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
+    uint8_t* to = (uint8_t*)(out.words + row * out.stride);
+    for (long i = 0; i < k; i += kLanes) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
+        const __m512i shifted = _mm512_add_epi32(whole, _mm512_set1_epi32(128));
+        _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtepi32_epi8(shifted));
+    }
+    out.scales[row] = top / 127.0f;
+}
+
+// The same from bfloat16; `spare` holds k floats.
+inline void requantise(const bf16* x, long k, float* spare, const Rows& out, long row) {
+    for (long i = 0; i < k; i += kLanes) _mm512_storeu_ps(spare + i, load_bf16(x + i));
+    put_row(spare, k, out, row);
+}
+
+// x / rms(x) * weight, [k] float32; `spare` holds k floats.
+inline void norm_row(const float* x, const float* weight, long k, float eps, float* spare, const Rows& out, long row) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < k; i += kLanes) {
+        const __m512 value = _mm512_loadu_ps(x + i);
+        squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(k) + eps));
+    for (long i = 0; i < k; i += kLanes) {
+        const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(x + i), scale);
+        _mm512_storeu_ps(spare + i, _mm512_mul_ps(value, _mm512_loadu_ps(weight + i)));
+    }
+    put_row(spare, k, out, row);
+}
+
+// One head turned by the rows of `table`: cosines, then sines with the first half negated. Rounded once.
+inline void rotate_head(const float* x, const float* table, long dim, bf16* to, float* spare) {
+    const float *cosine = table, *sine = table + dim;
+    const long half = dim / 2;
+    for (long i = 0; i < half; i++) {
+        spare[i] = x[i] * cosine[i] + x[i + half] * sine[i];
+        spare[i + half] = x[i + half] * cosine[i + half] + x[i] * sine[i + half];
+    }
+    for (long i = 0; i < dim; i += kLanes) store_bf16(to + i, _mm512_loadu_ps(spare + i));
+}
+
+inline void round_head(const float* x, long dim, bf16* to) {
+    for (long i = 0; i < dim; i += kLanes) store_bf16(to + i, _mm512_loadu_ps(x + i));
+}
+
+}  // namespace pdserve

@@ -1,0 +1,52 @@
+// Sixteen floats at a time: bfloat16 in and out, and an exponential whose result depends on its argument alone.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace pdserve {
+
+using bf16 = uint16_t;  // the upper half of a float
+
+constexpr int kLanes = 16;
+
+inline long round_up(long value, long multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+inline __mmask16 first_lanes(long count) { return count >= kLanes ? 0xFFFF : __mmask16((1u << count) - 1); }
+
+inline __m512 widen(__m256i halves) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+inline __m512 load_bf16(const bf16* from) { return widen(_mm256_loadu_si256((const __m256i*)from)); }
+
+inline void store_bf16(bf16* to, __m512 value, __mmask16 lanes = 0xFFFF) {
+    _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+// e^x to 2 units in the last place; exactly 1 at 0 and exactly 0 below -87, minus infinity included.
+// Cephes' polynomial of degree 6 around the nearest multiple of ln 2.
+inline __m512 exp_lanes(__m512 x) {
+    const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
+    const __m512 bounded = _mm512_min_ps(_mm512_maskz_mov_ps(counts, x), _mm512_set1_ps(88.0f));
+    const __m512 turns = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504089f)), 0);
+    __m512 rest = _mm512_fnmadd_ps(turns, _mm512_set1_ps(0.693359375f), bounded);
+    rest = _mm512_fnmadd_ps(turns, _mm512_set1_ps(-2.12194440e-4f), rest);
+    __m512 sum = _mm512_set1_ps(1.9875691500e-4f);
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.3981999507e-3f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(8.3334519073e-3f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(4.1665795894e-2f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.6666665459e-1f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.0000001201e-1f));
+    sum = _mm512_fmadd_ps(_mm512_mul_ps(rest, rest), sum, _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
+    return _mm512_maskz_scalef_ps(counts, sum, turns);
+}
+
+inline __m512 silu(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 power = exp_lanes(_mm512_sub_ps(_mm512_setzero_ps(), x));
+    return _mm512_div_ps(x, _mm512_add_ps(one, power));
+}
+
+}  // namespace pdserve

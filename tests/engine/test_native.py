@@ -1,0 +1,135 @@
+"""The compiled kernels against torch's way of computing the same model, and against themselves in other company."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import resolve
+from pdserve.config import MIB, EngineConfig
+from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
+from pdserve.core.errors import ConfigError
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.models.llama import Llama
+from pdserve.engine.native import library
+from pdserve.engine.native import llama as native
+from pdserve.engine.runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
+NEAR_TIE = 0.5  # twice what bfloat16 moves a logit of SmolLM2 by, mostly; 1.7 was the largest of 49 million
+
+
+@pytest.fixture(scope="module", params=["tiny", "default"])
+def pair(request, make_runner):
+    """(compiled, torch, float32) runners of one model."""
+    try:
+        directory = resolve(request.param)
+    except ConfigError as exc:
+        pytest.skip(f"the model is not installed: {exc.message}")
+    compiled = make_runner(request.param, dtype="bfloat16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "supports", lambda *_: False)
+        config = EngineConfig(dtype="bfloat16", kv_cache_memory=64 * MIB)
+        plain = ModelRunner.load(directory, ModelCard.load(directory), config)
+    assert isinstance(compiled._model, native.NativeLlama)
+    assert isinstance(plain._model, Llama)
+    return compiled, plain, make_runner(request.param)
+
+
+def plan_of(ids: list[int], start: int, sample: SampleSpec | None = None) -> StepPlan:
+    """Tokens [start, len(ids)) on blocks in descending order."""
+    table = tuple(BlockId(80 - i) for i in range(-(-len(ids) // 16)))
+    return StepPlan((SequenceSlice(SeqId(1), start, tuple(ids[start:]), table, sample),))
+
+
+def vocab_of(runner: ModelRunner) -> int:
+    return runner.logits(plan_of([1], 0)).shape[1]
+
+
+def test_compiled_logits_are_nearer_to_float32_than_torch_in_bfloat16(pair):
+    compiled, plain, exact = pair
+    rng = random.Random(1)
+    for length in (1, 17, 70, 300):
+        plan = plan_of([rng.randrange(vocab_of(exact)) for _ in range(length)], 0)
+        expected = exact.logits(plan)
+        ours, torchs = ((runner.logits(plan) - expected).square().mean().sqrt().item() for runner in (compiled, plain))
+        assert ours <= 1.05 * torchs
+        assert ours < 0.25
+
+
+def test_greedy_tokens_equal_torchs_until_a_near_tie(pair):
+    compiled, plain, _ = pair
+    rng, vocab, compared = random.Random(2), vocab_of(pair[0]), 0
+    spec = SampleSpec(SamplingParams(temperature=0.0), 0)
+    for _ in range(12):
+        ids, computed = [rng.randrange(3, vocab) for _ in range(rng.randint(1, 60))], 0
+        for _ in range(24):
+            (token,) = (drawn.token_id for drawn in compiled.execute(plan_of(ids, computed, spec)))
+            logits = plain.logits(plan_of(ids, computed))[-1]
+            first, second = logits.topk(2).values.tolist()
+            assert logits[token] >= first - NEAR_TIE
+            if first - second > NEAR_TIE:
+                assert token == logits.argmax().item()
+                compared += 1
+            computed, ids = len(ids), [*ids, token]
+    assert compared > 60
+
+
+def test_a_decode_has_the_bits_of_its_prefill_with_any_number_of_threads(make_runner, make_sheets):
+    """Chunks of KV are shared out among threads and merged; rows or columns are split: neither may show."""
+    runner = make_runner(dtype="bfloat16")
+    rng = random.Random(3)
+    sheets = make_sheets(runner, [300, 700, 1030], rng)
+    whole = [runner.logits(sheet.whole())[-1] for sheet in sheets]
+    last = [sheet.piece(len(sheet.tokens) - 1, len(sheet.tokens)) for sheet in sheets]
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for piece, expected in zip(last, whole, strict=True):
+                assert torch.equal(runner.logits(StepPlan((piece,)))[0], expected)
+            assert torch.equal(runner.logits(StepPlan(tuple(last))), torch.stack(whole))
+            assert torch.equal(runner.logits(sheets[2].whole())[-1], whole[2])
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_nan_behind_the_end_and_in_other_blocks_does_not_leak(make_runner, make_sheets, block_size):
+    runner = make_runner(dtype="bfloat16", block_size=block_size)
+    (sheet,) = make_sheets(runner, [83], random.Random(4))
+    expected = runner.logits(sheet.whole())
+    runner.kv.tensor.fill_(torch.nan)
+    assert torch.equal(runner.logits(sheet.whole()), expected)
+    assert torch.equal(runner.logits(StepPlan((sheet.piece(82, 83),)))[0], expected[-1])
+    runner.kv.tensor.zero_()
+
+
+def test_only_the_wanted_rows_are_answered_and_chunks_without_any_write_their_kv(make_runner, make_sheets):
+    runner = make_runner(dtype="bfloat16")
+    first, second = make_sheets(runner, [40, 33], random.Random(5))
+    expected = torch.cat([runner.logits(first.whole())[-1:], runner.logits(second.whole())[-1:]]).argmax(1).tolist()
+    runner.kv.tensor.zero_()
+    spec = SampleSpec(SamplingParams(temperature=0.0), 0)
+    assert runner.execute(StepPlan((first.piece(0, 21), second.piece(0, 32)))) == ()
+    drawn = runner.execute(StepPlan((first.piece(21, 40, spec), second.piece(32, 33, spec))))
+    assert [one.token_id for one in drawn] == expected
+
+
+def test_without_the_library_torch_computes(monkeypatch, tiny_dir):
+    monkeypatch.setattr(library, "load", lambda: None)
+    runner = ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), EngineConfig(kv_cache_memory=MIB, dtype="bfloat16"))
+    assert isinstance(runner._model, Llama)
+
+
+def test_a_library_of_another_platform_is_passed_over(monkeypatch, tmp_path):
+    (tmp_path / "_kernels.so").write_bytes(b"not ELF")
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    library.load.cache_clear()
+    try:
+        assert library.load() is None
+    finally:
+        library.load.cache_clear()
