@@ -95,7 +95,9 @@ def _check_once(plan: StepPlan) -> None:
 def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineConfig, max_positions: int) -> Model:
     """Compiled where it runs, which is batch-invariant by itself; torch elsewhere."""
     if native.supports(card, kv):
-        return native.NativeLlama(card, weights, kv, max_positions, bits=16)
+        return native.NativeLlama(card, weights, kv, max_positions, bits=8 if config.quantization == "int8" else 16)
+    if config.quantization is not None:
+        raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}")
     backend = _backend(kv, card.num_heads, invariant=config.batch_invariant)
     model = Llama(card, weights, backend, max_positions)
     hidden = _recorded(model, backend, kv, max_positions, config.max_num_seqs) or model.hidden

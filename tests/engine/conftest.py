@@ -38,7 +38,7 @@ def make_runner() -> RunnerFactory:
     loaded: dict[tuple[object, ...], ModelRunner] = {}
 
     def make(model: str = "tiny", **settings: object) -> ModelRunner:
-        key = (model, *sorted(settings.items()))
+        key = (model, *sorted(settings.items(), key=lambda item: item[0]))
         if key not in loaded:
             config = EngineConfig(**{"kv_cache_memory": 64 * MIB, "dtype": "float32", **settings})  # type: ignore[arg-type]
             directory = resolve(model)

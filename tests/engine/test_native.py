@@ -61,6 +61,15 @@ def test_compiled_logits_are_nearer_to_float32_than_torch_in_bfloat16(pair):
         assert ours < 0.25
 
 
+def test_eight_bits_stay_near_float32(pair, make_runner):
+    """Far from what a wrong scale or a swapped column gives: the logits' own spread is about 3."""
+    exact = pair[2]
+    runner = make_runner("tiny" if vocab_of(exact) == 512 else "default", dtype="bfloat16", quantization="int8")
+    rng = random.Random(6)
+    plan = plan_of([rng.randrange(vocab_of(exact)) for _ in range(200)], 0)
+    assert (runner.logits(plan) - exact.logits(plan)).square().mean().sqrt().item() < 0.6
+
+
 def test_greedy_tokens_equal_torchs_until_a_near_tie(pair):
     compiled, plain, _ = pair
     rng, vocab, compared = random.Random(2), vocab_of(pair[0]), 0
@@ -79,9 +88,10 @@ def test_greedy_tokens_equal_torchs_until_a_near_tie(pair):
     assert compared > 60
 
 
-def test_a_decode_has_the_bits_of_its_prefill_with_any_number_of_threads(make_runner, make_sheets):
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_decode_has_the_bits_of_its_prefill_with_any_number_of_threads(make_runner, make_sheets, quantization):
     """Chunks of KV are shared out among threads and merged; rows or columns are split: neither may show."""
-    runner = make_runner(dtype="bfloat16")
+    runner = make_runner(dtype="bfloat16", quantization=quantization)
     rng = random.Random(3)
     sheets = make_sheets(runner, [300, 700, 1030], rng)
     whole = [runner.logits(sheet.whole())[-1] for sheet in sheets]
@@ -117,6 +127,13 @@ def test_only_the_wanted_rows_are_answered_and_chunks_without_any_write_their_kv
     assert runner.execute(StepPlan((first.piece(0, 21), second.piece(0, 32)))) == ()
     drawn = runner.execute(StepPlan((first.piece(21, 40, spec), second.piece(32, 33, spec))))
     assert [one.token_id for one in drawn] == expected
+
+
+def test_without_the_library_eight_bits_are_refused_by_name(monkeypatch, tiny_dir):
+    monkeypatch.setattr(library, "load", lambda: None)
+    config = EngineConfig(kv_cache_memory=MIB, dtype="bfloat16", quantization="int8")
+    with pytest.raises(ConfigError, match="quantization"):
+        ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), config)
 
 
 def test_without_the_library_torch_computes(monkeypatch, tiny_dir):

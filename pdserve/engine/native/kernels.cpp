@@ -33,9 +33,8 @@ void Model::set(Weight& weight, const bf16* from, long n, long k, bool integers)
     weight.panels = panels;
     if (!integers) return pack(from, n, k, panels);
     float* scales = (float*)arena_.take(weight.count() * kPanel * 4);
-    int32_t* offsets = (int32_t*)arena_.take(weight.count() * kPanel * 4);
-    pack_int8(from, n, k, panels, scales, offsets);
-    weight.scales = scales, weight.offsets = offsets;
+    pack_int8(from, n, k, panels, scales);
+    weight.scales = scales;
 }
 
 void Model::forward(const PdStep& step) {
@@ -85,13 +84,12 @@ void Model::fit(const PdStep& step) {
     const auto grow = [](auto& room, long size) {
         if (long(room.size()) < size) room.resize(size);
     };
-    const long rows = step.rows, hidden = shape_.hidden, widest = std::max({hidden, shape_.intermediate, query_width()});
+    const long rows = step.rows, hidden = shape_.hidden;
     grow(residual_, rows * hidden);
     grow(wanted_, step.out_rows * hidden);
     grow(qkv_, rows * qkv_width());
-    grow(scales_, rows);
-    grow(normed_, rows * hidden / 2);
-    grow(whole_, rows * widest / 4);
+    normed_.fit(rows, hidden / (head_.integers ? 4 : 2), head_.integers);
+    if (head_.integers) whole_.fit(rows, widest() / 4, true);
     grow(query_, rows * query_width());
     grow(attended_, rows * query_width());
     grow(wanted_attended_, step.out_rows * query_width());
@@ -101,9 +99,8 @@ void Model::fit(const PdStep& step) {
     for (const Task& task : tasks_) most = std::max(most, task.tokens);
     for (Own& own : own_) {
         own.attention.fit(most * group(), round_up(shape_.head_dim, kPanel));
-        grow(own.spare, widest);
-        grow(own.scales, kPrivateRows);
-        grow(own.words, kPrivateRows * widest / 2);
+        grow(own.spare, widest());
+        own.rows.fit(kPrivateRows, widest() / 2, head_.integers);
     }
     x_ = residual_.data();
 }

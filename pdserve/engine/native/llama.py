@@ -2,7 +2,11 @@
 
 bfloat16 on CPUs that have the instructions. Every product and every reduction has one order, fixed by the sequence
 alone, so it is batch-invariant as it stands, at no cost. Activations between layers stay float32; what is multiplied is
-rounded to bfloat16, or to 8 bits.
+rounded to bfloat16, or to 8 bits (weights with a scale a column, activations with one for each 64 of a row).
+
+CPU time of one thread, SmolLM2, share of what the same minute's measured memory and matrix rates allow at best, and
+the int8 step against the bfloat16 one: decode at 128 tokens B=1 96 % and 1.6 times, B=8 72 % and 1.3, B=32 64 % and
+1.1, B=64 69 % and 1.2; prefill of 512 88 % and 1.2, of 2,048 79 % and 1.1; B=32 at 2,048 tokens 59 %.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from pdserve.engine.weights import LayerWeights, LlamaWeights
 
 LANES: Final = 16  # floats in a vector: gate and up take turns in so many columns
 MOST_HEAD_DIM: Final = 512
+GROUP: Final = 64  # 8-bit activations that share a scale
+NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
 _QKV, _ATTENTION_OUT, _GATE_UP, _DOWN, _HEAD = range(5)
 _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
 
@@ -44,6 +50,10 @@ class NativeLlama:
 
     def __init__(self, card: ModelCard, weights: LlamaWeights, kv: KvCache, max_positions: int, *, bits: int) -> None:
         """bits: of weights and of the activations they meet, 16 (bfloat16) or 8 (integers)."""
+        if bits == 8 and any(
+            width % GROUP for width in (card.hidden_size, card.intermediate_size, card.num_heads * card.head_dim)
+        ):
+            raise ConfigError(f"quantization int8 needs a model whose widths are multiples of {GROUP}")
         loaded = library.load()
         assert loaded is not None, "the caller asked `supports`"
         self._library = loaded

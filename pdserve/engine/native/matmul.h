@@ -8,7 +8,10 @@
 // multiply-adds of both halves it needs 14 loads, which the two load ports give in half the time of the products.
 #pragma once
 
+#include <cmath>
 #include <cstring>
+#include <type_traits>
+#include <vector>
 
 #include "vector.h"
 
@@ -16,19 +19,22 @@ namespace pdserve {
 
 constexpr int kPanel = 2 * kLanes;
 constexpr int kRows = 12;
+constexpr long kGroup = 64;               // 8-bit integers of a row that share a scale
+constexpr long kGroupWords = kGroup / 4;
 // How far ahead few rows ask for the weights that they stream through: 8 KiB.
 constexpr long kAheadWords = 64 * kPanel;
 
 struct Bf16Dot {
+    static constexpr int kMostRows = kRows;
     using Sum = __m512;
     static Sum zero() { return _mm512_setzero_ps(); }
     static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
 };
 
-struct Int8Dot {  // x unsigned, w signed; the sum is exact
+struct Int8Dot {  // x signed, w unsigned; the sum is exact
+    static constexpr int kMostRows = kRows / 2;  // floats for whole rows stand beside the integers of a group
     using Sum = __m512i;
-    static Sum zero() { return _mm512_setzero_si512(); }
-    static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, x, w); }
+    static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, w, x); }
 };
 
 // sum[r] += rows r of x times one panel. x_stride in words. With each word, `Lines` cache lines from `ahead` on are
@@ -36,6 +42,9 @@ struct Int8Dot {  // x unsigned, w signed; the sum is exact
 template <class Dot, int R, int Lines = 0>
 inline void tile(const uint32_t* x, long x_stride, const uint32_t* panel, long words, typename Dot::Sum (&sum)[R][2],
                  const uint32_t* ahead = nullptr) {
+    typename Dot::Sum at[R][2];  // gcc 12 keeps these in registers, but not what a reference leads to
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) at[r][0] = sum[r][0], at[r][1] = sum[r][1];
     for (long k = 0; k < words; k++) {
         const __m512i low = _mm512_loadu_si512(panel + k * kPanel);
         const __m512i high = _mm512_loadu_si512(panel + k * kPanel + kLanes);
@@ -43,22 +52,24 @@ inline void tile(const uint32_t* x, long x_stride, const uint32_t* panel, long w
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const __m512i spread = _mm512_set1_epi32(int(x[r * x_stride + k]));
-            sum[r][0] = Dot::add(sum[r][0], spread, low);
-            sum[r][1] = Dot::add(sum[r][1], spread, high);
+            at[r][0] = Dot::add(at[r][0], spread, low);
+            at[r][1] = Dot::add(at[r][1], spread, high);
         }
     }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) sum[r][0] = at[r][0], sum[r][1] = at[r][1];
 }
 
-// Calls f<R>(row) for pieces of nearly equal size, at most kRows rows each.
-template <class Function>
+// Calls f<R>(row) for pieces of nearly equal size, at most `most` rows each.
+template <int Most = kRows, class Function>
 inline void row_pieces(long first, long end, const Function& f) {
-    long pieces = (end - first + kRows - 1) / kRows;
+    long pieces = (end - first + Most - 1) / Most;
     for (long row = first; row < end; pieces--) {
         const long count = (end - row + pieces - 1) / pieces;
         switch (count) {
-#define PDSERVE_CASE(R) \
-    case R:             \
-        f.template operator()<R>(row); \
+#define PDSERVE_CASE(R)                                             \
+    case R:                                                         \
+        if constexpr (R <= Most) f.template operator()<R>(row); \
         break;
             PDSERVE_CASE(1) PDSERVE_CASE(2) PDSERVE_CASE(3) PDSERVE_CASE(4) PDSERVE_CASE(5) PDSERVE_CASE(6)
             PDSERVE_CASE(7) PDSERVE_CASE(8) PDSERVE_CASE(9) PDSERVE_CASE(10) PDSERVE_CASE(11) PDSERVE_CASE(12)
@@ -68,58 +79,76 @@ inline void row_pieces(long first, long end, const Function& f) {
     }
 }
 
-// A weight [n, k], packed. Columns beyond n are zeros. Integers: one scale a column, symmetric.
+// A weight [n, k], packed. Columns beyond n are never looked at. Integers: one scale a column, 128 added.
 struct Weight {
     long n = 0, k = 0, words = 0;
     bool integers = false;
     const uint32_t* panels = nullptr;
-    const float* scales = nullptr;   // [panels * kPanel], integers only
-    const int32_t* offsets = nullptr;  // 128 * the sum of a column: x is stored with 128 added
+    const float* scales = nullptr;  // [panels * kPanel], integers only
 
     long count() const { return (n + kPanel - 1) / kPanel; }
     const uint32_t* panel(long index) const { return panels + index * words * kPanel; }
 };
 
-// Rows that are multiplied: bfloat16, or unsigned 8-bit integers around 128 with one scale a row.
+// Rows that are multiplied: bfloat16, or 8-bit integers with a scale for each kGroup of them. One scale a row is not
+// enough: single activations of a Llama are a thousand times the others, which would all become 0.
 struct Rows {
     uint32_t* words = nullptr;
-    float* scales = nullptr;
-    long stride = 0;  // in words
+    long stride = 0;             // in words
+    float* scales = nullptr;     // [rows, stride / kGroupWords]
+    int32_t* offsets = nullptr;  // beside each scale: -128 times the sum of the group
+
+    long group(long row) const { return row * stride / kGroupWords; }
 };
 
-template <class Out>
-inline void hand_out(const __m512i (&sum)[2], const Rows& x, const Weight& w, long row, long panel, const Out& out) {
-    const __m512 row_scale = _mm512_set1_ps(x.scales[row]);
-    __m512 value[2];
-    for (int half = 0; half < 2; half++) {
-        const long column = panel * kPanel + half * kLanes;
-        const __m512i exact = _mm512_sub_epi32(sum[half], _mm512_loadu_si512(w.offsets + column));
-        value[half] = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_loadu_ps(w.scales + column)), row_scale);
+template <class Dot, int R, int Lines>
+inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, __m512 (&sum)[R][2]) {
+    const uint32_t* from = x.words + row * x.stride;
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    if constexpr (std::is_same_v<Dot, Bf16Dot>) {
+        tile<Dot, R, Lines>(from, x.stride, panel, w.words, sum, ahead);
+    } else {
+        __m512 total[R][2];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm512_setzero_ps();
+        for (long group = 0; group < w.words / kGroupWords; group++) {
+            __m512i part[R][2];
+            const long at = group * kGroupWords;
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) part[r][0] = part[r][1] = _mm512_set1_epi32(x.offsets[x.group(row + r) + group]);
+            tile<Dot, R, Lines>(from + at, x.stride, panel + at * kPanel, kGroupWords, part, ahead + at * Lines * kLanes);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                const __m512 scale = _mm512_set1_ps(x.scales[x.group(row + r) + group]);
+                total[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][0]), scale, total[r][0]);
+                total[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][1]), scale, total[r][1]);
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) sum[r][0] = total[r][0], sum[r][1] = total[r][1];
     }
-    out(row, panel * kPanel, value[0], value[1]);
-}
-
-template <class Out>
-inline void hand_out(const __m512 (&sum)[2], const Rows&, const Weight&, long row, long panel, const Out& out) {
-    out(row, panel * kPanel, sum[0], sum[1]);
 }
 
 template <class Dot, int R, int Lines, class Out>
 void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
-    typename Dot::Sum sum[R][2];
-    for (auto& halves : sum) halves[0] = halves[1] = Dot::zero();
-    tile<Dot, R, Lines>(x.words + row * x.stride, x.stride, w.panel(panel), w.words, sum, ahead);
-    for (int r = 0; r < R; r++) hand_out(sum[r], x, w, row + r, panel, out);
+    __m512 sum[R][2];
+    sums<Dot, R, Lines>(x, row, w, w.panel(panel), ahead, sum);
+    if constexpr (std::is_same_v<Dot, Int8Dot>) {
+        const __m512 low = _mm512_loadu_ps(w.scales + panel * kPanel), high = _mm512_loadu_ps(w.scales + panel * kPanel + kLanes);
+        for (int r = 0; r < R; r++) sum[r][0] = _mm512_mul_ps(sum[r][0], low), sum[r][1] = _mm512_mul_ps(sum[r][1], high);
+    }
+    for (int r = 0; r < R; r++) out(row + r, panel * kPanel, sum[r][0], sum[r][1]);
 }
 
 // Weights come from memory, rows from caches. One piece of rows asks for what it needs itself a little later; of
 // several, the first two ask for the halves of the next panel, so that memory works while the others compute.
 template <class Dot, class Out>
 void multiply_by(const Rows& x, long row, long row_end, const Weight& w, long panel, long panel_end, const Out& out) {
-    const bool single = row_end - row <= kRows;
+    const bool single = row_end - row <= Dot::kMostRows;
     for (long p = panel; p < panel_end; p++) {
         const uint32_t* next = w.panel(p + 1);
-        row_pieces(row, row_end, [&]<int R>(long first) {
+        row_pieces<Dot::kMostRows>(row, row_end, [&]<int R>(long first) {
             if (single)
                 piece<Dot, R, 2>(x, first, w, p, w.panel(p) + kAheadWords, out);
             else if (next < w.panel(p + 2))
@@ -182,30 +211,21 @@ inline void pack(const bf16* weight, long n, long k, uint32_t* to) {
     }
 }
 
-// [n, k] bfloat16 to panels of integers, each column scaled to 127; k a multiple of 4.
-inline void pack_int8(const bf16* weight, long n, long k, uint32_t* to, float* scales, int32_t* offsets) {
+// [n, k] bfloat16 to panels of integers, each column scaled to 127; k a multiple of kGroup.
+inline void pack_int8(const bf16* weight, long n, long k, uint32_t* to, float* scales) {
     const long words = k / 4;
+    std::vector<float> wide(k);
     for (long row = 0; row < n; row++) {
         float largest = 0;
         for (long i = 0; i < k; i++) {
             const uint32_t bits = uint32_t(weight[row * k + i]) << 16;
-            float value;
-            std::memcpy(&value, &bits, 4);
-            largest = std::max(largest, std::fabs(value));
+            std::memcpy(&wide[i], &bits, 4);
+            largest = std::max(largest, std::fabs(wide[i]));
         }
         const float scale = largest > 0 ? largest / 127.0f : 1.0f;
-        int32_t sum = 0;
-        uint32_t* column = to + row / kPanel * words * kPanel + row % kPanel;
-        for (long i = 0; i < k; i++) {
-            const uint32_t bits = uint32_t(weight[row * k + i]) << 16;
-            float value;
-            std::memcpy(&value, &bits, 4);
-            const int8_t whole = int8_t(std::nearbyintf(value / scale));
-            sum += whole;
-            std::memcpy((char*)(column + i / 4 * kPanel) + i % 4, &whole, 1);
-        }
+        uint8_t* column = (uint8_t*)(to + row / kPanel * words * kPanel + row % kPanel);
+        for (long i = 0; i < k; i++) column[i / 4 * kPanel * 4 + i % 4] = uint8_t(std::nearbyintf(wide[i] / scale) + 128.0f);
         scales[row] = scale;
-        offsets[row] = 128 * sum;
     }
 }
 

@@ -29,11 +29,24 @@ struct Task {
     long span, head, begin, tokens, chunk, chunk_end, part, parts;
 };
 
+// Room for rows of at most `words` words each.
+struct RowRoom {
+    Lines<uint32_t> words;
+    Lines<float> scales;
+    Lines<int32_t> offsets;
+
+    void fit(size_t rows, size_t words_each, bool integers) {
+        if (words.size() < rows * words_each) words.resize(rows * words_each);
+        const size_t groups = integers ? rows * words_each / kGroupWords : 0;
+        if (scales.size() < groups) scales.resize(groups), offsets.resize(groups);
+    }
+};
+
 // What one thread needs for itself.
 struct Own {
     AttentionScratch attention;
-    Lines<float> spare, scales;
-    Lines<uint32_t> words;
+    Lines<float> spare;
+    RowRoom rows;
 };
 
 class Model {
@@ -61,6 +74,8 @@ class Model {
     long query_width() const { return shape_.heads * shape_.head_dim; }
     long qkv_width() const { return query_width() + 2 * shape_.kv_heads * shape_.head_dim; }
 
+    long widest() const { return std::max({long(shape_.hidden), long(shape_.intermediate), query_width()}); }
+
     void plan(const PdStep& step);
     void fit(const PdStep& step);
     void compute(int thread);
@@ -81,13 +96,11 @@ class Model {
 
     // f(row, rows) for each row, into `shared` or, for few rows, into the thread's own; returns where they are.
     template <class F>
-    Rows each_row(int thread, long rows, long k, bool integers, Lines<uint32_t>& shared, const F& f) {
-        Own& own = own_[thread];
+    Rows each_row(int thread, long rows, long stride, bool integers, RowRoom& shared, const F& f) {
         const bool alone = rows <= kPrivateRows && !by_rows(rows);
-        Rows out;
-        out.words = (alone ? own.words : shared).data();
-        out.stride = integers ? k / 4 : k / 2;
-        if (integers) out.scales = (alone ? own.scales : scales_).data();
+        RowRoom& room = alone ? own_[thread].rows : shared;
+        Rows out{room.words.data(), stride};
+        if (integers) out.scales = room.scales.data(), out.offsets = room.offsets.data();
         const long first = alone ? 0 : rows * thread / threads_, end = alone ? rows : rows * (thread + 1) / threads_;
         for (long row = first; row < end; row++) f(row, out);
         if (!alone) meet(rows);
@@ -95,15 +108,16 @@ class Model {
     }
 
     Rows normalised(int thread, long rows, const std::vector<float>& weight, const Weight& next) {
-        return each_row(thread, rows, shape_.hidden, next.integers, normed_, [&](long row, const Rows& out) {
+        return each_row(thread, rows, next.words, next.integers, normed_, [&](long row, const Rows& out) {
             norm_row(x_ + row * shape_.hidden, weight.data(), shape_.hidden, float(shape_.rms_norm_eps), own_[thread].spare.data(), out, row);
         });
     }
 
     // bfloat16 rows as the next weight wants them.
     Rows as_input(int thread, long rows, Lines<bf16>& from, const Weight& next) {
-        if (!next.integers) return {(uint32_t*)from.data(), nullptr, next.k / 2};
-        return each_row(thread, rows, next.k, true, whole_, [&](long row, const Rows& out) {
+        if (!next.integers) return {(uint32_t*)from.data(), next.k / 2};
+        // One stride for all weights: a thread that is ahead must not write where another still reads.
+        return each_row(thread, rows, widest() / 4, true, whole_, [&](long row, const Rows& out) {
             requantise(from.data() + row * next.k, next.k, own_[thread].spare.data(), out, row);
         });
     }
@@ -132,8 +146,8 @@ class Model {
     long missing_count_ = 0;
     float* x_ = nullptr;
     std::vector<Own> own_;
-    Lines<float> residual_, wanted_, qkv_, part_sums_, part_tops_, part_totals_, scales_;
-    Lines<uint32_t> normed_, whole_;
+    Lines<float> residual_, wanted_, qkv_, part_sums_, part_tops_, part_totals_;
+    RowRoom normed_, whole_;
     Lines<bf16> query_, attended_, wanted_attended_, gated_;
 };
 

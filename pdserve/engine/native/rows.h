@@ -7,24 +7,34 @@
 
 namespace pdserve {
 
-// float32 [k] to row `row` of `out`, as bfloat16 or, with scales, as integers around 128 scaled to the row's largest.
+// One group of float32 as integers of at most 127 times their scale.
+inline void put_group(const float* x, int8_t* to, float& scale, int32_t& offset) {
+    __m512 largest = _mm512_setzero_ps();
+    for (long i = 0; i < kGroup; i += kLanes) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
+    const float top = _mm512_reduce_max_ps(largest);
+    const __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
+    __m512i sum = _mm512_setzero_si512();
+    for (long i = 0; i < kGroup; i += kLanes) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
+        sum = _mm512_add_epi32(sum, whole);
+        _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtepi32_epi8(whole));
+    }
+    scale = top / 127.0f;
+    offset = -128 * _mm512_reduce_add_epi32(sum);
+}
+
+// float32 [k] to row `row` of `out`, as bfloat16 or, with scales, as integers.
 inline void put_row(const float* x, long k, const Rows& out, long row) {
     if (out.scales == nullptr) {
         bf16* to = (bf16*)(out.words + row * out.stride);
         for (long i = 0; i < k; i += kLanes) store_bf16(to + i, _mm512_loadu_ps(x + i));
         return;
     }
-    __m512 largest = _mm512_setzero_ps();
-    for (long i = 0; i < k; i += kLanes) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
-    const float top = _mm512_reduce_max_ps(largest);
-    const __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
-    uint8_t* to = (uint8_t*)(out.words + row * out.stride);
-    for (long i = 0; i < k; i += kLanes) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
-        const __m512i shifted = _mm512_add_epi32(whole, _mm512_set1_epi32(128));
-        _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtepi32_epi8(shifted));
+    int8_t* to = (int8_t*)(out.words + row * out.stride);
+    for (long i = 0; i < k; i += kGroup) {
+        const long group = out.group(row) + i / kGroup;
+        put_group(x + i, to + i, out.scales[group], out.offsets[group]);
     }
-    out.scales[row] = top / 127.0f;
 }
 
 // The same from bfloat16; `spare` holds k floats.
