@@ -76,7 +76,8 @@ class ModelRunner:
         logits = self._model.forward(plan, [row for _, row in drawing])
         if logits is None:
             return ()
-        token_ids = sample(logits.values, [piece.sample for piece, _ in drawing if piece.sample is not None], logits.best)
+        specs = [piece.sample for piece, _ in drawing if piece.sample is not None]
+        token_ids = sample(logits.values, specs, logits.best, logits.draw)
         return tuple(Sampled(piece.seq_id, token) for (piece, _), token in zip(drawing, token_ids, strict=True))
 
     @torch.inference_mode()

@@ -9,6 +9,7 @@ number of threads matter. Equal probabilities at the edge of a filter: lower ids
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,28 +18,39 @@ from torch import Tensor
 
 from pdserve.core.batch import SampleSpec
 from pdserve.core.sampling import SamplingParams, uniform
+from pdserve.engine.models.api import Draws
 
 Ids = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec], best: Sequence[int] | None = None) -> list[int]:
+def sample(
+    logits: Tensor, specs: Sequence[SampleSpec], best: Sequence[int] | None = None, draw: Draws | None = None
+) -> list[int]:
     """logits: [rows, vocab] float32, a row for each spec; rows with banned ids are changed in place.
 
-    best: each row's `argmax` before any ban, where it is known already.
+    best and draw: as in `Logits`.
     """
     assert logits.shape[0] == len(specs)
-    if best is not None and all(spec.params.greedy and not spec.banned_ids for spec in specs):
-        return list(best)
-    for row, spec in zip(logits, specs, strict=True):
-        banned = [i for i in spec.banned_ids if 0 <= i < logits.shape[1]]
-        if banned:
-            row[banned] = -torch.inf
-    token_ids: list[int] = logits.argmax(dim=-1).tolist()  # the lowest id among equals
+    token_ids = list(best) if best is not None else None
     for i, spec in enumerate(specs):
-        if not spec.params.greedy:
-            token_ids[i] = _draw(logits[i].double().cpu().numpy(), spec)
+        banned = [token for token in spec.banned_ids if 0 <= token < logits.shape[1]]
+        if banned:
+            logits[i, banned] = -torch.inf
+            if token_ids is not None:
+                token_ids[i] = int(logits[i].argmax())
+    if token_ids is None:
+        token_ids = logits.argmax(dim=-1).tolist()  # the lowest id among equals
+    drawn = [i for i, spec in enumerate(specs) if not spec.params.greedy]
+    if drawn:
+        tokens = (draw or partial(_draw_each, logits))(drawn, [specs[i] for i in drawn])
+        for i, token in zip(drawn, tokens, strict=True):
+            token_ids[i] = token
     return token_ids
+
+
+def _draw_each(logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[int]:
+    return [_draw(logits[row].double().cpu().numpy(), spec) for row, spec in zip(rows, specs, strict=True)]
 
 
 def distribution(logits: Reals, params: SamplingParams) -> tuple[Ids, Reals]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
@@ -13,11 +16,12 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import SamplingParams, uniform
 from pdserve.engine.models.llama import Llama
 from pdserve.engine.native import library
 from pdserve.engine.native import llama as native
 from pdserve.engine.runner import ModelRunner
+from pdserve.engine.sampler import distribution, sample
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
 NEAR_TIE = 0.5  # twice what bfloat16 moves a logit of SmolLM2 by, mostly; 1.7 was the largest of 49 million
@@ -38,6 +42,11 @@ def pair(request, make_runner):
     assert isinstance(compiled._model, native.NativeLlama)
     assert isinstance(plain._model, Llama)
     return compiled, plain, make_runner(request.param)
+
+
+@pytest.fixture(scope="module")
+def tiny_runner(make_runner) -> ModelRunner:
+    return make_runner("tiny", dtype="bfloat16")
 
 
 def plan_of(ids: list[int], start: int, sample: SampleSpec | None = None) -> StepPlan:
@@ -127,6 +136,47 @@ def test_only_the_wanted_rows_are_answered_and_chunks_without_any_write_their_kv
     assert runner.execute(StepPlan((first.piece(0, 21), second.piece(0, 32)))) == ()
     drawn = runner.execute(StepPlan((first.piece(21, 40, spec), second.piece(32, 33, spec))))
     assert [one.token_id for one in drawn] == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    temperature=st.sampled_from([0.1, 0.7, 1.0, 2.0, 5e-324]),
+    top_k=st.sampled_from([0, 1, 3, 7, 8, 50, 600]),
+    top_p=st.sampled_from([0.05, 0.5, 0.931, 1.0]),
+    min_p=st.sampled_from([0.0, 0.03, 0.41]),
+    spread=st.sampled_from([0.0, 0.5, 4.0, 100.0]),
+    seed=st.integers(0, 2**63),
+)
+def test_compiled_draws_equal_the_plain_ones(tiny_runner, temperature, top_k, top_p, min_p, spread, seed):
+    """Weights are float32 there and float64 here: ids may differ only where the draw meets the edge between two."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(5, 512, generator=generator) * spread).round(decimals=1)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    specs = [SampleSpec(params, index) for index in range(5)]
+    drawn = tiny_runner._model._draw(logits, list(range(5)), specs)
+    plain = sample(logits.clone(), specs)
+    for row, (token, expected) in enumerate(zip(drawn, plain, strict=True)):
+        if token != expected:
+            ids, weights = distribution(logits[row].double().numpy(), params)
+            share = np.cumsum(weights) / weights.sum()
+            near = abs(share - uniform(seed, row)).min()
+            assert near < 1e-5, (token, expected)
+
+
+def test_a_greedy_row_a_banned_one_and_drawn_ones_share_a_step(tiny_runner):
+    ids = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    table = [(BlockId(index),) for index in range(3)]
+    greedy, warm = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=9)
+    first = tiny_runner.logits(plan_of(ids[0], 0))[-1].topk(2).indices.tolist()
+    specs = [SampleSpec(greedy, 0, (first[0],)), SampleSpec(greedy, 0), SampleSpec(warm, 3)]
+    alone = [
+        tiny_runner.execute(StepPlan((SequenceSlice(SeqId(i), 0, tuple(ids[i]), table[i], specs[i]),)))[0] for i in range(3)
+    ]
+    together = tiny_runner.execute(
+        StepPlan(tuple(SequenceSlice(SeqId(i), 0, tuple(ids[i]), table[i], specs[i]) for i in range(3)))
+    )
+    assert list(together) == alone
+    assert together[0].token_id == first[1]
 
 
 def test_without_the_library_eight_bits_are_refused_by_name(monkeypatch, tiny_dir):

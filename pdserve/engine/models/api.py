@@ -7,19 +7,25 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.core.batch import StepPlan
+from pdserve.core.batch import SampleSpec, StepPlan
+
+
+class Draws(Protocol):
+    def __call__(self, rows: list[int], specs: list[SampleSpec]) -> list[int]:
+        """A token of each of these rows of the logits, as `sampler` says; none of the specs is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
     """Of some rows of a step, until the next one.
 
-    values: [rows, vocab] float32; best: [rows], the lowest id of each row's largest.
+    values: [rows, vocab] float32; best: [rows], the lowest id of each row's largest; draw: a faster way to draw. The
+    last two are None where the model has nothing better than `sampler`.
     """
 
     values: Tensor
-    best: list[int] | None
-    """None where the model did not look."""
+    best: list[int] | None = None
+    draw: Draws | None = None
 
 
 class Model(Protocol):

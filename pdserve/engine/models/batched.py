@@ -30,7 +30,7 @@ class BatchedLlama:
         if not rows:
             _wait_written(self._kv)
             return None
-        return Logits(self._model.logits(hidden[rows]), None)
+        return Logits(self._model.logits(hidden[rows]))
 
 
 def _wait_written(kv: KvCache) -> None:

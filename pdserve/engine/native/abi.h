@@ -26,6 +26,12 @@ struct PdStep {
     int32_t *best;                                           // [out_rows], the lowest id of the largest logit
 };
 
+// How to draw from one row. temperature above 0; top_k 0: all; uniform in [0, 1).
+struct PdDraw {
+    int64_t row, top_k;
+    double temperature, top_p, min_p, uniform;
+};
+
 // 1 when this CPU has what the kernels need.
 int pdserve_supported(void);
 
@@ -42,4 +48,7 @@ void pdserve_model_norm(void *model, int64_t layer, int which, const float *weig
 
 // 0 when memory is short. One caller at a time.
 int pdserve_model_forward(void *model, const PdStep *step);
+
+// logits: [rows, vocab]; ids: [count], one for each of `draws`. 0 when memory is short. One caller at a time.
+int pdserve_model_draw(void *model, int64_t threads, const float *logits, const PdDraw *draws, int64_t count, int32_t *ids);
 }

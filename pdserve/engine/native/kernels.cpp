@@ -12,6 +12,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -252,6 +253,14 @@ void Model::choose(int thread) {
     }
 }
 
+void Model::draw(int threads, const float* logits, const PdDraw* draws, long count, int32_t* ids) {
+    if (long(own_.size()) < threads) own_.resize(threads);
+    pool_.run(threads, [&](int thread) {
+        for (long i = count * thread / threads; i < count * (thread + 1) / threads; i++)
+            ids[i] = pdserve::draw(logits + draws[i].row * shape_.vocab, shape_.vocab, draws[i], own_[thread].draw);
+    });
+}
+
 }  // namespace pdserve
 
 using pdserve::Model;
@@ -285,6 +294,13 @@ int pdserve_model_forward(void* model, const PdStep* step) try {
 } catch (const std::bad_alloc&) {
     return 0;
 }
+
+int pdserve_model_draw(void* model, int64_t threads, const float* logits, const PdDraw* draws, int64_t count, int32_t* ids) try {
+    ((Model*)model)->draw(int(threads), logits, draws, count, ids);
+    return 1;
+} catch (const std::bad_alloc&) {
+    return 0;
+}
 }
 
 #pragma GCC pop_options
@@ -298,6 +314,7 @@ void pdserve_model_free(void*) {}
 int pdserve_model_weight(void*, int64_t, int, const uint16_t*, int64_t, int64_t, int) { return 0; }
 void pdserve_model_norm(void*, int64_t, int, const float*) {}
 int pdserve_model_forward(void*, const PdStep*) { return 0; }
+int pdserve_model_draw(void*, int64_t, const float*, const PdDraw*, int64_t, int32_t*) { return 0; }
 }
 
 #endif

@@ -35,6 +35,15 @@ class Step(Structure):
     ]  # fmt: skip
 
 
+class Draw(Structure):
+    """`PdDraw` of abi.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("row", "top_k")),
+        *((name, c_double) for name in ("temperature", "top_p", "min_p", "uniform")),
+    ]  # fmt: skip
+
+
 @cache
 def load() -> ctypes.CDLL | None:
     """None where the library was not built or this CPU lacks AVX-512 with bfloat16 and VNNI."""
@@ -61,4 +70,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_model_norm.restype = None
     library.pdserve_model_forward.argtypes = (c_void_p, POINTER(Step))
     library.pdserve_model_forward.restype = c_int
+    library.pdserve_model_draw.argtypes = (c_void_p, c_int64, c_void_p, POINTER(Draw), c_int64, c_void_p)
+    library.pdserve_model_draw.restype = c_int
     return library

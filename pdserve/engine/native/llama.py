@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard
-from pdserve.core.batch import StepPlan
+from pdserve.core.batch import SampleSpec, StepPlan
 from pdserve.core.errors import ConfigError
+from pdserve.core.sampling import uniform
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.models.api import Logits
 from pdserve.engine.native import library
@@ -93,7 +95,15 @@ class NativeLlama:
             self._kv.layout.block_size, self._rope.data_ptr(), logits.data_ptr(), best.ctypes.data,
         )  # fmt: skip
         _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
-        return Logits(logits, best.tolist())
+        return Logits(logits, best.tolist(), partial(self._draw, logits))
+
+    def _draw(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[int]:
+        draws = (library.Draw * len(rows))(*map(_draw_of, rows, specs))
+        ids = np.empty(len(rows), np.int32)
+        threads = torch.get_num_threads()
+        _got(self._library.pdserve_model_draw(self._model, threads, logits.data_ptr(), draws, len(rows), ids.ctypes.data))
+        found: list[int] = ids.tolist()
+        return found
 
     def _room(self, rows: int) -> Tensor:
         """[rows, vocab], the same memory in each step: the kernel clears new pages, 10 % of a step of 64 rows."""
@@ -122,6 +132,12 @@ class NativeLlama:
     def _take_norm(self, layer: int, which: int, weight: Tensor) -> None:
         held = weight.float().contiguous()
         self._library.pdserve_model_norm(self._model, layer, which, held.data_ptr())
+
+
+def _draw_of(row: int, spec: SampleSpec) -> library.Draw:
+    params = spec.params
+    number = uniform(params.seed, spec.output_index)
+    return library.Draw(row, params.top_k, params.temperature, params.top_p, params.min_p, number)
 
 
 def _by_turns(gate_up: Tensor) -> Tensor:

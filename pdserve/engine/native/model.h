@@ -11,6 +11,7 @@
 #include "abi.h"
 #include "arena.h"
 #include "attention.h"
+#include "draw.h"
 #include "pool.h"
 #include "rows.h"
 
@@ -47,6 +48,7 @@ struct Own {
     AttentionScratch attention;
     Lines<float> spare;
     RowRoom rows;
+    DrawScratch draw;
 };
 
 class Model {
@@ -68,6 +70,7 @@ class Model {
 
     void set(Weight& weight, const bf16* from, long n, long k, bool integers);
     void forward(const PdStep& step);
+    void draw(int threads, const float* logits, const PdDraw* draws, long count, int32_t* ids);
 
   private:
     long group() const { return shape_.heads / shape_.kv_heads; }

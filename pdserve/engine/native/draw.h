@@ -1,0 +1,152 @@
+// Drawing one token of a row of logits: the rules of sampler.py with weights in float32 and their sums in float64.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "abi.h"
+#include "arena.h"
+#include "vector.h"
+
+namespace pdserve {
+
+constexpr long kBlock = 64;  // weights whose largest stands for them in the search for the k-th largest
+
+constexpr int kBins = 1024;  // `bin_of` 1.0 is 1016
+
+struct Candidate {
+    float weight;
+    int32_t id;
+};
+
+// One thread's room.
+struct DrawScratch {
+    Lines<float> weights;
+    std::vector<float> tops;
+    std::vector<Candidate> kept, edge;
+};
+
+// e^((x - largest) / temperature) of a row; returns their sum.
+inline double weigh(const float* logits, long count, double temperature, Lines<float>& weights) {
+    __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    for (long i = 0; i < count; i += kLanes) top = _mm512_mask_max_ps(top, first_lanes(count - i), top, _mm512_maskz_loadu_ps(first_lanes(count - i), logits + i));
+    const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+    const __m512 inverse = _mm512_set1_ps(1.0f / std::max(float(temperature), 1e-30f));
+    weights.assign(round_up(count, kBlock), 0.0f);
+    __m512d sum[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+    for (long i = 0; i < count; i += kLanes) {
+        const __mmask16 lanes = first_lanes(count - i);
+        const __m512 below = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, logits + i), largest);
+        const __m512 weight = _mm512_maskz_mov_ps(lanes, exp_lanes(_mm512_mul_ps(below, inverse)));
+        _mm512_store_ps(&weights[i], weight);
+        sum[0] = _mm512_add_pd(sum[0], _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
+        sum[1] = _mm512_add_pd(sum[1], _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
+    }
+    return _mm512_reduce_add_pd(_mm512_add_pd(sum[0], sum[1]));
+}
+
+inline void keep_from(float edge, DrawScratch& s) {
+    s.kept.clear();
+    const __m512 least = _mm512_set1_ps(edge);
+    for (long i = 0; i < long(s.weights.size()); i += kLanes)
+        for (uint32_t found = _mm512_cmp_ps_mask(_mm512_load_ps(&s.weights[i]), least, _CMP_GE_OQ); found; found &= found - 1) {
+            const long id = i + __builtin_ctz(found);
+            if (s.weights[id] > 0) s.kept.push_back({s.weights[id], int32_t(id)});
+        }
+}
+
+// Largest first, the lower id first among equals.
+inline bool before(const Candidate& a, const Candidate& b) { return a.weight != b.weight ? a.weight > b.weight : a.id < b.id; }
+
+// The k largest. The k-th largest of the blocks' largest is no more than the k-th largest of all.
+inline void keep_top_k(long k, DrawScratch& s) {
+    float edge = 0;
+    if (k <= long(s.weights.size()) / kBlock) {
+        s.tops.clear();
+        for (long i = 0; i < long(s.weights.size()); i += kBlock) s.tops.push_back(*std::max_element(&s.weights[i], &s.weights[i] + kBlock));
+        std::nth_element(s.tops.begin(), s.tops.begin() + (k - 1), s.tops.end(), std::greater<float>());
+        edge = s.tops[k - 1];
+    }
+    keep_from(edge, s);
+    if (long(s.kept.size()) <= k) return;
+    std::nth_element(s.kept.begin(), s.kept.begin() + k, s.kept.end(), before);
+    s.kept.resize(k);
+    std::sort(s.kept.begin(), s.kept.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+}
+
+// Weights from 0 to 1 by exponent and three bits of the mantissa.
+inline int bin_of(float weight) {
+    uint32_t bits;
+    std::memcpy(&bits, &weight, 4);
+    return int(bits >> 20);
+}
+
+// The fewest largest of what is kept whose share of `total` reaches p; at least one. Only the bin of weights in which
+// p is reached is sorted: in a flat distribution that spares ordering most of the vocabulary.
+inline void keep_top_p(double p, double total, DrawScratch& s) {
+    double mass[kBins] = {}, reached = 0;
+    for (const Candidate& one : s.kept) mass[bin_of(one.weight)] += one.weight;
+    int bin = kBins - 1;
+    for (; bin > 0 && reached + mass[bin] < p * total; bin--) reached += mass[bin];
+    s.edge.clear();
+    for (const Candidate& one : s.kept)
+        if (bin_of(one.weight) == bin) s.edge.push_back(one);
+    std::sort(s.edge.begin(), s.edge.end(), before);
+    size_t count = 0;
+    while (count < s.edge.size() && reached < p * total) reached += s.edge[count++].weight;
+    if (count == s.edge.size()) {  // the whole bin, or rounding that left p just out of reach
+        std::erase_if(s.kept, [&](const Candidate& one) { return bin_of(one.weight) < bin; });
+        return;
+    }
+    const Candidate first_out = s.edge[count];
+    std::erase_if(s.kept, [&](const Candidate& one) { return !before(one, first_out); });
+}
+
+// Inverts the cumulative sum over the kept, which lie by ascending id.
+inline int32_t pick_kept(double uniform, const DrawScratch& s) {
+    const double total = std::accumulate(s.kept.begin(), s.kept.end(), 0.0, [](double sum, const Candidate& c) { return sum + c.weight; });
+    double reached = 0;
+    for (const Candidate& one : s.kept)
+        if ((reached += one.weight) > uniform * total) return one.id;
+    return s.kept.back().id;
+}
+
+// The same over all weights, by whole blocks up to the one that holds the target.
+inline int32_t pick(double uniform, double total, const Lines<float>& weights) {
+    double reached = 0;
+    int32_t last = 0;
+    for (long i = 0; i < long(weights.size()); i += kBlock) {
+        double block = 0;
+        for (long j = i; j < i + kBlock; j += 8) block += _mm512_reduce_add_pd(_mm512_cvtps_pd(_mm256_load_ps(&weights[j])));
+        if (block > 0) last = int32_t(i);
+        if (reached + block > uniform * total) break;
+        reached += block;
+    }
+    int32_t positive = last;
+    for (int32_t id = last; id < last + kBlock; id++) {
+        if (weights[id] > 0) positive = id;
+        if ((reached += weights[id]) > uniform * total) break;
+    }
+    return positive;  // the last one where rounding took the target up to the whole sum
+}
+
+inline int32_t draw(const float* logits, long count, const PdDraw& how, DrawScratch& s) {
+    double total = weigh(logits, count, how.temperature, s.weights);
+    const bool few = how.top_k > 0 && how.top_k < count;
+    if (!few && how.top_p >= 1.0 && how.min_p <= 0.0) return pick(how.uniform, total, s.weights);
+    if (few) {
+        keep_top_k(how.top_k, s);
+        total = 0;
+        for (const Candidate& one : s.kept) total += one.weight;
+    } else {  // what has less than (1 - p) / count of the whole cannot be among the fewest whose share reaches p
+        keep_from(how.top_p < 1.0 ? float(0.5 * (1.0 - how.top_p) * total / double(count)) : 0.0f, s);
+    }
+    if (how.top_p < 1.0) keep_top_p(how.top_p, total, s);
+    if (how.min_p > 0.0) std::erase_if(s.kept, [&](const Candidate& one) { return one.weight < how.min_p; });  // the largest is 1
+    return pick_kept(how.uniform, s);
+}
+
+}  // namespace pdserve
