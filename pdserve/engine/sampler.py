@@ -34,8 +34,7 @@ def sample(
     assert logits.shape[0] == len(specs)
     token_ids = list(best) if best is not None else None
     for i, spec in enumerate(specs):
-        banned = [token for token in spec.banned_ids if 0 <= token < logits.shape[1]]
-        if banned:
+        if banned := [token for token in spec.banned_ids if 0 <= token < logits.shape[1]]:
             logits[i, banned] = -torch.inf
             if token_ids is not None:
                 token_ids[i] = int(logits[i].argmax())

@@ -127,6 +127,13 @@ def test_nan_behind_the_end_and_in_other_blocks_does_not_leak(make_runner, make_
     runner.kv.tensor.zero_()
 
 
+@pytest.mark.parametrize(("tokens", "table"), [(17, (0,)), (2, (1 << 30,)), (2, (-1,))])
+def test_a_step_outside_its_blocks_is_not_computed(tiny_runner, tokens, table):
+    blocks = tuple(BlockId(block) for block in table)
+    with pytest.raises(AssertionError, match="block"):
+        tiny_runner.logits(StepPlan((SequenceSlice(SeqId(0), 0, (5,) * tokens, blocks, None),)))
+
+
 def test_only_the_wanted_rows_are_answered_and_chunks_without_any_write_their_kv(make_runner, make_sheets):
     runner = make_runner(dtype="bfloat16")
     first, second = make_sheets(runner, [40, 33], random.Random(5))
@@ -157,7 +164,7 @@ def test_compiled_draws_equal_the_plain_ones(tiny_runner, temperature, top_k, to
     plain = sample(logits.clone(), specs)
     for row, (token, expected) in enumerate(zip(drawn, plain, strict=True)):
         if token != expected:
-            ids, weights = distribution(logits[row].double().numpy(), params)
+            _, weights = distribution(logits[row].double().numpy(), params)
             share = np.cumsum(weights) / weights.sum()
             near = abs(share - uniform(seed, row)).min()
             assert near < 1e-5, (token, expected)

@@ -14,13 +14,13 @@ struct PdShape {
 struct PdStep {
     int64_t threads;
     int64_t rows, spans, out_rows;
-    const int32_t *token_ids, *positions;                    // [rows]
-    const int32_t *span_row, *span_start, *span_count;       // [spans]
-    const int64_t *span_table;                               // [spans], where in `tables` its blocks begin
-    const int32_t *tables;                                   // block ids
+    const int32_t *token_ids;                 // [rows]
+    const int32_t *span_start, *span_count;   // [spans]
+    const int64_t *span_table;                // [spans + 1], where in `tables` the blocks of each begin and end
+    const int32_t *tables;                    // block ids
     const int32_t *out;                                      // [out_rows], ascending rows whose logits are wanted
     uint16_t *pool;                                          // [blocks, layers, 2, kv_heads, block_size, head_dim]
-    int64_t block_size;
+    int64_t block_size, blocks;
     const float *rope;                                       // [positions, 2, head_dim]
     float *logits;                                           // [out_rows, vocab]
     int32_t *best;                                           // [out_rows], the lowest id of the largest logit
@@ -46,7 +46,7 @@ int pdserve_model_weight(void *model, int64_t layer, int which, const uint16_t *
 // which: 0 before attention, 1 before the MLP, 2 before the head. [hidden] float32.
 void pdserve_model_norm(void *model, int64_t layer, int which, const float *weight);
 
-// 0 when memory is short. One caller at a time.
+// 1; 0 when memory is short; -1 when a token has no block, or a block is not in the pool. One caller at a time.
 int pdserve_model_forward(void *model, const PdStep *step);
 
 // logits: [rows, vocab]; ids: [count], one for each of `draws`. 0 when memory is short. One caller at a time.

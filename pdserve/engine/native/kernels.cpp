@@ -38,17 +38,36 @@ void Model::set(Weight& weight, const bf16* from, long n, long k, bool integers)
     weight.scales = scales;
 }
 
-void Model::forward(const PdStep& step) {
+// What the caller promises: were it not so, another sequence's KV would be read or written.
+bool Model::sound(const PdStep& step) const {
+    long rows = 0;
+    for (long span = 0; span < step.spans; span++) {
+        const long blocks = step.span_table[span + 1] - step.span_table[span];
+        if (step.span_start[span] + step.span_count[span] > blocks * step.block_size) return false;
+        rows += step.span_count[span];
+    }
+    for (long i = 0; i < step.span_table[step.spans]; i++)
+        if (step.tables[i] < 0 || step.tables[i] >= step.blocks) return false;
+    for (long row = 0; row < step.rows; row++)
+        if (step.token_ids[row] < 0 || step.token_ids[row] >= shape_.vocab) return false;
+    return rows == step.rows;
+}
+
+bool Model::forward(const PdStep& step) {
+    if (!sound(step)) return false;
     step_ = &step;
     threads_ = int(step.threads);
     plan(step);
     fit(step);
     pool_.run(threads_, [this](int thread) { compute(thread); });
+    return true;
 }
 
 // Attention in pieces, the most expensive first. A decode is cut into its chunks where threads would lack work.
 void Model::plan(const PdStep& step) {
     tasks_.clear();
+    span_row_.assign(1, 0);
+    for (long span = 0; span < step.spans; span++) span_row_.push_back(span_row_.back() + step.span_count[span]);
     long parts = 0;
     const bool few = threads_ > 1 && step.spans * shape_.kv_heads < 4 * threads_;
     for (long span = 0; span < step.spans; span++)
@@ -160,10 +179,10 @@ void Model::write(int thread, long layer) {
     const long first = step_->rows * thread / threads_, end = step_->rows * (thread + 1) / threads_;
     float* spare = own_[thread].spare.data();
     for (long span = 0; span < step_->spans; span++) {
-        const long from = std::max<long>(first, step_->span_row[span]);
-        const long to = std::min<long>(end, step_->span_row[span] + step_->span_count[span]);
+        const long from = std::max<long>(first, span_row_[span]);
+        const long to = std::min<long>(end, span_row_[span + 1]);
         for (long row = from; row < to; row++) {
-            const long position = step_->positions[row];
+            const long position = step_->span_start[span] + row - span_row_[span];
             const float* table = step_->rope + position * 2 * dim;
             const float* x = qkv_.data() + row * qkv_width();
             for (long head = 0; head < heads; head++)
@@ -188,7 +207,7 @@ void Model::attend(int thread, long layer) {
 void Model::run(const Task& task, long layer, Own& own) {
     AttentionScratch& s = own.attention;
     const Paged kv = paged(task.span, layer, task.head);
-    const long row = step_->span_row[task.span] + task.begin, position = step_->span_start[task.span] + task.begin;
+    const long row = span_row_[task.span] + task.begin, position = step_->span_start[task.span] + task.begin;
     const long dim = shape_.head_dim, rows = task.tokens * group(), at = task.head * group() * dim;
     const float scale = 1.0f / std::sqrt(float(dim));
     take_queries(query_.data() + row * query_width() + at, query_width(), task.tokens, group(), dim, s);
@@ -226,7 +245,7 @@ void Model::merge_parts(const Task& task, long, Own& own) {
             merge(&part_sums_[(part * rows + r) * s.dim], part_tops_[part * rows + r], part_totals_[part * rows + r], s.merged.data(),
                   top, total, s.dim);
         finish_row(s.merged.data(), total, dim,
-                   attended_.data() + (step_->span_row[task.span] + task.begin) * query_width() + (task.head * rows + r) * dim);
+                   attended_.data() + (span_row_[task.span] + task.begin) * query_width() + (task.head * rows + r) * dim);
     }
 }
 
@@ -289,8 +308,7 @@ void pdserve_model_norm(void* model, int64_t layer, int which, const float* weig
 }
 
 int pdserve_model_forward(void* model, const PdStep* step) try {
-    ((Model*)model)->forward(*step);
-    return 1;
+    return ((Model*)model)->forward(*step) ? 1 : -1;
 } catch (const std::bad_alloc&) {
     return 0;
 }

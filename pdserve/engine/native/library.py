@@ -28,9 +28,8 @@ class Step(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("threads", "rows", "spans", "out_rows")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "span_row", "span_start", "span_count", "span_table")),
-        *((name, c_void_p) for name in ("tables", "out", "pool")),
-        ("block_size", c_int64),
+        *((name, c_void_p) for name in ("token_ids", "span_start", "span_count", "span_table", "tables", "out", "pool")),
+        *((name, c_int64) for name in ("block_size", "blocks")),
         *((name, c_void_p) for name in ("rope", "logits", "best")),
     ]  # fmt: skip
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from functools import partial
-from itertools import accumulate
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,46 +75,38 @@ class NativeLlama:
         self._take(0, _HEAD, weights.head, bits)
 
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits:
-        slices = plan.slices
-        counts = [len(piece.token_ids) for piece in slices]
-        tokens = np.fromiter((t for piece in slices for t in piece.token_ids), np.int32, plan.num_tokens)
-        starts = np.array([piece.start for piece in slices], np.int32)
-        span_count = np.array(counts, np.int32)
-        span_row = np.array([0, *accumulate(counts[:-1])], np.int32)
-        positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(starts - span_row, span_count)
-        tables = np.fromiter((b for piece in slices for b in piece.block_table), np.int32)
-        span_table = np.array([0, *accumulate(len(piece.block_table) for piece in slices[:-1])], np.int64)
-        self._check(starts + span_count, tables, [len(piece.block_table) for piece in slices])
-        out = np.array(rows, np.int32)
-        best = np.empty(len(rows), np.int32)
+        tokens, starts, counts, tables = (array("i") for _ in range(4))
+        begins = array("q", (0,))
+        for piece in plan.slices:
+            tokens.extend(piece.token_ids)
+            starts.append(piece.start)
+            counts.append(len(piece.token_ids))
+            tables.extend(piece.block_table)
+            begins.append(len(tables))
+        best = array("i", bytes(4 * len(rows)))
         logits = self._room(len(rows))
-        arrays = (tokens, positions, span_row, starts, span_count, span_table, tables, out)
+        arrays = (tokens, starts, counts, begins, tables, array("i", rows))
         step = library.Step(
-            torch.get_num_threads(), len(tokens), len(slices), len(rows), *(a.ctypes.data for a in arrays), self._kv.address,
-            self._kv.layout.block_size, self._rope.data_ptr(), logits.data_ptr(), best.ctypes.data,
+            torch.get_num_threads(), len(tokens), len(counts), len(rows), *(a.buffer_info()[0] for a in arrays),
+            self._kv.address, self._kv.layout.block_size, self._kv.num_blocks, self._rope.data_ptr(), logits.data_ptr(),
+            best.buffer_info()[0],
         )  # fmt: skip
-        _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
+        done = _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
+        assert done == 1, "tokens without a block, or ids that are not there"
         return Logits(logits, best.tolist(), partial(self._draw, logits))
 
     def _draw(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[int]:
         draws = (library.Draw * len(rows))(*map(_draw_of, rows, specs))
-        ids = np.empty(len(rows), np.int32)
+        ids = array("i", bytes(4 * len(rows)))
         threads = torch.get_num_threads()
-        _got(self._library.pdserve_model_draw(self._model, threads, logits.data_ptr(), draws, len(rows), ids.ctypes.data))
-        found: list[int] = ids.tolist()
-        return found
+        _got(self._library.pdserve_model_draw(self._model, threads, logits.data_ptr(), draws, len(rows), ids.buffer_info()[0]))
+        return ids.tolist()
 
     def _room(self, rows: int) -> Tensor:
         """[rows, vocab], the same memory in each step: the kernel clears new pages, 10 % of a step of 64 rows."""
         if rows > self._logits.shape[0]:
             self._logits = torch.empty(rows, self._vocab)
         return self._logits[:rows]
-
-    def _check(self, ends: np.ndarray, tables: np.ndarray, lengths: list[int]) -> None:
-        """The compiled code trusts its tables: assert what the scheduler promises."""
-        assert (ends <= np.array(lengths) * self._kv.layout.block_size).all(), "tokens without a block"
-        assert tables.min() >= 0
-        assert tables.max() < self._kv.num_blocks
 
     def _take_layer(self, index: int, layer: LayerWeights, bits: int) -> None:
         self._take_norm(index, _BEFORE_ATTENTION, layer.attention_norm)

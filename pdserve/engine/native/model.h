@@ -69,7 +69,7 @@ class Model {
     const PdShape& shape() const { return shape_; }
 
     void set(Weight& weight, const bf16* from, long n, long k, bool integers);
-    void forward(const PdStep& step);
+    bool forward(const PdStep& step);
     void draw(int threads, const float* logits, const PdDraw* draws, long count, int32_t* ids);
 
   private:
@@ -79,6 +79,7 @@ class Model {
 
     long widest() const { return std::max({long(shape_.hidden), long(shape_.intermediate), query_width()}); }
 
+    bool sound(const PdStep& step) const;
     void plan(const PdStep& step);
     void fit(const PdStep& step);
     void compute(int thread);
@@ -145,6 +146,7 @@ class Model {
     const PdStep* step_ = nullptr;
     int threads_ = 1;
     std::vector<Task> tasks_;
+    std::vector<long> span_row_;  // the first row of each span
     std::unique_ptr<std::atomic<long>[]> next_, missing_;  // tasks taken in a layer; parts that a task's span still lacks
     long missing_count_ = 0;
     float* x_ = nullptr;
