@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
+NATIVE := $(wildcard pdserve/engine/native/*.h pdserve/engine/native/*.cpp)
 N      ?= 2000
 SEED   ?= 1
 
@@ -15,7 +16,7 @@ help:            ## what there is
 
 setup: $(VENV)/.ready  ## make .venv and install everything into it, pinned
 
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt $(NATIVE)
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] torch, then pdserve with its dependencies (about 1 GB, the slowest part)"
@@ -76,6 +77,9 @@ bench-handoff: setup ## what of a handoff is exposed when KV is read chunk by ch
 
 bench-engine: setup ## prefill and decode steps beside floors and transformers
 	$(BIN)/python -m bench.engine
+
+bench-quality: setup ## what int8 costs in perplexity and in equal tokens
+	@$(BIN)/python -m bench.quality
 
 bench-router: setup ## CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router

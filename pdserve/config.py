@@ -50,7 +50,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory: int = field(default=256 * MIB, metadata=_BYTES)  # bytes a worker; 256MiB is understood as well
     enable_prefix_caching: bool = True  # prompts that begin alike share KV, on prefill and on decode workers
-    batch_invariant: bool = False  # a row's bits do not depend on its batch; slow
+    batch_invariant: bool = False  # a row's bits do not depend on its batch; slow but for compiled bfloat16, which always is so
     threads: int = 0  # of torch; 0: the machine's cores over the workers on it, at least 1
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.engine.native import llama as native
 from pdserve.engine.runner import ModelRunner
 
 RunnerFactory = Callable[..., ModelRunner]
@@ -34,15 +35,18 @@ def tiny_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def make_runner() -> RunnerFactory:
-    """make_runner(model, **EngineConfig fields): loaded once for each combination."""
+    """make_runner(model, compiled=True, **EngineConfig fields): loaded once for each combination."""
     loaded: dict[tuple[object, ...], ModelRunner] = {}
 
-    def make(model: str = "tiny", **settings: object) -> ModelRunner:
-        key = (model, *sorted(settings.items(), key=lambda item: item[0]))
+    def make(model: str = "tiny", *, compiled: bool = True, **settings: object) -> ModelRunner:
+        key = (model, compiled, *sorted(settings.items(), key=lambda item: item[0]))
         if key not in loaded:
             config = EngineConfig(**{"kv_cache_memory": 64 * MIB, "dtype": "float32", **settings})  # type: ignore[arg-type]
             directory = resolve(model)
-            loaded[key] = ModelRunner.load(directory, ModelCard.load(directory), config)
+            with pytest.MonkeyPatch.context() as patch:
+                if not compiled:
+                    patch.setattr(native, "supports", lambda *_: False)
+                loaded[key] = ModelRunner.load(directory, ModelCard.load(directory), config)
         return loaded[key]
 
     return make

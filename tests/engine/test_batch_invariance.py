@@ -31,10 +31,10 @@ def play(runner, sheets, rng: random.Random, *, budget: int) -> list[torch.Tenso
     return [torch.cat(parts) for parts in rows]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "compiled"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 @pytest.mark.parametrize("block_size", [16, 5])
-def test_any_chunking_in_any_company_equals_whole_and_alone(make_runner, make_sheets, dtype, block_size):
-    runner = make_runner(dtype=dtype, batch_invariant=True, block_size=block_size)
+def test_any_chunking_in_any_company_equals_whole_and_alone(make_runner, make_sheets, dtype, compiled, block_size):
+    runner = make_runner(compiled=compiled, dtype=dtype, batch_invariant=True, block_size=block_size)
     rng = random.Random(block_size)
     sheets = make_sheets(runner, LENGTHS, rng)
     alone = [runner.logits(sheet.whole()) for sheet in sheets]
@@ -43,9 +43,9 @@ def test_any_chunking_in_any_company_equals_whole_and_alone(make_runner, make_sh
             assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sixty_four_decodes_together_equal_each_alone(make_runner, make_sheets, dtype):
-    runner = make_runner(dtype=dtype, batch_invariant=True)
+@pytest.mark.parametrize(("dtype", "compiled"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_sixty_four_decodes_together_equal_each_alone(make_runner, make_sheets, dtype, compiled):
+    runner = make_runner(compiled=compiled, dtype=dtype, batch_invariant=True)
     sheets = make_sheets(runner, [2 + 3 * i for i in range(64)], random.Random(1))
     alone = []
     for sheet in sheets:

@@ -31,14 +31,11 @@ NEAR_TIE = 0.5  # twice what bfloat16 moves a logit of SmolLM2 by, mostly; 1.7 w
 def pair(request, make_runner):
     """(compiled, torch, float32) runners of one model."""
     try:
-        directory = resolve(request.param)
+        resolve(request.param)
     except ConfigError as exc:
         pytest.skip(f"the model is not installed: {exc.message}")
     compiled = make_runner(request.param, dtype="bfloat16")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "supports", lambda *_: False)
-        config = EngineConfig(dtype="bfloat16", kv_cache_memory=64 * MIB)
-        plain = ModelRunner.load(directory, ModelCard.load(directory), config)
+    plain = make_runner(request.param, compiled=False, dtype="bfloat16")
     assert isinstance(compiled._model, native.NativeLlama)
     assert isinstance(plain._model, Llama)
     return compiled, plain, make_runner(request.param)

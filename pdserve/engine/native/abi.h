@@ -32,7 +32,8 @@ struct PdDraw {
     double temperature, top_p, min_p, uniform;
 };
 
-// 1 when this CPU has what the kernels need.
+// PDSERVE_ABI when this CPU has what the kernels need, else 0.
+#define PDSERVE_ABI 1  // changes with this file; library.py knows the same number
 int pdserve_supported(void);
 
 // Null when memory is short. `embedding` [vocab, hidden] must outlive the model.

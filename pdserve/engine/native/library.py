@@ -12,6 +12,9 @@ from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Final
+
+_ABI: Final = 1  # of abi.h
 
 
 class Shape(Structure):
@@ -54,7 +57,7 @@ def load() -> ctypes.CDLL | None:
         library = _declare(ctypes.CDLL(str(path)))
     except (OSError, AttributeError):  # of another platform or version
         return None
-    return library if library.pdserve_supported() else None
+    return library if library.pdserve_supported() == _ABI else None  # one of older sources is as good as none
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
