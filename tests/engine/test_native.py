@@ -17,7 +17,7 @@ from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams, uniform
-from pdserve.engine.models.llama import Llama
+from pdserve.engine.models.batched import BatchedLlama
 from pdserve.engine.native import library
 from pdserve.engine.native import llama as native
 from pdserve.engine.runner import ModelRunner
@@ -37,7 +37,7 @@ def pair(request, make_runner):
     compiled = make_runner(request.param, dtype="bfloat16")
     plain = make_runner(request.param, compiled=False, dtype="bfloat16")
     assert isinstance(compiled._model, native.NativeLlama)
-    assert isinstance(plain._model, Llama)
+    assert isinstance(plain._model, BatchedLlama)
     return compiled, plain, make_runner(request.param)
 
 
@@ -193,7 +193,7 @@ def test_without_the_library_eight_bits_are_refused_by_name(monkeypatch, tiny_di
 def test_without_the_library_torch_computes(monkeypatch, tiny_dir):
     monkeypatch.setattr(library, "load", lambda: None)
     runner = ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), EngineConfig(kv_cache_memory=MIB, dtype="bfloat16"))
-    assert isinstance(runner._model, Llama)
+    assert isinstance(runner._model, BatchedLlama)
 
 
 def test_a_library_of_another_platform_is_passed_over(monkeypatch, tmp_path):

@@ -218,7 +218,7 @@ void Model::run(const Task& task, long layer, Own& own) {
         std::copy_n(s.result.begin(), rows * s.dim, part_sums_.begin() + part * rows * s.dim);
         std::copy_n(s.top.begin(), rows, part_tops_.begin() + part * rows);
         std::copy_n(s.total.begin(), rows, part_totals_.begin() + part * rows);
-        if (missing_[task.part].fetch_sub(1, std::memory_order_acq_rel) == 1) merge_parts(task, layer, own);
+        if (missing_[task.part].fetch_sub(1, std::memory_order_acq_rel) == 1) merge_parts(task, own);
         return;
     }
     std::fill_n(s.merged.begin(), rows * s.dim, 0.0f);
@@ -235,7 +235,7 @@ void Model::run(const Task& task, long layer, Own& own) {
 }
 
 // By the thread that brought the last chunk of a decode.
-void Model::merge_parts(const Task& task, long, Own& own) {
+void Model::merge_parts(const Task& task, Own& own) {
     AttentionScratch& s = own.attention;
     const long rows = group(), dim = shape_.head_dim;
     missing_[task.part].store(task.parts, std::memory_order_relaxed);  // for the next layer, behind a barrier

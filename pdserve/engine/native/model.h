@@ -87,7 +87,7 @@ class Model {
     void write(int thread, long layer);
     void attend(int thread, long layer);
     void run(const Task& task, long layer, Own& own);
-    void merge_parts(const Task& task, long layer, Own& own);
+    void merge_parts(const Task& task, Own& own);
     void choose(int thread);
     void keep_wanted(int thread);
     Paged paged(long span, long layer, long head) const;
