@@ -12,7 +12,7 @@
 
 namespace pdserve {
 
-// About 30 us: longer than the work between two barriers differs between threads, shorter than a time slice.
+// Tens of microseconds: chosen, not tuned. Beside another busy process two threads lose more than their share of time.
 constexpr int kSpins = 2000;
 
 inline void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
