@@ -44,7 +44,7 @@ class Setup:
 
 
 def setups(model: str, kv_bytes: int) -> list[Setup]:
-    one = EngineConfig(model=model, kv_cache_memory=kv_bytes, threads=1)
+    one = EngineConfig(model=model, kv_cache_memory=kv_bytes, threads=1, enable_prefix_caching=False)
     two = replace(one, kv_cache_memory=2 * kv_bytes, threads=2)
     return [
         Setup("disaggregated 1P+1D", 1, 1, one, common_pb2.PLACEMENT_DISAGGREGATED),

@@ -76,6 +76,7 @@ class SimEngine:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        prefix_caching: bool,
         check_steps: bool,
     ) -> None:
         self.kv = kv
@@ -87,6 +88,7 @@ class SimEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=(EOS,),
+            prefix_salt=b"sim" if prefix_caching else None,
         )
         self.steps = 0
         self._engine = EngineSteps(self.scheduler, pool)

@@ -47,7 +47,7 @@ def run_seed(seed: int) -> RunReport:
     """A run whose workload, cluster and faults all come from the seed."""
     rng = random.Random(f"{seed} plan")
     plan = draw_plan(rng, until_s=FAULTS_S)
-    shape = _draw_shape(rng)
+    shape = _with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
     return simulate(seed, shape, plan, asks, Census())
 
@@ -59,6 +59,10 @@ def run_with_slow_reads(seed: int) -> RunReport:
     plan = FaultPlan(cuts, Weather(), ReadFaults(slow=0.7, slow_s=6.0, own_network=True), rates, FAULTS_S)
     asks = draw_asks(random.Random(f"{seed} workload"), 32, until_s=FAULTS_S, unruly=False)
     return simulate(seed, _with_patient_reads(Shape()), plan, asks, Census())
+
+
+def _with_prefix_caching(shape: Shape, on: bool) -> Shape:
+    return replace(shape, prefill=replace(shape.prefill, prefix_caching=on), decode=replace(shape.decode, prefix_caching=on))
 
 
 def _with_patient_reads(shape: Shape) -> Shape:

@@ -42,6 +42,7 @@ class WorkerShape:
     max_num_batched_tokens: int
     lease: LeaseConfig
     drain_timeout_s: float = 10.0
+    prefix_caching: bool = False
 
 
 class SimWorker:
@@ -73,6 +74,7 @@ class SimWorker:
             rng,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,
+            prefix_caching=shape.prefix_caching,
             check_steps=check_steps,
         )
         self.transfer = SimTransfer(process, self.kv, pools, network, rng, reached, stuck_after_s=STUCK_S)

@@ -38,6 +38,7 @@ def tiny(**changes: Any) -> EngineConfig:
         "kv_cache_memory": 4 * MIB,
         "max_num_batched_tokens": 16,
         "threads": 1,
+        "enable_prefix_caching": False,  # the same prompts again and again: their prefill is to take its time
     }
     return EngineConfig(**(fields | changes))
 
