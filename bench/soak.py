@@ -98,7 +98,7 @@ def soak(cluster: ProcessCluster, cases: list[Case], args: argparse.Namespace, c
     growth.look()
     report.broken += serves_as_before(cluster, cases)
     report.leaks += block_leaks(cluster) + growth.found() + complaints(cluster.folder)
-    report.growth = growth.rows()
+    report.growth, report.num_watched = growth.rows(), growth.num_watched
     return report
 
 

@@ -28,12 +28,15 @@ COMPLAINTS: Final = (  # what asyncio says of tasks that were lost, and what we 
 
 @dataclass(slots=True)
 class _Seen:
+    name: str
     began_s: float
     settled: Footprint | None = None
+    last: Footprint | None = None
+    last_s: float = 0.0
 
 
 class Growth:
-    """Watches every process that lives long enough. `look` now and then, `found` at the end."""
+    """Watches every process that lives long enough, also those that a fault ends. `look` now and then, `found` at the end."""
 
     def __init__(self, cluster: ProcessCluster) -> None:
         self._cluster = cluster
@@ -42,28 +45,43 @@ class Growth:
     def look(self) -> None:
         now_s = time.monotonic()
         for name, process in list(self._cluster.processes.items()):
-            seen = self._seen.setdefault((name, process.popen.pid), _Seen(now_s))
-            if seen.settled is None and now_s - seen.began_s >= SETTLED_S and process.alive:
-                seen.settled = _footprint(process.popen.pid)
+            seen = self._seen.setdefault((name, process.popen.pid), _Seen(name, now_s))
+            now = _footprint(process.popen.pid) if now_s - seen.began_s >= SETTLED_S and process.alive else None
+            if now is not None:
+                seen.settled = seen.settled or now
+                seen.last, seen.last_s = now, now_s
 
     def rows(self) -> list[tuple[str, Footprint, Footprint]]:
-        """(name, settled, now) of each process that was watched and still runs."""
-        rows = []
-        for name, process in self._cluster.processes.items():
-            seen = self._seen.get((name, process.popen.pid))
-            now = _footprint(process.popen.pid)
-            if seen is not None and seen.settled is not None and now is not None:
-                rows.append((name, seen.settled, now))
-        return rows
+        """(name, settled, last seen) of the process of each member that was watched for longest."""
+        by_age = sorted(self._watched(), key=lambda seen: seen.last_s - seen.began_s)
+        longest = {seen.name: seen for seen in by_age}
+        return [
+            (f"{name}, {seen.last_s - seen.began_s:.0f} s old", seen.settled, seen.last)
+            for name, seen in sorted(longest.items())
+            if seen.settled is not None and seen.last is not None
+        ]
 
     def found(self) -> list[str]:
         return [
-            f"{name} grew from {was} to {now}"
-            for name, was, now in self.rows()
-            if now.rss_bytes - was.rss_bytes > GROWTH_BYTES
-            or now.fds - was.fds > GROWTH_FDS
-            or now.threads - was.threads > GROWTH_THREADS
+            f"{seen.name} grew from {was} to {now}"
+            for seen in self._watched()
+            if (was := seen.settled) is not None and (now := seen.last) is not None and _has_grown(was, now)
         ]
+
+    @property
+    def num_watched(self) -> int:
+        return len(self._watched())
+
+    def _watched(self) -> list[_Seen]:
+        return [seen for seen in self._seen.values() if seen.last is not None]
+
+
+def _has_grown(was: Footprint, now: Footprint) -> bool:
+    return (
+        now.rss_bytes - was.rss_bytes > GROWTH_BYTES
+        or now.fds - was.fds > GROWTH_FDS
+        or now.threads - was.threads > GROWTH_THREADS
+    )
 
 
 def _footprint(pid: int) -> Footprint | None:

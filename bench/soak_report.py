@@ -23,6 +23,7 @@ class Report:
     restarts: list[Restart]
     growth: list[tuple[str, Footprint, Footprint]] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
+    num_watched: int = 0
     broken: list[str] = field(default_factory=list)
     """What went wrong with the soak itself or with healing."""
 
@@ -76,7 +77,13 @@ class Report:
         return table
 
     def _growth(self) -> Table:
-        table = Table("process", "MiB", "descriptors", "threads", title="Once settled -> at the end")
+        table = Table(
+            "process",
+            "MiB",
+            "descriptors",
+            "threads",
+            title=f"Settled -> last seen: the oldest of each member, of {self.num_watched} processes watched",
+        )
         for name, was, now in self.growth:
             mib = f"{was.rss_bytes >> 20} -> {now.rss_bytes >> 20}"
             table.add_row(name, mib, f"{was.fds} -> {now.fds}", f"{was.threads} -> {now.threads}")

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.soak_leaks import COMPLAINTS, Growth, block_leaks, complaints
+from bench.soak_leaks import COMPLAINTS, Growth, _Seen, block_leaks, complaints
 from bench.soak_load import HANGS_AFTER_S, Case, Clients, Tally, random_cases
 from bench.soak_report import Report, ended
 from pdserve.rpc.v1 import common_pb2, inference_pb2
@@ -154,7 +154,7 @@ def test_whatever_a_worker_holds_at_the_end_is_a_leak(worker: dict[str, Any], mo
     assert "decode-0" in leak
 
 
-def test_growth_of_memory_descriptors_or_threads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_of_memory_descriptors_or_threads_is_found_also_in_a_process_that_has_ended() -> None:
     settled = Footprint(100 << 20, 30, 14)
     growth = Growth(StandIn(inference_pb2.GetClusterStateResponse()))
     for grown, found in (
@@ -163,8 +163,9 @@ def test_growth_of_memory_descriptors_or_threads_is_found(monkeypatch: pytest.Mo
         (Footprint(100 << 20, 60, 14), 1),
         (Footprint(100 << 20, 30, 40), 1),
     ):
-        monkeypatch.setattr(growth, "rows", lambda grown=grown: [("decode-0", settled, grown)])
+        growth._seen[("decode-0", 7)] = _Seen("decode-0", 0.0, settled, grown, 60.0)
         assert len(growth.found()) == found
+        assert growth.rows() == [("decode-0, 60 s old", settled, grown)]
 
 
 @pytest.mark.parametrize("words", COMPLAINTS)
