@@ -13,9 +13,9 @@ from typing import Any, Final, cast
 import msgpack
 
 from kvtransfer.api import Device, DeviceKind, RemoteRegion
-from pdserve.core.errors import IncompatiblePeer, TransferFailed
+from pdserve.core.errors import ConfigError, IncompatiblePeer, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation
-from pdserve.core.kv_layout import DTYPE_BYTES, KvLayout
+from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
 
 VERSION: Final = 1
 MAX_TICKET_BYTES: Final = 1 << 20  # 200,000 blocks of 5 bytes: a prompt of three million tokens
@@ -155,11 +155,14 @@ def _layout(value: Any) -> KvLayout:
     *sizes, dtype = _members("layout", value, 5)
     if not isinstance(dtype, str):
         raise InvalidTicket(f"layout.dtype must be a string, got {dtype!r:.40}")
-    if dtype not in DTYPE_BYTES:
-        raise IncompatiblePeer(f"the peer's KV has dtype {dtype!r:.40}; known here: {', '.join(DTYPE_BYTES)}")
+    if dtype not in DTYPE_BITS:
+        raise IncompatiblePeer(f"the peer's KV has dtype {dtype!r:.40}; known here: {', '.join(DTYPE_BITS)}")
     names = ("num_layers", "num_kv_heads", "head_dim", "block_size")
     checked = {name: _integer(f"layout.{name}", size, 1, _MAX_DIMENSION) for name, size in zip(names, sizes, strict=True)}
-    return KvLayout(**checked, dtype=dtype)
+    try:
+        return KvLayout(**checked, dtype=dtype)
+    except ConfigError as exc:
+        raise InvalidTicket(f"layout: {exc.message}") from exc
 
 
 def _device(value: Any) -> Device:

@@ -1,11 +1,13 @@
 """The size of a KV block, and the longest request that model and pool can hold."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import DTYPE_BYTES, KvLayout, ceil_div, fit_max_model_len
+from pdserve.core.kv_layout import DTYPE_BITS, QUANTISED, KvLayout, ceil_div, fit_max_model_len
 
 SMOLLM2 = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 
@@ -15,9 +17,23 @@ def test_the_default_models_block_is_360_kib():
     assert SMOLLM2.block_bytes == 360 << 10
 
 
-@pytest.mark.parametrize(("dtype", "size"), DTYPE_BYTES.items())
-def test_bytes_follow_the_dtype(dtype, size):
-    assert KvLayout(1, 1, 1, 1, dtype).block_bytes == 2 * size  # K and V
+@pytest.mark.parametrize(("dtype", "bits"), DTYPE_BITS.items())
+def test_bytes_follow_the_dtype(dtype, bits):
+    layout = KvLayout(1, 1, 8, 1, dtype)
+    assert layout.data_bytes == 2 * bits  # K and V, 8 numbers of so many bits
+    assert layout.block_bytes - layout.data_bytes == (2 * 4 if dtype in QUANTISED else 0)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("fp8_e4m3", 2), ("int8", 2), ("int4", 4)])
+def test_a_quantised_block_is_a_half_or_a_quarter_and_its_scales(dtype, share):
+    quantised = replace(SMOLLM2, dtype=dtype)
+    assert quantised.data_bytes == SMOLLM2.block_bytes // share
+    assert quantised.scale_bytes == 30 * 2 * 3 * 4
+
+
+def test_quantised_numbers_that_fill_no_whole_words_are_refused():
+    with pytest.raises(ConfigError, match="whole number of words"):
+        KvLayout(1, 1, 7, 1, "int4")
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
