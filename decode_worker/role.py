@@ -109,7 +109,8 @@ class DecodeRole:
                 self._no_room(handle, len(prompt))
                 return
             seq_id = self._host.next_seq_id()
-            self._host.submit(Reserve(seq_id, prompt, params, command.priority, command.local_prefill, command.resumed))
+            local, salt = command.local_prefill, command.cache_salt
+            self._host.submit(Reserve(seq_id, prompt, params, command.priority, local, command.resumed, salt))
         except PdserveError as exc:
             self._host.send(failed(handle, exc))
             return

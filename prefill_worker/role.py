@@ -101,7 +101,7 @@ class PrefillRole:
                 raise Unavailable("this worker is draining")
             prompt, params = read_request(command, self._host)
             seq_id = self._host.next_seq_id()
-            self._host.submit(AddLent(seq_id, prompt, params, command.priority, command.resumed))
+            self._host.submit(AddLent(seq_id, prompt, params, command.priority, command.resumed, command.cache_salt))
         except PdserveError as exc:
             self._host.send(failed(handle, exc))
             return

@@ -17,6 +17,7 @@ from router.model import ServedModel
 from router.prompts import PromptEncoder
 
 MAX_REQUEST_ID_BYTES: Final = 128
+MAX_CACHE_SALT_BYTES: Final = 128
 PRIORITY_LIMIT: Final = 100
 
 
@@ -36,6 +37,8 @@ class Admission:
             raise InvalidRequest(
                 f"must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}, got {request.priority}", field="priority"
             )
+        if len(request.cache_salt.encode(errors="replace")) > MAX_CACHE_SALT_BYTES:
+            raise InvalidRequest(f"must have at most {MAX_CACHE_SALT_BYTES} bytes", field="cache_salt")
         check_field_types(request.sampling)  # before tokenising: a wrong type should not cost a long encode
         prompt_ids = await self._encoder.encode(request.prompt)
         self._check_length(request.prompt, prompt_ids)
@@ -47,6 +50,7 @@ class Admission:
             deadline_s=arrived_s + deadline_s,
             priority=request.priority,
             placement=request.placement,
+            cache_salt=request.cache_salt,
         )
 
     def check_model(self, name: str | None) -> None:

@@ -33,6 +33,8 @@ class GenerateInput:
     deadline_s: float | None = None
     priority: int = 0
     placement: Placement | None = None
+    cache_salt: str = ""
+    """KV of equal prefixes is shared only among requests with the same one: a tenant cannot time another's prompts."""
 
 
 @dataclass(frozen=True, slots=True)

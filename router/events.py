@@ -78,6 +78,7 @@ class Submit:
     deadline_s: float
     priority: int = 0
     placement: Placement | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,7 @@ class Work:
     deadline_s: float
     priority: int
     resumed: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ def generate_input(
         deadline_s=_deadline_s(request, call_remaining_s, max_deadline_s),
         priority=request.priority,
         placement=_placement(request.placement),
+        cache_salt=request.cache_salt,
     )
 
 

@@ -74,6 +74,7 @@ class LiveRequest:
     output: OrderedOutput
     times: Times
     probe: Probe | None = None
+    cache_salt: str = ""
     placement: Placement = Placement.AUTO
     placement_reason: str = ""
     emitted: list[int] = field(default_factory=list)
@@ -110,6 +111,7 @@ class LiveRequest:
             output=OrderedOutput(submit.sampling.max_tokens),
             times=Times(submit.arrived_s),
             probe=probe,
+            cache_salt=submit.cache_salt,
             work_ids=submit.prompt_ids,
         )
 
@@ -148,6 +150,7 @@ class LiveRequest:
             deadline_s=max(0.0, self.deadline_s - now_s),
             priority=self.priority,
             resumed=self.resumed,
+            cache_salt=self.cache_salt,
         )
 
     def report(self, *, now_s: float) -> Report:

@@ -136,6 +136,7 @@ def _work(work: ev.Work) -> dict[str, Any]:
         "deadline_s": work.deadline_s,
         "priority": work.priority,
         "resumed": work.resumed,
+        "cache_salt": work.cache_salt,
     }
 
 

@@ -43,6 +43,7 @@ def request_options(command: Command) -> Command:
         click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence."),
         click.option("--deadline-s", type=float, help="Give up after that many seconds."),
         click.option("--priority", type=click.IntRange(-100, 100), default=0, help="Larger is served first."),
+        click.option("--cache-salt", default="", help="Share KV only with requests of the same salt."),
         click.option("--model", default="", help="Refuse to be served by another model."),
         placement,
     ]
@@ -64,6 +65,7 @@ def build(
     ignore_eos: bool = False,
     deadline_s: float | None = None,
     priority: int = 0,
+    cache_salt: str = "",
     model: str = "",
     placement: str | None = None,
     request_id: str = "",
@@ -85,6 +87,7 @@ def build(
         model=model,
         sampling=sampling,
         priority=priority,
+        cache_salt=cache_salt,
         placement=codec.placement_to_wire(Placement(placement) if placement else None),
     )
     if deadline_s is not None:

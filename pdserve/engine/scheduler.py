@@ -98,13 +98,17 @@ class Scheduler:
         kind: SequenceKind,
         priority: int,
         resumed: int = 0,
+        cache_salt: str = "",
     ) -> None:
         """Queue a sequence. It runs as soon as all its prompt's blocks can be had at once.
 
         Of `prompt`, the last `resumed` ids are output that was drawn elsewhere: the next one drawn has that index.
+        Blocks are shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        bisect.insort(self._waiting, self._new(seq_id, prompt, params, kind, priority, resumed, self._chain()), key=_RANK)
+        bisect.insort(
+            self._waiting, self._new(seq_id, prompt, params, kind, priority, resumed, self._chain(cache_salt)), key=_RANK
+        )
 
     def reserve(
         self,
@@ -115,6 +119,7 @@ class Scheduler:
         priority: int,
         local_prefill: bool,
         resumed: int = 0,
+        cache_salt: str = "",
     ) -> Reservation | None:
         """Room for a whole sequence now or not at all: its prompt's blocks in order, then growth room if it can grow.
 
@@ -125,7 +130,7 @@ class Scheduler:
         """
         count = self.blocks_to_reserve(len(prompt), params, resumed)
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
-        chain = self._chain()
+        chain = self._chain(cache_salt)
         # What is computed here needs its last token for the first logits; what is pulled needs none of its own.
         hashes = self._hashes(chain, prompt, len(prompt) - 1 if local_prefill else len(prompt))
         if self.num_live >= self._max_seqs or not self._pool.fits(count, hashes, spare=self._blocks_awaited()):
@@ -338,8 +343,10 @@ class Scheduler:
 
     # --- prefixes
 
-    def _chain(self) -> PrefixChain | None:
-        return None if self._prefix_salt is None else PrefixChain(self._block_size, salt=self._prefix_salt)
+    def _chain(self, cache_salt: str) -> PrefixChain | None:
+        if self._prefix_salt is None:
+            return None
+        return PrefixChain(self._block_size, salt=self._prefix_salt + cache_salt.encode(errors="replace"))
 
     def _hashes(self, chain: PrefixChain | None, tokens: TokenIds, limit: int) -> list[BlockHash]:
         """Of the full blocks among the first `limit` tokens; none where nothing is shared."""

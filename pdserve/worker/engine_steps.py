@@ -67,10 +67,13 @@ class EngineSteps:
     def _apply(self, command: Command) -> ReserveResult | None:
         scheduler = self._scheduler
         match command:
-            case AddLent(seq_id, prompt, params, priority, resumed):
-                scheduler.add(seq_id, prompt, params, kind=SequenceKind.LENT, priority=priority, resumed=resumed)
-            case Reserve(seq_id, prompt, params, priority, local, resumed):
-                room = scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local, resumed=resumed)
+            case AddLent(seq_id, prompt, params, priority, resumed, salt):
+                kind = SequenceKind.LENT
+                scheduler.add(seq_id, prompt, params, kind=kind, priority=priority, resumed=resumed, cache_salt=salt)
+            case Reserve(seq_id, prompt, params, priority, local, resumed, salt):
+                room = scheduler.reserve(
+                    seq_id, prompt, params, priority=priority, local_prefill=local, resumed=resumed, cache_salt=salt
+                )
                 return ReserveResult(seq_id, room.block_ids, room.hits) if room is not None else ReserveResult(seq_id, None)
             case Activate(seq_id, first_token):
                 scheduler.activate(seq_id, first_token)

@@ -11,13 +11,14 @@ from pdserve.core.sampling import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AddLent:
-    """Compute this prompt and one token, and lend the blocks to a remote reader. See `Scheduler.add` for `resumed`."""
+    """Compute this prompt and one token, and lend the blocks to a remote reader. See `Scheduler.add` for the rest."""
 
     seq_id: SeqId
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int
     resumed: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Reserve:
     priority: int
     local_prefill: bool
     resumed: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ def _call(fields: Fields, header_id: str | None, prompts: tuple[Prompt, ...], *,
         deadline_s=fields.number("deadline_s"),
         priority=fields.integer("priority") or 0,
         placement=_placement(fields),
+        cache_salt=fields.text("cache_salt") or "",
     )
     return Call(chat, request_id, _inputs(common, prompts), stream, include_usage, continuous_usage)
 

@@ -46,8 +46,10 @@ def finish(scheduler: Scheduler, runner=None) -> tuple[int, dict[SeqId, list[int
     return computed, outputs
 
 
-def add(scheduler: Scheduler, seq_id: int, prompt: tuple[int, ...], kind: SequenceKind = SequenceKind.LOCAL) -> None:
-    scheduler.add(SeqId(seq_id), prompt, GREEDY, kind=kind, priority=0)
+def add(
+    scheduler: Scheduler, seq_id: int, prompt: tuple[int, ...], kind: SequenceKind = SequenceKind.LOCAL, cache_salt: str = ""
+) -> None:
+    scheduler.add(SeqId(seq_id), prompt, GREEDY, kind=kind, priority=0, cache_salt=cache_salt)
 
 
 def test_a_system_prompt_shared_by_a_hundred_requests_is_computed_once():
@@ -91,6 +93,18 @@ def test_two_models_never_share():
         add(scheduler, 0, tuple(range(BLOCK)))
     hashes = [scheduler._waiting[0].chain.first(1, tuple(range(BLOCK))) for scheduler in (first, second)]
     assert hashes[0] != hashes[1]
+
+
+def test_requests_share_only_with_those_of_the_same_salt():
+    scheduler = make()
+    prompt = tuple(range(2 * BLOCK + 1))
+    starts = []
+    for number, salt in enumerate(("a", "b", "", "a", "b", "")):
+        add(scheduler, number, prompt, cache_salt=salt)
+        starts.append(scheduler.plan().slices[0].start)
+        scheduler.collect((Sampled(SeqId(number), 7),))
+        scheduler.abort(SeqId(number))
+    assert starts == [0, 0, 0, 2 * BLOCK, 2 * BLOCK, 2 * BLOCK]
 
 
 def test_without_a_salt_nothing_is_kept():

@@ -40,9 +40,11 @@ def test_defaults_are_openais() -> None:
 
 def test_every_sampling_field_arrives() -> None:
     fields = {"temperature": 1, "top_p": 0.5, "top_k": 4, "min_p": 0.25, "seed": 7, "min_tokens": 2, "max_tokens": 9}
-    request = completion(**fields, ignore_eos=True, stop="x", stop_token_ids=[1, 2], priority=-3, placement="auto").inputs[0]
+    request = completion(
+        **fields, ignore_eos=True, stop="x", stop_token_ids=[1, 2], priority=-3, placement="auto", cache_salt="t"
+    ).inputs[0]
     assert request.sampling == {**fields, "ignore_eos": True, "stop": ("x",), "stop_token_ids": (1, 2)}
-    assert (request.priority, request.placement) == (-3, Placement.AUTO)
+    assert (request.priority, request.placement, request.cache_salt) == (-3, Placement.AUTO, "t")
 
 
 def test_messages() -> None:

@@ -61,6 +61,7 @@ TABLE = {
     "too many stops": (changed(lambda r: r.sampling.stop.extend("abc" * 6)), INVALID, ["stop", "16"]),
     "empty stop": (changed(lambda r: r.sampling.stop.append("")), INVALID, ["stop"]),
     "priority": (changed(lambda r: setattr(r, "priority", 101)), INVALID, ["priority", "100"]),
+    "salt too long": (changed(lambda r: setattr(r, "cache_salt", "é" * 65)), INVALID, ["cache_salt", "128"]),
     "placement": (changed(lambda r: setattr(r, "placement", 17)), INVALID, ["placement", "17"]),
     "deadline nan": (changed(lambda r: setattr(r, "deadline_s", math.nan)), INVALID, ["deadline_s"]),
     "deadline too far": (changed(lambda r: setattr(r, "deadline_s", 1e9)), INVALID, ["deadline_s", "3600"]),

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Bind(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "bind", "prompt_ids", "sampling", "deadline_s", "priority", "local_prefill", "resumed")
+    __slots__ = ("handle", "request_id", "attempt", "bind", "prompt_ids", "sampling", "deadline_s", "priority", "local_prefill", "resumed", "cache_salt")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class Bind(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     attempt: int
@@ -28,7 +29,8 @@ class Bind(_message.Message):
     priority: int
     local_prefill: bool
     resumed: int
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., bind: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., resumed: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., bind: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., resumed: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("handle",)

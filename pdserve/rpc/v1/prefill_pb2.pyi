@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Prefill(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "prompt_ids", "sampling", "deadline_s", "priority", "resumed")
+    __slots__ = ("handle", "request_id", "attempt", "prompt_ids", "sampling", "deadline_s", "priority", "resumed", "cache_salt")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class Prefill(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     attempt: int
@@ -24,7 +25,8 @@ class Prefill(_message.Message):
     deadline_s: float
     priority: int
     resumed: int
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., resumed: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., resumed: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("handle", "lease_id", "ttl_s", "ticket", "queued_s")

@@ -1,0 +1,48 @@
+"""A system prompt that a hundred requests share is computed once and pulled once, through real processes and NIXL."""
+
+import random
+
+import pytest
+
+from pdserve.config import MIB, EngineConfig
+from pdserve.rpc.v1 import common_pb2
+from pdserve.testing.client import generate_all, request
+from pdserve.testing.processes import ProcessCluster
+
+pytestmark = pytest.mark.cluster
+
+BLOCK = 16
+SYSTEM = [random.Random(1).randrange(256) for _ in range(1000)]
+SHARED = len(SYSTEM) // BLOCK * BLOCK  # whole blocks
+BOUND_S = 15.0
+ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    engine = EngineConfig(model="tiny", batch_invariant=True, block_size=BLOCK, kv_cache_memory=8 * MIB, threads=1)
+    with ProcessCluster(engine, prefill=1, decode=1, worker={"heartbeat_interval_s": 0.05}) as running:
+        yield running
+        running.assert_empty()
+
+
+def question(number, salt=""):
+    message = request([*SYSTEM, number, 2, 3], common_pb2.PLACEMENT_DISAGGREGATED, temperature=0.0, max_tokens=4)
+    message.cache_salt = salt
+    return message
+
+
+def hits(state):
+    """Tokens found so far on prefill and on decode."""
+    return [sum(w.prefix_hit_tokens for w in state.workers if w.role == role) for role in ROLES]
+
+
+def test_each_worker_computes_or_pulls_the_shared_part_once_and_the_answers_are_those_of_a_miss(cluster):
+    (first,) = generate_all(cluster.grpc, [question(0)], concurrency=1)
+    block_bytes = first.report.kv_bytes // (SHARED // BLOCK + 1)
+    others = generate_all(cluster.grpc, [question(i) for i in range(1, 100)], concurrency=16)
+    assert {other.report.kv_bytes for other in others} == {block_bytes}, "more than the block behind the shared part was read"
+    cluster.wait_state(lambda state: hits(state) == [99 * SHARED, 99 * SHARED], BOUND_S)  # told by heartbeats
+    again = generate_all(cluster.grpc, [question(i, salt=f"tenant {i}") for i in range(90, 100)], concurrency=4)
+    assert [miss.ids for miss in again] == [hit.ids for hit in others[89:]]
+    assert {miss.report.kv_bytes for miss in again} == {first.report.kv_bytes}, "KV crossed from one salt to another"
