@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pdserve.config import MIB, EngineConfig
+from pdserve.config import MIB, EngineConfig, RouterConfig
 from pdserve.rpc.v1 import common_pb2
 from pdserve.testing.client import generate_all, request
 from pdserve.testing.processes import ProcessCluster
@@ -21,7 +21,8 @@ ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
 @pytest.fixture(scope="module")
 def cluster():
     engine = EngineConfig(model="tiny", batch_invariant=True, block_size=BLOCK, kv_cache_memory=8 * MIB, threads=1)
-    with ProcessCluster(engine, prefill=1, decode=1, worker={"heartbeat_interval_s": 0.05}) as running:
+    router = RouterConfig(probe_workers=False)  # a probe that is repeated hits a block as well
+    with ProcessCluster(engine, prefill=1, decode=1, router=router, worker={"heartbeat_interval_s": 0.05}) as running:
         yield running
         running.assert_empty()
 
