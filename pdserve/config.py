@@ -23,6 +23,8 @@ MIB: Final = 1 << 20
 DTYPES: Final = ("auto", "bfloat16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
 QUANTIZATIONS: Final = ("int8",)
+KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16", "fp8_e4m3", "int8", "int4")
+EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _BYTES: Final = {"unit": "bytes"}  # metadata of fields that also take a text such as 256MiB
 
@@ -48,6 +50,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512  # a step's token budget: prompts longer than it are computed in chunks
     block_size: int = 16
+    kv_cache_dtype: str = "auto"  # auto: as dtype; fp8_e4m3, int8, int4: twice, twice and four times the tokens of bf16
     kv_cache_memory: int = field(default=256 * MIB, metadata=_BYTES)  # bytes a worker; 256MiB is understood as well
     enable_prefix_caching: bool = True  # prompts that begin alike share KV, on prefill and on decode workers
     batch_invariant: bool = False  # a row's bits do not depend on its batch; slow but for compiled bfloat16, which always is so
@@ -60,6 +63,13 @@ class EngineConfig:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)} or unset, got {self.quantization!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}")
+        if self.batch_invariant and self.kv_cache_dtype not in EXACT_KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"batch_invariant needs a kv_cache_dtype that is not quantised: how {self.kv_cache_dtype} rounds a block "
+                "depends on how its tokens were cut into steps"
+            )
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("block_size", self.block_size, 1)

@@ -24,7 +24,7 @@ class ServedModel:
         """Resolve and read. Blocks: for seconds when the model has to be converted. Raises `ConfigError`."""
         directory = resolve(engine.model)
         card = ModelCard.load(directory)
-        layout = card.kv_layout(engine.block_size, engine.dtype)
+        layout = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
         pool_tokens = engine.kv_cache_memory // layout.block_bytes * engine.block_size
         return cls(
             name=engine.served_model_name or card.name,

@@ -16,6 +16,7 @@ from pdserve.core.kv_layout import KvLayout
 
 _ARCHITECTURES: Final = ("LlamaForCausalLM",)
 _DTYPES: Final = ("bfloat16", "float32")
+_KV_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,13 @@ class ModelCard:
         except ConfigError as exc:
             raise exc if str(directory) in exc.message else ConfigError(f"{path}: {exc.message}") from exc
 
-    def kv_layout(self, block_size: int, dtype: str) -> KvLayout:
-        """Of the KV cache with blocks of `block_size` tokens; `dtype` as in the configuration."""
-        return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, resolve_dtype(dtype))
+    def kv_layout(self, block_size: int, dtype: str, kv_cache_dtype: str = "auto") -> KvLayout:
+        """Of the KV cache with blocks of `block_size` tokens; both dtypes as in the configuration.
+
+        Raises `ConfigError` for a dtype that is unknown, or whose blocks of this model are not whole words.
+        """
+        stored = resolve_kv_dtype(kv_cache_dtype, dtype)
+        return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, stored)
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -70,6 +75,16 @@ def resolve_dtype(dtype: str) -> str:
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype!r}")
     return dtype
+
+
+def resolve_kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
+    """The dtype of KV that configured ones mean: "auto" is the model's. Raises `ConfigError` for an unknown one."""
+    computed = resolve_dtype(dtype)
+    if kv_cache_dtype == "auto":
+        return computed
+    if kv_cache_dtype not in _KV_DTYPES:
+        raise ConfigError(f"kv_cache_dtype must be one of auto, {', '.join(_KV_DTYPES)}, got {kv_cache_dtype!r}")
+    return _KV_DTYPES[kv_cache_dtype]
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:

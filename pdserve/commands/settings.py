@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from pdserve.config import DEVICES, DTYPES, QUANTIZATIONS, ClusterConfig, load, parse_bytes
+from pdserve.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, ClusterConfig, load, parse_bytes
 from pdserve.core.sampling import Placement
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -48,7 +48,8 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
     (("--max-num-batched-tokens",), "engine.max_num_batched_tokens", POSITIVE, "Token budget of one step."),
     (("--block-size",), "engine.block_size", POSITIVE, "Tokens in one KV block."),
     (("--kv-cache-memory",), "engine.kv_cache_memory", Bytes(), "KV pool of each worker (default 256MiB)."),
-    (("--dtype",), "engine.dtype", click.Choice(DTYPES), "Of weights and KV."),
+    (("--kv-cache-dtype",), "engine.kv_cache_dtype", click.Choice(KV_CACHE_DTYPES), "Of KV (default auto: as --dtype)."),
+    (("--dtype",), "engine.dtype", click.Choice(DTYPES), "Of weights and, unless set apart, KV."),
     (("--quantization",), "engine.quantization", click.Choice(QUANTIZATIONS), "Of weights and what meets them; KV stays."),
     (("--device",), "engine.device", click.Choice(DEVICES), "auto: cuda where there is one, else cpu."),
     (("--placement",), "router.placement", PLACEMENTS, "Where prompts are computed unless the request says."),

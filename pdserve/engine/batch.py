@@ -19,18 +19,17 @@ class Batch:
     tokens: int
     token_ids: Tensor  # [padded] int64
     positions: Tensor  # [padded] int64
-    slots: Tensor  # where the tokens' K and V go: `KvCache.token_slots`
+    slots: Tensor  # where the tokens' K and V go: `KvCache.slots`
     spans: tuple[Span, ...]
 
 
 def make_batch(plan: StepPlan, kv: KvCache, padded: int) -> Batch:
     """`padded` rows, at least as many as the plan has tokens. Asserts what the scheduler promises."""
     assert plan.slices
-    device = kv.tensor.device
+    device = kv.device
     size = kv.layout.block_size
     ids: list[int] = []
     positions: list[int] = []
-    blocks: list[int] = []
     spans: list[Span] = []
     for piece in plan.slices:
         span = Span(len(ids), piece.start, len(piece.token_ids), piece.block_table)
@@ -40,15 +39,12 @@ def make_batch(plan: StepPlan, kv: KvCache, padded: int) -> Batch:
         assert max(span.block_table) < kv.num_blocks
         ids += piece.token_ids
         positions += range(span.start, span.end)
-        blocks += [span.block_table[p // size] for p in range(span.start, span.end)]
         spans.append(span)
     tokens, padding = len(ids), [0] * (padded - len(ids))
-    where = torch.tensor(positions, device=device)
-    slots = kv.token_slots(torch.tensor(blocks, device=device), where % size)
     return Batch(
         tokens=tokens,
         token_ids=torch.tensor(ids + padding, device=device),
         positions=torch.tensor(positions + padding, device=device),
-        slots=slots,
+        slots=kv.slots(spans),
         spans=tuple(spans),
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pdserve.engine.attention.triton import TritonAttention, TritonStep
 from pdserve.engine.batch import Batch
+from pdserve.engine.kv_cache import NOBODY, KvCache
 from pdserve.engine.models.llama import Llama
 
 WARM_UPS: Final = 2  # the first run compiles kernels and makes cuBLAS allocate, neither of which may be recorded
@@ -47,17 +48,14 @@ class DecodeGraphs:
         attention: TritonAttention,
         record: Record,
         *,
-        slots_a_token: int,
+        kv: KvCache,
         max_positions: int,
         max_batch: int,
     ) -> None:
-        """Records all batch sizes of `buckets(max_batch)`, the largest first, as it needs the most memory.
-
-        slots_a_token: of `KvCache.token_slots`, 2 * num_kv_heads.
-        """
+        """Records all batch sizes of `buckets(max_batch)`, the largest first, as it needs the most memory."""
         self._model = model
         self._attention = attention
-        self._slots_a_token = slots_a_token
+        self._kv = kv
         self._max_positions = max_positions
         self._record = record
         self._recordings = {size: self._recorded(size) for size in reversed(buckets(max_batch))}
@@ -77,9 +75,8 @@ class DecodeGraphs:
         fixed = recording.batch
         fixed.token_ids[: batch.tokens].copy_(batch.token_ids[: batch.tokens])
         fixed.positions[: batch.tokens].copy_(batch.positions[: batch.tokens])
-        slots = fixed.slots.view(2, fixed.tokens, -1)
-        slots[:, : batch.tokens].copy_(batch.slots.view(2, batch.tokens, -1))
-        slots[:, batch.tokens :].fill_(-1)
+        fixed.slots[: batch.tokens].copy_(batch.slots)
+        fixed.slots[batch.tokens :] = NOBODY
         self._attention.refill(recording.attention, batch.spans)
 
     def _recorded(self, size: int) -> Recording:
@@ -87,8 +84,7 @@ class DecodeGraphs:
         attention = self._attention.fixed(size, self._max_positions)
         device = attention.ends.device
         ids, positions = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
-        slots = torch.full((size * self._slots_a_token,), -1, dtype=torch.int64, device=device)
-        batch = Batch(size, ids, positions, slots, spans=())
+        batch = Batch(size, ids, positions, self._kv.nobodys_slots(size), spans=())
         replay, hidden = self._record(lambda: self._model.forward(batch, attention))
         return Recording(batch, attention, replay, hidden)
 

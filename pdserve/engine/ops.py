@@ -25,7 +25,7 @@ class Ops(Protocol):
 
     def rotate_and_write(self, layer: int, projected: Tensor, table_rows: Tensor, slots: Tensor) -> Tensor:
         """projected: [tokens, (num_heads + 2 * num_kv_heads) * head_dim], q then k then v; table_rows: [tokens, 2, head_dim]
-        of `rope_table`; slots: of `KvCache.token_slots`. Writes K and V and returns q, [tokens, num_heads, head_dim].
+        of `rope_table`; slots: of `KvCache.slots`. Writes K and V and returns q, [tokens, num_heads, head_dim].
         """
 
 

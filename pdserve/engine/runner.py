@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
 from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.errors import ConfigError
@@ -17,7 +17,6 @@ from pdserve.core.kv_layout import fit_max_model_len
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.elementwise import silu_and_mul, silu_and_mul_fixed
-from pdserve.engine.kernels.paged_kv import plain_kv
 from pdserve.engine.kernels.support import triton_usable
 from pdserve.engine.kv_cache import TORCH_DTYPES, KvCache
 from pdserve.engine.memory import return_freed_memory
@@ -54,11 +53,12 @@ class ModelRunner:
         if config.threads > 0:
             torch.set_num_threads(config.threads)
         device = _device(config.device)
-        layout = card.kv_layout(config.block_size, config.dtype)
-        kv = KvCache(layout, config.kv_cache_memory, device)
+        dtype = TORCH_DTYPES[resolve_dtype(config.dtype)]
+        layout = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
+        kv = KvCache(layout, config.kv_cache_memory, device, dtype)
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, kv.num_blocks * config.block_size)
         with torch.inference_mode():
-            weights = read(TORCH_DTYPES[layout.dtype], device)
+            weights = read(dtype, device)
             model = _model(card, weights, kv, config, max_model_len)
             weights_bytes = weights.nbytes
             del weights
@@ -108,29 +108,26 @@ def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineCo
 def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
     if invariant:
         return Backend(TiledRows(), InvariantAttention(kv, num_heads), TorchOps(kv, silu_and_mul_fixed))
-    if triton_usable(kv.tensor.device):
+    cast = not kv.layout.quantised and kv.tensor.dtype is not kv.dtype  # the kernels read numbers as they compute, or quantised
+    if triton_usable(kv.device) and not cast:
         from pdserve.engine.attention.triton import TritonAttention
         from pdserve.engine.kernels.ops import TritonOps
 
-        paged = plain_kv(kv.tensor)
-        return Backend(WholeRows(), TritonAttention(paged, num_heads, kv.tensor.dtype), TritonOps(paged))
+        return Backend(WholeRows(), TritonAttention(kv.paged, num_heads, kv.dtype), TritonOps(kv.paged))
     return Backend(WholeRows(), FastAttention(kv, num_heads), TorchOps(kv, silu_and_mul))
 
 
 def _recorded(model: Llama, backend: Backend, kv: KvCache, max_positions: int, max_batch: int) -> Hidden | None:
     """Decode steps as CUDA graphs, where the backend can be recorded: none where it computes on the host in between."""
-    if not triton_usable(kv.tensor.device):
+    if not triton_usable(kv.device):
         return None
     from pdserve.engine.attention.triton import TritonAttention
     from pdserve.engine.graphs import DecodeGraphs, cuda_recorder
 
     if not isinstance(backend.attention, TritonAttention):
         return None
-    heads = kv.layout.num_kv_heads
     record = cuda_recorder()
-    return DecodeGraphs(
-        model, backend.attention, record, slots_a_token=2 * heads, max_positions=max_positions, max_batch=max_batch
-    ).hidden
+    return DecodeGraphs(model, backend.attention, record, kv=kv, max_positions=max_positions, max_batch=max_batch).hidden
 
 
 def _device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ import torch
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KvLayout
+from pdserve.engine.attention.api import Span
 from pdserve.engine.kv_cache import KvCache
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -49,9 +50,7 @@ def test_written_tokens_are_found_at_their_place_and_gathered_in_order():
     kv = make()
     table, tokens = [4, 1, 2], 10
     key, value = torch.randn(2, tokens, 2, 8).unbind(0)
-    blocks = torch.tensor([table[p // 4] for p in range(tokens)])
-    slots = kv.token_slots(blocks, torch.arange(tokens) % 4)
-    kv.write(1, slots, key, value)
+    kv.write(1, kv.slots([Span(0, 0, tokens, tuple(table))]), key, value)
     assert torch.equal(kv.tensor[2, 1, 0, 1, 1], key[9, 1])
     assert torch.equal(kv.tensor[4, 1, 1, 0, 3], value[3, 0])
     assert not kv.tensor[:, 0].any()

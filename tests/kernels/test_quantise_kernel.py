@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernel_cases import DEVICE, LAYERS, make_pool, stored_values
 
-from pdserve.engine.kernels.paged_kv import KvFormat, quantised_block_bytes, quantised_kv
-from pdserve.engine.kernels.quantise import quantise_write, touched_blocks, touched_tensor
+from pdserve.engine.kernels.paged_kv import KvFormat, quantised_block_bytes, quantised_kv, touched_blocks, touched_tensor
+from pdserve.engine.kernels.quantise import quantise_write
 
 KINDS = [KvFormat.INT8, KvFormat.FP8_E4M3, KvFormat.INT4]
 

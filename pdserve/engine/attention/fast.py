@@ -45,7 +45,7 @@ class FastAttention:
         self._num_kv_heads = kv.layout.num_kv_heads
         self._group = num_heads // kv.layout.num_kv_heads
         self._scale = 1.0 / math.sqrt(kv.layout.head_dim)
-        self._device = kv.tensor.device
+        self._device = kv.device
 
     def prepare(self, spans: tuple[Span, ...]) -> tuple[Call, ...]:
         return tuple(self._call(bucket) for bucket in _buckets(spans, self._kv.layout.block_size))
@@ -84,7 +84,7 @@ class FastAttention:
         starts = torch.tensor([span.start for span in bucket], device=self._device).view(-1, 1, 1)
         token = starts + torch.arange(bucket[0].count, device=self._device).view(1, -1, 1)
         hidden = torch.arange(positions, device=self._device) > token
-        mask = torch.zeros(hidden.shape, dtype=self._kv.tensor.dtype, device=self._device).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=self._kv.dtype, device=self._device).masked_fill_(hidden, -torch.inf)
         folded = mask.repeat(1, self._group, 1)
         return folded if len(bucket) == 1 else folded.repeat_interleave(self._num_kv_heads, dim=0)
 

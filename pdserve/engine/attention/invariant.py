@@ -63,7 +63,7 @@ class InvariantAttention:
         self._scale = 1.0 / math.sqrt(kv.layout.head_dim)
         self._tile_blocks = max(1, KV_TILE_TOKENS // kv.layout.block_size)
         self._tile_tokens = self._tile_blocks * kv.layout.block_size
-        self._device = kv.tensor.device
+        self._device = kv.device
 
     def run(self, prepared: Work, layer: int, query: Tensor) -> Tensor:
         """query: [tokens, num_heads, head_dim]."""

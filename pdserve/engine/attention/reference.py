@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pdserve.engine.attention.api import Span
 from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_format import from_numbers
 
 
 class ReferenceAttention:
@@ -35,6 +36,12 @@ class ReferenceAttention:
         """K and V of tokens [0, length): [length, head_dim] float64."""
         size = self._kv.layout.block_size
         where = [(span.block_table[p // size], p % size) for p in range(length)]
-        key = torch.stack([self._kv.tensor[block, layer, 0, kv_head, offset] for block, offset in where])
-        value = torch.stack([self._kv.tensor[block, layer, 1, kv_head, offset] for block, offset in where])
-        return key.double(), value.double()
+        key, value = (torch.stack([self._token(block, layer, i, kv_head, offset) for block, offset in where]) for i in (0, 1))
+        return key, value
+
+    def _token(self, block: int, layer: int, which: int, kv_head: int, offset: int) -> Tensor:
+        """K (0) or V (1) of one token and head: [head_dim] float64."""
+        stored = self._kv.tensor[block, layer, which, kv_head, offset]
+        if self._kv.scales is None:
+            return stored.double()
+        return from_numbers(stored, self._kv.layout.dtype).double() * self._kv.scales[block, layer, which, kv_head].double()

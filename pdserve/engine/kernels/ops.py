@@ -1,4 +1,4 @@
-"""The model's other operations by Triton kernels, into a plain pool."""
+"""The model's other operations by Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 from pdserve.engine.kernels.activation import silu_and_mul
 from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
 from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv
+from pdserve.engine.kernels.quantise import quantise_write
 from pdserve.engine.kernels.rope import rotate_and_write
 
 
 class TritonOps:
-    """As `pdserve.engine.ops.Ops`; a slot below zero is nobody's, and its token is written nowhere."""
+    """As `pdserve.engine.ops.Ops`; slots below zero are nobody's, and their token is written nowhere."""
 
     def __init__(self, kv: PagedKv) -> None:
-        assert kv.format is KvFormat.PLAIN
         self._kv = kv
         self._layers = [kv.layer(i) for i in range(kv.num_layers)]
 
@@ -28,5 +28,10 @@ class TritonOps:
         return silu_and_mul(gate_up)
 
     def rotate_and_write(self, layer: int, projected: Tensor, table_rows: Tensor, slots: Tensor) -> Tensor:
-        first = slots.view(2, -1, self._kv.num_kv_heads)[0, :, 0]
-        return rotate_and_write(projected, table_rows, self._kv, self._layers[layer], first)
+        kv, of_layer = self._kv, self._layers[layer]
+        query = rotate_and_write(projected, table_rows, kv, of_layer, slots[:, 0])
+        if kv.format is not KvFormat.PLAIN:  # the keys were rotated where they are
+            heads = projected.unflatten(1, (-1, kv.head_dim))
+            key, value = heads[:, -2 * kv.num_kv_heads : -kv.num_kv_heads], heads[:, -kv.num_kv_heads :]
+            quantise_write(kv, of_layer, key, value, slots)
+        return query

@@ -18,7 +18,10 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from pdserve.engine.kv_format import LARGEST
+
 SCALE_BYTES = 4
+TOUCH_FIELDS = 4  # block, first new token's row, its offset in the block, new tokens
 
 
 class KvFormat(IntEnum):
@@ -32,7 +35,7 @@ class KvFormat(IntEnum):
     @property
     def largest(self) -> float:
         """The largest stored magnitude: what the largest of a block and head is mapped to."""
-        return {KvFormat.INT8: 127.0, KvFormat.FP8_E4M3: 448.0, KvFormat.INT4: 7.0}[self]
+        return LARGEST[self.name.lower()]
 
     def stored_dim(self, head_dim: int) -> int:
         """Elements of memory for one head of one token. Asserts that it is a whole number."""
@@ -132,3 +135,19 @@ def quantised_kv(
     data = blocks[:, :-scales_bytes].unflatten(1, (num_layers, 2, num_kv_heads, block_size, kind.stored_dim(head_dim)))
     scales = blocks.view(torch.float32)[:, -scales_bytes // SCALE_BYTES :].view(*shape[:1], -1).unflatten(1, shape[1:])
     return PagedKv(data, scales, kind, head_dim)
+
+
+def touched_blocks(row: int, start: int, count: int, block_table: tuple[int, ...], block_size: int) -> list[tuple[int, ...]]:
+    """What `quantise_write` is told of one sequence's tokens [start, start + count), the first in `row`."""
+    touched: list[tuple[int, ...]] = []
+    position = start
+    while position < start + count:
+        offset = position % block_size
+        tokens = min(block_size - offset, start + count - position)
+        touched.append((block_table[position // block_size], row + position - start, offset, tokens))
+        position += tokens
+    return touched
+
+
+def touched_tensor(touched: list[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(touched, dtype=torch.int32).view(-1, TOUCH_FIELDS)

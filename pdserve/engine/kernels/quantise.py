@@ -12,7 +12,6 @@ calibration. What lies behind the written part of a block is garbage of its form
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,9 +19,9 @@ from torch import Tensor
 from pdserve.engine.kernels.flash import load_numbers
 from pdserve.engine.kernels.paged_kv import KvFormat, LayerKv, PagedKv
 from pdserve.engine.kernels.support import next_power_of_2
+from pdserve.engine.kv_format import SMALLEST_SCALE as _SMALLEST_SCALE
 
-TOUCH_FIELDS = 4  # block, first new token's row, its offset in the block, new tokens
-
+SMALLEST_SCALE = tl.constexpr(_SMALLEST_SCALE)
 _INT8 = tl.constexpr(int(KvFormat.INT8))
 _FP8 = tl.constexpr(int(KvFormat.FP8_E4M3))
 _INT4 = tl.constexpr(int(KvFormat.INT4))
@@ -36,7 +35,7 @@ def rounded(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def to_fp8(x):
-    """E4M3 of float32 x within [-448, 448], as uint8: to nearest, halves to even, below 2^-6 halves upwards.
+    """E4M3 of float32 x within [-448, 448], as uint8: to nearest, halves to even.
 
     In integers, as the interpreter's own conversion drops the carry of a mantissa that rounds up to the next power of
     two, and devices before sm_89 have none.
@@ -45,7 +44,8 @@ def to_fp8(x):
     bits = size.to(tl.int32, bitcast=True)
     bits += 0x7FFFF + ((bits >> 20) & 1)  # 20 of float32's 23 bits behind the point go
     normal = (bits >> 20) - (120 << 3)  # the exponent's bias is 7, not 127
-    small = tl.floor(size * 512 + 0.5).to(tl.int32)  # multiples of 2^-9; 8 of them are the first normal number
+    # Neighbours of 2^14 are 2^-9 apart, so this rounds to multiples of 2^-9; 8 of them are the first normal number.
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return (tl.where(size < 0.015625, small, normal) | tl.where(x < 0, 0x80, 0)).to(tl.uint8)
 
 
@@ -57,8 +57,8 @@ def quantise_kernel(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, STORED_DIM: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_kv_heads, touched blocks, 2 (K, V)). touched: [blocks, 4] int32: block, row of the first new token in
-    new_key and new_value [tokens, num_kv_heads, HEAD_DIM], its offset in the block, new tokens. OFFSETS: the
-    block's, padded.
+    new_key and new_value [tokens, num_kv_heads, HEAD_DIM], its offset in the block, new tokens; all below zero: nobody's,
+    written nowhere. OFFSETS: the block's, padded.
     """
     head = tl.program_id(0)
     fields = touched + tl.program_id(1) * 4
@@ -100,8 +100,9 @@ def quantise_head(
     where = (source_row + offset - first)[:, None] * source_step + head * source_head_step + dim[None, :]
     newer = tl.load(source + where, mask=new[:, None] & (dim < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
     largest = tl.max(tl.max(tl.abs(newer), 1), 0)
-    scale = tl.maximum(old_scale, largest / LARGEST)
-    tl.store(place + tl.zeros([1], tl.int32), scale)
+    needed = largest / LARGEST
+    scale = tl.maximum(old_scale, tl.where(needed < SMALLEST_SCALE, 0.0, needed))
+    tl.store(place + tl.zeros([1], tl.int32), scale, mask=(tl.zeros([1], tl.int32) + end) > first)
     inverse = tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
     scaled = (older + newer) * inverse[:, None]  # one of the two is 0
     written = new | (old & (scale > old_scale))
@@ -135,19 +136,3 @@ def quantise_write(kv: PagedKv, layer: LayerKv, key: Tensor, value: Tensor, touc
         OFFSETS=next_power_of_2(kv.block_size), HEAD_DIM=kv.head_dim, DIM=next_power_of_2(kv.head_dim),
         STORED_DIM=kv.data.shape[-1], num_warps=4,
     )  # fmt: skip
-
-
-def touched_blocks(row: int, start: int, count: int, block_table: tuple[int, ...], block_size: int) -> list[tuple[int, ...]]:
-    """What `quantise_write` is told of one sequence's tokens [start, start + count), the first in `row`."""
-    touched: list[tuple[int, ...]] = []
-    position = start
-    while position < start + count:
-        offset = position % block_size
-        tokens = min(block_size - offset, start + count - position)
-        touched.append((block_table[position // block_size], row + position - start, offset, tokens))
-        position += tokens
-    return touched
-
-
-def touched_tensor(touched: list[tuple[int, ...]]) -> Tensor:
-    return torch.tensor(touched, dtype=torch.int32).view(-1, TOUCH_FIELDS)

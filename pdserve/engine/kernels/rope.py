@@ -69,7 +69,7 @@ def rope_kernel(
 def rotate_and_write(projected: Tensor, table_rows: Tensor, kv: PagedKv, layer: LayerKv, slots: Tensor) -> Tensor:
     """projected: [tokens, (num_heads + 2 * num_kv_heads) * head_dim], q then k then v, rows contiguous, of the pool's dtype;
     table_rows: [tokens, 2, head_dim] float32 (`rope_table`); slots: [tokens] int64, where layer 0 keeps a token's K of head 0,
-    in rows of head_dim elements (the first of `KvCache.token_slots`), or negative: written nowhere. Returns the rotated queries
+    in rows of head_dim elements (the first of `KvCache.slots`), or negative: written nowhere. Returns the rotated queries
     [tokens, num_heads, head_dim].
 
     Where the pool is quantised nothing is written, and the keys within `projected` are rotated in place.

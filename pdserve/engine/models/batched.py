@@ -35,5 +35,5 @@ class BatchedLlama:
 
 def _wait_written(kv: KvCache) -> None:
     """A step that draws nothing has nothing to wait for, yet its KV may be read by a peer once it is collected."""
-    if kv.tensor.device.type == "cuda":
-        torch.cuda.synchronize(kv.tensor.device)
+    if kv.device.type == "cuda":
+        torch.cuda.synchronize(kv.device)

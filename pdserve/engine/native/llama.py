@@ -43,7 +43,7 @@ def supports(card: ModelCard, kv: KvCache) -> bool:
     """Whether the compiled code is here and runs this model: bfloat16 on a CPU, widths of whole vectors."""
     widths = (card.hidden_size, card.intermediate_size, card.head_dim)
     shaped = not any(w % LANES for w in widths) and card.head_dim <= MOST_HEAD_DIM
-    placed = kv.tensor.dtype is torch.bfloat16 and kv.tensor.device.type == "cpu"
+    placed = kv.dtype is torch.bfloat16 and kv.layout.dtype == "bfloat16" and kv.device.type == "cpu"
     return shaped and placed and library.load() is not None
 
 
@@ -63,7 +63,7 @@ class NativeLlama:
         self._vocab = card.vocab_size
         self._logits = torch.empty(0, card.vocab_size)
         self._embedding = weights.embedding.contiguous()
-        self._rope = rope_table(card, max_positions, kv.tensor.device)
+        self._rope = rope_table(card, max_positions, kv.device)
         shape = library.Shape(
             card.hidden_size, card.intermediate_size, card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim,
             card.vocab_size, card.rms_norm_eps,
