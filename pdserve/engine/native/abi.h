@@ -19,8 +19,10 @@ struct PdStep {
     const int64_t *span_table;                // [spans + 1], where in `tables` the blocks of each begin and end
     const int32_t *tables;                    // block ids
     const int32_t *out;                                      // [out_rows], ascending rows whose logits are wanted
-    uint16_t *pool;                                          // [blocks, layers, 2, kv_heads, block_size, head_dim]
+    uint8_t *pool;                                           // [blocks], each [layers, 2, kv_heads, block_size, head_dim] numbers
+                                                             // and, where quantised, [layers, 2, kv_heads] float32 scales
     int64_t block_size, blocks;
+    int64_t kv_format;                                       // 0 bfloat16, 1 float32, 2 int8, 3 fp8 E4M3, 4 int4
     const float *rope;                                       // [positions, 2, head_dim]
     float *logits;                                           // [out_rows, vocab]
     int32_t *best;                                           // [out_rows], the lowest id of the largest logit
@@ -33,7 +35,7 @@ struct PdDraw {
 };
 
 // PDSERVE_ABI when this CPU has what the kernels need, else 0.
-#define PDSERVE_ABI 1  // changes with this file; library.py knows the same number
+#define PDSERVE_ABI 2  // changes with this file; library.py knows the same number
 int pdserve_supported(void);
 
 // Null when memory is short. `embedding` [vocab, hidden] must outlive the model.

@@ -5,12 +5,16 @@
 // the first upwards. Products run in the order of matmul.h. So a row's bits depend on its sequence alone: positions
 // behind it get weight 0 exactly, and a tile all behind it is passed over. Chunks are also what lets several threads
 // share one long decode. Weights are rounded to bfloat16 for the product with V, as V is; sums are float32.
+//
+// Quantised numbers enter the products as they are stored; the scales of keys multiply scores, those of values multiply
+// weights before they are rounded.
 #pragma once
 
 #include <algorithm>
 #include <limits>
 
 #include "arena.h"
+#include "kv_format.h"
 #include "matmul.h"
 
 namespace pdserve {
@@ -21,26 +25,39 @@ constexpr int kQueryTile = 64;  // tokens of a prompt that share a tile of K and
 constexpr long kMostDim = 512;    // of a head
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// Where one sequence's K and V of one layer and one head lie.
+// Where one sequence's K and V of one layer and one head lie. All in bytes but positions and `dim`.
+template <class Kv>
 struct Paged {
-    const bf16* pool;
+    uint8_t* pool;
     const int32_t* table;
     long block_size, dim;
-    long block_stride;  // elements from a block to the next
-    long key, value;    // elements from a block's start to this layer's and head's K and V
+    long block_stride;  // from a block to the next
+    long key, value;    // from a block's start to this layer's and head's K and V
+    long key_scale, value_scale;
 
-    const bf16* row(long position, long part) const {
-        return pool + table[position / block_size] * block_stride + part + position % block_size * dim;
+    uint8_t* block(long position) const { return pool + table[position / block_size] * block_stride; }
+
+    uint8_t* row(long position, long part) const { return block(position) + part + position % block_size * Kv::bytes(dim); }
+
+    // f(i, n, offset, block): positions [first + i, first + i + n) begin at `offset` of the block that starts there.
+    template <class F>
+    void each_block(long first, long count, const F& f) const {
+        long offset = first % block_size;
+        const int32_t* next = table + first / block_size;
+        for (long i = 0, n; i < count; i += n, offset = 0) {
+            n = std::min(count - i, block_size - offset);
+            f(i, n, offset, pool + *next++ * block_stride);
+        }
     }
 
     // f(i, row) for positions [first, first + count), without a division for each; row as `row(first + i, 0)`.
     template <class F>
     void each(long first, long count, const F& f) const {
-        long block = first / block_size, offset = first % block_size;
-        for (long i = 0; i < count; block++, offset = 0) {
-            const bf16* row = pool + table[block] * block_stride + offset * dim;
-            for (long end = std::min(count, i + block_size - offset); i < end; i++, row += dim) f(i, row);
-        }
+        const long step = Kv::bytes(dim);
+        each_block(first, count, [&](long i, long n, long offset, const uint8_t* block) {
+            const uint8_t* row = block + offset * step;
+            for (const long end = i + n; i < end; i++, row += step) f(i, row);
+        });
     }
 };
 
@@ -49,6 +66,7 @@ struct AttentionScratch {
     long rows = 0, dim = 0;  // dim is padded to whole panels
     Lines<uint32_t> query, keys, values, weights;
     Lines<float> scores, result, merged, top, total, factor, merged_top, merged_total;
+    alignas(64) float key_scales[kTile], value_scales[kTile];  // of the tile's positions, where KV is quantised
 
     void fit(long rows_needed, long dim_padded) {
         if (rows_needed <= rows && dim_padded == dim) return;
@@ -95,18 +113,19 @@ inline __mmask16 pairs_left(long dim, long from) { return first_lanes((dim - fro
 
 // K of `count` positions as panels of positions, V as panels of dimensions. Rows from `count` on are zeros: what a
 // block holds behind a sequence's end is never looked at.
-inline void lay_out(const Paged& kv, long first, long count, long padded, uint32_t* keys, uint32_t* values) {
+template <class Kv>
+inline void lay_out(const Paged<Kv>& kv, long first, long count, long padded, uint32_t* keys, uint32_t* values) {
     const long words = padded / 2;
-    alignas(64) static const bf16 zeros[kMostDim] = {};
-    const bf16 *key[kTile], *value[kTile];
-    for (long i = count; i < kTile; i++) key[i] = value[i] = zeros;
-    kv.each(first, count, [&](long i, const bf16* row) { key[i] = row + kv.key, value[i] = row + kv.value; });
+    alignas(64) static const float zeros[kMostDim] = {};
+    const uint8_t *key[kTile], *value[kTile];
+    for (long i = count; i < kTile; i++) key[i] = value[i] = (const uint8_t*)zeros;
+    kv.each(first, count, [&](long i, const uint8_t* row) { key[i] = row + kv.key, value[i] = row + kv.value; });
     for (long group = 0; group < kTile; group += kLanes) {
         uint32_t* panel = keys + group / kPanel * words * kPanel + group % kPanel;
         for (long from = 0; from < padded; from += 32) {
             const __mmask16 pairs = pairs_left(kv.dim, from);
             __m512i r[16];
-            for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(pairs, key[group + i] + from);
+            for (int i = 0; i < 16; i++) r[i] = Kv::load(key[group + i], from, pairs);
             transpose16(r);
             for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + (from / 2 + i) * kPanel, r[i]);
         }
@@ -118,46 +137,94 @@ inline void lay_out(const Paged& kv, long first, long count, long padded, uint32
         uint32_t* panel = values + from / kPanel * (kTile / 2) * kPanel;
         const __mmask16 pairs = pairs_left(kv.dim, from);
         for (long i = 0; i < kTile; i += 2) {
-            const __m512i a = _mm512_maskz_loadu_epi32(pairs, value[i] + from);
-            const __m512i b = _mm512_maskz_loadu_epi32(pairs, value[i + 1] + from);
+            const __m512i a = Kv::load(value[i], from, pairs);
+            const __m512i b = Kv::load(value[i + 1], from, pairs);
             _mm512_storeu_si512(panel + i / 2 * kPanel, _mm512_permutex2var_epi16(a, even, b));
             _mm512_storeu_si512(panel + i / 2 * kPanel + kLanes, _mm512_permutex2var_epi16(a, odd, b));
         }
     }
 }
 
-inline void ask_for(const Paged& kv, long first, long count) {
-    kv.each(first, count, [&](long, const bf16* row) {
-        for (long part : {kv.key, kv.value})
-            for (long from = 0; from < kv.dim; from += 32) _mm_prefetch((const char*)(row + part + from), _MM_HINT_T1);
+// The scales of each of `count` positions, 0 behind them; those of keys times `scale`.
+template <class Kv>
+inline void take_scales(const Paged<Kv>& kv, long first, long count, float scale, float* keys, float* values) {
+    std::fill(keys + count, keys + kTile, 0.0f);
+    std::fill(values + count, values + kTile, 0.0f);
+    kv.each_block(first, count, [&](long i, long n, long, const uint8_t* block) {
+        std::fill_n(keys + i, n, *(const float*)(block + kv.key_scale) * scale);
+        std::fill_n(values + i, n, *(const float*)(block + kv.value_scale));
     });
 }
 
-// One row of scores to weights. Only the first `visible` positions count, at least one.
-inline void soften(const float* scores, long visible, float scale, float& top, float& total, float& factor, uint32_t* out) {
+template <class Kv>
+inline void ask_for(const Paged<Kv>& kv, long first, long count) {
+    kv.each_block(first, count, [&](long, long n, long offset, const uint8_t* block) {
+        const long step = Kv::bytes(kv.dim);
+        for (long part : {kv.key, kv.value})
+            for (long at = offset * step; at < (offset + n) * step; at += 64) _mm_prefetch((const char*)(block + part + at), _MM_HINT_T1);
+    });
+}
+
+// One row of scores to weights. Only the first `visible` positions count, at least one. Where KV is quantised, the key
+// scales hold `scale` already.
+template <bool Scaled>
+inline void soften(const float* scores, long visible, float scale, const float* key_scales, const float* value_scales, float& top,
+                   float& total, float& factor, uint32_t* out) {
     bf16* weights = (bf16*)out;
     __m512 value[kTile / kLanes], highest = _mm512_set1_ps(top);
     for (int i = 0; i < kTile / kLanes; i++) {
         const __mmask16 seen = visible > i * kLanes ? first_lanes(visible - i * kLanes) : __mmask16(0);
-        value[i] = _mm512_mask_mul_ps(_mm512_set1_ps(kNone), seen, _mm512_loadu_ps(scores + i * kLanes), _mm512_set1_ps(scale));
+        const __m512 by = Scaled ? _mm512_load_ps(key_scales + i * kLanes) : _mm512_set1_ps(scale);
+        value[i] = _mm512_mask_mul_ps(_mm512_set1_ps(kNone), seen, _mm512_loadu_ps(scores + i * kLanes), by);
         highest = _mm512_max_ps(highest, value[i]);
     }
     const float raised = _mm512_reduce_max_ps(highest);
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < kTile / kLanes; i++) {
-        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(exp_lanes(_mm512_sub_ps(value[i], _mm512_set1_ps(raised))));
+        const __m512 weight = exp_lanes(_mm512_sub_ps(value[i], _mm512_set1_ps(raised)));
+        const __m512 scaled = Scaled ? _mm512_mul_ps(weight, _mm512_load_ps(value_scales + i * kLanes)) : weight;
+        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(scaled);
         _mm256_storeu_si256((__m256i*)(weights + i * kLanes), rounded);
-        sum = _mm512_add_ps(sum, widen(rounded));
+        sum = _mm512_add_ps(sum, Scaled ? weight : widen(rounded));
     }
     factor = _mm512_cvtss_f32(exp_lanes(_mm512_set1_ps(top - raised)));
     total = total * factor + _mm512_reduce_add_ps(sum);
     top = raised;
 }
 
+// Rows [first, end) of the scratch's queries times its keys.
+inline void score_tile(AttentionScratch& s, long first, long end) {
+    const long words = s.dim / 2;
+    for (long panel = 0; panel < kTile; panel += kPanel)
+        row_pieces(first, end, [&]<int R>(long row) {
+            __m512 sum[R][2];
+            for (auto& halves : sum) halves[0] = halves[1] = _mm512_setzero_ps();
+            tile<Bf16Dot, R>(&s.query[row * words], words, &s.keys[panel * words], words, sum);
+            for (int r = 0; r < R; r++)
+                for (int h = 0; h < 2; h++) _mm512_storeu_ps(&s.scores[(row + r) * kTile + panel + h * kLanes], sum[r][h]);
+        });
+}
+
+// And of its weights times its values, added to the result so far.
+inline void add_values(AttentionScratch& s, long first, long end) {
+    for (long panel = 0; panel < s.dim; panel += kPanel)
+        row_pieces(first, end, [&]<int R>(long row) {
+            __m512 sum[R][2];
+            float* at = &s.result[row * s.dim + panel];
+            for (int r = 0; r < R; r++)
+                for (int h = 0; h < 2; h++)
+                    sum[r][h] = _mm512_mul_ps(_mm512_loadu_ps(at + r * s.dim + h * kLanes), _mm512_set1_ps(s.factor[row + r]));
+            tile<Bf16Dot, R>(&s.weights[row * kTile / 2], kTile / 2, &s.values[panel * kTile / 2], kTile / 2, sum);
+            for (int r = 0; r < R; r++)
+                for (int h = 0; h < 2; h++) _mm512_storeu_ps(at + r * s.dim + h * kLanes, sum[r][h]);
+        });
+}
+
 // Rows of one KV head over one chunk: rows r * group + g is query head g of the token at position + r. Leaves sums
 // in scratch.result, their weights' sum in total and the largest score in top.
-inline void attend_chunk(const Paged& kv, AttentionScratch& s, long position, long tokens, long group, long chunk, float scale) {
-    const long rows = tokens * group, words = s.dim / 2;
+template <class Kv>
+inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position, long tokens, long group, long chunk, float scale) {
+    const long rows = tokens * group;
     const long end = std::min<long>((chunk + 1) * kChunk, position + tokens);
     std::fill_n(s.top.begin(), rows, kNone);
     std::fill_n(s.total.begin(), rows, 0.0f);
@@ -166,29 +233,13 @@ inline void attend_chunk(const Paged& kv, AttentionScratch& s, long position, lo
         const long count = std::min<long>(kTile, end - first);
         if (first + kTile < end) ask_for(kv, first + kTile, std::min<long>(kTile, end - first - kTile));
         lay_out(kv, first, count, s.dim, s.keys.data(), s.values.data());
+        if constexpr (Kv::kScaled) take_scales(kv, first, count, scale, s.key_scales, s.value_scales);
         const long hidden = std::max<long>(0, first - position) * group;  // rows before it see nothing of this tile
-        for (long panel = 0; panel < kTile; panel += kPanel)
-            row_pieces(hidden, rows, [&]<int R>(long row) {
-                __m512 sum[R][2];
-                for (auto& halves : sum) halves[0] = halves[1] = _mm512_setzero_ps();
-                tile<Bf16Dot, R>(&s.query[row * words], words, &s.keys[panel * words], words, sum);
-                for (int r = 0; r < R; r++)
-                    for (int h = 0; h < 2; h++) _mm512_storeu_ps(&s.scores[(row + r) * kTile + panel + h * kLanes], sum[r][h]);
-            });
+        score_tile(s, hidden, rows);
         for (long row = hidden; row < rows; row++)
-            soften(&s.scores[row * kTile], std::min(count, position + row / group + 1 - first), scale, s.top[row], s.total[row],
-                   s.factor[row], &s.weights[row * kTile / 2]);
-        for (long panel = 0; panel < s.dim; panel += kPanel)
-            row_pieces(hidden, rows, [&]<int R>(long row) {
-                __m512 sum[R][2];
-                float* at = &s.result[row * s.dim + panel];
-                for (int r = 0; r < R; r++)
-                    for (int h = 0; h < 2; h++)
-                        sum[r][h] = _mm512_mul_ps(_mm512_loadu_ps(at + r * s.dim + h * kLanes), _mm512_set1_ps(s.factor[row + r]));
-                tile<Bf16Dot, R>(&s.weights[row * kTile / 2], kTile / 2, &s.values[panel * kTile / 2], kTile / 2, sum);
-                for (int r = 0; r < R; r++)
-                    for (int h = 0; h < 2; h++) _mm512_storeu_ps(at + r * s.dim + h * kLanes, sum[r][h]);
-            });
+            soften<Kv::kScaled>(&s.scores[row * kTile], std::min(count, position + row / group + 1 - first), scale, s.key_scales,
+                                s.value_scales, s.top[row], s.total[row], s.factor[row], &s.weights[row * kTile / 2]);
+        add_values(s, hidden, rows);
     }
 }
 

@@ -51,7 +51,7 @@ bool Model::sound(const PdStep& step) const {
         if (step.tables[i] < 0 || step.tables[i] >= step.blocks) return false;
     for (long row = 0; row < step.rows; row++)
         if (step.token_ids[row] < 0 || step.token_ids[row] >= shape_.vocab) return false;
-    return rows == step.rows;
+    return rows == step.rows && with_format(step.kv_format, []<class Kv>() {});
 }
 
 bool Model::forward(const PdStep& step) {
@@ -69,6 +69,7 @@ void Model::plan(const PdStep& step) {
     tasks_.clear();
     span_row_.assign(1, 0);
     for (long span = 0; span < step.spans; span++) span_row_.push_back(span_row_.back() + step.span_count[span]);
+    plan_touched(step);
     long parts = 0;
     const bool few = threads_ > 1 && step.spans * shape_.kv_heads < 4 * threads_;
     for (long span = 0; span < step.spans; span++)
@@ -101,6 +102,19 @@ void Model::plan(const PdStep& step) {
     part_totals_.resize(parts * group());
 }
 
+void Model::plan_touched(const PdStep& step) {
+    touched_.clear();
+    with_format(step.kv_format, [&]<class Kv>() {
+        if (!Kv::kScaled) return;
+        for (long span = 0; span < step.spans; span++)
+            for (long done = 0, count; done < step.span_count[span]; done += count) {
+                const long position = step.span_start[span] + done;
+                count = std::min<long>(step.block_size - position % step.block_size, step.span_count[span] - done);
+                touched_.push_back({span, span_row_[span] + done, position, count});
+            }
+    });
+}
+
 void Model::fit(const PdStep& step) {
     const auto grow = [](auto& room, long size) {
         if (long(room.size()) < size) room.resize(size);
@@ -121,6 +135,7 @@ void Model::fit(const PdStep& step) {
     for (Own& own : own_) {
         own.attention.fit(most * group(), round_up(shape_.head_dim, kPanel));
         grow(own.spare, widest());
+        if (!touched_.empty()) grow(own.turned, step.block_size * shape_.head_dim);
         own.rows.fit(kPrivateRows, widest() / 2, head_.integers);
     }
     x_ = residual_.data();
@@ -138,7 +153,7 @@ void Model::compute(int thread) {
         write(thread, i);
         pool_.barrier();
         if (i == last && step_->out_rows == 0) return;
-        attend(thread, i);
+        with_format(step_->kv_format, [&]<class Kv>() { attend<Kv>(thread, i); });
         pool_.barrier();
         Lines<bf16>* attended = &attended_;
         if (i == last && step_->out_rows < rows) {  // nobody asks for the others any more
@@ -167,15 +182,29 @@ void Model::embed(int thread) {
             _mm512_storeu_ps(x_ + row * shape_.hidden + i, load_bf16(embedding_ + step_->token_ids[row] * shape_.hidden + i));
 }
 
-Paged Model::paged(long span, long layer, long head) const {
+template <class Kv>
+Paged<Kv> Model::paged(long span, long layer, long head) const {
     const long size = step_->block_size, dim = shape_.head_dim, heads = shape_.kv_heads;
-    const long key = ((layer * 2) * heads + head) * size * dim;
-    return {step_->pool, step_->tables + step_->span_table[span], size, dim, shape_.layers * 2 * heads * size * dim,
-            key, key + heads * size * dim};
+    const long each = size * Kv::bytes(dim), all = shape_.layers * 2 * heads;
+    const long key = layer * 2 * heads + head, value = key + heads;
+    const long scale = Kv::kScaled ? long(sizeof(float)) : 0;
+    return {step_->pool, step_->tables + step_->span_table[span], size, dim, all * (each + scale),
+            key * each, value * each, all * each + key * scale, all * each + value * scale};
 }
 
-// Turns queries and keys of the thread's rows and puts keys and values into the pool.
+// Queries of the thread's rows turned; and keys and values into the pool, those of the same rows where they are plain.
 void Model::write(int thread, long layer) {
+    with_format(step_->kv_format, [&]<class Kv>() {
+        turn_and_put<Kv>(thread, layer);
+        if constexpr (Kv::kScaled) {
+            if (by_rows(step_->rows)) pool_.barrier();  // a block's tokens may be rows of several threads
+            quantise<Kv>(thread, layer);
+        }
+    });
+}
+
+template <class Kv>
+void Model::turn_and_put(int thread, long layer) {
     const long dim = shape_.head_dim, heads = shape_.heads, kv_heads = shape_.kv_heads;
     const long first = step_->rows * thread / threads_, end = step_->rows * (thread + 1) / threads_;
     float* spare = own_[thread].spare.data();
@@ -186,28 +215,53 @@ void Model::write(int thread, long layer) {
             const long position = step_->span_start[span] + row - span_row_[span];
             const float* table = step_->rope + position * 2 * dim;
             const float* x = qkv_.data() + row * qkv_width();
-            for (long head = 0; head < heads; head++)
-                rotate_head(x + head * dim, table, dim, query_.data() + row * query_width() + head * dim, spare);
-            for (long head = 0; head < kv_heads; head++) {
-                const Paged kv = paged(span, layer, head);
-                rotate_head(x + (heads + head) * dim, table, dim, const_cast<bf16*>(kv.row(position, kv.key)), spare);
-                round_head(x + (heads + kv_heads + head) * dim, dim, const_cast<bf16*>(kv.row(position, kv.value)));
+            for (long head = 0; head < heads; head++) {
+                turn_head(x + head * dim, table, dim, spare);
+                put_head<Bf16Kv>(spare, dim, (uint8_t*)(query_.data() + row * query_width() + head * dim));
             }
+            if constexpr (!Kv::kScaled)
+                for (long head = 0; head < kv_heads; head++) {
+                    const Paged<Kv> kv = paged<Kv>(span, layer, head);
+                    turn_head(x + (heads + head) * dim, table, dim, spare);
+                    put_head<Kv>(spare, dim, kv.row(position, kv.key));
+                    put_head<Kv>(x + (heads + kv_heads + head) * dim, dim, kv.row(position, kv.value));
+                }
         }
     }
 }
 
+// A unit of work is one head of one block: its tokens share a scale.
+template <class Kv>
+void Model::quantise(int thread, long layer) {
+    const long dim = shape_.head_dim, heads = shape_.heads, kv_heads = shape_.kv_heads;
+    const long units = long(touched_.size()) * kv_heads;
+    float* turned = own_[thread].turned.data();
+    for (long unit = units * thread / threads_; unit < units * (thread + 1) / threads_; unit++) {
+        const auto [span, row, position, count] = touched_[unit / kv_heads];
+        const long head = unit % kv_heads, offset = position % step_->block_size;
+        const Paged<Kv> kv = paged<Kv>(span, layer, head);
+        const float* key = qkv_.data() + row * qkv_width() + (heads + head) * dim;
+        for (long i = 0; i < count; i++)
+            turn_head(key + i * qkv_width(), step_->rope + (position + i) * 2 * dim, dim, turned + i * dim);
+        uint8_t* block = kv.block(position);
+        quantise_head<Kv>(turned, dim, offset, count, dim, block + kv.key, (float*)(block + kv.key_scale));
+        quantise_head<Kv>(key + kv_heads * dim, qkv_width(), offset, count, dim, block + kv.value, (float*)(block + kv.value_scale));
+    }
+}
+
+template <class Kv>
 void Model::attend(int thread, long layer) {
     for (;;) {
         const long index = next_[layer].fetch_add(1, std::memory_order_relaxed);
         if (index >= long(tasks_.size())) return;
-        run(tasks_[index], layer, own_[thread]);
+        run<Kv>(tasks_[index], layer, own_[thread]);
     }
 }
 
+template <class Kv>
 void Model::run(const Task& task, long layer, Own& own) {
     AttentionScratch& s = own.attention;
-    const Paged kv = paged(task.span, layer, task.head);
+    const Paged<Kv> kv = paged<Kv>(task.span, layer, task.head);
     const long row = span_row_[task.span] + task.begin, position = step_->span_start[task.span] + task.begin;
     const long dim = shape_.head_dim, rows = task.tokens * group(), at = task.head * group() * dim;
     const float scale = 1.0f / std::sqrt(float(dim));

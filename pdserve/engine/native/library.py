@@ -14,7 +14,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
 
-_ABI: Final = 1  # of abi.h
+_ABI: Final = 2  # of abi.h
 
 
 class Shape(Structure):
@@ -32,7 +32,7 @@ class Step(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("threads", "rows", "spans", "out_rows")),
         *((name, c_void_p) for name in ("token_ids", "span_start", "span_count", "span_table", "tables", "out", "pool")),
-        *((name, c_int64) for name in ("block_size", "blocks")),
+        *((name, c_int64) for name in ("block_size", "blocks", "kv_format")),
         *((name, c_void_p) for name in ("rope", "logits", "best")),
     ]  # fmt: skip
 

@@ -34,16 +34,17 @@ from pdserve.engine.weights import LayerWeights, LlamaWeights
 LANES: Final = 16  # floats in a vector: gate and up take turns in so many columns
 MOST_HEAD_DIM: Final = 512
 GROUP: Final = 64  # 8-bit activations that share a scale
+KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # of abi.h
 NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
 _QKV, _ATTENTION_OUT, _GATE_UP, _DOWN, _HEAD = range(5)
 _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
 
 
 def supports(card: ModelCard, kv: KvCache) -> bool:
-    """Whether the compiled code is here and runs this model: bfloat16 on a CPU, widths of whole vectors."""
+    """Whether the compiled code is here and runs this model: bfloat16 on a CPU with KV of any dtype, widths of whole vectors."""
     widths = (card.hidden_size, card.intermediate_size, card.head_dim)
     shaped = not any(w % LANES for w in widths) and card.head_dim <= MOST_HEAD_DIM
-    placed = kv.dtype is torch.bfloat16 and kv.layout.dtype == "bfloat16" and kv.device.type == "cpu"
+    placed = kv.dtype is torch.bfloat16 and kv.layout.dtype in KV_FORMATS and kv.device.type == "cpu"
     return shaped and placed and library.load() is not None
 
 
@@ -89,8 +90,8 @@ class NativeLlama:
         arrays = (tokens, starts, counts, begins, tables, array("i", rows))
         step = library.Step(
             torch.get_num_threads(), len(tokens), len(counts), len(rows), *(a.buffer_info()[0] for a in arrays),
-            self._kv.address, self._kv.layout.block_size, self._kv.num_blocks, self._rope.data_ptr(), logits.data_ptr(),
-            best.buffer_info()[0],
+            self._kv.address, self._kv.layout.block_size, self._kv.num_blocks, KV_FORMATS[self._kv.layout.dtype],
+            self._rope.data_ptr(), logits.data_ptr(), best.buffer_info()[0],
         )  # fmt: skip
         done = _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         assert done == 1, "tokens without a block, or ids that are not there"

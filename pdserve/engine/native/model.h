@@ -30,6 +30,11 @@ struct Task {
     long span, head, begin, tokens, chunk, chunk_end, part, parts;
 };
 
+// Rows of a span whose K and V go to one block, the first to `position`.
+struct Touched {
+    long span, row, position, count;
+};
+
 // Room for rows of at most `words` words each.
 struct RowRoom {
     Lines<uint32_t> words;
@@ -46,7 +51,7 @@ struct RowRoom {
 // What one thread needs for itself.
 struct Own {
     AttentionScratch attention;
-    Lines<float> spare;
+    Lines<float> spare, turned;  // turned: keys of one head and block
     RowRoom rows;
     DrawScratch draw;
 };
@@ -81,16 +86,24 @@ class Model {
 
     bool sound(const PdStep& step) const;
     void plan(const PdStep& step);
+    void plan_touched(const PdStep& step);
     void fit(const PdStep& step);
     void compute(int thread);
     void embed(int thread);
     void write(int thread, long layer);
+    template <class Kv>
+    void turn_and_put(int thread, long layer);
+    template <class Kv>
+    void quantise(int thread, long layer);
+    template <class Kv>
     void attend(int thread, long layer);
+    template <class Kv>
     void run(const Task& task, long layer, Own& own);
     void merge_parts(const Task& task, Own& own);
     void choose(int thread);
     void keep_wanted(int thread);
-    Paged paged(long span, long layer, long head) const;
+    template <class Kv>
+    Paged<Kv> paged(long span, long layer, long head) const;
 
     bool by_rows(long rows) const { return rows >= kRowsEach * threads_ && threads_ > 1; }
 
@@ -146,6 +159,7 @@ class Model {
     const PdStep* step_ = nullptr;
     int threads_ = 1;
     std::vector<Task> tasks_;
+    std::vector<Touched> touched_;
     std::vector<long> span_row_;  // the first row of each span
     std::unique_ptr<std::atomic<long>[]> next_, missing_;  // tasks taken in a layer; parts that a task's span still lacks
     long missing_count_ = 0;

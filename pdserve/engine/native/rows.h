@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "kv_format.h"
 #include "matmul.h"
 
 namespace pdserve {
@@ -58,19 +59,20 @@ inline void norm_row(const float* x, const float* weight, long k, float eps, flo
     put_row(spare, k, out, row);
 }
 
-// One head turned by the rows of `table`: cosines, then sines with the first half negated. Rounded once.
-inline void rotate_head(const float* x, const float* table, long dim, bf16* to, float* spare) {
+// One head turned by the rows of `table`: cosines, then sines with the first half negated.
+inline void turn_head(const float* x, const float* table, long dim, float* to) {
     const float *cosine = table, *sine = table + dim;
     const long half = dim / 2;
     for (long i = 0; i < half; i++) {
-        spare[i] = x[i] * cosine[i] + x[i + half] * sine[i];
-        spare[i + half] = x[i + half] * cosine[i + half] + x[i] * sine[i + half];
+        to[i] = x[i] * cosine[i] + x[i + half] * sine[i];
+        to[i + half] = x[i + half] * cosine[i + half] + x[i] * sine[i + half];
     }
-    for (long i = 0; i < dim; i += kLanes) store_bf16(to + i, _mm512_loadu_ps(spare + i));
 }
 
-inline void round_head(const float* x, long dim, bf16* to) {
-    for (long i = 0; i < dim; i += kLanes) store_bf16(to + i, _mm512_loadu_ps(x + i));
+// Rounded once, to a row of plain K or V.
+template <class Kv>
+inline void put_head(const float* x, long dim, uint8_t* to) {
+    for (long i = 0; i < dim; i += kLanes) Kv::store(to, i, _mm512_loadu_ps(x + i));
 }
 
 }  // namespace pdserve
