@@ -144,8 +144,8 @@ class KvCache:
         before = self.scales[block, layer].masked_fill((first == 0)[:, None, None], 0.0)
         scales = torch.maximum(before, scales_for(newer.abs().amax((-1, -2)), self.layout.dtype))
         stored = self.tensor[block, layer]
-        older = from_numbers(stored, self.layout.dtype).mul_(before[..., None, None]).masked_fill(~old, 0.0)
-        numbers = to_numbers(older + newer, scales, self.layout.dtype)  # one of the two is 0
+        older = from_numbers(stored, self.layout.dtype).mul_(before[..., None, None])
+        numbers = to_numbers(torch.where(old, older, newer), scales, self.layout.dtype)
         changed = new | (old & (scales > before)[..., None, None])
         self.tensor[block, layer] = torch.where(changed, numbers, stored)
         self.scales[block, layer] = scales
