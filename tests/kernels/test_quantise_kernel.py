@@ -8,8 +8,12 @@ import pytest
 import torch
 from kernel_cases import DEVICE, LAYERS, make_pool, stored_values
 
+from pdserve.core.kv_layout import KvLayout
+from pdserve.engine.attention.api import Span
 from pdserve.engine.kernels.paged_kv import KvFormat, quantised_block_bytes, quantised_kv, touched_blocks, touched_tensor
 from pdserve.engine.kernels.quantise import quantise_write
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_format import from_numbers
 
 KINDS = [KvFormat.INT8, KvFormat.FP8_E4M3, KvFormat.INT4]
 
@@ -104,6 +108,33 @@ def test_only_the_tokens_layer_and_block_are_written(kind):
     assert same[1, 1, :, :, 3:].all()
     assert not same[1, 1, :, :, :3].all()
     assert pool.kv.scales.isnan().sum() == 2 * LAYERS * 2 - 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1.0, 1e-33])
+def test_the_kernel_and_torch_store_the_same(kind, size):
+    """Pieces of any length; 1e-33 is too small for a scale. On a GPU a quotient may be off by its last bit."""
+    tokens = size * torch.randn(2, 21, 2, 64, generator=torch.Generator().manual_seed(5))
+    pool = make_pool([], 2, heads=2, dim=64, block_size=16, kind=kind)
+    layout = KvLayout(LAYERS, 2, 64, 16, kind.name.lower())
+    torchs = KvCache(layout, 2 * layout.block_bytes, torch.device("cpu"), torch.float32)
+    for start, end in ((0, 5), (5, 6), (6, 20), (20, 21)):
+        write(pool.kv, tokens, start, end - start, (1, 0))
+        torchs.write(1, torchs.slots([Span(0, start, end - start, (1, 0))]), *tokens[:, start:end])
+    torch.testing.assert_close(pool.kv.scales[:, 1].cpu(), torchs.scales[:, 1])
+    found, expected = (from_numbers(x, layout.dtype) for x in (pool.kv.data[:, 1].cpu(), torchs.tensor[:, 1]))  # -0 is 0
+    same = (found == expected)[..., :5, :]  # block 0 has 5 tokens
+    assert same.double().mean() > (1.0 if DEVICE.type == "cpu" else 0.99) - 1e-9
+
+
+def test_rows_that_are_nobodys_write_nothing():
+    pool = make_pool([], 1, heads=1, dim=64, block_size=16, kind=KvFormat.INT8)
+    before = pool.kv.data.clone()
+    nobody = torch.full((2, 4), -1, dtype=torch.int32, device=DEVICE)
+    new = torch.ones(2, 1, 64, device=DEVICE)
+    quantise_write(pool.kv, pool.kv.layer(1), new, new, nobody)
+    assert torch.equal(pool.kv.data, before)
+    assert pool.kv.scales.isnan().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,15 +27,16 @@ def record_nothing(step):
 replays: list[int] = []
 
 
-@pytest.fixture(scope="module")
-def runners():
-    """The tiny model by torch, and by Triton with recordings for up to 3 sequences."""
+@pytest.fixture(scope="module", params=["auto", "fp8_e4m3", "int4"])
+def runners(request):
+    """The tiny model by torch, and by Triton with recordings for up to 3 sequences; KV of one dtype."""
     directory = resolve("tiny")
-    config = EngineConfig(dtype="float32", device="cpu", kv_cache_memory=4 * MIB, max_num_seqs=3)
+    settings = {"dtype": "float32", "max_num_seqs": 3, "kv_cache_dtype": request.param}
+    config = EngineConfig(device="cpu", kv_cache_memory=4 * MIB, **settings)
     card = ModelCard.load(directory)
     torch_runner = ModelRunner.load(directory, card, config)
     if DEVICE.type == "cuda":
-        return torch_runner, ModelRunner.load(directory, card, EngineConfig(dtype="float32", max_num_seqs=3))
+        return torch_runner, ModelRunner.load(directory, card, EngineConfig(**settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "triton_usable", lambda device: True)
         patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
@@ -71,15 +72,18 @@ def test_triton_and_recordings_give_the_logits_of_torch(runners, lengths):
         assert replays == {1: [1, 1], 3: [4, 4], 5: []}[len(lengths)], "not the recordings that fit"
 
 
-def test_recording_touches_no_block(runners):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_recording_touches_no_block(kv_cache_dtype):
     """All rows are nobody's while a step is recorded."""
     directory = resolve("tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "triton_usable", lambda device: True)
         patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
-        config = EngineConfig(dtype="float32", device=DEVICE.type, kv_cache_memory=MIB, max_num_seqs=1)
+        config = EngineConfig(
+            dtype="float32", device=DEVICE.type, kv_cache_memory=MIB, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype
+        )
         fresh = ModelRunner.load(directory, ModelCard.load(directory), config)
-    assert not fresh.kv.tensor.any()
+    assert not fresh.kv.blocks.any()
 
 
 def test_buckets_hold_the_largest_batch_and_waste_at_most_half():

@@ -41,7 +41,7 @@ _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
 
 
 def supports(card: ModelCard, kv: KvCache) -> bool:
-    """Whether the compiled code is here and runs this model: bfloat16 on a CPU with KV of any dtype, widths of whole vectors."""
+    """Whether the compiled code is here and runs this model: bfloat16 on a CPU, KV of any dtype, widths of whole vectors."""
     widths = (card.hidden_size, card.intermediate_size, card.head_dim)
     shaped = not any(w % LANES for w in widths) and card.head_dim <= MOST_HEAD_DIM
     placed = kv.dtype is torch.bfloat16 and kv.layout.dtype in KV_FORMATS and kv.device.type == "cpu"
