@@ -46,6 +46,10 @@ def test_the_default_model():
     layout = card.kv_layout(16, "auto")
     assert (layout.dtype, layout.bytes_per_token, layout.block_bytes) == ("bfloat16", 23_040, 360 << 10)
     assert card.kv_layout(16, "float32").bytes_per_token == 2 * 23_040
+    assert card.kv_layout(16, "float32", "bf16") == layout
+    assert card.kv_layout(16, "auto", "int8").dtype == "int8"
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        card.kv_layout(16, "auto", "float32")
 
 
 @pytest.mark.parametrize("model", ["tiny", "default"])

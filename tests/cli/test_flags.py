@@ -50,6 +50,7 @@ def test_every_flag_reaches_its_setting() -> None:
         *("--prefill", "0", "--decode", "3", "--model", "tiny", "--served-model-name", "m", "--host", "0.0.0.0"),
         *("--http-port", "1", "--grpc-port", "2", "--link-port", "3", "--max-model-len", "64", "--max-num-seqs", "5"),
         *("--max-num-batched-tokens", "128", "--block-size", "8", "--kv-cache-memory", "64MiB", "--dtype", "float32"),
+        *("--kv-cache-dtype", "bf16"),
         *("--placement", "colocated", "--colocate-below-tokens", "9", "--batch-invariant", "--log-dir", "l"),
         *("--address", "auto"),
     )
@@ -57,6 +58,7 @@ def test_every_flag_reaches_its_setting() -> None:
     assert (config.prefill.replicas, config.decode.replicas, config.address, config.log_dir) == (0, 3, "auto", "l")
     assert (router.host, router.http_port, router.grpc_port, router.link_port) == ("0.0.0.0", 1, 2, 3)
     assert (router.placement, router.colocate_below_tokens) == ("colocated", 9)
+    assert engine.kv_cache_dtype == "bf16"
     assert (engine.model, engine.served_model_name, engine.dtype, engine.batch_invariant) == ("tiny", "m", "float32", True)
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (64, 5, 128)
     assert (engine.block_size, engine.kv_cache_memory) == (8, 64 << 20)

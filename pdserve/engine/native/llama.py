@@ -1,7 +1,8 @@
 """The Llama decoder in compiled code: one call a step, all layers.
 
 bfloat16 on CPUs that have the instructions. Every product and every reduction has one order, fixed by the sequence
-alone, so it is batch-invariant as it stands, at no cost. Activations between layers stay float32; what is multiplied is
+alone, so it is batch-invariant as it stands, at no cost, but for quantised KV: what a block has lost depends on how its
+tokens were cut into steps. Activations between layers stay float32; what is multiplied is
 rounded to bfloat16, or to 8 bits (weights with a scale a column, activations with one for each 64 of a row).
 
 SmolLM2, two threads, the best of five runs on a machine nearly idle, tokens/s in bfloat16 and int8: decode at 128
