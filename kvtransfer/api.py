@@ -1,8 +1,9 @@
-"""What a transport is: one-sided reads of whole KV blocks from a peer's pool into ours.
+"""What a transport is: one-sided reads of whole KV blocks from a peer's pool into ours, or into staging blocks.
 
 A pool is one contiguous region of equal blocks, registered once and never deregistered or moved while the process
-lives: peers keep our addresses, and a write through stale ones would succeed and corrupt. A posted read cannot be
-taken back, so its local blocks belong to the transport until `poll` says that it is over.
+lives: peers keep our addresses, and a write through stale ones would succeed and corrupt. So does every other region
+that is read into. A posted read cannot be taken back, so its local blocks belong to the transport until `poll` says
+that it is over.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Region:
 
 
 LocalRegion = Region
-"""This worker's own pool."""
+"""This worker's own pool, or its staging blocks."""
 RemoteRegion = Region
 """A peer's pool, in the peer's address space."""
 
@@ -91,9 +92,17 @@ class Transport(Protocol):
         ...
 
     def post_read(
-        self, peer: Incarnation, region: RemoteRegion, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self,
+        peer: Incarnation,
+        region: RemoteRegion,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        into: LocalRegion | None = None,
     ) -> ReadHandle:
         """Start copying remote_blocks[i] of `region` into local_blocks[i] of our pool.
+
+        `into`: of that region of ours instead. It is registered when first named, peers do not learn of it, and it must
+        stay where it is until `close`.
 
         Raises `TransferFailed` when the peer is gone or unknown, the regions' shapes differ or an id is out of range.
         """

@@ -180,7 +180,7 @@ class Pull:
 
     def _post(self, post: PostRead) -> None:
         ticket, blocks = self._ticket, slice(post.first, post.first + post.count)
-        pace = self._thread.pace(ticket.incarnation)
+        nbytes = post.count * ticket.layout.block_bytes
         if post.read == 1:
             self._times.posted_s = self._now_s()
         try:
@@ -189,7 +189,7 @@ class Pull:
                 ticket.region,
                 ticket.block_ids[blocks],
                 self._local_blocks[blocks],
-                deadline_s=pace.deadline_s(post.count * ticket.layout.block_bytes, self._config),
+                deadline_s=self._thread.deadline_s(ticket.incarnation, nbytes, self._config),
             )
         except PdserveError:  # nothing was posted
             self._perform(self._reader.read_failed(post.read))
@@ -212,6 +212,7 @@ class Pull:
             if read.is_stopped:
                 self._on_stopped(number)
             else:
+                read.give_up()
                 read.stopped.add_done_callback(functools.partial(self._on_stopped, number))
 
     def _on_stopped(self, number: int, _: object = None) -> None:

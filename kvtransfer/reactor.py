@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, NewType
 
-from kvtransfer.api import ReadAdrift, ReadHandle, RemoteRegion, Transport
+from kvtransfer.api import LocalRegion, ReadAdrift, ReadHandle, RemoteRegion, Transport
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import Incarnation
 
@@ -48,6 +48,7 @@ class Post:
     remote_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
     deadline_s: float
+    into: LocalRegion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,9 @@ class Reactor:
             self._emit(ReadFailed(command.read_id, late, stopped=True))
             return
         try:
-            handle = self._transport.post_read(command.peer, command.region, command.remote_blocks, command.local_blocks)
+            handle = self._transport.post_read(
+                command.peer, command.region, command.remote_blocks, command.local_blocks, command.into
+            )
         except TransferFailed as exc:
             self._fail(command.read_id, command.peer, exc)
         else:

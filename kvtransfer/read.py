@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvtransfer.api import RemoteRegion
-from kvtransfer.pace import Pace
+from pdserve.config import LeaseConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Incarnation
 
@@ -24,7 +24,7 @@ class ReadResult:
 class Read:
     """Two answers that come apart: `result` is what the asker waits for, `stopped` is when its blocks are its own again.
 
-    Only whoever posts reads, the `TransferThread`, calls the methods.
+    Only whoever posts reads, `Reads`, calls the methods; the asker may call `give_up`.
     """
 
     def __init__(self, peer: Incarnation, nbytes: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -45,6 +45,10 @@ class Read:
     def is_stopped(self) -> bool:
         return self._stopped.done()
 
+    def give_up(self) -> None:
+        """Nobody waits for the result any more. What was posted goes on; what was not need not be. Idempotent."""
+        self.result.cancel()
+
     def succeed(self, duration_s: float) -> None:
         if not self.result.done():
             self.result.set_result(ReadResult(self.nbytes, duration_s))
@@ -61,7 +65,8 @@ class Read:
 
 
 class Reads(Protocol):
-    """Who copies a peer's blocks into ours: the `TransferThread`, as a pull sees it."""
+    """Who copies a peer's blocks into ours, as a pull sees it: the `TransferThread`, or `StagedReads` where the peer
+    stores KV in another dtype."""
 
     def read(
         self,
@@ -75,7 +80,9 @@ class Reads(Protocol):
         """See `TransferThread.read`. What it raises means that nothing was posted."""
         ...
 
-    def pace(self, peer: Incarnation) -> Pace: ...
+    def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
+        """How long a read of `nbytes` that is asked for now may take, counting what is under way before it."""
+        ...
 
 
 def mark_retrieved(future: asyncio.Future[Any]) -> None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Final
 
-from kvtransfer.api import RemoteRegion, Transport
+from kvtransfer.api import LocalRegion, RemoteRegion, Transport
 from kvtransfer.pace import Pace
 from kvtransfer.reactor import Command, Connect, Connected, Disconnect, Event, Post, Reactor, ReadDone, ReadFailed, ReadId, Stop
 from kvtransfer.read import Read, mark_retrieved
+from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
 from pdserve.core.ids import Incarnation
 
@@ -95,8 +96,9 @@ class TransferThread:
         local_blocks: Sequence[int],
         *,
         deadline_s: float,
+        into: LocalRegion | None = None,
     ) -> Read:
-        """Copy remote_blocks[i] into local_blocks[i], within `deadline_s` from now.
+        """Copy remote_blocks[i] into local_blocks[i] of our pool, or of `into`, within `deadline_s` from now.
 
         Raises `TransferFailed` when closing or when too many reads have not stopped, `InternalBug` when the thread
         died; then nothing was posted.
@@ -116,8 +118,12 @@ class TransferThread:
         ]
         self._reads[read_id] = read
         self.pace(peer).posted(read.nbytes, now_s=loop.time())
-        self._commands.put(Post(read_id, peer, region, tuple(remote_blocks), tuple(local_blocks), loop.time() + deadline_s))
+        post = Post(read_id, peer, region, tuple(remote_blocks), tuple(local_blocks), loop.time() + deadline_s, into)
+        self._commands.put(post)
         return read
+
+    def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
+        return self.pace(peer).deadline_s(nbytes, config)
 
     def pace(self, peer: Incarnation) -> Pace:
         """How fast reads of this peer have been."""

@@ -69,8 +69,11 @@ class Ticket:
         return len(self.block_ids) * self.layout.block_bytes
 
     def check_layout(self, local: KvLayout) -> None:
-        """Raises `IncompatiblePeer`, naming what differs: such a pair must never be tried again."""
-        if self.layout != local:
+        """Raises `IncompatiblePeer`, naming what differs: such a pair must never be tried again.
+
+        The dtype may differ: blocks are converted then, see `kvtransfer.staging`.
+        """
+        if not self.layout.holds_the_same_as(local):
             raise IncompatiblePeer(f"KV layouts differ: {self.peer_address} writes {self.layout}, this worker reads {local}")
 
     def encode(self) -> bytes:

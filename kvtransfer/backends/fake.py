@@ -58,10 +58,18 @@ class FakeFabric:
 
 
 class _FakeRead(ReadHandle):
-    __slots__ = ("done", "local_blocks", "polls_left", "remote_blocks")
+    __slots__ = ("done", "into", "local_blocks", "polls_left", "remote_blocks")
 
-    def __init__(self, peer: Incarnation, remote_blocks: Sequence[int], local_blocks: Sequence[int], polls_left: int) -> None:
+    def __init__(
+        self,
+        peer: Incarnation,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        into: LocalRegion,
+        polls_left: int,
+    ) -> None:
         super().__init__(peer, len(local_blocks))
+        self.into = into
         self.remote_blocks = tuple(remote_blocks)
         self.local_blocks = tuple(local_blocks)
         self.polls_left = polls_left
@@ -94,16 +102,22 @@ class FakeTransport:
         self._peers.discard(incarnation)
 
     def post_read(
-        self, peer: Incarnation, region: RemoteRegion, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self,
+        peer: Incarnation,
+        region: RemoteRegion,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        into: LocalRegion | None = None,
     ) -> ReadHandle:
+        into = into or self._region
         if peer not in self._peers:
             raise TransferFailed(f"peer {peer:016x} is not connected")
-        check_shapes(self._region, region, remote_blocks, local_blocks)
+        check_shapes(into, region, remote_blocks, local_blocks)
         if self._reachable(peer) != region:
             raise TransferFailed(f"the pool {region} is not peer {peer:016x}'s")
         if self._fabric.is_adrift(peer):
             raise ReadAdrift(f"a read of {len(local_blocks)} blocks from peer {peer:016x} failed")
-        read = _FakeRead(peer, remote_blocks, local_blocks, self._fabric.polls_until_done)
+        read = _FakeRead(peer, remote_blocks, local_blocks, into, self._fabric.polls_until_done)
         if read.polls_left == 0 and not self._fabric.is_held(peer):
             self._copy(read)
         return read
@@ -134,5 +148,5 @@ class FakeTransport:
         assert not self._closed
         source = self._reachable(read.peer)
         for remote, local in zip(read.remote_blocks, read.local_blocks, strict=True):
-            ctypes.memmove(self._region.address_of(local), source.address_of(remote), source.block_bytes)
+            ctypes.memmove(read.into.address_of(local), source.address_of(remote), source.block_bytes)
         read.done = True

@@ -138,6 +138,8 @@ class NixlTransport:
         """Raises `TransferFailed` when the agent cannot be made or the pool not be registered."""
         self._nixl = _load()
         self._region = region
+        self._local_sides: dict[LocalRegion, int] = {}
+        """The prepared descriptor list of each registered region."""
         self._peers: dict[Incarnation, _Connection] = {}
         self._unreleased: list[int] = []  # requests that NIXL would not release, or that are adrift
         module = self._nixl.module
@@ -149,8 +151,7 @@ class NixlTransport:
         with self._nixl.translated("cannot start the NIXL agent"):
             self._agent: Any = module.nixlAgent(agent_name(worker_id, incarnation), config)
             self._backend = self._agent.createBackend("UCX", {})
-            self._register(region)
-            self._local_side = self._prepare(module.NIXL_INIT_AGENT, region)
+            self._local_side(region)
             self._metadata = bytes(self._agent.getLocalMD())
 
     def metadata(self) -> bytes:
@@ -180,17 +181,23 @@ class NixlTransport:
         self._forget(connection.name)
 
     def post_read(
-        self, peer: Incarnation, region: RemoteRegion, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self,
+        peer: Incarnation,
+        region: RemoteRegion,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        into: LocalRegion | None = None,
     ) -> ReadHandle:
+        into = into or self._region
         connection = self._peers.get(peer)
         if connection is None or connection.broken:
             raise TransferFailed(f"peer {peer:016x} is not connected")
-        check_shapes(self._region, region, remote_blocks, local_blocks)
+        check_shapes(into, region, remote_blocks, local_blocks)
         self._prepare_remote(connection, region)
         with self._nixl.translated(f"cannot make a read of peer {peer:016x}"):
             request = self._agent.makeXferReq(
                 self._nixl.module.NIXL_READ,
-                self._local_side,
+                self._local_side(into),
                 np.asarray(local_blocks, dtype=np.int32),
                 connection.side,
                 np.asarray(remote_blocks, dtype=np.int32),
@@ -214,7 +221,9 @@ class NixlTransport:
             return
         for incarnation in list(self._peers):
             self.disconnect(incarnation)
-        self._agent.releasedDlistH(self._local_side)
+        for side in self._local_sides.values():
+            self._agent.releasedDlistH(side)
+        self._local_sides.clear()
         self._agent = None
 
     def _advance(self, handle: _NixlRead, ask: Any) -> bool:
@@ -253,6 +262,13 @@ class NixlTransport:
             self._agent.invalidateRemoteMD(name)
         except self._nixl.errors as exc:
             logger.debug("NIXL had already dropped agent %s: %s", name, exc)
+
+    def _local_side(self, region: LocalRegion) -> int:
+        """Its descriptor list, once per region. `metadata` was taken before any but the pool's is here: only we name them."""
+        if region not in self._local_sides:
+            self._register(region)
+            self._local_sides[region] = self._prepare(self._nixl.module.NIXL_INIT_AGENT, region)
+        return self._local_sides[region]
 
     def _register(self, region: Region) -> None:
         module = self._nixl.module

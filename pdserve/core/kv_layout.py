@@ -59,8 +59,20 @@ class KvLayout:
         return ceil_div(self.block_bytes, self.block_size)
 
     @property
+    def _shape(self) -> tuple[int, ...]:
+        return self.num_layers, self.num_kv_heads, self.head_dim, self.block_size
+
+    @property
     def _numbers(self) -> int:
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+
+    def holds_the_same_as(self, other: KvLayout) -> bool:
+        """Whether a block of one becomes a block of the other by storing each number in another way.
+
+        Layers, heads, dimensions and tokens a block must be equal: a block is then still a block, with the same place in
+        a block table. What may differ is `dtype`, and with it the scales and the bytes.
+        """
+        return self._shape == other._shape
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens, the last one partly filled."""

@@ -36,6 +36,12 @@ def test_quantised_numbers_that_fill_no_whole_words_are_refused():
         KvLayout(1, 1, 7, 1, "int4")
 
 
+def test_only_how_numbers_are_stored_may_differ_between_a_block_and_its_copy():
+    assert all(SMOLLM2.holds_the_same_as(replace(SMOLLM2, dtype=dtype)) for dtype in DTYPE_BITS)
+    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+        assert not SMOLLM2.holds_the_same_as(replace(SMOLLM2, **{name: 2}))
+
+
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_the_last_block_may_be_partly_filled(tokens, blocks):
     assert SMOLLM2.blocks_for(tokens) == blocks

@@ -104,8 +104,8 @@ class Script:
         self.posted.append(Posted(read, tuple(remote_blocks), tuple(local_blocks), deadline_s))
         return read
 
-    def pace(self, peer: Incarnation) -> Pace:
-        return Pace()
+    def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
+        return Pace().deadline_s(nbytes, config)
 
     async def start(self, *, wait_s: float = 1000.0) -> None:
         self.running = asyncio.create_task(self.pull.run(wait_s=wait_s))

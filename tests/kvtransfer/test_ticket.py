@@ -14,7 +14,7 @@ from kvtransfer.api import Device
 from kvtransfer.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
 
 LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 TICKET = Ticket(
@@ -161,10 +161,16 @@ def test_deep_nesting_is_refused() -> None:
         Ticket.decode(b"\x91" * 100_000)
 
 
-def test_layouts_that_differ_never_pair() -> None:
-    TICKET.check_layout(LAYOUT)
-    with pytest.raises(IncompatiblePeer, match=r"127\.0\.0\.1:40123"):
-        TICKET.check_layout(dataclasses.replace(LAYOUT, block_size=32))
+def test_layouts_of_other_shapes_never_pair() -> None:
+    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+        other = dataclasses.replace(LAYOUT, **{name: 2 * getattr(LAYOUT, name)})
+        with pytest.raises(IncompatiblePeer, match=r"127\.0\.0\.1:40123"):
+            TICKET.check_layout(other)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BITS)
+def test_layouts_that_store_the_same_numbers_in_another_way_do_pair(dtype: str) -> None:
+    TICKET.check_layout(dataclasses.replace(LAYOUT, dtype=dtype))
 
 
 def test_region_and_size_follow_the_layout() -> None:

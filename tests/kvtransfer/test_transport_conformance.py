@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 from transfer_testing import BLOCK_BYTES, NUM_BLOCKS, FakePeer, NixlPeer, Peer, Pool, new_incarnation, wait_for
 
-from kvtransfer.api import Transport
+from kvtransfer.api import Region, Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport, prepare_environment
 from pdserve.core.errors import TransferFailed
@@ -33,13 +33,13 @@ class Pair:
     def connect(self) -> None:
         self.transport.connect(self.peer.incarnation, self.peer.metadata)
 
-    def read(self, remote: list[int], local: list[int]) -> None:
-        handle = self.transport.post_read(self.peer.incarnation, self.peer.region, remote, local)
+    def read(self, remote: list[int], local: list[int], into: Region | None = None) -> None:
+        handle = self.transport.post_read(self.peer.incarnation, self.peer.region, remote, local, into)
         wait_for(self.transport, handle)
 
 
-def make_pair(kind: str) -> Iterator[Pair]:
-    pool = Pool()
+def make_pair(kind: str, pool: Pool | None = None) -> Iterator[Pair]:
+    pool = pool or Pool()
     incarnation = new_incarnation()
     peer: Peer
     transport: Transport
@@ -150,6 +150,27 @@ def test_blocks_of_another_size_are_refused(pair: Pair) -> None:
     region = dataclasses.replace(pair.peer.region, block_bytes=BLOCK_BYTES // 2)
     with pytest.raises(TransferFailed, match="bytes"):
         pair.transport.post_read(pair.peer.incarnation, region, [0], [0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_with_other_blocks_is_read_into_staging_blocks(kind: str) -> None:
+    """(1) Into the pool its blocks do not fit; (2) into two regions of its size they do, in turns; (3) only there."""
+    with contextlib.contextmanager(make_pair)(kind, Pool(block_bytes=BLOCK_BYTES // 2)) as pair:
+        metadata = pair.transport.metadata()
+        pair.connect()
+        with pytest.raises(TransferFailed, match="bytes"):
+            pair.read([0], [0])
+        one, other = Pool(num_blocks=4), Pool(num_blocks=6)
+        for staging in (one, other, one):
+            staging.array[:] = 7
+            pair.read([9, 30, 2], [3, 0, 1], staging.region)
+            assert staging.digest([3, 0, 1]) == pair.peer.digest([9, 30, 2])
+            assert (staging.array[2] == 7).all()
+        with pytest.raises(TransferFailed, match="outside"):
+            pair.read([0], [4], one.region)
+        assert not pair.pool.array.any()
+        assert pair.transport.metadata() == metadata, "peers know the pool only"
+        pair.transport.close()
 
 
 def test_a_region_that_is_not_the_peers_is_refused(mortal_pair: Pair) -> None:
