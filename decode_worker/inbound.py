@@ -9,9 +9,10 @@ from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.lease_client import LeaseClient
 from kvtransfer.pull import Pull, Pulled
 from kvtransfer.read import Reads
+from kvtransfer.staging import PostsReads, Staging
 from kvtransfer.ticket import Ticket
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import TransferFailed
+from pdserve.core.errors import IncompatiblePeer, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId
 from pdserve.core.kv_layout import KvLayout
 
@@ -28,7 +29,12 @@ class Puller(Protocol):
     def config(self) -> WorkerConfig: ...
 
     @property
-    def transfer(self) -> Reads: ...
+    def transfer(self) -> PostsReads: ...
+
+    @property
+    def staging(self) -> Staging | None:
+        """None: KV of another dtype cannot be converted here."""
+        ...
 
 
 class Inbound:
@@ -67,6 +73,7 @@ class Inbound:
         """
         ticket = Ticket.decode(ticket_bytes)
         ticket.check_layout(self._host.layout)
+        reads = self._reads_of(ticket)
         if len(ticket.block_ids) != len(self._block_ids):
             raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, the prompt {len(self._block_ids)}")
         self._lease = await self._leases.attach(lease_id, ticket, deadline_s=self._wait_s)
@@ -76,7 +83,7 @@ class Inbound:
             ticket,
             self._block_ids,
             self._reader_id,
-            self._host.transfer,
+            reads,
             config,
             first_block=self._first_block,
         )
@@ -94,6 +101,14 @@ class Inbound:
             1e3 * pulled.exposed_s,
         )
         return pulled
+
+    def _reads_of(self, ticket: Ticket) -> Reads:
+        """Straight into the pool where both sides store KV alike."""
+        if ticket.layout == self._host.layout:
+            return self._host.transfer
+        if self._host.staging is None:
+            raise IncompatiblePeer(f"KV comes in {ticket.layout.dtype}, and is stored in {self._host.layout.dtype} here")
+        return self._host.staging.reads_of(ticket)
 
     async def abandon(self, *, release: bool) -> None:
         """Return once nothing writes into the blocks any more. `release` also ends the lease, so that its blocks are free

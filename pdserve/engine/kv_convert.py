@@ -34,13 +34,13 @@ def convert_blocks(blocks: Tensor, source: KvLayout, target: KvLayout, tokens: i
 
 def _read(blocks: Tensor, layout: KvLayout) -> Tensor:
     """A copy: [n, num_layers, 2, num_kv_heads, block_size, head_dim] float32."""
-    heads = (layout.num_layers, 2, layout.num_kv_heads)
+    heads = (len(blocks), layout.num_layers, 2, layout.num_kv_heads)
     data = blocks[:, : layout.data_bytes]
     if not layout.quantised:
-        plain = data.view(TORCH_DTYPES[layout.dtype]).unflatten(1, (*heads, layout.block_size, layout.head_dim))
+        plain = data.view(TORCH_DTYPES[layout.dtype]).view(*heads, layout.block_size, layout.head_dim)
         return plain.to(torch.float32, copy=True)
-    numbers = data.unflatten(1, (*heads, layout.block_size, stored_dim(layout.head_dim, layout.dtype)))
-    scales = blocks[:, layout.data_bytes :].view(torch.float32).unflatten(1, heads)
+    numbers = data.view(*heads, layout.block_size, stored_dim(layout.head_dim, layout.dtype))
+    scales = blocks[:, layout.data_bytes :].view(torch.float32).view(heads)
     return dequantise(numbers, scales, layout.dtype)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import grpc
 
 from kvtransfer.api import Device, DeviceKind, Region
+from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
@@ -22,6 +23,8 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.messages import Command, StepEvents
 
 if TYPE_CHECKING:  # the roles run without torch where the model is not the real one
+    from torch import Tensor
+
     from pdserve.engine.kv_cache import KvCache
 
 log = logging.getLogger(__name__)
@@ -64,6 +67,8 @@ class Host:
     send: Callable[[link_pb2.WorkerMessage], None]
     open_channel: Callable[[str], grpc.aio.Channel] = open_channel
     """To a peer's services."""
+    staging: Staging | None = None
+    """Reads KV of peers that store it in another dtype; None: such peers are refused."""
     draining: bool = False
     """Nothing new is taken; what is here is finished."""
     _last_seq_id: int = 0
@@ -89,6 +94,9 @@ RoleFactory = Callable[[Host], Role]
 
 def region_of(kv: KvCache) -> Region:
     """The pool as the transport registers it and a ticket describes it."""
-    device = kv.tensor.device
-    kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-    return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, Device(kind, device.index or 0))
+    return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, device_of(kv.tensor))
+
+
+def device_of(memory: Tensor) -> Device:
+    kind: DeviceKind = "cuda" if memory.device.type == "cuda" else "cpu"
+    return Device(kind, memory.device.index or 0)

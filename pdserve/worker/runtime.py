@@ -21,6 +21,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
@@ -36,6 +37,7 @@ from pdserve.rpc.v1 import common_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
 from pdserve.worker.host import Host, RoleFactory, close_role, region_of
+from pdserve.worker.kv_staging import StagedKv
 from pdserve.worker.member import Member
 from pdserve.worker.memory import MemoryReport, measure
 from pdserve.worker.messages import EngineSnapshot, StepEvents
@@ -193,6 +195,7 @@ class RunningWorker:
         runner, config = self._runner, self._config
         region = region_of(runner.kv)
         transfer = TransferThread(lambda: NixlTransport(WorkerId(config.worker_id), self.incarnation, region))
+        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, runner.kv))
         server = grpc.aio.server(options=server_options())
         try:
             agent_metadata = await transfer.start()
@@ -212,6 +215,7 @@ class RunningWorker:
                 server=server,
                 submit=self._engine.submit,
                 send=member.link.send,
+                staging=staging,
             )
             member.start(host, self._make_role)
             self._member = member
@@ -221,6 +225,7 @@ class RunningWorker:
                 await close_role(self._member.role, transfer)
             await server.stop(grace=None)
             await transfer.close()
+            staging.close()
 
     async def _run_services(self, server: grpc.aio.Server, member: Member, transfer: TransferThread) -> None:
         """Until a stop is asked for, or a part that the worker cannot do without ends."""

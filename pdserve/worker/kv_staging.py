@@ -1,0 +1,45 @@
+"""Staging blocks in torch: KV as a peer stores it, made into blocks of this worker's pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtransfer.api import Region
+from pdserve.core.kv_layout import KvLayout
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_convert import convert_blocks
+from pdserve.worker.host import device_of
+
+
+class StagedKv:
+    """`num_blocks` blocks of a peer's layout, on the device of our pool. See `kvtransfer.staging.StagingBlocks`."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, kv: KvCache) -> None:
+        device = kv.tensor.device
+        self._source, self._target = layout, kv.layout
+        self._staged = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self._pool = kv.tensor.view(torch.uint8).view(kv.num_blocks, -1)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # A block is a part of a CPU's cache, and conversion of one after the other up to 5 times as fast (bf16 to int8).
+        self._step = 1 if self._stream is None else num_blocks
+
+    @property
+    def region(self) -> Region:
+        staged = self._staged
+        return Region(staged.data_ptr(), len(staged), self._source.block_bytes, device_of(staged))
+
+    def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
+        """Converter thread. Writes these blocks of the pool and no others; they are there when it returns."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):  # a stream of None changes nothing
+            for first in range(0, len(staged), self._step):
+                blocks = slice(first, first + self._step)
+                self._convert(list(staged[blocks]), list(local[blocks]), tokens - first * self._source.block_size)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _convert(self, staged: list[int], local: list[int], tokens: int) -> None:
+        """`tokens`: from the first of these blocks on."""
+        tokens = min(tokens, len(staged) * self._source.block_size)
+        self._pool[local] = convert_blocks(self._staged[staged], self._source, self._target, tokens)
