@@ -88,10 +88,10 @@ class Registry:
         if hello.kv_tokens <= 0:
             raise IncompatiblePeer(f"{name} has no KV blocks: {hello.num_blocks} of {hello.block_size} tokens")
         for other in self._by_link.values():
-            if other.hello.worker_id != hello.worker_id and _layout(other.hello) != _layout(hello):
+            if other.hello.worker_id != hello.worker_id and not _same_blocks(other.hello, hello):
                 raise IncompatiblePeer(
                     f"{name} has KV layout {_layout(hello)}, {other.hello.worker_id} has {_layout(other.hello)} "
-                    "(block_size, dtype, kv_bytes_per_token)"
+                    "(block_size, dtype, kv_bytes_per_token; only the dtype may differ, and the bytes with it)"
                 )
 
     def join(self, link: LinkId, hello: WorkerHello, *, now_s: float) -> Worker:
@@ -121,6 +121,11 @@ class Registry:
         return len(self._by_link)
 
 
+def _same_blocks(one: WorkerHello, other: WorkerHello) -> bool:
+    """Whether one can read the other's blocks, converting them where the dtypes differ. They are of one model."""
+    same_bytes = one.kv_bytes_per_token == other.kv_bytes_per_token or one.dtype != other.dtype
+    return one.block_size == other.block_size and same_bytes
+
+
 def _layout(hello: WorkerHello) -> tuple[int, str, int]:
-    """What two workers must share for one to read the other's blocks."""
     return hello.block_size, hello.dtype, hello.kv_bytes_per_token

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from pdserve.checkpoint.card import resolve_kv_dtype
 from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, RouterProcessConfig, WorkerConfig
+from pdserve.core.kv_layout import DTYPE_BITS
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -100,7 +102,7 @@ def local_resources(config: ClusterConfig) -> dict[str, float]:
 
 
 def router_config(config: ClusterConfig, cluster_token: str, node_host: str) -> RouterProcessConfig:
-    """The router judges a request by the smaller pool's workers: it must fit wherever it may be placed.
+    """The router judges a request by the workers that hold fewer tokens: it must fit wherever it may be placed.
 
     Workers on other machines cannot dial a loopback address, so there the link listens at the node's own.
     """
@@ -109,9 +111,14 @@ def router_config(config: ClusterConfig, cluster_token: str, node_host: str) -> 
         router = dataclasses.replace(router, link_host=node_host)
     engine = config.engine_for(config.decode)
     if config.prefill.replicas:
-        prefill = config.engine_for(config.prefill)
-        engine = dataclasses.replace(engine, kv_cache_memory=min(engine.kv_cache_memory, prefill.kv_cache_memory))
+        small = min(engine, config.engine_for(config.prefill), key=_kv_numbers)
+        engine = dataclasses.replace(engine, kv_cache_memory=small.kv_cache_memory, kv_cache_dtype=small.kv_cache_dtype)
     return RouterProcessConfig(router, engine, cluster_token)
+
+
+def _kv_numbers(engine: EngineConfig) -> float:
+    """How many a worker's KV pool holds, but for the scales of quantised ones."""
+    return engine.kv_cache_memory * 8 / DTYPE_BITS[resolve_kv_dtype(engine.kv_cache_dtype, engine.dtype)]
 
 
 def dial_address(bound: str, router: RouterConfig, node_host: str) -> str:

@@ -94,7 +94,7 @@ RoleFactory = Callable[[Host], Role]
 
 def region_of(kv: KvCache) -> Region:
     """The pool as the transport registers it and a ticket describes it."""
-    return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, device_of(kv.tensor))
+    return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, device_of(kv.blocks))
 
 
 def device_of(memory: Tensor) -> Device:

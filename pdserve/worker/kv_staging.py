@@ -17,10 +17,10 @@ class StagedKv:
     """`num_blocks` blocks of a peer's layout, on the device of our pool. See `kvtransfer.staging.StagingBlocks`."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, kv: KvCache) -> None:
-        device = kv.tensor.device
+        device = kv.device
         self._source, self._target = layout, kv.layout
         self._staged = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
-        self._pool = kv.tensor.view(torch.uint8).view(kv.num_blocks, -1)
+        self._pool = kv.blocks
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         # A block is a part of a CPU's cache, and conversion of one after the other up to 5 times as fast (bf16 to int8).
         self._step = 1 if self._stream is None else num_blocks

@@ -84,6 +84,16 @@ def test_router_judges_by_the_smaller_pool() -> None:
     assert plan.router_config(config, "t", "10.0.0.7").engine.kv_cache_memory == 64 << 20
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "judged_by"), [("int8", "bf16", "bf16"), ("fp32", "int4", "fp32"), ("auto", "int8", "auto")]
+)
+def test_router_judges_by_the_pool_whose_blocks_are_larger(prefill: str, decode: str, judged_by: str) -> None:
+    config = ClusterConfig(
+        prefill=PoolConfig(engine={"kv_cache_dtype": prefill}), decode=PoolConfig(engine={"kv_cache_dtype": decode})
+    )
+    assert plan.router_config(config, "t", "10.0.0.7").engine.kv_cache_dtype == judged_by
+
+
 def test_only_a_router_of_a_real_cluster_listens_for_workers_beyond_loopback() -> None:
     def link_host(config: ClusterConfig) -> str | None:
         return plan.router_config(config, "t", "10.0.0.7").router.link_host

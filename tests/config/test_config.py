@@ -95,3 +95,8 @@ def test_sizes(count: int, unit: tuple[str, int]) -> None:
 def test_not_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)
+
+
+def test_pools_may_store_kv_in_different_dtypes():
+    config = load(ClusterConfig, None, ["prefill.engine.kv_cache_dtype=bf16", "decode.engine.kv_cache_dtype=int8"])
+    assert [config.engine_for(pool).kv_cache_dtype for pool in (config.prefill, config.decode)] == ["bf16", "int8"]

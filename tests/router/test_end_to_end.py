@@ -346,7 +346,7 @@ def test_links_need_the_token_and_the_same_model_and_layout() -> None:
                 ({"cluster_token": "guess"}, grpc.StatusCode.UNAUTHENTICATED),
                 ({"model_fingerprint": "other"}, grpc.StatusCode.FAILED_PRECONDITION),
                 ({"block_size": 32}, grpc.StatusCode.FAILED_PRECONDITION),
-                ({"dtype": "float32"}, grpc.StatusCode.FAILED_PRECONDITION),
+                ({"kv_bytes_per_token": 7}, grpc.StatusCode.FAILED_PRECONDITION),
             ]
             for changes, code in wrong:
                 worker = cluster.worker(DECODE, worker_id="stranger", **changes)
@@ -355,6 +355,18 @@ def test_links_need_the_token_and_the_same_model_and_layout() -> None:
                 assert caught.value.code() is code
                 cluster.workers.remove(worker)
             assert (await cluster.generate((1,), 2)).ids == right_ids((1,), 2)
+
+    run(story())
+
+
+def test_workers_that_store_kv_in_another_dtype_may_join() -> None:
+    """Of another number of bytes a token, as that dtype has."""
+
+    async def story() -> None:
+        async with local_cluster() as cluster:
+            other = cluster.worker(DECODE, worker_id="narrow", dtype="int8", kv_bytes_per_token=9)
+            async with other:
+                assert (await cluster.generate((1,), 2)).ids == right_ids((1,), 2)
 
     run(story())
 
