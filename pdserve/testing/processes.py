@@ -230,8 +230,8 @@ class ProcessCluster:
         return self.processes["router"]
 
     def start_worker(self, name: str, *, wait: bool = True) -> Process:
-        settings = {**self._worker, **self._places.get(name, Place()).worker}
-        config = WorkerConfig(name, self.link, self.engine, cluster_token=self._token, **settings)
+        settings = {"engine": self.engine, **self._worker, **self._places.get(name, Place()).worker}
+        config = WorkerConfig(name, self.link, cluster_token=self._token, **settings)
         self._spawn(f"{name.split('-')[0]}_worker", config, name, self._env)
         if wait:
             self.processes[name].wait_ready()
