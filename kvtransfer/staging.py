@@ -21,11 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 from kvtransfer.api import LocalRegion, RemoteRegion
+from kvtransfer.converter import Converter, ConverterThread
 from kvtransfer.read import Read, Reads
 from kvtransfer.slots import SlotPool, Slots
 from kvtransfer.ticket import Ticket
@@ -102,14 +103,16 @@ class Staging:
         *,
         num_blocks: int = STAGING_BLOCKS,
         chunk_blocks: int = CHUNK_BLOCKS,
+        converter: Converter | None = None,
     ) -> None:
-        """`make_blocks`: so many staging blocks of that layout. Called on the loop, once for each layout."""
+        """`make_blocks`: so many staging blocks of that layout. Called on the loop, once for each layout. `converter`: by
+        default a thread of its own."""
         self.chunk_blocks = chunk_blocks
         self._transfer = transfer
         self._make_blocks = make_blocks
         self._num_blocks = num_blocks
         self._lanes: dict[KvLayout, _Lane] = {}
-        self._converter = ThreadPoolExecutor(1, thread_name_prefix="pdserve-convert")  # its thread starts with its first work
+        self._converter = converter or ConverterThread()
         self._converting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -139,7 +142,7 @@ class Staging:
         for task in self._tasks:
             task.cancel()
         self._lanes.clear()
-        self._converter.shutdown(wait=False, cancel_futures=True)
+        self._converter.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -158,19 +161,27 @@ class Staging:
             read.fail(exc)
             lane.slots.give_back(read.peer, slots)
             return
+        await self._arrival(read, part)
+        await self._convert(read, partial(lane.blocks.convert, slots, chunk.local, chunk.tokens))
+        lane.slots.give_back(read.peer, slots)
+
+    async def _arrival(self, read: Read, part: Read) -> None:
+        """Returns when the transport has done with the staging blocks; a failure is told at once."""
         await asyncio.wait([part.result])
         if (error := part.result.exception()) is not None:
             assert isinstance(error, PdserveError)
             read.fail(error)
         await part.stopped
+
+    async def _convert(self, read: Read, work: Callable[[], None]) -> None:
+        """Returns when the converter has done with the staging blocks and ours."""
         try:
             async with self._converting:
                 if not read.result.done():  # else nobody waits for it, and what is not begun need not be
-                    await loop.run_in_executor(self._converter, lane.blocks.convert, slots, chunk.local, chunk.tokens)
+                    await self._converter.run(work)
         except Exception as exc:
             log.exception("converting KV of peer %016x", read.peer)
             read.fail(InternalBug(f"converting KV: {exc!r}"))
-        lane.slots.give_back(read.peer, slots)
 
     def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
         return self._transfer.deadline_s(peer, nbytes, config)

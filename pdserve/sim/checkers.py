@@ -107,6 +107,8 @@ def _left_on(worker: SimWorker) -> list[str]:
         found.append(f"{counts}, {scheduler.num_live} sequences")
     if worker.transfer.num_unstopped:
         found.append(f"{worker.transfer.num_unstopped} reads")
+    if not worker.staging.idle:
+        found.append(f"{worker.staging.num_held} staging blocks")
     if role is not None and not role.idle:
         found.append("the role is not idle")
     if isinstance(role, PrefillRole) and (role.leases_held or role._leases.num_watched):

@@ -28,6 +28,8 @@ NOTICED_S: Final = 0.5
 REDO_S: Final = 7.0
 """More than a silent link, a lease, a read or the wait for a worker may take before its request starts over."""
 FRESH_DEADLINE_S: Final = 10.0
+KV_DTYPES: Final = (("float32", "float32"), ("bfloat16", "float32"))
+"""Of the prefill and the decode pool: reads go straight into the pool, or through staging blocks."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ def run_seed(seed: int) -> RunReport:
     rng = random.Random(f"{seed} plan")
     plan = draw_plan(rng, until_s=FAULTS_S)
     shape = _with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
+    shape = _with_kv_dtypes(shape, *random.Random(f"{seed} dtypes").choice(KV_DTYPES))
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
     return simulate(seed, shape, plan, asks, Census())
 
@@ -58,11 +61,16 @@ def run_with_slow_reads(seed: int) -> RunReport:
     rates = {"decode0": 0.7, "decode1": 0.7}
     plan = FaultPlan(cuts, Weather(), ReadFaults(slow=0.7, slow_s=6.0, own_network=True), rates, FAULTS_S)
     asks = draw_asks(random.Random(f"{seed} workload"), 32, until_s=FAULTS_S, unruly=False)
-    return simulate(seed, _with_patient_reads(Shape()), plan, asks, Census())
+    shape = _with_kv_dtypes(_with_patient_reads(Shape()), *KV_DTYPES[seed % 2])
+    return simulate(seed, shape, plan, asks, Census())
 
 
 def _with_prefix_caching(shape: Shape, on: bool) -> Shape:
     return replace(shape, prefill=replace(shape.prefill, prefix_caching=on), decode=replace(shape.decode, prefix_caching=on))
+
+
+def _with_kv_dtypes(shape: Shape, prefill: str, decode: str) -> Shape:
+    return replace(shape, prefill=replace(shape.prefill, kv_dtype=prefill), decode=replace(shape.decode, kv_dtype=decode))
 
 
 def _with_patient_reads(shape: Shape) -> Shape:

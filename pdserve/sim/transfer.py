@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
-from kvtransfer.api import ReadAdrift
+from kvtransfer.api import LocalRegion, ReadAdrift
 from kvtransfer.reactor import Command, Connect, Connected, Event, Post, ReadDone, ReadFailed, ReadId, Stop
 from kvtransfer.thread import TransferThread
 from pdserve.core.errors import TransferFailed
@@ -68,6 +68,8 @@ class SimTransfer(TransferThread):
         self._reached = reached
         self._commands = cast(Any, _Inbox(process, self._on_command))
         self._stopped = False
+        self.staged: dict[LocalRegion, SimKv] = {}
+        """Memory that is read into besides the pool."""
 
     async def start(self) -> bytes:
         self._loop = asyncio.get_running_loop()
@@ -152,7 +154,8 @@ class SimTransfer(TransferThread):
                 self._fail(post.read_id, "the peer was not reached")
             return
         remote, local = pairs[0]
-        self._kv.copy_in(local, peer[1].blocks[remote])
+        into = self._kv if post.into is None else self.staged[post.into]
+        into.copy_in(local, peer[1].blocks[remote])
         self._copy(post, pairs[1:], waits_s[1:], end)
 
     def _fail(self, read_id: ReadId, reason: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from decode_worker.role import DecodeRole
@@ -23,6 +23,7 @@ from pdserve.sim.engine import BLOCK_SIZE, SimEngine, SimKv
 from pdserve.sim.network import Network
 from pdserve.sim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from pdserve.sim.process import Process
+from pdserve.sim.staging import make_staging
 from pdserve.sim.transfer import Pools, SimTransfer
 from pdserve.worker.host import Host, Role, close_role
 from pdserve.worker.member import Member
@@ -43,6 +44,8 @@ class WorkerShape:
     lease: LeaseConfig
     drain_timeout_s: float = 10.0
     prefix_caching: bool = False
+    kv_dtype: str = "float32"
+    """Workers of another one convert what they read from this one."""
 
 
 class SimWorker:
@@ -78,6 +81,8 @@ class SimWorker:
             check_steps=check_steps,
         )
         self.transfer = SimTransfer(process, self.kv, pools, network, rng, reached, stuck_after_s=STUCK_S)
+        self.layout = replace(LAYOUT, dtype=shape.kv_dtype)
+        self.staging = make_staging(process, self.transfer, self.kv, rng, poison=poison)
         self._network = network
         self._config = self._make_config()
         self.member = Member(self._config, ROLES[process.role], self.engine.snapshot(), open_channel=self._open_channel)
@@ -99,6 +104,7 @@ class SimWorker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await close_role(self.member.role, self.transfer)
+        self.staging.close()
         ended()
 
     @property
@@ -109,8 +115,8 @@ class SimWorker:
         return Host(
             config=self._config,
             card=CARD,
-            layout=LAYOUT,
-            region=Region(1 << 20, self.shape.num_blocks, LAYOUT.block_bytes),
+            layout=self.layout,
+            region=Region(1 << 20, self.shape.num_blocks, self.layout.block_bytes),
             tokenizer=TOKENIZER,
             max_model_len=MAX_MODEL_LEN,
             incarnation=self.incarnation,
@@ -121,6 +127,7 @@ class SimWorker:
             submit=self.engine.submit,
             send=self.member.link.send,
             open_channel=self._open_channel,
+            staging=self.staging,
         )
 
     def _make_config(self) -> WorkerConfig:

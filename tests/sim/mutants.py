@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from decode_worker.inbound import Inbound
 from decode_worker.role import DecodeRole
 from kvtransfer.peer_link import PeerLink
 from kvtransfer.pull import Pull
+from kvtransfer.slots import SlotPool
+from kvtransfer.staging import Staging
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.lease import LeaseEvent, LeaseState, LeaseTable
 from pdserve.core.reader import Reader, ReaderState, SendCommit
@@ -70,6 +73,32 @@ def commit_is_sent_with_a_read_in_flight(patch: pytest.MonkeyPatch) -> None:
 def blocks_are_freed_under_a_read(patch: pytest.MonkeyPatch) -> None:
     """An aborted read's blocks are not quarantined."""
     patch.setattr(Inbound, "read_in_flight", property(lambda self: False))
+
+
+def a_staging_block_is_used_again_under_a_read(patch: pytest.MonkeyPatch) -> None:
+    """A read past its deadline, or adrift, still writes there."""
+
+    async def arrival(self: Any, read: Any, part: Any) -> None:
+        await asyncio.wait([part.result])
+        if (error := part.result.exception()) is not None:
+            read.fail(error)
+
+    patch.setattr(Staging, "_arrival", arrival)
+
+
+def a_read_is_over_before_its_conversion(patch: pytest.MonkeyPatch) -> None:
+    """Commit and the end of a quarantine do not wait for the converter."""
+    real = Staging._convert
+
+    async def convert(self: Any, *args: Any) -> None:
+        self.spawn(real(self, *args))
+
+    patch.setattr(Staging, "_convert", convert)
+
+
+def staging_blocks_of_a_failed_read_are_lost(patch: pytest.MonkeyPatch) -> None:
+    """An asker that leaves the line forgets that it was served."""
+    patch.setattr(SlotPool, "leave", lambda self, peer, granted: None)
 
 
 def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
@@ -199,6 +228,9 @@ MUTANTS: tuple[Mutant, ...] = (
     blocks_are_read_ahead_of_the_watermark,
     commit_is_sent_with_a_read_in_flight,
     blocks_are_freed_under_a_read,
+    a_staging_block_is_used_again_under_a_read,
+    a_read_is_over_before_its_conversion,
+    staging_blocks_of_a_failed_read_are_lost,
     quarantine_never_ends,
     an_expired_lease_keeps_its_blocks,
     a_renewal_revives_a_lease,

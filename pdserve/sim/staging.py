@@ -1,0 +1,74 @@
+"""The production staging over tags: the converter is a thread on virtual time, staging blocks keep what others left there.
+
+A conversion happens some time after it was asked for, so a staging block that is used again too
+early is seen, and so is a block of the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvtransfer.api import LocalRegion, Region
+from kvtransfer.staging import Staging
+from pdserve.core.kv_layout import KvLayout
+from pdserve.sim.engine import BLOCK_SIZE, SimKv
+from pdserve.sim.process import Process
+from pdserve.sim.transfer import SimTransfer
+
+NUM_BLOCKS: Final = 4  # so few that a block is used again as soon as it is given back
+CHUNK_BLOCKS: Final = 2
+CONVERT_S: Final = 0.002
+"""At most, of a chunk: as long as it takes to read, or twice."""
+_ADDRESS: Final = 1 << 40
+
+
+class SimStaged:
+    """See `kvtransfer.staging.StagingBlocks`."""
+
+    def __init__(self, layout: KvLayout, pool: SimKv, staged: SimKv) -> None:
+        self._layout = layout
+        self._pool = pool
+        self._staged = staged
+
+    @property
+    def region(self) -> LocalRegion:
+        return Region(_ADDRESS, len(self._staged.blocks), self._layout.block_bytes)
+
+    def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
+        for i, (source, target) in enumerate(zip(staged, local, strict=True)):
+            tags = self._staged.blocks[source][: tokens - i * BLOCK_SIZE]
+            self._pool.copy_in(target, tags + [0] * (BLOCK_SIZE - len(tags)))
+
+
+class SimConverter:
+    """See `kvtransfer.converter.Converter`."""
+
+    def __init__(self, process: Process, rng: random.Random) -> None:
+        self._process = process
+        self._rng = rng
+
+    async def run(self, work: Callable[[], None]) -> None:
+        done: asyncio.Future[None] = self._process.loop.create_future()
+        self._process.transfer_loop.call_later(self._rng.random() * CONVERT_S, self._run, work, done)
+        await done
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, work: Callable[[], None], done: asyncio.Future[None]) -> None:
+        work()
+        self._process.loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
+
+
+def make_staging(process: Process, transfer: SimTransfer, kv: SimKv, rng: random.Random, *, poison: bool) -> Staging:
+    def make_blocks(layout: KvLayout, num_blocks: int) -> SimStaged:
+        memory = SimKv(num_blocks, rng, poison=poison)
+        staged = SimStaged(layout, kv, memory)
+        transfer.staged[staged.region] = memory
+        return staged
+
+    converter = SimConverter(process, rng)
+    return Staging(transfer, make_blocks, num_blocks=NUM_BLOCKS, chunk_blocks=CHUNK_BLOCKS, converter=converter)
