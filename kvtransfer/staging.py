@@ -43,6 +43,8 @@ for two peers to have two chunks each on their way. Chosen, not tuned."""
 CHUNK_BLOCKS: Final = 16
 """One moves while another is converted; 16 blocks of 360 KiB are 1 ms of either. Chosen, not tuned."""
 assert 2 * CHUNK_BLOCKS <= STAGING_BLOCKS // 2
+STUCK_AFTER_S: Final = 120.0
+"""Of one chunk's conversion, which takes milliseconds: as for a read that does not stop, the process must be recycled."""
 
 
 class StagingBlocks(Protocol):
@@ -72,6 +74,8 @@ class PostsReads(Reads, Protocol):
         deadline_s: float,
         into: LocalRegion | None = None,
     ) -> Read: ...
+
+    def become_unhealthy(self, reason: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -103,6 +107,7 @@ class Staging:
         *,
         num_blocks: int = STAGING_BLOCKS,
         chunk_blocks: int = CHUNK_BLOCKS,
+        stuck_after_s: float = STUCK_AFTER_S,
         converter: Converter | None = None,
     ) -> None:
         """`make_blocks`: so many staging blocks of that layout. Called on the loop, once for each layout. `converter`: by
@@ -111,6 +116,7 @@ class Staging:
         self._transfer = transfer
         self._make_blocks = make_blocks
         self._num_blocks = num_blocks
+        self._stuck_after_s = stuck_after_s
         self._lanes: dict[KvLayout, _Lane] = {}
         self._converter = converter or ConverterThread()
         self._converting = asyncio.Lock()
@@ -175,13 +181,18 @@ class Staging:
 
     async def _convert(self, read: Read, work: Callable[[], None]) -> None:
         """Returns when the converter has done with the staging blocks and ours."""
-        try:
-            async with self._converting:
-                if not read.result.done():  # else nobody waits for it, and what is not begun need not be
-                    await self._converter.run(work)
-        except Exception as exc:
-            log.exception("converting KV of peer %016x", read.peer)
-            read.fail(InternalBug(f"converting KV: {exc!r}"))
+        async with self._converting:
+            if read.result.done():
+                return  # nobody waits for it, and what is not begun need not be
+            stuck = f"a conversion of KV has not ended within {self._stuck_after_s:.0f} s"
+            timer = asyncio.get_running_loop().call_later(self._stuck_after_s, self._transfer.become_unhealthy, stuck)
+            try:
+                await self._converter.run(work)
+            except Exception as exc:
+                log.exception("converting KV of peer %016x", read.peer)
+                read.fail(InternalBug(f"converting KV: {exc!r}"))
+            finally:
+                timer.cancel()
 
     def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
         return self._transfer.deadline_s(peer, nbytes, config)

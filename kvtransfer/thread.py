@@ -114,7 +114,7 @@ class TransferThread:
         stuck = f"a read from peer {peer:016x} has not stopped within {self._stuck_after_s:.0f} s"
         read.timers = [
             loop.call_later(deadline_s, read.fail, late),
-            loop.call_later(self._stuck_after_s, self._become_unhealthy, stuck),
+            loop.call_later(self._stuck_after_s, self.become_unhealthy, stuck),
         ]
         self._reads[read_id] = read
         self.pace(peer).posted(read.nbytes, now_s=loop.time())
@@ -148,7 +148,7 @@ class TransferThread:
         try:
             await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
         except TimeoutError:
-            self._become_unhealthy(f"the transfer thread did not end within {timeout_s:.1f} s")
+            self.become_unhealthy(f"the transfer thread did not end within {timeout_s:.1f} s")
             self._fail_all(TransferFailed("the transfer thread is closing"), stopped=False)
 
     # In the transfer thread.
@@ -220,7 +220,7 @@ class TransferThread:
         if error is not None:
             logger.error("the transfer thread died", exc_info=error)
             failure = InternalBug(f"the transfer thread died: {error!r}")
-            self._become_unhealthy(failure.message)
+            self.become_unhealthy(failure.message)
         if not self._metadata.done():
             self._metadata.set_exception(error if isinstance(error, PdserveError) else failure)
         self._fail_all(failure, stopped=closed)
@@ -238,7 +238,8 @@ class TransferThread:
         if stopped:
             self._reads.clear()
 
-    def _become_unhealthy(self, reason: str) -> None:
+    def become_unhealthy(self, reason: str) -> None:
+        """Something may write into local memory for ever: `unhealthy` is set, with the first such reason."""
         if not self.unhealthy.is_set():
             logger.error("transfer: %s", reason)
             self.unhealthy_reason = reason

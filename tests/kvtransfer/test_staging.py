@@ -93,7 +93,7 @@ async def world(*, stuck_after_s: float = 60.0, clean: bool = True) -> AsyncIter
     peers = [FakePeer(fabric, seed=seed) for seed in (1, 2)]
     halves = Halves(pool)
     thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), pool.region), stuck_after_s=stuck_after_s)
-    staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
+    staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK, stuck_after_s=stuck_after_s)
     try:
         await thread.start()
         for peer in peers:
@@ -252,6 +252,22 @@ def test_a_bug_of_the_converter_fails_its_read_alone() -> None:
             w.halves.bug = None
             await w.read([1], [1]).result
             assert w.arrived([1], [1])
+
+    run(test)
+
+
+def test_a_conversion_that_does_not_end_makes_the_worker_unhealthy() -> None:
+    """It may write our blocks for ever: only an end of the process helps."""
+
+    async def test() -> None:
+        async with world(stuck_after_s=0.05) as w:
+            w.halves.may_convert.clear()
+            read = w.read([1], [2])
+            await w.thread.unhealthy.wait()
+            assert "conversion" in w.thread.unhealthy_reason
+            assert not read.is_stopped
+            w.halves.may_convert.set()
+            await read.stopped
 
     run(test)
 
