@@ -142,12 +142,11 @@ class Staging:
         return _StagedReads(self, lane, ticket)
 
     def close(self) -> None:
-        """Idempotent. What still runs, because the transport did not end, is left alone and never counts as stopped."""
+        """What still runs, because the transport did not end, never counts as stopped, and its memory stays."""
         if self._lanes:
             log.log(logging.INFO if self.idle else logging.ERROR, "staging ends with %d blocks in use", self.num_held)
         for task in self._tasks:
             task.cancel()
-        self._lanes.clear()
         self._converter.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
