@@ -33,6 +33,7 @@ from pdserve.text.tokenizer import Tokenizer
 WINDOW = 512
 SLOWER = 4  # windows are computed token by token as well: one in so many
 QUANTISED: Final = ("fp8_e4m3", "int8", "int4")
+NAMES: Final = {"quantization": "weights ", "kv_cache_dtype": "KV "}
 SETTINGS: Final[tuple[dict[str, str], ...]] = (
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
@@ -78,7 +79,7 @@ def run(directory: Path, text: str, tokens: int) -> Table:
             expected = expected or (losses, best)
             loss, loss_then = losses.mean().item(), expected[0][: len(some)].mean().item()
             same = (best == expected[1][: len(some)]).double().mean().item()
-            name = " ".join(setting.values()) + ("" if step > 1 else ", 1 a step")
+            name = " ".join(NAMES.get(key, "") + value for key, value in setting.items()) + ("" if step > 1 else ", 1 a step")
             cells = (f"{math.exp(loss):.3f}", f"{math.expm1(loss - loss_then):+.2%}", f"{same:.1%}", f"{blocks:,}")
             table.add_row(name, *cells, f"{blocks * config.block_size:,}")
         del runner
@@ -93,7 +94,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     args = parser.parse_args()
     text = "\n\n".join(topics.topics.values()) if args.text is None else args.text.read_text(encoding="utf-8")
-    Console(width=100).print(run(resolve(args.model), text, args.tokens))
+    Console(width=120).print(run(resolve(args.model), text, args.tokens))
 
 
 if __name__ == "__main__":
