@@ -50,7 +50,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512  # a step's token budget: prompts longer than it are computed in chunks
     block_size: int = 16
-    kv_cache_dtype: str = "auto"  # auto: as dtype; fp8_e4m3, int8, int4: twice, twice and four times the tokens of bf16
+    kv_cache_dtype: str = "auto"  # auto: as dtype; fp8_e4m3, int8, int4: 2, 2, 4 times the tokens of bf16, less quality
     kv_cache_memory: int = field(default=256 * MIB, metadata=_BYTES)  # bytes a worker; 256MiB is understood as well
     enable_prefix_caching: bool = True  # prompts that begin alike share KV, on prefill and on decode workers
     batch_invariant: bool = False  # a row's bits do not depend on its batch; slow but for compiled bfloat16, which always is so
