@@ -49,7 +49,7 @@ def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, route
     worker lost with the node and starts it on another pod.
     """
     on_gpu = pool.num_gpus > 0
-    kv_mib = 0 if on_gpu else math.ceil(engine.kv_cache_memory / MIB)  # else it is the device's memory
+    kv_mib = 0 if on_gpu else math.ceil(engine.cpu_kv_bytes / MIB)  # else it is the device's memory
     resources = _resources(
         cpus=cpus_of(pool, engine),
         memory_mib=WORKER_BASE_MEMORY_MIB + kv_mib,

@@ -20,6 +20,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import Placement
 
 MIB: Final = 1 << 20
+CPU_KV_BYTES: Final = 256 * MIB  # unless kv_cache_memory says otherwise: 11,648 tokens of SmolLM2-135M in bfloat16
 DTYPES: Final = ("auto", "bfloat16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
 QUANTIZATIONS: Final = ("int8",)
@@ -51,7 +52,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # a step's token budget: prompts longer than it are computed in chunks
     block_size: int = 16
     kv_cache_dtype: str = "auto"  # auto: as dtype; fp8_e4m3, int8, int4: 2, 2, 4 times the tokens of bf16, less quality
-    kv_cache_memory: int = field(default=256 * MIB, metadata=_BYTES)  # bytes a worker; 256MiB is understood as well
+    kv_cache_memory: int | None = field(default=None, metadata=_BYTES)  # bytes a worker, as 256MiB; None: `cpu_kv_bytes` or
+    gpu_memory_utilization: float = 0.9  # on a GPU: the worker's share of it; KV gets what weights and the largest step leave
     enable_prefix_caching: bool = True  # prompts that begin alike share KV, on prefill and on decode workers
     batch_invariant: bool = False  # a row's bits do not depend on its batch; slow but for compiled bfloat16, which always is so
     threads: int = 0  # of torch; 0: the machine's cores over the workers on it, at least 1
@@ -73,10 +75,23 @@ class EngineConfig:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("block_size", self.block_size, 1)
-        _at_least("kv_cache_memory", self.kv_cache_memory, 1)
+        if self.kv_cache_memory is not None:
+            _at_least("kv_cache_memory", self.kv_cache_memory, 1)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be over 0 and at most 1, got {self.gpu_memory_utilization}")
         _at_least("threads", self.threads, 0)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
+
+    @property
+    def cpu_kv_bytes(self) -> int:
+        """The KV pool of a worker on a CPU."""
+        return CPU_KV_BYTES if self.kv_cache_memory is None else self.kv_cache_memory
+
+    @property
+    def known_kv_bytes(self) -> int | None:
+        """None: only the worker will know, which may have a GPU and measure."""
+        return self.cpu_kv_bytes if self.device == "cpu" else self.kv_cache_memory
 
 
 @dataclass(frozen=True, slots=True)

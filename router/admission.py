@@ -13,6 +13,7 @@ from pdserve.core.ids import RequestId
 from pdserve.core.sampling import SamplingParams
 from router.api import ChatMessage, GenerateInput, Prompt
 from router.events import Submit
+from router.limits import LengthLimit
 from router.model import ServedModel
 from router.prompts import PromptEncoder
 
@@ -22,9 +23,17 @@ PRIORITY_LIMIT: Final = 100
 
 
 class Admission:
-    def __init__(self, config: RouterConfig, model: ServedModel, encoder: PromptEncoder, draw_seed: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        model: ServedModel,
+        limit: LengthLimit,
+        encoder: PromptEncoder,
+        draw_seed: Callable[[], int],
+    ) -> None:
         self._config = config
         self._model = model
+        self._limit = limit
         self._encoder = encoder
         self._draw_seed = draw_seed
 
@@ -70,7 +79,7 @@ class Admission:
         return asked
 
     def _check_length(self, prompt: Prompt, ids: tuple[int, ...]) -> None:
-        limit = self._model.max_model_len
+        limit = self._limit.max_model_len
         if len(ids) >= limit:
             is_chat = not isinstance(prompt, str) and isinstance(prompt[0], ChatMessage)
             raise InvalidRequest(
@@ -79,15 +88,16 @@ class Admission:
             )
 
     def _sampling(self, fields: Mapping[str, Any], prompt_len: int) -> SamplingParams:
-        room = self._model.max_model_len - prompt_len
+        limit = self._limit.max_model_len
+        room = limit - prompt_len
         values = {"max_tokens": room, **fields}
         if "seed" not in values:
             values["seed"] = self._draw_seed()
         params = SamplingParams(**values)
         if params.max_tokens > room:
             raise InvalidRequest(
-                f"{params.max_tokens} is too large: the prompt has {prompt_len} tokens and max_model_len is "
-                f"{self._model.max_model_len}, so at most {room} can follow",
+                f"{params.max_tokens} is too large: the prompt has {prompt_len} tokens and max_model_len is {limit}, "
+                f"so at most {room} can follow",
                 field="max_tokens",
             )
         vocab_size = self._model.card.vocab_size

@@ -90,7 +90,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             model=model.name,
             architecture=model.card.architecture,
             vocab_size=model.card.vocab_size,
-            max_model_len=model.max_model_len,
+            max_model_len=self._router.max_model_len,
             block_size=model.layout.block_size,
             dtype=model.layout.dtype,
             kv_bytes_per_token=model.layout.bytes_per_token,

@@ -17,7 +17,7 @@ class ServedModel:
     card: ModelCard
     tokenizer: Tokenizer
     layout: KvLayout
-    max_model_len: int  # prompt + output tokens of one request
+    max_model_len: int  # prompt + output tokens of one request, as far as settings tell; see `router.limits`
 
     @classmethod
     def load(cls, engine: EngineConfig) -> ServedModel:
@@ -25,7 +25,8 @@ class ServedModel:
         directory = resolve(engine.model)
         card = ModelCard.load(directory)
         layout = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
-        pool_tokens = engine.kv_cache_memory // layout.block_bytes * engine.block_size
+        kv_bytes = engine.known_kv_bytes
+        pool_tokens = card.max_position if kv_bytes is None else kv_bytes // layout.block_bytes * engine.block_size
         return cls(
             name=engine.served_model_name or card.name,
             card=card,

@@ -8,6 +8,7 @@ from typing import Final
 
 from pdserve.core.errors import InvalidRequest, Overloaded
 from router.api import ChatMessage, Prompt
+from router.limits import LengthLimit
 from router.model import ServedModel
 
 INLINE_CHARS: Final = 4096
@@ -21,8 +22,9 @@ MAX_ENCODING: Final = 64
 class PromptEncoder:
     """Owns its thread; `close` it."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, limit: LengthLimit) -> None:
         self._model = model
+        self._limit = limit
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._encoding = 0
 
@@ -39,8 +41,8 @@ class PromptEncoder:
         return self._ids(tuple(i for i in prompt if isinstance(i, int)))
 
     def _check_count(self, count: int) -> None:
-        if count >= self._model.max_model_len:
-            limit = self._model.max_model_len
+        limit = self._limit.max_model_len
+        if count >= limit:
             raise InvalidRequest(f"has {count} tokens; at most {limit - 1} fit max_model_len {limit}", field="prompt")
 
     def _ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,8 +87,6 @@ class PromptEncoder:
             self._encoding -= 1
 
     def _check_chars(self, count: int, field: str) -> None:
-        limit = self._model.max_model_len * MAX_CHARS_PER_TOKEN
-        if count > limit:
-            raise InvalidRequest(
-                f"has {count} characters, more than could fit max_model_len {self._model.max_model_len} tokens", field=field
-            )
+        limit = self._limit.max_model_len
+        if count > limit * MAX_CHARS_PER_TOKEN:
+            raise InvalidRequest(f"has {count} characters, more than could fit max_model_len {limit} tokens", field=field)

@@ -77,6 +77,7 @@ class Registry:
     def __init__(self, model_fingerprint: str) -> None:
         self._model_fingerprint = model_fingerprint
         self._by_link: dict[LinkId, Worker] = {}
+        self._longest: dict[Role, int] = {}
 
     def check(self, hello: WorkerHello) -> None:
         """Raises `IncompatiblePeer` with the reason when this worker may not serve here."""
@@ -99,17 +100,31 @@ class Registry:
         assert self.find(hello.worker_id) is None
         idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
         worker = self._by_link[link] = Worker(link, hello, now_s, idle)
+        self._note_longest(hello.role)
         return worker
 
     def leave(self, link: LinkId) -> Worker | None:
         """Remove; None when it had left already."""
-        return self._by_link.pop(link, None)
+        worker = self._by_link.pop(link, None)
+        if worker is not None:
+            self._note_longest(worker.hello.role)
+        return worker
 
     def get(self, link: LinkId) -> Worker | None:
         return self._by_link.get(link)
 
     def find(self, worker_id: WorkerId) -> Worker | None:
         return next((w for w in self._by_link.values() if w.hello.worker_id == worker_id), None)
+
+    def longest(self, role: Role) -> int | None:
+        """Tokens of the longest request that some worker of the role holds. While none is linked, of those that were last:
+        they may come back. None: there was none yet."""
+        return self._longest.get(role)
+
+    def _note_longest(self, role: Role) -> None:
+        lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
+        if lengths:
+            self._longest[role] = max(lengths)
 
     def of_role(self, role: Role) -> list[Worker]:
         return [w for w in self._by_link.values() if w.hello.role is role]

@@ -24,6 +24,7 @@ from router.admission import Admission
 from router.api import GenerateInput, Prompt
 from router.core import RouterCore
 from router.generation import LiveGeneration
+from router.limits import LengthLimit
 from router.link import LinkService
 from router.model import ServedModel
 from router.pairs import AsidePair
@@ -61,8 +62,9 @@ class RouterService:
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
         self._core = RouterCore(config, model.card.fingerprint)
-        self._encoder = PromptEncoder(model)
-        self._admission = Admission(config, model, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
+        self._limit = LengthLimit(model, self._core.registry)
+        self._encoder = PromptEncoder(model, self._limit)
+        self._admission = Admission(config, model, self._limit, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
         self._metrics = Metrics(self.snapshot)
         self._live: dict[RequestId, LiveGeneration] = {}  # the core may still emit
         self._open: dict[LiveGeneration, None] = {}  # a client may still take
@@ -122,6 +124,10 @@ class RouterService:
             await self._ready_flipped.wait()
             self._ready_flipped.clear()
         return not known
+
+    @property
+    def max_model_len(self) -> int:
+        return self._limit.max_model_len
 
     def metrics(self) -> bytes:
         return self._metrics.render()

@@ -21,24 +21,17 @@ from pdserve.cluster.guard import NODE_LEAVING, Guard
 from pdserve.cluster.plan import WorkerPlan, on_this_node
 from pdserve.config import WorkerConfig
 from pdserve.observe.logs import setup_logging
+from pdserve.worker.memory import MemoryReport
 
 RESTART_PAUSE_S = 1.0  # so that a worker that dies at once does not use up its restarts in a moment
 log = logging.getLogger(__name__)
-
-
-class Memory(Protocol):
-    """Bytes, as the worker measured them when it was ready."""
-
-    weights_bytes: int
-    kv_bytes: int
-    rest_bytes: int
 
 
 class RunningWorker(Protocol):
     """What `start(config)` of `prefill_worker.main` and `decode_worker.main` returns."""
 
     address: str
-    memory: Memory
+    memory: MemoryReport
 
     @property
     def healthy(self) -> bool: ...
@@ -57,9 +50,7 @@ class WorkerReport:
     role: str
     address: str
     pid: int
-    weights_bytes: int
-    kv_bytes: int
-    rest_bytes: int
+    memory: MemoryReport
     process_s: float  # asked of Ray to our first line (same machine's clock only)
     import_s: float
     load_s: float
@@ -98,15 +89,12 @@ class WorkerActor:
         self._worker.stop(timeout_s)
 
     def _describe(self, plan: WorkerPlan, process_s: float, import_s: float, load_s: float) -> WorkerReport:
-        memory = self._worker.memory
         return WorkerReport(
             worker_id=plan.worker_id,
             role=plan.role,
             address=self._worker.address,
             pid=os.getpid(),
-            weights_bytes=memory.weights_bytes,
-            kv_bytes=memory.kv_bytes,
-            rest_bytes=memory.rest_bytes,
+            memory=self._worker.memory,
             process_s=process_s,
             import_s=import_s,
             load_s=load_s,

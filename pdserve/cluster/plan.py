@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ def local_resources(config: ClusterConfig) -> dict[str, float]:
 
 
 def router_config(config: ClusterConfig, cluster_token: str, node_host: str) -> RouterProcessConfig:
-    """The router judges a request by the workers that hold fewer tokens: it must fit wherever it may be placed.
+    """The router judges a request by the workers that hold fewer tokens: it must fit wherever it may be placed. A pool that
+    its workers measure is known once they join.
 
     Workers on other machines cannot dial a loopback address, so there the link listens at the node's own.
     """
@@ -112,13 +114,14 @@ def router_config(config: ClusterConfig, cluster_token: str, node_host: str) -> 
     engine = config.engine_for(config.decode)
     if config.prefill.replicas:
         small = min(engine, config.engine_for(config.prefill), key=_kv_numbers)
-        engine = dataclasses.replace(engine, kv_cache_memory=small.kv_cache_memory, kv_cache_dtype=small.kv_cache_dtype)
+        engine = dataclasses.replace(engine, kv_cache_memory=small.known_kv_bytes, kv_cache_dtype=small.kv_cache_dtype)
     return RouterProcessConfig(router, engine, cluster_token)
 
 
 def _kv_numbers(engine: EngineConfig) -> float:
-    """How many a worker's KV pool holds, but for the scales of quantised ones."""
-    return engine.kv_cache_memory * 8 / DTYPE_BITS[resolve_kv_dtype(engine.kv_cache_dtype, engine.dtype)]
+    """How many a worker's KV pool holds, but for the scales of quantised ones; infinitely many where only it will know."""
+    size = math.inf if engine.known_kv_bytes is None else engine.known_kv_bytes
+    return size * 8 / DTYPE_BITS[resolve_kv_dtype(engine.kv_cache_dtype, engine.dtype)]
 
 
 def dial_address(bound: str, router: RouterConfig, node_host: str) -> str:

@@ -112,7 +112,7 @@ def _run(config: ClusterConfig, stop: StopSignals, console: Console, seen: Seen,
             _remember(cluster, seen)
         started_s = time.monotonic() - begun
         with InferenceClient(reachable(endpoints.grpc)) as client:
-            console.print(tables.pool(cluster.reports, client.cluster_state(), client.model_info()))
+            console.print(tables.pool(cluster.reports))
             streams = prompts.run(client, _requests(), console, stop.event)
         served = {s.name: (s.last.report, s.last.usage) for s in streams if s.last is not None}
         console.print(tables.requests(served))

@@ -30,6 +30,7 @@ class Bytes(click.ParamType[int]):
 
 PORT: Final = click.IntRange(0, 65535)
 POSITIVE: Final = click.IntRange(min=1)
+SHARE: Final = click.FloatRange(0, 1, min_open=True)
 NOT_NEGATIVE: Final = click.IntRange(min=0)
 PLACEMENTS: Final = click.Choice([placement.value for placement in Placement])
 
@@ -47,7 +48,8 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
     (("--max-num-seqs",), "engine.max_num_seqs", POSITIVE, "Sequences that one worker runs at once."),
     (("--max-num-batched-tokens",), "engine.max_num_batched_tokens", POSITIVE, "Token budget of one step."),
     (("--block-size",), "engine.block_size", POSITIVE, "Tokens in one KV block."),
-    (("--kv-cache-memory",), "engine.kv_cache_memory", Bytes(), "KV pool of each worker (default 256MiB)."),
+    (("--kv-cache-memory",), "engine.kv_cache_memory", Bytes(), "KV pool of each worker; CPU: default 256MiB; GPU: measured."),
+    (("--gpu-memory-utilization",), "engine.gpu_memory_utilization", SHARE, "Of a GPU for its worker (default 0.9)."),
     (("--kv-cache-dtype",), "engine.kv_cache_dtype", click.Choice(KV_CACHE_DTYPES), "Of KV (default auto: as --dtype)."),
     (("--dtype",), "engine.dtype", click.Choice(DTYPES), "Of weights and, unless set apart, KV."),
     (("--quantization",), "engine.quantization", click.Choice(QUANTIZATIONS), "Of weights and what meets them; KV stays."),

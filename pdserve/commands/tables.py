@@ -59,25 +59,28 @@ def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     return made
 
 
-def pool(
-    reports: Iterable[WorkerReport],
-    state: inference_pb2.GetClusterStateResponse,
-    info: inference_pb2.GetModelInfoResponse,
-) -> Table:
-    """The workers as they started: where they are, how much KV they hold, where their memory goes."""
-    blocks = {worker.worker_id: worker.blocks.total for worker in state.workers}
-    made = table("", ("worker", "role", "address"), ("blocks", "KV tokens", "weights MiB", "KV pool MiB", "rest MiB"))
+def pool(reports: Sequence[WorkerReport]) -> Group:
+    """The workers as they started: where they are, where their memory goes (MiB), and what the KV pools hold."""
+    made = table("", ("worker", "role", "address"), ("weights", "largest step", "KV pool", "rest"))
     for report in reports:
-        count = blocks.get(report.worker_id, 0)
-        made.add_row(
-            report.worker_id,
-            report.role,
-            report.address,
-            str(count),
-            f"{count * info.block_size:,}",
-            *(f"{part / MIB:,.0f}" for part in (report.weights_bytes, report.kv_bytes, report.rest_bytes)),
-        )
-    return made
+        memory = report.memory
+        parts = (memory.weights_bytes, memory.step_bytes, memory.kv_bytes, memory.rest_bytes)
+        made.add_row(report.worker_id, report.role, report.address, *(f"{part / MIB:,.0f} MiB" for part in parts))
+    return Group(made, *(Text(line) for line in _pool_lines(reports)))
+
+
+def _pool_lines(reports: Sequence[WorkerReport]) -> list[str]:
+    """One for each role, or for each worker where those of a role differ."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for report in reports:
+        said.setdefault((report.role, report.memory.pool()), []).append(report.worker_id)
+    roles = [role for role, _ in said]
+    return [
+        f"{role if roles.count(role) == 1 else ', '.join(workers)}: {text} (each)"
+        if len(workers) > 1
+        else f"{workers[0]}: {text}"
+        for (role, text), workers in said.items()
+    ]
 
 
 def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:

@@ -65,7 +65,7 @@ def _start(cluster: Cluster, view: StartView, console: Console) -> None:
         endpoints = cluster.start()
     with InferenceClient(reachable(endpoints.grpc)) as client:
         info = client.model_info()
-        console.print(tables.pool(cluster.reports, client.cluster_state(), info))
+        console.print(tables.pool(cluster.reports))
     console.print(f"model  {info.model}, {info.dtype}, up to {info.max_model_len} tokens a request")
     console.print(f"HTTP   http://{endpoints.http}/v1")
     console.print(f"gRPC   {endpoints.grpc}")

@@ -127,6 +127,11 @@ class InternalBug(PdserveError):
     code = ErrorCode.INTERNAL_BUG
 
 
+class OutOfMemory(InternalBug):
+    """A step got no memory. What all steps may need is measured, checked and taken at the start, so either another
+    process took what was promised or a bound is wrong. The worker ends and is started again; its requests go elsewhere."""
+
+
 class IllegalTransition(InternalBug):
     """A state machine got an event that its state does not know. `history` holds its last events."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -12,14 +13,16 @@ from torch import Tensor
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
 from pdserve.core.batch import Sampled, StepPlan
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import fit_max_model_len
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.elementwise import silu_and_mul, silu_and_mul_fixed
 from pdserve.engine.kernels.support import triton_usable
 from pdserve.engine.kv_cache import TORCH_DTYPES, KvCache
-from pdserve.engine.memory import return_freed_memory
+from pdserve.engine.memory_device import PoolMeasure, is_memory_error
+from pdserve.engine.memory_host import return_freed_memory
+from pdserve.engine.memory_steps import StepLimits, largest_steps
 from pdserve.engine.models.api import Model
 from pdserve.engine.models.batched import BatchedLlama, Hidden
 from pdserve.engine.models.llama import Backend, Llama
@@ -42,6 +45,14 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self._model = model
 
+    def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
+        """To be executed while nobody uses the pool: they need as much memory as steps ever will."""
+        layout, sizes = self.kv.layout, (config.max_num_seqs, config.max_num_batched_tokens)
+        limits = StepLimits(self.kv.num_blocks, layout.block_size, *sizes, self.max_model_len)
+        if not isinstance(self._model, native.NativeLlama):
+            return largest_steps(limits, gathers=True, decode_batches=())
+        return largest_steps(limits, gathers=False, decode_batches=native.split_batches(layout.num_kv_heads))
+
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig) -> ModelRunner:
         """Raises `ConfigError` naming the setting or the tensor that does not fit. Sets torch's threads, process-wide."""
@@ -52,25 +63,63 @@ class ModelRunner:
         """As `load`, with weights from anywhere."""
         if config.threads > 0:
             torch.set_num_threads(config.threads)
-        device = _device(config.device)
-        dtype = TORCH_DTYPES[resolve_dtype(config.dtype)]
-        layout = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
-        kv = KvCache(layout, config.kv_cache_memory, device, dtype)
-        max_model_len = fit_max_model_len(config.max_model_len, card.max_position, kv.num_blocks * config.block_size)
+        device = device_of(config.device)
         with torch.inference_mode():
-            weights = read(dtype, device)
-            model = _model(card, weights, kv, config, max_model_len)
-            weights_bytes = weights.nbytes
-            del weights
-        return_freed_memory()
-        return cls(model, kv, weights_bytes=weights_bytes, max_model_len=max_model_len)
+            runner = cls._sized(card, config, device, read)
+        return_freed_memory()  # the weights as they were read
+        return runner
+
+    @classmethod
+    def _sized(cls, card: ModelCard, config: EngineConfig, device: torch.device, read: ReadWeights) -> ModelRunner:
+        """With a pool as large as is set, or as fits beside the weights and the largest step."""
+        measure = PoolMeasure.of(device, config)
+        weights = read(TORCH_DTYPES[resolve_dtype(config.dtype)], device)
+        if measure is None:
+            return cls._on_pool(card, config, device, weights, config.cpu_kv_bytes)
+
+        def trial(kv_bytes: int) -> list[Callable[[], object]]:
+            runner = cls._on_pool(card, config, device, weights, kv_bytes, pool_tokens=card.max_position)
+            return [partial(runner.execute, plan) for plan in runner.largest_steps(config)]
+
+        block_bytes = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype).block_bytes
+        return cls._on_pool(card, config, device, weights, measure.pool_bytes(config, block_bytes, trial))
+
+    @classmethod
+    def _on_pool(
+        cls,
+        card: ModelCard,
+        config: EngineConfig,
+        device: torch.device,
+        weights: LlamaWeights,
+        kv_bytes: int,
+        pool_tokens: int | None = None,
+    ) -> ModelRunner:
+        """pool_tokens: pretend that the pool holds so many."""
+        with torch.inference_mode(False):  # an ordinary tensor, which others may change
+            layout = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
+            kv = KvCache(layout, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)])
+        tokens = pool_tokens or kv.num_blocks * config.block_size
+        max_model_len = fit_max_model_len(config.max_model_len, card.max_position, tokens)
+        model = _model(card, weights, kv, config, max_model_len)
+        return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
-        """Compute the plan, write its KV and draw a token for every slice that asks for one, in plan order."""
+        """Compute the plan, write its KV and draw a token for every slice that asks for one, in plan order.
+
+        Raises `OutOfMemory`; what was computed by then is not to be trusted.
+        """
         if not plan.slices:
             return ()
         _check_once(plan)
+        try:
+            return self._execute(plan)
+        except (MemoryError, RuntimeError) as exc:
+            if not is_memory_error(exc):
+                raise
+            raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
+
+    def _execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
         ends = accumulate(len(piece.token_ids) for piece in plan.slices)
         drawing = [(piece, end - 1) for piece, end in zip(plan.slices, ends, strict=True) if piece.sample is not None]
         logits = self._model.forward(plan, [row for _, row in drawing])
@@ -130,7 +179,8 @@ def _recorded(model: Llama, backend: Backend, kv: KvCache, max_positions: int, m
     return DecodeGraphs(model, backend.attention, record, kv=kv, max_positions=max_positions, max_batch=max_batch).hidden
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Raises `ConfigError` when there is no such device here."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no CUDA device here: set device to cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

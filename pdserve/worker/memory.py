@@ -1,28 +1,46 @@
-"""What a worker's memory goes to, as printed at its start."""
+"""What a worker's memory goes to, and what its KV pool holds, as printed at its start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from pdserve.config import MIB
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes. `rest_bytes`: resident beyond weights, mostly torch, NIXL and Python; KV is resident once written."""
+    """Bytes. `step_bytes`: what the largest step takes beside weights and KV. `rest_bytes`: resident beyond these three,
+    mostly torch, NIXL and Python; on a GPU all that is resident, since the others are the device's.
+    """
 
-    weights_bytes: int
-    kv_bytes: int
-    rest_bytes: int
+    weights_bytes: int = 0
+    step_bytes: int = 0
+    kv_bytes: int = 0
+    rest_bytes: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    max_model_len: int = 0
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def longest_requests(self) -> float:
+        """How many requests of the greatest length fit the pool at a time."""
+        return self.kv_tokens / self.max_model_len if self.max_model_len else 0.0
+
+    def pool(self) -> str:
+        """The KV pool in words."""
+        return (
+            f"KV pool {_mib(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} = {self.kv_tokens:,} tokens, "
+            f"{self.longest_requests:,.1f} requests of {self.max_model_len:,} tokens"
+        )
 
     def __str__(self) -> str:
-        parts = (("weights", self.weights_bytes), ("KV pool", self.kv_bytes), ("rest", self.rest_bytes))
-        return ", ".join(f"{name} {size / MIB:,.0f} MiB" for name, size in parts)
+        parts = (("weights", self.weights_bytes), ("largest step", self.step_bytes), ("rest", self.rest_bytes))
+        return f"{', '.join(f'{name} {_mib(size)}' for name, size in parts)}; {self.pool()}"
 
 
-def measure(weights_bytes: int, kv_bytes: int) -> MemoryReport:
-    """Of this process, now, before its first request: the KV pool is reserved but not yet resident."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    resident_bytes = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) * 1024
-    return MemoryReport(weights_bytes, kv_bytes, max(0, resident_bytes - weights_bytes))
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.0f} MiB"

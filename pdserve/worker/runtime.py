@@ -30,6 +30,8 @@ from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError, InternalBug
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.memory_host import resident_bytes
+from pdserve.engine.memory_start import check_before_loading, settle
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.rpc.channel import server_options
@@ -39,7 +41,7 @@ from pdserve.worker.engine_thread import EngineThread, Runner
 from pdserve.worker.host import Host, RoleFactory, close_role, region_of
 from pdserve.worker.kv_staging import StagedKv
 from pdserve.worker.member import Member
-from pdserve.worker.memory import MemoryReport, measure
+from pdserve.worker.memory import MemoryReport
 from pdserve.worker.messages import EngineSnapshot, StepEvents
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,8 @@ class RunningWorker:
         self._member: Member | None = None
         self._started: Future[None] = Future()
         self.address = ""
-        self.memory = MemoryReport(0, 0, 0)
+        self.memory = MemoryReport()
+        self._step_bytes = 0
         self.load_s = 0.0
 
     def start(self) -> RunningWorker:
@@ -88,7 +91,7 @@ class RunningWorker:
             self.stop()
             raise
         assert self._runner is not None
-        self.memory = measure(self._runner.weights_bytes, self._runner.kv.nbytes)
+        self.memory = self._measure(self._runner)
         self.load_s = time.monotonic() - began_s
         log.info("%s ready at %s in %.1f s; memory: %s", self._config.worker_id, self.address, self.load_s, self.memory)
         return self
@@ -131,12 +134,21 @@ class RunningWorker:
     def healthy(self) -> bool:
         return not self._exit.done()
 
+    def _measure(self, runner: ModelRunner) -> MemoryReport:
+        """Of this process, now, before its first request."""
+        kv, weights, step = runner.kv, runner.weights_bytes, self._step_bytes
+        here = weights + step + kv.nbytes if kv.tensor.device.type == "cpu" else 0
+        rest = max(0, resident_bytes() - here)
+        return MemoryReport(weights, step, kv.nbytes, rest, kv.num_blocks, kv.layout.block_size, runner.max_model_len)
+
     # Engine thread.
 
     def _build(self, directory: Path) -> tuple[Runner, Scheduler, BlockPool]:
-        runner = ModelRunner.load(directory, self._card, self._config.engine)
-        pool = BlockPool(runner.kv.num_blocks)
         engine = self._config.engine
+        check_before_loading(self._card, engine)
+        runner = ModelRunner.load(directory, self._card, engine)
+        self._step_bytes = settle(runner, engine)
+        pool = BlockPool(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
             engine.block_size,

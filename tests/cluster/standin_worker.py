@@ -7,24 +7,17 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Memory:
-    weights_bytes: int = 270 << 20
-    kv_bytes: int = 256 << 20
-    rest_bytes: int = 90 << 20
+from pdserve.worker.memory import MemoryReport
 
 
 class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._listener = socket.create_server((config.host, 0))
         self.address = f"{config.host}:{self._listener.getsockname()[1]}"
-        self.memory = Memory()
+        self.memory = MemoryReport(270 << 20, 45 << 20, 256 << 20, 90 << 20, 728, 16, 8192)
         self.healthy = True
         self._config = config
         self._ended = threading.Event()

@@ -94,7 +94,9 @@ class NativeLlama:
             self._kv.address, self._kv.layout.block_size, self._kv.num_blocks, KV_FORMATS[self._kv.layout.dtype],
             self._rope.data_ptr(), logits.data_ptr(), best.buffer_info()[0],
         )  # fmt: skip
-        done = _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
+        done = self._library.pdserve_model_forward(self._model, ctypes.byref(step))
+        if not done:
+            raise MemoryError
         assert done == 1, "tokens without a block, or ids that are not there"
         return Logits(logits, best.tolist(), partial(self._draw, logits))
 
@@ -102,7 +104,10 @@ class NativeLlama:
         draws = (library.Draw * len(rows))(*map(_draw_of, rows, specs))
         ids = array("i", bytes(4 * len(rows)))
         threads = torch.get_num_threads()
-        _got(self._library.pdserve_model_draw(self._model, threads, logits.data_ptr(), draws, len(rows), ids.buffer_info()[0]))
+        if not self._library.pdserve_model_draw(
+            self._model, threads, logits.data_ptr(), draws, len(rows), ids.buffer_info()[0]
+        ):
+            raise MemoryError
         return ids.tolist()
 
     def _room(self, rows: int) -> Tensor:
@@ -128,6 +133,13 @@ class NativeLlama:
         self._library.pdserve_model_norm(self._model, layer, which, held.data_ptr())
 
 
+def split_batches(num_kv_heads: int) -> tuple[int, ...]:
+    """Decodes of so many sequences are cut into parts, each with room of its own: one, and the most that are (`plan` of
+    kernels.cpp)."""
+    most = (4 * torch.get_num_threads() - 1) // num_kv_heads
+    return (1, most) if most > 1 else (1,)
+
+
 def _draw_of(row: int, spec: SampleSpec) -> library.Draw:
     params = spec.params
     number = uniform(params.seed, spec.output_index)
@@ -141,5 +153,5 @@ def _by_turns(gate_up: Tensor) -> Tensor:
 
 def _got(result: int | None) -> int:
     if not result:
-        raise ConfigError("not enough memory for the model's weights and activations")
+        raise ConfigError("not enough memory for the model's weights")
     return result

@@ -1,0 +1,71 @@
+"""What a worker does about memory between loading and its first request.
+
+The largest steps run once, so that what they need is there (compiled code keeps it) and known; then there must be
+enough for the whole KV pool; then on a CPU all of it is touched. Pages that are only promised would be cheaper while a
+worker idles, and would end it, under load, when another process has taken them meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from pdserve.checkpoint.card import ModelCard, resolve_dtype
+from pdserve.config import EngineConfig
+from pdserve.core.errors import ConfigError, OutOfMemory
+from pdserve.core.kv_layout import DTYPE_BITS
+from pdserve.engine import memory_host as host
+from pdserve.engine.memory import check_host, weights_bytes
+from pdserve.engine.memory_device import CudaDevice, Device
+from pdserve.engine.runner import ModelRunner, device_of
+
+
+def check_before_loading(card: ModelCard, config: EngineConfig) -> None:
+    """Weights and KV pool against what this machine has, where that is a CPU's. Raises `ConfigError`."""
+    if device_of(config.device).type == "cpu":
+        bits = DTYPE_BITS[resolve_dtype(config.dtype)]
+        weights = weights_bytes(card, 8 if config.quantization == "int8" else bits)
+        check_host(available=host.available_bytes(), weights=weights, pool=config.cpu_kv_bytes, step=0)
+
+
+def settle(runner: ModelRunner, config: EngineConfig, *, available: Callable[[], int] = host.available_bytes) -> int:
+    """Afterwards no step takes more memory than there is. Returns what the largest one takes beside weights and KV, bytes.
+
+    Raises `ConfigError` naming the settings that change it.
+    """
+    kv = runner.kv
+    if kv.tensor.device.type == "cuda":
+        return _warm_up(runner, config, partial(_taken_on, CudaDevice(kv.tensor.device)))
+    before = host.resident_bytes()
+    step = _warm_up(runner, config, _taken_here)
+    kept = max(0, host.resident_bytes() - before)
+    check_host(available=available(), weights=0, pool=kv.nbytes, step=max(0, step - kept))
+    host.touch(kv.address, kv.nbytes)
+    return step
+
+
+Taken = Callable[[Callable[[], object]], int]
+"""Runs a step and tells what it took."""
+
+
+def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> int:
+    try:
+        return sum(taken(partial(runner.execute, plan)) for plan in runner.largest_steps(config))
+    except OutOfMemory as exc:
+        raise ConfigError(
+            "not enough memory for the largest step: lower max_num_batched_tokens, max_num_seqs or kv_cache_memory"
+        ) from exc
+
+
+def _taken_here(step: Callable[[], object]) -> int:
+    """What was resident at most while it ran, beyond what was before."""
+    fresh, before = host.reset_peak(), host.resident_bytes()
+    step()
+    return max(0, (host.peak_bytes() if fresh else host.resident_bytes()) - before)
+
+
+def _taken_on(device: Device, step: Callable[[], object]) -> int:
+    device.release()
+    before = device.free()
+    step()
+    return max(0, before - device.free())
