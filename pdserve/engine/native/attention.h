@@ -70,15 +70,15 @@ struct AttentionScratch {
 
     void fit(long rows_needed, long dim_padded) {
         if (rows_needed <= rows && dim_padded == dim) return;
-        rows = rows_needed, dim = dim_padded;
-        query.assign(rows * dim / 2, 0);
-        keys.assign(kTile * dim / 2, 0);
-        values.assign(kTile * dim / 2, 0);
-        weights.assign(rows * kTile / 2, 0);
-        scores.assign(rows * kTile, 0);
-        result.assign(rows * dim, 0);
-        merged.assign(rows * dim, 0);
-        for (auto* one : {&top, &total, &factor, &merged_top, &merged_total}) one->assign(rows, 0);
+        query.assign(rows_needed * dim_padded / 2, 0);
+        keys.assign(kTile * dim_padded / 2, 0);
+        values.assign(kTile * dim_padded / 2, 0);
+        weights.assign(rows_needed * kTile / 2, 0);
+        scores.assign(rows_needed * kTile, 0);
+        result.assign(rows_needed * dim_padded, 0);
+        merged.assign(rows_needed * dim_padded, 0);
+        for (auto* one : {&top, &total, &factor, &merged_top, &merged_total}) one->assign(rows_needed, 0);
+        rows = rows_needed, dim = dim_padded;  // last: there may have been no memory for all of it
     }
 };
 

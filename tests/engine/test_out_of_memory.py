@@ -1,0 +1,78 @@
+"""A step that gets no memory, which cannot happen once a worker has settled: planted by a limit on the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pdserve.config import EngineConfig
+from pdserve.core.errors import ConfigError, ErrorCode, OutOfMemory
+from pdserve.engine.memory_start import settle
+from pdserve.engine.native import library
+
+STARVED = """
+import resource, sys
+from pathlib import Path
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import resolve
+from pdserve.config import MIB, EngineConfig
+from pdserve.core.errors import PdserveError
+from pdserve.engine.memory_start import settle
+from pdserve.engine.memory_steps import StepLimits, largest_steps
+from pdserve.engine.runner import ModelRunner
+
+directory = resolve("tiny")
+config = EngineConfig(model="tiny", dtype=sys.argv[1], kv_cache_memory=16 * MIB, device="cpu", threads=2, max_num_seqs=8)
+runner = ModelRunner.load(directory, ModelCard.load(directory), config)
+step = settle(runner, config)
+kept = sys.argv[1] == "bfloat16"  # by the compiled code; torch gives all back
+wide = largest_steps(StepLimits(64, 16, 64, 60_000, 1000), gathers=False, decode_batches=())[0]
+
+fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+size = int(fields["VmSize"].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + (MIB if kept else step + 32 * MIB), resource.RLIM_INFINITY))
+for plan in runner.largest_steps(config) * 3:
+    runner.execute(plan)
+print("settled steps run")
+try:
+    runner.execute(wide)
+except PdserveError as exc:
+    print(type(exc).__name__, exc.message)
+for plan in runner.largest_steps(config):
+    runner.execute(plan)
+print("smaller steps run")
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_settled_steps_need_no_more_memory_and_a_larger_one_is_a_typed_failure(dtype: str) -> None:
+    if dtype == "bfloat16" and library.load() is None:
+        pytest.skip("without the compiled code the same path is float32's")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(STARVED), dtype], capture_output=True, text=True, timeout=120, check=False,
+        cwd=Path(__file__).resolve().parents[2],
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert lines[0] == "settled steps run", done.stderr
+    assert lines[1] == "OutOfMemory a step of 60000 tokens of 64 sequences got no memory"
+    assert lines[2:] == ["smaller steps run"], done.stderr
+    assert done.returncode == 0
+
+
+def test_it_is_our_bug_that_a_step_gets_no_memory_and_a_setting_before_the_first() -> None:
+    assert OutOfMemory("").code is ErrorCode.INTERNAL_BUG
+
+
+def test_a_worker_whose_largest_step_fits_nowhere_says_what_to_lower(make_runner, monkeypatch) -> None:
+    runner = make_runner()
+
+    def execute(plan: object) -> None:
+        raise OutOfMemory("planted")
+
+    monkeypatch.setattr(runner, "execute", execute)
+    with pytest.raises(ConfigError, match="lower max_num_batched_tokens"):
+        settle(runner, EngineConfig(model="tiny", device="cpu"))
