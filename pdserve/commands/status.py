@@ -41,7 +41,7 @@ def status(address: str, watch: bool, as_json: bool) -> int:
         elif watch:
             _watch(client, console)
         else:
-            console.print(tables.status(state, console.width))
+            console.print(tables.status(state, console.width, client.model_info().block_size))
     return 0
 
 
@@ -52,9 +52,10 @@ def _watch(client: InferenceClient, console: Console) -> None:
     from pdserve.commands import tables
 
     try:
+        block_size = client.model_info().block_size
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                now = tables.status(client.cluster_state(), console.width)
+                now = tables.status(client.cluster_state(), console.width, block_size)
                 if console.is_terminal:
                     live.update(now, refresh=True)
                 else:

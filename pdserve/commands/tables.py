@@ -70,28 +70,29 @@ def pool(reports: Sequence[WorkerReport]) -> Group:
 
 
 def _pool_lines(reports: Sequence[WorkerReport]) -> list[str]:
-    """One for each role, or for each worker where those of a role differ."""
-    said: dict[tuple[str, str], list[str]] = {}
+    """One for each role, or for the workers of a role that are alike."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for report in reports:
-        said.setdefault((report.role, report.memory.pool()), []).append(report.worker_id)
-    roles = [role for role, _ in said]
+        alike.setdefault((report.role, report.memory.pool()), []).append(report.worker_id)
+    roles = [role for role, _ in alike]
     return [
-        f"{role if roles.count(role) == 1 else ', '.join(workers)}: {text} (each)"
-        if len(workers) > 1
-        else f"{workers[0]}: {text}"
-        for (role, text), workers in said.items()
+        f"{role if roles.count(role) == 1 else ', '.join(workers)}: {pool}{' each' if len(workers) > 1 else ''}"
+        for (role, pool), workers in alike.items()
     ]
 
 
-def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
-    """The pools, then why a worker takes nothing, then which pairs are not used for a while."""
+def status(state: inference_pb2.GetClusterStateResponse, width: int, block_size: int = 0) -> Group:
+    """The pools, then why a worker takes nothing, then which pairs are not used for a while.
+
+    block_size: given, it says on a wide terminal how many tokens each pool holds.
+    """
     why = [
         Text(f"{worker.worker_id} is not ready: {worker.not_ready_reason}")
         for worker in state.workers
         if worker.not_ready_reason and not worker.ready
     ]
     aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
-    return Group(_pools(state, width), *why, *aside)
+    return Group(_pools(state, width, block_size), *why, *aside)
 
 
 def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
@@ -104,7 +105,7 @@ def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
     return made
 
 
-def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
+def _pools(state: inference_pb2.GetClusterStateResponse, width: int, block_size: int) -> Table:
     """Pools, queues and KV use at this moment. On less than `WIDE` columns: no bar, no role, no rare blocks that are all 0."""
     title = f"router: {state.queued_requests} queued, {state.running_requests} running"
     counts = {
@@ -119,6 +120,8 @@ def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
         "heartbeat": [f"{worker.heartbeat_age_s:.1f} s" for worker in state.workers],
     }
     wide = width >= WIDE
+    if wide and block_size:
+        counts = {"KV tokens": [f"{worker.blocks.total * block_size:,}" for worker in state.workers], **counts}
     shown = {name: cells for name, cells in counts.items() if wide or name not in RARE or any(cell != "0" for cell in cells)}
     names = tuple(shown) if wide else tuple(SHORT.get(name, name) for name in shown)
     made = table(title, ("worker", "role", "ready", "KV use") if wide else ("worker", "ready", "KV"), names)

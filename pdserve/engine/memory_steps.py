@@ -17,7 +17,6 @@ from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
 
 LONG_TOKENS: Final = 128  # of a prompt at its end: attention takes prompts in pieces of at most so many
-LONG_POSITIONS: Final = 1 << 14  # of decodes: attention that gathers takes at most so many in one call
 _DRAW: Final = SampleSpec(SamplingParams(temperature=1.0, top_p=0.999, max_tokens=1, seed=0), 0)
 
 
@@ -37,14 +36,14 @@ class StepLimits:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
-def largest_steps(limits: StepLimits, *, gathers: bool, decode_batches: tuple[int, ...]) -> tuple[StepPlan, ...]:
+def largest_steps(limits: StepLimits, *, gathered: int, decode_batches: tuple[int, ...]) -> tuple[StepPlan, ...]:
     """To be run on a pool that nobody uses: block ids repeat, and what is written is meaningless.
 
-    gathers: attention copies KV out of the pool. decode_batches: how many single tokens the backend may treat in a way of
-    its own; each runs at the longest context.
+    gathered: positions whose KV attention copies out of the pool at a time; 0: it reads where KV lies. decode_batches: how
+    many single tokens the backend may treat in a way of its own; each runs at the longest context.
     """
     batches = [_long_decodes(limits, min(size, limits.sequences)) for size in decode_batches]
-    return (_wide(limits), *([_long(limits)] if gathers else []), *batches)
+    return (_wide(limits), *([_long(limits, gathered)] if gathered else []), *batches)
 
 
 def _wide(limits: StepLimits) -> StepPlan:
@@ -59,9 +58,9 @@ def _wide(limits: StepLimits) -> StepPlan:
     return StepPlan(tuple(_slice(limits, i, 0, count) for i, count in enumerate(counts)))
 
 
-def _long(limits: StepLimits) -> StepPlan:
+def _long(limits: StepLimits, gathered: int) -> StepPlan:
     """The end of the longest prompt, beside decodes of the longest sequences."""
-    decodes = min(limits.sequences - 1, max(1, LONG_POSITIONS // limits.max_model_len))
+    decodes = min(limits.sequences - 1, max(1, gathered // limits.max_model_len))
     end = limits.max_model_len - 1
     count = min(LONG_TOKENS, end, limits.max_num_batched_tokens - decodes)
     prompt = _slice(limits, decodes, end - count, count)

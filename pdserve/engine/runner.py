@@ -15,6 +15,7 @@ from pdserve.config import EngineConfig
 from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import fit_max_model_len
+from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.elementwise import silu_and_mul, silu_and_mul_fixed
@@ -50,8 +51,8 @@ class ModelRunner:
         layout, sizes = self.kv.layout, (config.max_num_seqs, config.max_num_batched_tokens)
         limits = StepLimits(self.kv.num_blocks, layout.block_size, *sizes, self.max_model_len)
         if not isinstance(self._model, native.NativeLlama):
-            return largest_steps(limits, gathers=True, decode_batches=())
-        return largest_steps(limits, gathers=False, decode_batches=native.split_batches(layout.num_kv_heads))
+            return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
+        return largest_steps(limits, gathered=0, decode_batches=native.split_batches(layout.num_kv_heads))
 
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig) -> ModelRunner:
@@ -156,14 +157,14 @@ def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineCo
 
 def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
     if invariant:
-        return Backend(TiledRows(), InvariantAttention(kv, num_heads), TorchOps(kv, silu_and_mul_fixed))
+        return Backend(TiledRows(), BoundedAttention(InvariantAttention(kv, num_heads)), TorchOps(kv, silu_and_mul_fixed))
     cast = not kv.layout.quantised and kv.tensor.dtype is not kv.dtype  # the kernels read numbers as they compute, or quantised
     if triton_usable(kv.device) and not cast:
         from pdserve.engine.attention.triton import TritonAttention
         from pdserve.engine.kernels.ops import TritonOps
 
         return Backend(WholeRows(), TritonAttention(kv.paged, num_heads, kv.dtype), TritonOps(kv.paged))
-    return Backend(WholeRows(), FastAttention(kv, num_heads), TorchOps(kv, silu_and_mul))
+    return Backend(WholeRows(), BoundedAttention(FastAttention(kv, num_heads)), TorchOps(kv, silu_and_mul))
 
 
 def _recorded(model: Llama, backend: Backend, kv: KvCache, max_positions: int, max_batch: int) -> Hidden | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
+from pdserve.cluster.actor import WorkerReport
 from pdserve.commands import tables
 from pdserve.rpc.v1 import common_pb2, inference_pb2
+from pdserve.worker.memory import MemoryReport
 
 
 def _drawn(width: int, **blocks: int) -> str:
@@ -84,3 +88,37 @@ def test_pairs_set_aside_say_why_and_for_how_long() -> None:
     assert reason.split()[-1] in shown
     assert "…" not in shown
     assert "set aside" not in _shown(inference_pb2.GetClusterStateResponse())
+
+
+def _report(worker_id: str, role: str, memory: MemoryReport) -> WorkerReport:
+    return WorkerReport(worker_id, role, "127.0.0.1:34567", 1, memory, process_s=0.0, import_s=0.0, load_s=0.0)
+
+
+def test_the_start_says_where_memory_goes_and_what_the_pools_hold() -> None:
+    size = MemoryReport(257 << 20, 43 << 20, 256 << 20, 190 << 20, 728, 16, 8192)
+    larger = replace(size, kv_bytes=512 << 20, num_blocks=1456)
+    reports = [_report("prefill-0", "prefill", size), *(_report(f"decode-{n}", "decode", larger) for n in range(2))]
+    console = Console(width=80, highlight=False)
+    with console.capture() as captured:
+        console.print(tables.pool(reports))
+    shown = captured.get()
+    assert "prefill: KV pool 256 MiB: 728 blocks of 16 = 11,648 tokens, 1.4 requests of" in shown
+    assert "decode: KV pool 512 MiB: 1,456 blocks of 16 = 23,296 tokens, 2.8 requests of" in shown
+    assert shown.count("KV pool 512 MiB") == 1, "one line for workers that are alike"
+    assert all(f"{part} MiB" in shown for part in (257, 43, 256, 512, 190))
+    assert "…" not in shown
+    with console.capture() as captured:
+        console.print(tables.pool([*reports, _report("decode-2", "decode", size)]))
+    assert "decode-0, decode-1: KV pool 512 MiB" in captured.get(), "alike, but not the whole pool"
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_status_says_how_many_tokens_a_pool_holds_where_there_is_room(width: int) -> None:
+    worker = inference_pb2.WorkerState(
+        worker_id="prefill-10", role=common_pb2.ROLE_PREFILL, ready=True, blocks=common_pb2.BlockCounts(total=32768, cached=9)
+    )
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker]), width, block_size=16))
+    assert ("524,288" in captured.get()) == (width == 140)
+    assert "…" not in captured.get()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.engine.attention.api import Span
+from pdserve.engine.attention.bounded import BoundedAttention
 from pdserve.engine.attention.fast import PIECE, FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.attention.reference import ReferenceAttention
@@ -47,10 +48,18 @@ def worst(backend, kv: KvCache, spans: tuple[Span, ...], query: torch.Tensor) ->
     return (found.double() - expected).abs().max().item()
 
 
+def bounded_fast(kv: KvCache, num_heads: int) -> BoundedAttention:
+    return BoundedAttention(FastAttention(kv, num_heads), most_positions=30)
+
+
+def bounded_invariant(kv: KvCache, num_heads: int) -> BoundedAttention:
+    return BoundedAttention(InvariantAttention(kv, num_heads), most_positions=30)
+
+
 sizes = st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 9, 17]))
 
 
-@pytest.mark.parametrize("backend", [FastAttention, InvariantAttention])
+@pytest.mark.parametrize("backend", [FastAttention, InvariantAttention, bounded_fast, bounded_invariant])
 @settings(max_examples=25, deadline=None)
 @given(
     spans=st.lists(sizes, min_size=1, max_size=5),
@@ -80,3 +89,23 @@ def test_a_layer_reads_its_own_kv_only(backend):
     before = tested.run(tested.prepare(made), 0, query)
     kv.tensor[:, 1] = 99.0
     assert torch.equal(tested.run(tested.prepare(made), 0, query), before)
+
+
+def test_sequences_that_share_their_beginning_are_not_gathered_all_at_once():
+    """64 that look at the same 1,000 tokens wanted room for 64,000."""
+    seen: list[int] = []
+
+    class Counting(FastAttention):
+        def prepare(self, spans):
+            seen.append(sum(span.end for span in spans))
+            assert spans[0].row == 0
+            return super().prepare(spans)
+
+    kv, (one,), query = make_case([(999, 1)], block_size=16, kv_heads=1, group=2, dim=8, dtype="float32", seed=1)
+    spans = tuple(Span(row, one.start, 1, one.block_table) for row in range(64))
+    many = query.expand(64, -1, -1)
+    bounded = BoundedAttention(Counting(kv, 2), most_positions=3000)
+    out = bounded.run(bounded.prepare(spans), 1, many)
+    assert seen == [3000] * 21 + [1000]
+    alone = FastAttention(kv, 2)
+    assert torch.allclose(out, alone.run(alone.prepare((one,)), 1, query).expand(64, -1, -1), atol=1e-6)

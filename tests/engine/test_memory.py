@@ -178,7 +178,7 @@ def limits(draw: st.DrawFn) -> StepLimits:
 
 @given(limits(), st.lists(st.integers(1, 30), max_size=3))
 def test_the_largest_steps_could_be_planned_and_reach_every_bound(limits, batches):
-    plans = largest_steps(limits, gathers=True, decode_batches=tuple(batches))
+    plans = largest_steps(limits, gathered=100, decode_batches=tuple(batches))
     for plan in plans:
         assert plan.slices
         assert len({piece.seq_id for piece in plan.slices}) == len(plan.slices) <= limits.max_num_seqs

@@ -30,7 +30,7 @@ config = EngineConfig(model="tiny", dtype=sys.argv[1], kv_cache_memory=16 * MIB,
 runner = ModelRunner.load(directory, ModelCard.load(directory), config)
 step = settle(runner, config)
 kept = sys.argv[1] == "bfloat16"  # by the compiled code; torch gives all back
-wide = largest_steps(StepLimits(64, 16, 64, 60_000, 1000), gathers=False, decode_batches=())[0]
+wide = largest_steps(StepLimits(64, 16, 64, 60_000, 1000), gathered=0, decode_batches=())[0]
 
 fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 size = int(fields["VmSize"].split()[0]) * 1024

@@ -41,8 +41,7 @@ from pdserve.worker.messages import (
 BLOCK, LONGEST, BUDGET, SEQS = 16, 200, 64, 16
 MOST_PROMPT, MOST_OUTPUT = 120, 60
 OPEN = 48  # requests at a time: about ten times what the pools hold
-SHARE = 5  # every so many outputs is compared with an undisturbed run, up to
-MOST_COMPARED = 120
+COMPARED = 120  # outputs, with those of an undisturbed run
 WAIT_S = 20.0  # far above any step
 STEPS_EACH = MOST_OUTPUT + 2 * (LONGEST // BUDGET + 1)
 """A request alone needs at most so many steps, its prompt computed twice. Nobody may wait for more than all others."""
@@ -146,6 +145,7 @@ class Storm:
         self._turns = 0
         self._count = 0
         self._compare: list[Request] = []
+        self._finished = 0
         self.result = Result()
 
     # --- the run
@@ -261,8 +261,15 @@ class Storm:
         del self._bound[request.seq_id]
         self.result.seen["handed over" if request.handoff else "local"] += 1
         self.result.longest_steps = max(self.result.longest_steps, self._step - request.arrived_step)
-        if request.seq_id % SHARE == 0 and len(self._compare) < MOST_COMPARED:
+        self._sample(request)
+
+    def _sample(self, request: Request) -> None:
+        """Of all that finish, each with the same chance."""
+        self._finished += 1
+        if len(self._compare) < COMPARED:
             self._compare.append(request)
+        elif (place := self._rng.randrange(self._finished)) < COMPARED:
+            self._compare[place] = request
 
     # --- what engines say
 
