@@ -31,4 +31,4 @@ def test_pools_far_too_small_for_the_load_lose_nothing() -> None:
 @pytest.mark.parametrize(("model", "seed"), [("tiny", 2), ("default", 3)])
 def test_pools_far_too_small_for_the_load_lose_nothing_for_minutes(model: str, seed: int) -> None:
     result = storm(model, seconds=150.0, seed=seed)
-    assert result.seen["preempted"] > 50
+    assert result.seen["preempted"] > 20
