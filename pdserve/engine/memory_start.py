@@ -35,7 +35,9 @@ def settle(runner: ModelRunner, config: EngineConfig, *, available: Callable[[],
     """
     kv = runner.kv
     if kv.tensor.device.type == "cuda":
-        return _warm_up(runner, config, partial(_taken_on, CudaDevice(kv.tensor.device)))
+        step = _warm_up(runner, config, partial(_taken_on, CudaDevice(kv.tensor.device)))
+        kv.tensor.zero_()  # what the steps wrote means nothing
+        return step
     before = host.resident_bytes()
     step = _warm_up(runner, config, _taken_here)
     kept = max(0, host.resident_bytes() - before)

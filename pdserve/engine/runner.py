@@ -101,7 +101,10 @@ class ModelRunner:
             kv = KvCache(layout, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)])
         tokens = pool_tokens or kv.num_blocks * config.block_size
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, tokens)
-        model = _model(card, weights, kv, config, max_model_len)
+        try:
+            model = _model(card, weights, kv, config, max_model_len)
+        except MemoryError as exc:
+            raise ConfigError("not enough memory to lay the model's weights out for the compiled code") from exc
         return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len)
 
     @torch.inference_mode()

@@ -94,7 +94,7 @@ def test_every_part_and_worker_reports(running: Running) -> None:
     ready = [event.part for event in running.events if isinstance(event, PartReady)]
     assert sorted(part.value for part in ready) == sorted(part.value for part in Part)
     assert [report.worker_id for report in running.cluster.reports] == ["prefill-0", "decode-0"]
-    assert all(report.kv_bytes for report in running.cluster.reports)
+    assert all(report.memory.kv_bytes for report in running.cluster.reports)
     assert {path.name for path in running.cluster.folders.logs.iterdir()} >= {"prefill-0.log", "decode-0.log", "router.log"}
 
 

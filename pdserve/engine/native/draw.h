@@ -27,13 +27,6 @@ struct DrawScratch {
     Lines<float> weights;
     std::vector<float> tops;
     std::vector<Candidate> kept, edge;
-
-    // All it may need, so that no thread but the caller's finds memory short.
-    void fit(long count) {
-        weights.reserve(round_up(count, kBlock));
-        tops.reserve(round_up(count, kBlock) / kBlock);
-        kept.reserve(count), edge.reserve(count);
-    }
 };
 
 // e^((x - largest) / temperature) of a row; returns their sum.

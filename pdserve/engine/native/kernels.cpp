@@ -329,7 +329,6 @@ void Model::choose(int thread) {
 
 void Model::draw(int threads, const float* logits, const PdDraw* draws, long count, int32_t* ids) {
     if (long(own_.size()) < threads) own_.resize(threads);
-    for (Own& own : own_) own.draw.fit(shape_.vocab);
     pool_.run(threads, [&](int thread) {
         for (long i = count * thread / threads; i < count * (thread + 1) / threads; i++)
             ids[i] = pdserve::draw(logits + draws[i].row * shape_.vocab, shape_.vocab, draws[i], own_[thread].draw);

@@ -94,9 +94,7 @@ class NativeLlama:
             self._kv.address, self._kv.layout.block_size, self._kv.num_blocks, KV_FORMATS[self._kv.layout.dtype],
             self._rope.data_ptr(), logits.data_ptr(), best.buffer_info()[0],
         )  # fmt: skip
-        done = self._library.pdserve_model_forward(self._model, ctypes.byref(step))
-        if not done:
-            raise MemoryError
+        done = _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         assert done == 1, "tokens without a block, or ids that are not there"
         return Logits(logits, best.tolist(), partial(self._draw, logits))
 
@@ -104,10 +102,7 @@ class NativeLlama:
         draws = (library.Draw * len(rows))(*map(_draw_of, rows, specs))
         ids = array("i", bytes(4 * len(rows)))
         threads = torch.get_num_threads()
-        if not self._library.pdserve_model_draw(
-            self._model, threads, logits.data_ptr(), draws, len(rows), ids.buffer_info()[0]
-        ):
-            raise MemoryError
+        _got(self._library.pdserve_model_draw(self._model, threads, logits.data_ptr(), draws, len(rows), ids.buffer_info()[0]))
         return ids.tolist()
 
     def _room(self, rows: int) -> Tensor:
@@ -153,5 +148,5 @@ def _by_turns(gate_up: Tensor) -> Tensor:
 
 def _got(result: int | None) -> int:
     if not result:
-        raise ConfigError("not enough memory for the model's weights")
+        raise MemoryError
     return result
