@@ -34,9 +34,9 @@ def settle(runner: ModelRunner, config: EngineConfig, *, available: Callable[[],
     Raises `ConfigError` naming the settings that change it.
     """
     kv = runner.kv
-    if kv.tensor.device.type == "cuda":
-        step = _warm_up(runner, config, partial(_taken_on, CudaDevice(kv.tensor.device)))
-        kv.tensor.zero_()  # what the steps wrote means nothing
+    if kv.device.type == "cuda":
+        step = _warm_up(runner, config, partial(_taken_on, CudaDevice(kv.device)))
+        kv.blocks.zero_()  # what the steps wrote means nothing
         return step
     before = host.resident_bytes()
     step = _warm_up(runner, config, _taken_here)

@@ -137,7 +137,7 @@ class RunningWorker:
     def _measure(self, runner: ModelRunner) -> MemoryReport:
         """Of this process, now, before its first request."""
         kv, weights, step = runner.kv, runner.weights_bytes, self._step_bytes
-        here = weights + step + kv.nbytes if kv.tensor.device.type == "cpu" else 0
+        here = weights + step + kv.nbytes if kv.device.type == "cpu" else 0
         rest = max(0, resident_bytes() - here)
         return MemoryReport(weights, step, kv.nbytes, rest, kv.num_blocks, kv.layout.block_size, runner.max_model_len)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,9 @@ from pdserve.engine.memory_steps import StepLimits, largest_steps
 from pdserve.engine.runner import ModelRunner
 
 directory = resolve("tiny")
-config = EngineConfig(model="tiny", dtype=sys.argv[1], kv_cache_memory=16 * MIB, device="cpu", threads=2, max_num_seqs=8)
+config = EngineConfig(
+    dtype=sys.argv[1], kv_cache_dtype=sys.argv[2], kv_cache_memory=16 * MIB, device="cpu", threads=2, max_num_seqs=8
+)
 runner = ModelRunner.load(directory, ModelCard.load(directory), config)
 step = settle(runner, config)
 kept = sys.argv[1] == "bfloat16"  # by the compiled code; torch gives all back
@@ -48,12 +49,12 @@ print("smaller steps run")
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_settled_steps_need_no_more_memory_and_a_larger_one_is_a_typed_failure(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "auto"), ("bfloat16", "int8"), ("float32", "auto")])
+def test_settled_steps_need_no_more_memory_and_a_larger_one_is_a_typed_failure(dtype: str, kv_dtype: str) -> None:
     if dtype == "bfloat16" and library.load() is None:
         pytest.skip("without the compiled code the same path is float32's")
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(STARVED), dtype], capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-c", STARVED, dtype, kv_dtype], capture_output=True, text=True, timeout=120, check=False,
         cwd=Path(__file__).resolve().parents[2],
     )  # fmt: skip
     lines = done.stdout.splitlines()

@@ -43,6 +43,9 @@ MOST_PROMPT, MOST_OUTPUT = 120, 60
 OPEN = 48  # requests at a time: about ten times what the pools hold
 COMPARED = 120  # outputs, with those of an undisturbed run
 WAIT_S = 20.0  # far above any step
+STALL_S = 0.05
+LONGER_S = 60.0
+WANTED = ("preempted", "no room", "aborted", "quarantined", "decode full", "prefill full", "handed over", "local")
 STEPS_EACH = MOST_OUTPUT + 2 * (LONGEST // BUDGET + 1)
 """A request alone needs at most so many steps, its prompt computed twice. Nobody may wait for more than all others."""
 
@@ -151,14 +154,15 @@ class Storm:
     # --- the run
 
     def run(self, seconds: float) -> Result:
-        """Raises AssertionError. Nothing runs afterwards."""
+        """At least so long, and until all of `WANTED` was seen. Raises AssertionError. Nothing runs afterwards."""
         prefill, decode = self.sides["prefill"], self.sides["decode"]
         for side in self.sides.values():
             side.thread.start(WAIT_S)
         before = resident_bytes()
         try:
             end_s = time.monotonic() + seconds
-            while time.monotonic() < end_s:
+            while time.monotonic() < end_s or not all(self.result.seen[what] for what in WANTED):
+                assert time.monotonic() < end_s + LONGER_S, f"the pools are not driven to exhaustion: {self.result}"
                 self._arrive()
                 self._turn()
             while self._waiting or self._asked or self._bound or self._quarantined:
@@ -183,19 +187,30 @@ class Storm:
         self._bind()
         if self._rng.random() < 0.02 and self._bound:
             self._abort(self._rng.choice(list(self._bound.values())))
-        self._end_reads()
-        if self._asked or len(self._bound) > len(self._reading):
-            self._hear(*self._events.get(timeout=WAIT_S))
-        while not self._events.empty():
-            self._hear(*self._events.get())
+        self._end_reads(stalled=False)
+        self._listen()
         for side in self.sides.values():
             assert not side.deaths, side.deaths
 
-    def _end_reads(self) -> None:
-        """Those whose time has come, and others where nothing else goes on."""
-        if self._quarantined and (self._quarantined[0][1] <= self._turns or not self._bound):
+    def _listen(self) -> None:
+        """To all that is said; at a stall, which only a read can end, until one did."""
+        for patience in range(int(WAIT_S / STALL_S) + 1):
+            try:
+                self._hear(*self._events.get(timeout=STALL_S))
+                break
+            except queue.Empty:
+                assert patience < WAIT_S / STALL_S, "both engines fell silent"
+                self._end_reads(stalled=True)
+                if not (self._bound or self._asked):
+                    break
+        while not self._events.empty():
+            self._hear(*self._events.get())
+
+    def _end_reads(self, *, stalled: bool) -> None:
+        """Those whose time has come; at a stall the oldest in any case."""
+        if self._quarantined and (stalled or self._quarantined[0][1] <= self._turns):
             self.sides["decode"].submit(EndQuarantine(self._quarantined.popleft()[0]))
-        if self._reading and (self._reading[0][1] <= self._turns or self._events.empty()):
+        if self._reading and (stalled or self._reading[0][1] <= self._turns):
             request, _, ended = self._reading.popleft()
             if request.seq_id in self._bound:
                 self._hand_over(request, ended=ended)
@@ -292,7 +307,7 @@ class Storm:
             request.output.append(token.token_id)
             ended = token.finish_reason is not None
             if name == "prefill":
-                self._reading.append((request, self._turns + self._rng.randint(0, 20), ended))
+                self._reading.append((request, self._turns + self._rng.choice((0, 0, 10, 60)), ended))
             elif ended:
                 self._done(request)
 
@@ -311,7 +326,7 @@ class Storm:
 
     def _hand_over(self, request: Request, *, ended: bool) -> None:
         """Prefill is through: copy what decode lacks, commit, and give the lease back."""
-        source, target = (self.sides[name].runner.kv.tensor for name in ("prefill", "decode"))
+        source, target = (self.sides[name].runner.kv.blocks for name in ("prefill", "decode"))
         count = -(-len(request.prompt) // BLOCK)
         assert len(request.lent) == count
         for index in range(request.hits, count):

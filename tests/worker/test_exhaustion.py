@@ -15,8 +15,6 @@ GROWTH = 16 * MIB  # of two engines and the driver: Python's objects; a step's a
 def storm(model: str, seconds: float, seed: int) -> Result:
     result = Storm(resolve(model), seed, **POOLS).run(seconds)
     print(result)
-    for what in ("preempted", "no room", "aborted", "quarantined", "decode full", "prefill full", "handed over", "local"):
-        assert result.seen[what] > 0, f"the pools were not driven to exhaustion: {result}"
     assert result.compared > 0
     assert result.longest_steps <= OPEN * STEPS_EACH, "someone starved"
     assert result.rss_growth < GROWTH
