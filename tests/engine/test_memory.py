@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.checkpoint.card import ModelCard
@@ -38,6 +38,7 @@ def pool_of(reading: DeviceReading, share: float, block: int = 1) -> int | None:
         return None if all(n in refused.message for n in ("gpu_memory_utilization", "max_num_batched_tokens")) else -1
 
 
+@settings(deadline=None)
 @given(readings(), shares, st.integers(1, 1000))
 def test_the_pool_takes_all_that_weights_and_step_leave_of_the_share_and_of_the_device(reading, share, block):
     weights = reading.free_at_start - reading.free_with_weights
@@ -46,6 +47,7 @@ def test_the_pool_takes_all_that_weights_and_step_leave_of_the_share_and_of_the_
     assert pool_of(reading, share, block) == (left if left >= block else None)
 
 
+@settings(deadline=None)
 @given(readings(), shares, shares)
 def test_a_larger_share_never_gives_a_smaller_pool(reading, one, other):
     low, high = sorted((one, other))
@@ -61,6 +63,7 @@ def test_two_workers_on_one_gpu_get_the_shares_that_they_were_given():
     assert first == second == 300
 
 
+@settings(deadline=None)
 @given(sizes, sizes, sizes)
 def test_a_host_is_refused_exactly_when_the_sum_is_more_than_there_is(weights, pool, step):
     needed = weights + pool + step + REST_BYTES
@@ -176,6 +179,7 @@ def limits(draw: st.DrawFn) -> StepLimits:
     return StepLimits(blocks, size, draw(st.integers(1, 20)), draw(st.integers(1, 300)), longest)
 
 
+@settings(deadline=None)
 @given(limits(), st.lists(st.integers(1, 30), max_size=3))
 def test_the_largest_steps_could_be_planned_and_reach_every_bound(limits, batches):
     plans = largest_steps(limits, gathered=100, decode_batches=tuple(batches))
