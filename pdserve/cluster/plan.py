@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,10 +117,11 @@ def router_config(config: ClusterConfig, cluster_token: str, node_host: str) -> 
     return RouterProcessConfig(router, engine, cluster_token)
 
 
-def _kv_numbers(engine: EngineConfig) -> float:
-    """How many a worker's KV pool holds, but for the scales of quantised ones; infinitely many where only it will know."""
-    size = math.inf if engine.known_kv_bytes is None else engine.known_kv_bytes
-    return size * 8 / DTYPE_BITS[resolve_kv_dtype(engine.kv_cache_dtype, engine.dtype)]
+def _kv_numbers(engine: EngineConfig) -> tuple[bool, float]:
+    """How many a worker's KV pool holds, but for the scales of quantised ones. Pools that only their workers will know come
+    last, and among themselves as if they were of equal bytes."""
+    numbers = engine.cpu_kv_bytes * 8 / DTYPE_BITS[resolve_kv_dtype(engine.kv_cache_dtype, engine.dtype)]
+    return engine.known_kv_bytes is None, numbers
 
 
 def dial_address(bound: str, router: RouterConfig, node_host: str) -> str:
