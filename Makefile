@@ -78,6 +78,9 @@ bench-handoff: setup ## what of a handoff is exposed when KV is read chunk by ch
 bench-engine: setup ## prefill and decode steps beside floors and transformers
 	$(BIN)/python -m bench.engine
 
+bench-step: setup   ## what a decode step costs besides the model, by phase, and what its streams cost it
+	$(BIN)/python -m bench.step
+
 bench-quality: setup ## what int8 costs in perplexity and in equal tokens
 	@$(BIN)/python -m bench.quality
 

@@ -22,10 +22,11 @@ from kvtransfer.peer_link import PeerLink
 from kvtransfer.pull import Pulled
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
+from pdserve.engine.outcome import OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import decode_pb2, link_pb2
 from pdserve.worker.host import Host
-from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents, Token
+from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
 from pdserve.worker.output import OutputStream
 from pdserve.worker.refuse import failed, read_request
 
@@ -184,11 +185,11 @@ class DecodeRole:
         )
         self._host.send(link_pb2.WorkerMessage(kv_committed=committed))
 
-    def _token(self, token: Token) -> link_pb2.StepRow | None:
+    def _token(self, token: OutputToken) -> link_pb2.StepRow | None:
         request = self._by_seq.get(token.seq_id)
         if request is None:
             return None  # the step was under way when the request ended
-        row = request.output.push(token.index, token.token_id, token.finish_reason)
+        row = request.output.push(token.output_index, token.token_id, token.finish_reason)
         if row.finish_reason:
             self._forget(request)
             if token.finish_reason is None:  # a stop string, which the engine does not know of

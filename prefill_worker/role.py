@@ -20,10 +20,11 @@ from kvtransfer.ticket import Ticket
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
+from pdserve.engine.outcome import OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
 from pdserve.worker.host import Host
-from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents, Token
+from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents
 from pdserve.worker.output import OutputStream
 from pdserve.worker.refuse import failed, read_request
 
@@ -156,12 +157,12 @@ class PrefillRole:
         if request is not None and request.lease_id is not None and computed < request.prompt_len:
             self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=self._clock()))
 
-    def _finish(self, token: Token) -> link_pb2.StepRow | None:
+    def _finish(self, token: OutputToken) -> link_pb2.StepRow | None:
         """The one token drawn here: the last advance, with its text already known to end the request or not."""
         request = self._by_seq.get(token.seq_id)
         if request is None or request.lease_id is None:
             return None
-        row = request.output.push(token.index, token.token_id, token.finish_reason)
+        row = request.output.push(token.output_index, token.token_id, token.finish_reason)
         first = FirstToken(token.token_id, codec.finish_from_wire(row.finish_reason))
         self._leases.publish(self._table.advance(request.lease_id, request.prompt_len, first, now_s=self._clock()))
         return row

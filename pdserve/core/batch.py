@@ -1,15 +1,17 @@
-"""What the scheduler asks of the model in one step, and what comes back. Immutable: crosses threads."""
+"""What the scheduler asks of the model in one step, and what comes back. Immutable: crosses threads.
+
+Named tuples, since a step makes some for each of its sequences: one costs a quarter of a frozen dataclass.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(NamedTuple):
     """Draw one token after the last token of a slice."""
 
     params: SamplingParams
@@ -19,8 +21,7 @@ class SampleSpec:
     """Ids that may not be drawn: the end-of-sequence and stop ids while min_tokens is not reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """Tokens [start, start + len(token_ids)) of one sequence, to be computed in this step.
 
     The KV of tokens [0, start) is in the blocks of `block_table`; this step writes that of the slice.
@@ -34,16 +35,26 @@ class SequenceSlice:
     """None for a chunk that does not end its prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     slices: tuple[SequenceSlice, ...]
+    decodes: int = 0
+    """So many slices, the first ones, are known to be one token each, after which another is drawn."""
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """Ascending: which of all the slices' tokens are followed by a draw."""
+        rows, end = list(range(self.decodes)), self.decodes
+        for piece in self.slices[self.decodes :]:
+            end += len(piece.token_ids)
+            if piece.sample is not None:
+                rows.append(end - 1)
+        return rows
 
     @property
     def num_tokens(self) -> int:
         return sum(len(s.token_ids) for s in self.slices)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     seq_id: SeqId
     token_id: int

@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 from pdserve.core.errors import IllegalTransition, InternalBug
 from pdserve.core.ids import BlockId, SeqId
@@ -80,8 +80,7 @@ MAX_HISTORY: Final = 32
 """Operations of the pool that an error tells of: more than one engine step makes for the sequences of a small batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
+class BlockCounts(NamedTuple):
     """free + cached + held + quarantined + unaccounted == total; unaccounted above 0 is a bug."""
 
     total: int
@@ -251,7 +250,7 @@ class BlockPool:
         return tuple(self._blocks_of.get(holder, ()))
 
     def counts(self) -> BlockCounts:
-        quarantined = sum(len(blocks) for blocks in self._quarantined.values())
+        quarantined = sum(map(len, self._quarantined.values()))
         return BlockCounts(self.num_blocks, len(self._free), len(self._cached), len(self._holders), quarantined)
 
     def check_invariants(self) -> None:

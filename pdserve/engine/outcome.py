@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
@@ -32,8 +31,7 @@ class Admitted(NamedTuple):
     block_ids: tuple[BlockId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     tokens: tuple[OutputToken, ...]
     advanced: tuple[Advance, ...]
     preempted: tuple[SeqId, ...]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -107,7 +106,6 @@ class ModelRunner:
             raise ConfigError("not enough memory to lay the model's weights out for the compiled code") from exc
         return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
         """Compute the plan, write its KV and draw a token for every slice that asks for one, in plan order.
 
@@ -115,35 +113,30 @@ class ModelRunner:
         """
         if not plan.slices:
             return ()
-        _check_once(plan)
         try:
-            return self._execute(plan)
+            if not self._model.computes_in_torch:
+                return self._execute(plan)
+            with torch.inference_mode():
+                return self._execute(plan)
         except (MemoryError, RuntimeError) as exc:
             if not is_memory_error(exc):
                 raise
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
     def _execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
-        ends = accumulate(len(piece.token_ids) for piece in plan.slices)
-        drawing = [(piece, end - 1) for piece, end in zip(plan.slices, ends, strict=True) if piece.sample is not None]
-        logits = self._model.forward(plan, [row for _, row in drawing])
+        logits = self._model.forward(plan, plan.sampled_rows)
         if logits is None:
             return ()
-        specs = [piece.sample for piece, _ in drawing if piece.sample is not None]
-        token_ids = sample(logits.values, specs, logits.best, logits.draw)
-        return tuple(Sampled(piece.seq_id, token) for (piece, _), token in zip(drawing, token_ids, strict=True))
+        drawing = [(piece.seq_id, piece.sample) for piece in plan.slices if piece.sample is not None]
+        token_ids = sample(logits.values, [spec for _, spec in drawing], logits.best, logits.draw)
+        return tuple([Sampled(seq_id, token_id) for (seq_id, _), token_id in zip(drawing, token_ids, strict=True)])
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Compute the plan, write its KV, and return the logits of all its tokens: [plan.num_tokens, vocab] float32."""
-        _check_once(plan)
         logits = self._model.forward(plan, list(range(plan.num_tokens)))
         assert logits is not None
         return logits.values.clone()
-
-
-def _check_once(plan: StepPlan) -> None:
-    assert len({piece.seq_id for piece in plan.slices}) == len(plan.slices), "a sequence twice in one step"
 
 
 def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineConfig, max_positions: int) -> Model:

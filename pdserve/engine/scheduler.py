@@ -23,7 +23,7 @@ import bisect
 from dataclasses import dataclass
 from operator import attrgetter
 
-from pdserve.core.batch import Sampled, SequenceSlice, StepPlan
+from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
@@ -80,10 +80,12 @@ class Scheduler:
         self._arrivals = 0
         self._sequences: dict[SeqId, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
-        self._running: list[Sequence] = []  # by arrival, oldest first
+        self._waiting_tokens = 0  # that they are to compute
+        self._prefilling: list[Sequence] = []  # by rank; these and
+        self._decoding: list[Sequence] = []  # by arrival, oldest first, are those that run
         self._inbound: dict[SeqId, Sequence] = {}
-        self._step: dict[SeqId, SequenceSlice] | None = None  # planned and not yet collected
-        self._aborted: dict[SeqId, Sequence] = {}  # during that step
+        self._step: list[Sequence] | None = None  # planned and not yet collected
+        self._aborted: set[SeqId] = set()  # during that step
         self._admitted: list[Admitted] = []
         self._preempted: list[SeqId] = []
 
@@ -106,9 +108,7 @@ class Scheduler:
         Blocks are shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        bisect.insort(
-            self._waiting, self._new(seq_id, prompt, params, kind, priority, resumed, self._chain(cache_salt)), key=_RANK
-        )
+        self._wait(self._new(seq_id, prompt, params, kind, priority, resumed, self._chain(cache_salt)))
 
     def reserve(
         self,
@@ -139,7 +139,7 @@ class Scheduler:
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
         reservation = self._take(seq, holder, count, hashes)
         if local_prefill:
-            bisect.insort(self._running, seq, key=_ARRIVAL)
+            self._run(seq)
         else:
             self._inbound[seq_id] = seq
         return reservation
@@ -152,7 +152,7 @@ class Scheduler:
         self._publish(seq)
         seq.tokens.append(first_token)
         assert seq.finish_reason() is None, "a sequence that its first token ended is aborted, not activated"
-        bisect.insort(self._running, seq, key=_ARRIVAL)
+        self._run(seq)
 
     def abort(self, seq_id: SeqId, read_in_flight: bool = False) -> None:
         """Forget a sequence in whatever state; unknown ids are fine, since a sequence may just have finished.
@@ -163,8 +163,8 @@ class Scheduler:
         seq = self._sequences.get(seq_id)
         if seq is None or seq_id in self._aborted:
             return
-        if self._step is not None and seq_id in self._step:
-            self._aborted[seq_id] = seq
+        if seq.planned:
+            self._aborted.add(seq_id)
         elif self._inbound.pop(seq_id, None) is not None:
             del self._sequences[seq_id]
             if read_in_flight:
@@ -187,11 +187,14 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step; empty when there is nothing that could run now. `collect` must follow a step that is not empty."""
         assert self._step is None, "the last step was not collected"
-        slices = self._plan_decodes()
-        slices += self._plan_prefills(self._token_budget - len(slices))
-        if slices:
-            self._step = {s.seq_id: s for s in slices}
-        return StepPlan(tuple(slices))
+        step = self._plan_decodes()
+        decodes = len(step)
+        slices = [seq.last_slice() for seq in step]
+        for seq, count in self._plan_prefills(self._token_budget - decodes):
+            step.append(seq)
+            slices.append(seq.next_slice(count))
+        self._step = step or None
+        return StepPlan(tuple(slices), decodes)
 
     def take_admitted(self) -> tuple[Admitted, ...]:
         """Lent sequences admitted since the last call, each of which now needs a lease."""
@@ -202,19 +205,26 @@ class Scheduler:
         """Apply the step: what was computed is final and every sampled token is appended."""
         assert self._step is not None, "no step was planned"
         step, self._step = self._step, None
-        for seq in self._aborted.values():
-            self._forget(seq)
-        live = [s for s in step.values() if s.seq_id not in self._aborted]
-        for piece in live:
-            seq = self._sequences[piece.seq_id]
-            seq.computed += len(piece.token_ids)
-            self._publish(seq)
-        advanced = tuple(Advance(p.seq_id, p.start + len(p.token_ids)) for p in live if self._is_lent(p.seq_id))
-        tokens = tuple(self._append(s) for s in sampled if s.seq_id not in self._aborted)
-        assert len(tokens) == sum(piece.sample is not None for piece in live), "one token for each sampling slice"
-        self._aborted.clear()
+        aborted, self._aborted = self._aborted, set()
+        tokens: list[OutputToken] = []
+        advanced: list[Advance] = []
+        drawn = iter(sampled)
+        for seq in step:
+            seq.computed = computed = seq.computed + seq.planned
+            seq.planned = 0
+            token = next(drawn) if computed == len(seq.tokens) else None
+            if seq.seq_id in aborted:
+                self._forget(seq)
+                continue
+            if not seq.decoding:
+                self._prefilled(seq, advanced, drawn=token is not None)
+            elif not computed % self._block_size:
+                self._publish(seq)
+            if token is not None:
+                tokens.append(self._append(seq, token))
+        assert next(drawn, None) is None, "one token for each slice that asks for one, in their order"
         preempted, self._preempted = tuple(self._preempted), []
-        return StepOutcome(tokens, advanced, preempted)
+        return StepOutcome(tuple(tokens), tuple(advanced), preempted)
 
     # --- what others may know
 
@@ -224,7 +234,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._prefilling) + len(self._decoding)
 
     @property
     def num_live(self) -> int:
@@ -234,13 +244,12 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens of prompts, and of preempted sequences, that are still to be computed before they can go on."""
-        prefilling = (s.remaining for s in self._running if not s.decoding)
-        return sum(prefilling) + sum(s.remaining for s in self._waiting)
+        return self._waiting_tokens + sum(s.remaining for s in self._prefilling)
 
     @property
     def has_work(self) -> bool:
         """Whether `plan` could give a step now. False: only a new command can change that, so sleep."""
-        return bool(self._running) or self._head_fits()
+        return bool(self._decoding or self._prefilling) or self._head_fits()
 
     def blocks_to_reserve(self, prompt_len: int, params: SamplingParams, resumed: int = 0) -> int:
         """The prompt's blocks and one more to grow into, unless the sequence can never fill that one."""
@@ -251,8 +260,10 @@ class Scheduler:
         """Raises AssertionError when books and pool disagree."""
         self._pool.check_invariants()
         assert self._waiting == sorted(self._waiting, key=_RANK)
-        assert self._running == sorted(self._running, key=_ARRIVAL)
-        placed = [*self._waiting, *self._running, *self._inbound.values()]
+        assert self._waiting_tokens == sum(s.remaining for s in self._waiting)
+        assert self._prefilling == sorted(self._prefilling, key=_RANK)
+        assert self._decoding == sorted(self._decoding, key=_ARRIVAL)
+        placed = [*self._waiting, *self._prefilling, *self._decoding, *self._inbound.values()]
         assert sorted(s.seq_id for s in placed) == sorted(self._sequences)
         for seq in self._sequences.values():
             self._check_sequence(seq)
@@ -278,40 +289,40 @@ class Scheduler:
         self._sequences[seq_id] = seq
         return seq
 
-    def _plan_decodes(self) -> list[SequenceSlice]:
-        """One token of every decoding sequence, oldest first, so a victim is never one that is planned already."""
-        # A victim of an older sequence no longer counts as decoding when its own turn comes.
-        return [self._slice(seq, 1) for seq in list(self._running) if seq.decoding and self._grow(seq)]
+    def _plan_decodes(self) -> list[Sequence]:
+        """Every decoding sequence that has room for its last token, or gets it: the oldest first."""
+        size = self._block_size
+        for seq in [s for s in self._decoding if len(s.tokens) > len(s.block_table) * size]:
+            if seq.decoding:  # else it has just given its blocks to an older one
+                self._grow(seq)
+        return list(self._decoding)
 
-    def _grow(self, seq: Sequence) -> bool:
-        """Make room for all of the sequence's tokens. False: it was preempted itself."""
-        missing = self._blocks_for(len(seq.tokens)) - len(seq.block_table)
-        if missing <= 0:
-            return True
-        assert missing == 1
+    def _grow(self, seq: Sequence) -> None:
+        """A block for the sequence's last token; if none can be had, the youngest gives up all of its own."""
+        assert self._blocks_for(len(seq.tokens)) == len(seq.block_table) + 1
         while self._pool.num_allocatable < 1:
-            victim = next(s for s in reversed(self._running) if s.kind is not SequenceKind.LENT)
+            running = (*self._decoding, *self._prefilling)
+            victim = max((s for s in running if s.kind is not SequenceKind.LENT), key=_ARRIVAL)
             self._preempt(victim)
             if victim is seq:
-                return False
+                return
         grown = self._pool.allocate(seq.holder, 1)
         assert grown is not None
         seq.block_table += grown
-        return True
 
     def _preempt(self, seq: Sequence) -> None:
-        self._running.remove(seq)
+        self._leave(seq)
         self._pool.drop(seq.holder)
         seq.block_table = ()
         seq.computed = seq.published = 0
         seq.preempted = True
-        bisect.insort(self._waiting, seq, key=_RANK)
+        self._wait(seq)
         self._preempted.append(seq.seq_id)
 
-    def _plan_prefills(self, budget: int) -> list[SequenceSlice]:
+    def _plan_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         """Chunks in order of rank, of running and newly admitted sequences alike, until the budget is used up."""
-        slices = []
-        running = sorted((s for s in self._running if not s.decoding), key=_RANK)
+        chunks = []
+        running = list(self._prefilling)
         while budget > 0:
             admissible = self._head_fits() and (not running or self._waiting[0].rank < running[0].rank)
             if admissible:
@@ -321,21 +332,22 @@ class Scheduler:
             else:
                 break
             count = min(budget, seq.remaining)
-            slices.append(self._slice(seq, count))
+            chunks.append((seq, count))
             budget -= count
-        return slices
+        return chunks
 
     def _head_fits(self) -> bool:
-        if not self._waiting or len(self._running) + len(self._inbound) >= self._max_seqs:
+        if not self._waiting or self.num_running + len(self._inbound) >= self._max_seqs:
             return False
         head = self._waiting[0]
         return self._pool.fits(self._blocks_for(len(head.tokens)), self._hashes(head.chain, head.tokens, len(head.tokens) - 1))
 
     def _admit(self) -> Sequence:
-        seq = self._waiting.pop(0)
+        seq = self._waiting[0]
+        self._leave(seq)
         hashes = self._hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
         blocks = self._take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
-        bisect.insort(self._running, seq, key=_ARRIVAL)
+        self._run(seq)
         if seq.kind is SequenceKind.LENT:
             self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id))
             self._admitted.append(Admitted(seq.seq_id, blocks))
@@ -367,38 +379,59 @@ class Scheduler:
 
     def _publish(self, seq: Sequence) -> None:
         """Blocks that are full and final, and the sequence's own, can be found by others from now on."""
-        if seq.chain is None:
-            return
         full = seq.computed // self._block_size
+        if seq.chain is None or full <= seq.published:
+            return
         hashes = seq.chain.first(full, seq.tokens)
         for position in range(seq.published, full):
             self._pool.publish(seq.holder, position, hashes[position])
-        seq.published = max(seq.published, full)
+        seq.published = full
 
-    def _slice(self, seq: Sequence, count: int) -> SequenceSlice:
-        start, end = seq.computed, seq.computed + count
-        sample = seq.sample_spec() if end == len(seq.tokens) else None
-        return SequenceSlice(seq.seq_id, start, tuple(seq.tokens[start:end]), seq.block_table, sample)
+    # --- where a sequence stands
 
-    def _append(self, sampled: Sampled) -> OutputToken:
-        seq = self._sequences[sampled.seq_id]
-        assert seq.remaining == 0
+    def _wait(self, seq: Sequence) -> None:
+        bisect.insort(self._waiting, seq, key=_RANK)
+        self._waiting_tokens += seq.remaining
+
+    def _run(self, seq: Sequence) -> None:
+        seq.decoding = seq.decodes
+        if seq.decoding:
+            bisect.insort(self._decoding, seq, key=_ARRIVAL)
+        else:
+            bisect.insort(self._prefilling, seq, key=_RANK)
+
+    def _leave(self, seq: Sequence) -> None:
+        """It neither waits nor runs any more."""
+        if not seq.block_table:
+            self._waiting_tokens -= seq.remaining
+        place = self._decoding if seq.decoding else self._prefilling if seq.block_table else self._waiting
+        place.remove(seq)
+        seq.decoding = False
+
+    def _prefilled(self, seq: Sequence, advanced: list[Advance], *, drawn: bool) -> None:
+        """A chunk was computed, and a token drawn after it or not: then, or if only that is left, it decodes from now on."""
+        self._publish(seq)
+        if seq.kind is SequenceKind.LENT:
+            advanced.append(Advance(seq.seq_id, seq.computed))
+        if drawn or seq.decodes:
+            self._prefilling.remove(seq)
+            bisect.insort(self._decoding, seq, key=_ARRIVAL)
+            seq.decoding = True
+
+    def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
+        assert sampled.seq_id == seq.seq_id
+        index = len(seq.tokens) - seq.prompt_len
         seq.tokens.append(sampled.token_id)
         reason = seq.finish_reason()
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq)
-        return OutputToken(seq.seq_id, seq.output_count - 1, sampled.token_id, reason)
-
-    def _is_lent(self, seq_id: SeqId) -> bool:
-        return self._sequences[seq_id].kind is SequenceKind.LENT
+        return OutputToken(seq.seq_id, index, sampled.token_id, reason)
 
     def _forget(self, seq: Sequence) -> None:
         """The one place where a sequence's own references end."""
         self._pool.drop(seq.holder)
         del self._sequences[seq.seq_id]
-        for queue in (self._running, self._waiting):
-            if seq in queue:
-                queue.remove(seq)
+        self._leave(seq)
 
     def _blocks_for(self, tokens: int) -> int:
         return ceil_div(tokens, self._block_size)
@@ -407,8 +440,9 @@ class Scheduler:
         return sum(self._blocks_for(len(s.tokens)) for s in self._waiting)
 
     def _check_sequence(self, seq: Sequence) -> None:
-        in_step = self._step is not None and seq.seq_id in self._step
-        assert seq.remaining >= 1 or in_step
+        assert seq.remaining >= max(seq.planned, 1)
+        assert not seq.planned or (self._step is not None and seq in self._step)
+        assert not seq.decoding or seq in self._decoding
         kind = HolderKind.INBOUND if seq.seq_id in self._inbound else HolderKind.SEQUENCE
         assert self._pool.blocks_of(Holder(kind, seq.seq_id)) == seq.block_table
         assert bool(seq.block_table) == (seq not in self._waiting)

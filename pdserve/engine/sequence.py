@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.core.batch import SampleSpec
+from pdserve.core.batch import SampleSpec, SequenceSlice
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.prefix import PrefixChain
@@ -57,10 +57,22 @@ class Sequence:
     """None: its blocks are not shared with others."""
     published: int = 0
     """Leading blocks that others can find: its own prefix hits, and those it has published."""
+    decoding: bool = False
+    """It runs, and has nothing left to compute but its last output token."""
+    planned: int = 0
+    """Tokens that the step under way computes."""
+    holder: Holder = field(init=False)
+    stop_ids: tuple[int, ...] = field(init=False)
+    longest: int = field(init=False)
+    """Tokens at which it ends, whatever they are."""
+    _stops: frozenset[int] = field(init=False)
 
-    @property
-    def holder(self) -> Holder:
-        return Holder(HolderKind.SEQUENCE, self.seq_id)
+    def __post_init__(self) -> None:
+        self.holder = Holder(HolderKind.SEQUENCE, self.seq_id)
+        eos = () if self.params.ignore_eos else self.rule.eos_token_ids
+        self.stop_ids = (*eos, *self.params.stop_token_ids)
+        self._stops = frozenset(self.stop_ids)
+        self.longest = min(self.prompt_len + self.params.max_tokens, self.rule.max_model_len)
 
     @property
     def remaining(self) -> int:
@@ -72,30 +84,38 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def decoding(self) -> bool:
-        return self.output_count > 0 and self.remaining == 1
+    def decodes(self) -> bool:
+        """Whether nothing but its last output token is left to compute. A lent sequence never does: its last is a prompt's."""
+        return self.remaining == 1 and self.output_count > 0 and self.kind is not SequenceKind.LENT
 
     @property
     def rank(self) -> tuple[bool, int, int]:
         """Who is served first, smallest first: preempted ones, then larger priority, then arrival."""
         return (not self.preempted, -self.priority, self.arrival)
 
+    def last_slice(self) -> SequenceSlice:
+        """Plan the one token that is left of a decoding sequence: what `next_slice(1)` does, in half the time."""
+        self.planned = 1
+        return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_table, self.sample_spec())
+
+    def next_slice(self, count: int) -> SequenceSlice:
+        """Plan the next `count` tokens; behind the last one known, another is to be drawn."""
+        assert not self.planned, "a sequence twice in one step"
+        self.planned = count
+        end = self.computed + count
+        sample = self.sample_spec() if end == len(self.tokens) else None
+        return SequenceSlice(self.seq_id, self.computed, tuple(self.tokens[self.computed : end]), self.block_table, sample)
+
     def sample_spec(self) -> SampleSpec:
-        """How to draw the token after the last one."""
-        return SampleSpec(self.params, self.output_count, self._banned_ids())
+        """How to draw the token after the last one.
+
+        Until min_tokens tokens are out nothing that would stop may be drawn, so a stop adds one more (as in vLLM).
+        """
+        index = len(self.tokens) - self.prompt_len
+        return SampleSpec(self.params, index, self.stop_ids if index < self.params.min_tokens else ())
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the last output token ended the sequence. It is part of the output either way."""
-        if self.output_count >= self.params.min_tokens and self.tokens[-1] in self._stop_ids():
+        if self.tokens[-1] in self._stops and self.output_count >= self.params.min_tokens:
             return FinishReason.STOP
-        if self.output_count >= self.params.max_tokens or len(self.tokens) >= self.rule.max_model_len:
-            return FinishReason.LENGTH
-        return None
-
-    def _banned_ids(self) -> tuple[int, ...]:
-        """Until min_tokens tokens are out nothing that would stop may be drawn, so a stop adds one more (as in vLLM)."""
-        return self._stop_ids() if self.output_count < self.params.min_tokens else ()
-
-    def _stop_ids(self) -> tuple[int, ...]:
-        eos = () if self.params.ignore_eos else self.rule.eos_token_ids
-        return (*eos, *self.params.stop_token_ids)
+        return FinishReason.LENGTH if len(self.tokens) >= self.longest else None

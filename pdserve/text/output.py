@@ -7,14 +7,13 @@ state, and a request can be resumed anywhere. A token costs a few microseconds, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.text.stops import StopScanner
 from pdserve.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TextStep:
+class TextStep(NamedTuple):
     """`text` became certain with this token. `stopped`: a stop string was found; `text` ends before it."""
 
     text: str

@@ -15,6 +15,7 @@ class StopScanner:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""  # the longest end of the text so far that begins a stop string
 
     def push(self, piece: str, *, honour: bool = True) -> tuple[str, bool]:
@@ -22,8 +23,8 @@ class StopScanner:
 
         With `honour` false, strings completed by this piece are ordinary text.
         """
-        if not self._automata:
-            return piece, False
+        if not self._held and self._firsts.isdisjoint(piece):
+            return piece, False  # no string has begun, and none begins here
         text = self._held + piece
         for index, char in enumerate(piece, start=len(self._held)):
             matched = self._step(char)

@@ -25,7 +25,6 @@ from pdserve.worker.messages import (
     ReserveResult,
     ReturnLease,
     StepEvents,
-    Token,
 )
 
 CHECK_STEPS: Final = 512
@@ -45,9 +44,9 @@ class EngineSteps:
 
     def begin(self, commands: Iterable[Command]) -> tuple[StepPlan, StepEvents | None]:
         """The next step, and what the loop should know before it is computed. An empty plan has no `finish`."""
-        reserved = tuple(result for command in commands if (result := self._apply(command)) is not None)
+        reserved = tuple([result for command in commands if (result := self._apply(command)) is not None])
         plan = self._scheduler.plan()
-        lent = tuple(Lent(seq_id, block_ids) for seq_id, block_ids in self._scheduler.take_admitted())
+        lent = tuple([Lent(seq_id, block_ids) for seq_id, block_ids in self._scheduler.take_admitted()])
         if not plan.slices:
             self._check()
             return plan, StepEvents(lent=lent, reserved=reserved, snapshot=self._snapshot())
@@ -59,7 +58,7 @@ class EngineSteps:
         self._unchecked += 1
         return StepEvents(
             advanced=outcome.advanced,
-            tokens=tuple(Token(*row) for row in outcome.tokens),
+            tokens=outcome.tokens,
             preempted=outcome.preempted,
             snapshot=self._snapshot(),
         )

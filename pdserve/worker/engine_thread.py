@@ -40,7 +40,7 @@ class EngineThread:
         self._build = build
         self._publish = publish
         self._on_death = on_death
-        self._commands: queue.Queue[Command | None] = queue.Queue(MAX_COMMANDS)
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._stopping = False
@@ -56,18 +56,14 @@ class EngineThread:
 
     def submit(self, command: Command) -> None:
         """From the loop thread; never blocks. Raises `Overloaded` when the engine takes no commands."""
-        try:
-            self._commands.put_nowait(command)
-        except queue.Full as exc:
-            raise Overloaded("the engine's command queue is full", retry_after_s=1.0) from exc
+        if self._commands.qsize() >= MAX_COMMANDS:
+            raise Overloaded("the engine's command queue is full", retry_after_s=1.0)
+        self._commands.put(command)
 
     def stop(self, timeout_s: float) -> bool:
         """Ends after the current step. True when the thread is gone."""
         self._stopping = True
-        try:
-            self._commands.put_nowait(None)
-        except queue.Full:
-            pass  # the thread sees `_stopping` at its next step
+        self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -97,11 +93,10 @@ class EngineThread:
     def _take_commands(self, *, block: bool) -> list[Command]:
         """All that is queued; with `block`, wait for the first. None in the queue is the wish to stop."""
         taken: list[Command] = []
-        try:
-            command = self._commands.get(block=block)
-            while command is not None:
-                taken.append(command)
-                command = self._commands.get_nowait()
-        except queue.Empty:
-            pass
+        while block or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                break
+            taken.append(command)
+            block = False
         return taken

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.outcome import Advance, OutputToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +86,7 @@ class ReserveResult:
     """Leading blocks that hold their KV already."""
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    seq_id: SeqId
-    index: int
-    token_id: int
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
+class EngineSnapshot(NamedTuple):
     """The engine's level state after a step."""
 
     blocks: BlockCounts
@@ -104,14 +97,13 @@ class EngineSnapshot:
     prefix_hit_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepEvents:
+class StepEvents(NamedTuple):
     """Everything one engine step did."""
 
     lent: tuple[Lent, ...] = ()
     reserved: tuple[ReserveResult, ...] = ()
-    advanced: tuple[tuple[SeqId, int], ...] = ()
-    """(sequence, prompt tokens whose KV is final) of lent sequences whose prompt is not finished."""
-    tokens: tuple[Token, ...] = ()
+    advanced: tuple[Advance, ...] = ()
+    """Of lent sequences whose prompt is not finished."""
+    tokens: tuple[OutputToken, ...] = ()
     preempted: tuple[SeqId, ...] = ()
     snapshot: EngineSnapshot | None = None

@@ -104,13 +104,13 @@ def test_a_decode_has_the_bits_of_its_prefill_with_any_number_of_threads(make_ru
     last = [sheet.piece(len(sheet.tokens) - 1, len(sheet.tokens)) for sheet in sheets]
     try:
         for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+            runner._model.threads = threads
             for piece, expected in zip(last, whole, strict=True):
                 assert torch.equal(runner.logits(StepPlan((piece,)))[0], expected)
             assert torch.equal(runner.logits(StepPlan(tuple(last))), torch.stack(whole))
             assert torch.equal(runner.logits(sheets[2].whole())[-1], whole[2])
     finally:
-        torch.set_num_threads(1)
+        runner._model.threads = 1
 
 
 @pytest.mark.parametrize("block_size", [16, 5])

@@ -257,13 +257,13 @@ def test_chunks_of_whole_blocks_and_threads_do_not_touch_the_bits(make_runner, k
     kept = runner.kv.blocks[list(TABLE[:19])].clone()
     try:
         for threads, cuts in ((1, [0, 16, 80, 288, 300]), (2, [0, 300]), (3, [0, 160, 300])):
-            torch.set_num_threads(threads)
+            runner._model.threads = threads
             runner.kv.blocks.fill_(0xFF)
             assert torch.equal(replayed(runner, ids, cuts, TABLE), expected)
             found = runner.kv.blocks[list(TABLE[:19])]
             assert torch.equal(found[:-1], kept[:-1])
     finally:
-        torch.set_num_threads(1)
+        runner._model.threads = 1
         runner.kv.blocks.zero_()
 
 

@@ -71,6 +71,16 @@ def test_decodes_come_first_and_prompts_share_what_is_left():
     assert [(s.seq_id, len(s.token_ids)) for s in plan.slices] == [(1, 1), (2, 5), (3, 2)]
 
 
+def test_a_lent_prompt_with_one_token_left_still_tells_its_reader_that_the_rest_is_final():
+    """A replayed one ends with output, and a chunk may end just before its last token: it looks like a decode."""
+    scheduler = make(budget=4)
+    scheduler.add(SeqId(1), prompt(5), SamplingParams(max_tokens=9), kind=SequenceKind.LENT, priority=0, resumed=2)
+    advanced = [step(scheduler)[1].advanced for _ in range(2)]
+    assert [[(a.seq_id, a.computed) for a in one] for one in advanced] == [[(1, 4)], [(1, 5)]]
+    scheduler.return_lease(SeqId(1))
+    assert_empty(scheduler)
+
+
 def test_a_lent_sequence_lends_its_blocks_and_ends_with_token_0():
     scheduler = make(budget=8)
     seq = add(scheduler, 1, 10, kind=SequenceKind.LENT, max_tokens=50)

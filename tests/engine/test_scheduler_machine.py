@@ -6,6 +6,7 @@ The model is a function of all tokens so far, so any wrong token, position or in
 from __future__ import annotations
 
 import zlib
+from itertools import accumulate
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -151,6 +152,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
         """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
+        ends = accumulate(len(piece.token_ids) for piece in plan.slices)
+        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.sample is not None]
+        assert plan.sampled_rows == rows, "the model would draw after other tokens"
         sampled = []
         written: set[tuple[BlockId, int]] = set()
         for piece in plan.slices:

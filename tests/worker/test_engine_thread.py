@@ -103,7 +103,7 @@ def test_an_inbound_request_decodes_from_token_1_after_activation():
         engine.until(lambda seen: bool(seen[-1].reserved))
         engine.thread.submit(Activate(SeqId(1), 7))
         seen = engine.until(lambda seen: any(t.finish_reason is FinishReason.LENGTH for e in seen for t in e.tokens))
-        assert [(t.index, t.token_id) for e in seen for t in e.tokens] == [(1, 8), (2, 9), (3, 10)]
+        assert [(t.output_index, t.token_id) for e in seen for t in e.tokens] == [(1, 8), (2, 9), (3, 10)]
 
 
 def test_an_aborted_inbound_request_with_a_read_in_flight_is_quarantined_until_it_stops():

@@ -29,6 +29,9 @@ class Logits:
 
 
 class Model(Protocol):
+    computes_in_torch: bool
+    """Then steps need torch's inference mode, which takes 65 us to enter when caches are cold."""
+
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits | None:
         """Compute the plan and write its KV. The slices' tokens are rows one after the other; logits of `rows`, ascending.
 

@@ -19,6 +19,8 @@ Hidden = Callable[[Batch], Tensor]
 
 
 class BatchedLlama:
+    computes_in_torch = True
+
     def __init__(self, model: Llama, hidden: Hidden, kv: KvCache, rows: Rows) -> None:
         self._model = model
         self._hidden = hidden
