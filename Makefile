@@ -84,6 +84,15 @@ bench-step: setup   ## what a decode step costs besides the model, by phase, and
 bench-quality: setup ## what int8 costs in perplexity and in equal tokens
 	@$(BIN)/python -m bench.quality
 
+bench-invariance: setup ## steps whose bits depend on nothing but each sequence, beside ordinary ones
+	@$(BIN)/python -m bench.invariance
+
+bench-chunks: setup ## what a prompt of 4,000 tokens costs the streams beside it, by the size of its chunks
+	@$(BIN)/python -m bench.chunks
+
+bench-kv-layout: setup ## one run of bytes for a KV block, on the wire and in attention, beside a pool for each layer
+	@$(BIN)/python -m bench.kv_layout
+
 bench-router: setup ## CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router
 

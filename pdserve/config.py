@@ -55,7 +55,7 @@ class EngineConfig:
     kv_cache_memory: int | None = field(default=None, metadata=_BYTES)  # bytes a worker, as 256MiB; None: `cpu_kv_bytes` or
     gpu_memory_utilization: float = 0.9  # on a GPU: the worker's share of it; KV gets what weights and the largest step leave
     enable_prefix_caching: bool = True  # prompts that begin alike share KV, on prefill and on decode workers
-    batch_invariant: bool = False  # a row's bits do not depend on its batch; slow but for compiled bfloat16, which always is so
+    batch_invariant: bool | None = None  # a row's bits do not depend on its batch; None: where it is free, as in compiled steps
     threads: int = 0  # of torch; 0: the machine's cores over the workers on it, at least 1
 
     def __post_init__(self) -> None:

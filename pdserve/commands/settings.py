@@ -67,7 +67,11 @@ def cluster_options(command: Command) -> Command:
     for flags, _, kind, text in reversed(FLAGS):
         name = flags[0].removeprefix("--").replace("-", "_")
         command = click.option(*flags, name, type=kind, default=None, help=text)(command)
-    command = click.option("--batch-invariant", is_flag=True, default=None, help="Same bits in every batch; slow.")(command)
+    command = click.option(
+        "--batch-invariant/--no-batch-invariant",
+        default=None,
+        help="Same bits in every batch. [default: where it is free: bfloat16 and int8 in compiled steps]",
+    )(command)
     command = click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
         default=None,
@@ -90,8 +94,8 @@ def cluster_config(
 ) -> ClusterConfig:
     """The YAML, then the flags, then --set. Raises `ConfigError` naming the setting."""
     settings = {SETTING_OF[name]: value for name, value in flags.items() if value is not None}
-    if batch_invariant:
-        settings["engine.batch_invariant"] = True
+    if batch_invariant is not None:
+        settings["engine.batch_invariant"] = batch_invariant
     if enable_prefix_caching is not None:
         settings["engine.enable_prefix_caching"] = enable_prefix_caching
     if settings.get("router.http_port") == 0:

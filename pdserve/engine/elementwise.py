@@ -25,12 +25,14 @@ SiluAndMul = Callable[[Tensor], Tensor]
 def exp_fixed(x: Tensor) -> Tensor:
     """In place, x: contiguous float32. An element's result does not depend on its place."""
     flat = x.view(-1)
-    whole = len(flat) - len(flat) % _VECTORS
-    for piece in torch.split(flat[:whole], _PIECE):
-        piece.exp_()
-    if whole < len(flat):
-        rest = F.pad(flat[whole:], (0, whole + _VECTORS - len(flat))).exp_()
-        flat[whole:] = rest[: len(flat) - whole]
+    rest = len(flat) % _VECTORS
+    whole = len(flat) - rest
+    if whole:
+        for piece in torch.split(flat[:whole], _PIECE):
+            piece.exp_()
+    if rest:
+        padded = F.pad(flat[whole:], (0, _VECTORS - rest)).exp_()
+        flat[whole:] = padded[:rest]
     return x
 
 

@@ -38,8 +38,11 @@ ReadWeights = Callable[[torch.dtype, torch.device], LlamaWeights]
 class ModelRunner:
     """Made by `load`. Allocates the whole KV pool at once and no KV after that."""
 
-    def __init__(self, model: Model, kv: KvCache, *, weights_bytes: int, max_model_len: int) -> None:
+    def __init__(self, model: Model, kv: KvCache, *, weights_bytes: int, max_model_len: int, batch_invariant: bool) -> None:
         self.kv = kv
+        self.compiled = isinstance(model, native.NativeLlama)
+        self.batch_invariant = batch_invariant or (self.compiled and not kv.layout.quantised)
+        """Whether a token's logits depend on its sequence alone, bit for bit: asked for, or had for nothing."""
         self.weights_bytes = weights_bytes
         """Of the checkpoint's tensors in the model's dtype; a tied head that is laid out for its kernel comes on top."""
         self.max_model_len = max_model_len
@@ -104,7 +107,13 @@ class ModelRunner:
             model = _model(card, weights, kv, config, max_model_len)
         except MemoryError as exc:
             raise ConfigError("not enough memory to lay the model's weights out for the compiled code") from exc
-        return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len)
+        invariant = bool(config.batch_invariant)
+        return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant)
+
+    def describe(self) -> str:
+        """How steps are computed, for a log."""
+        way = f"{'compiled' if self.compiled else 'torch'} {str(self.kv.dtype).removeprefix('torch.')}"
+        return f"{way}; batch-invariant: {'yes' if self.batch_invariant else 'no'}"
 
     def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
         """Compute the plan, write its KV and draw a token for every slice that asks for one, in plan order.
@@ -145,7 +154,7 @@ def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineCo
         return native.NativeLlama(card, weights, kv, max_positions, bits=8 if config.quantization == "int8" else 16)
     if config.quantization is not None:
         raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}")
-    backend = _backend(kv, card.num_heads, invariant=config.batch_invariant)
+    backend = _backend(kv, card.num_heads, invariant=bool(config.batch_invariant))
     model = Llama(card, weights, backend, max_positions)
     hidden = _recorded(model, backend, kv, max_positions, config.max_num_seqs) or model.hidden
     return BatchedLlama(model, hidden, kv, backend.rows)

@@ -103,7 +103,10 @@ class RunningWorker:
         _spare_garbage_collector()
         self.memory = self._measure(self._runner)
         self.load_s = time.monotonic() - began_s
-        log.info("%s ready at %s in %.1f s; memory: %s", self._config.worker_id, self.address, self.load_s, self.memory)
+        computes = self._runner.describe()
+        log.info(
+            "%s ready at %s in %.1f s; %s; memory: %s", self._config.worker_id, self.address, self.load_s, computes, self.memory
+        )
         return self
 
     def stop(self, timeout_s: float = 10.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from engine_ways import WAYS
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.core.batch import Sampled
@@ -134,10 +135,10 @@ def test_hits_that_are_about_to_be_evicted_are_not_counted_as_room():
     assert len(outputs[SeqId(1)]) == GREEDY.max_tokens
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_hit_is_the_miss_bit_for_bit(make_runner, tiny_dir, dtype):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hit_is_the_miss_bit_for_bit(make_runner, tiny_dir, way):
     """In batch-invariant mode the tokens of a shared prefix, whole or in part, are those of a run without any cache."""
-    runner = make_runner(dtype=dtype, batch_invariant=True)
+    runner = make_runner(**way, batch_invariant=True)
     rng = random.Random(3)
     vocab = ModelCard.load(tiny_dir).vocab_size
     system = [rng.randrange(vocab) for _ in range(200)]

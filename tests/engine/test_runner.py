@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_ways import WAYS
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
@@ -50,10 +51,10 @@ def requests():
     return made
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_output_does_not_depend_on_company_chunking_or_preemption(make_runner, requests, dtype):
+@pytest.mark.parametrize("way", WAYS)
+def test_output_does_not_depend_on_company_chunking_or_preemption(make_runner, requests, way):
     """Batch-invariant: (1) each alone, (2) all with ample room, (3) all in a pool so small that some are preempted."""
-    runner = make_runner(dtype=dtype, batch_invariant=True)
+    runner = make_runner(**way, batch_invariant=True)
     alone = [serve(runner, [request], blocks=64, budget=512)[0][0] for request in requests]
     together, preempted = serve(runner, requests, blocks=256, budget=64)
     assert together == alone

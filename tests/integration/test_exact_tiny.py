@@ -10,11 +10,13 @@ import pytest
 
 from pdserve.client import InferenceClient
 from pdserve.config import MIB, EngineConfig
+from pdserve.engine.native import library
 from pdserve.rpc.v1 import common_pb2
 from pdserve.testing.client import generate_all, request
 from pdserve.testing.processes import ProcessCluster
 
 pytestmark = pytest.mark.cluster
+COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
 
 BLOCK = 16
 CHUNK = 64  # tokens a step: prompts above it are computed in several chunks
@@ -56,9 +58,13 @@ def test_disaggregated_equals_colocated_on_216_prompts_64_at_once(cluster):
     check_placements_agree(cluster, prompts(216, seed=1))
 
 
-def test_disaggregated_equals_colocated_in_bfloat16():
-    with ProcessCluster(replace(ENGINE, dtype="bfloat16"), prefill=1, decode=2) as cluster:
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=COMPILED)])
+def test_all_of_it_in_bfloat16_and_int8(quantization):
+    """(1) Disaggregated equals colocated, then (2) alone equals in company, while most of each prompt is cached."""
+    engine = replace(ENGINE, dtype="bfloat16", quantization=quantization)
+    with ProcessCluster(engine, prefill=1, decode=2) as cluster:
         check_placements_agree(cluster, prompts(54, seed=4))
+        check_alone_equals_in_company(cluster)
         cluster.assert_empty()
 
 
@@ -89,25 +95,21 @@ def kv_bytes_per_token(cluster) -> int:
 
 
 def test_alone_equals_in_company(cluster):
+    check_alone_equals_in_company(cluster)
+
+
+def check_alone_equals_in_company(cluster):
     batch = prompts(8, seed=2)
     messages = [request(ids, common_pb2.PLACEMENT_DISAGGREGATED, **sampling(i)) for i, ids in enumerate(batch)]
     alone = [generate_all(cluster.grpc, [message])[0].ids for message in messages]
     assert [a.ids for a in generate_all(cluster.grpc, messages)] == alone
 
 
-def test_a_preempted_sequence_goes_on_with_the_same_tokens():
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), pytest.param("bfloat16", "int8", marks=COMPILED)])
+def test_a_preempted_sequence_goes_on_with_the_same_tokens(dtype, quantization):
     """A pool of 24 blocks, 8 sequences that need 6 blocks each in the end: some are preempted and recomputed."""
-    layout_block_bytes = 24 * BLOCK * tiny_kv_bytes_per_token()
-    small = EngineConfig(
-        model="tiny",
-        dtype="float32",
-        batch_invariant=True,
-        block_size=BLOCK,
-        max_num_batched_tokens=CHUNK,
-        kv_cache_memory=layout_block_bytes,
-        max_model_len=128,
-        threads=1,
-    )
+    memory = 24 * BLOCK * tiny_kv_bytes_per_token(dtype)
+    small = replace(ENGINE, dtype=dtype, quantization=quantization, kv_cache_memory=memory, max_model_len=128)
     batch = [ids[:20] for ids in prompts(36, seed=3) if len(ids) >= 20][:8]
     greedy = {"temperature": 0.0, "max_tokens": 70, "ignore_eos": True}
     with ProcessCluster(small, prefill=1, decode=1) as cluster:
@@ -118,8 +120,8 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens():
     assert together == alone
 
 
-def tiny_kv_bytes_per_token() -> int:
+def tiny_kv_bytes_per_token(dtype: str) -> int:
     from pdserve.checkpoint.card import ModelCard
     from pdserve.checkpoint.resolve import resolve
 
-    return ModelCard.load(resolve("tiny")).kv_layout(BLOCK, "float32").bytes_per_token
+    return ModelCard.load(resolve("tiny")).kv_layout(BLOCK, dtype).bytes_per_token

@@ -1,10 +1,13 @@
 """Attention whose bits do not depend on company: not on chunking, batch, neighbours or block ids.
 
-Every product has one shape: a tile of QUERY_TILE tokens of one sequence against a tile of positions that starts at a
-multiple of its own size from the sequence's beginning. Tiles are merged with an online softmax (Milakov and
-Gimelshein 2018) from position 0 upwards. So a row goes through the same operations on the same numbers whoever is
-computed with it: positions behind it get weight 0 exactly, and a tile all behind it changes nothing, since its
-maximum is -inf, its sum 0 and its rescaling 1. float32 inside, also for a bfloat16 cache.
+A query row is one query head of one token. It meets its sequence's positions in tiles of fixed size, from position 0
+upwards, which are merged with an online softmax (Milakov and Gimelshein 2018). So a row goes through the same operations
+on the same numbers whoever is computed with it: positions behind it get weight 0 exactly, and rows that lack a tile are
+not in its products. How many rows share a product is chosen among counts that give the same bits, as in `rows.py`.
+float32 inside, also for a bfloat16 cache.
+
+Single tokens of all sequences are computed together, longest first, so that those with an i-th tile are the first ones.
+Prompts are computed in pieces that lie within one tile, so that only a piece's last tile hides anything from it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.core.kv_layout import ceil_div
@@ -22,37 +26,49 @@ from pdserve.engine.attention.api import Span
 from pdserve.engine.elementwise import exp_fixed
 from pdserve.engine.kv_cache import KvCache
 
-QUERY_TILE: Final = 8  # a decode computes a whole tile for its one token
+BASE_ROWS: Final = 32
 KV_TILE_TOKENS: Final = 128  # rounded down to whole blocks; one block where blocks are larger
+PROBE_SEQUENCES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """One query tile and the KV tiles it looks at, from position 0 upwards.
+class Round:
+    """One tile of positions for each of the first `count` sequences of a group.
 
-    kv_tiles: indices among all KV tiles of the step; hidden: for each, [group * QUERY_TILE, positions] bool, true
-    where a token may not look, or None where all may look everywhere.
+    first: the first one's index among all KV tiles of the step; hidden: [last, 1, rows or 1, positions] bool for those of
+    them whose last tile this is, true where a row may not look; the others may look everywhere. None: no such sequence.
     """
 
-    kv_tiles: range
-    hidden: tuple[Tensor | None, ...]
+    first: int
+    count: int
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`sequences` times `tokens` query tokens, the heads of each padded to `rows` for a KV head.
+
+    places: [sequences * tokens], their rows in the batch; None for all rows in order.
+    """
+
+    sequences: int
+    tokens: int
+    rows: int
+    places: Tensor | None
+    rounds: tuple[Round, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """All sequences of a step.
 
-    tables: [kv tiles, blocks a tile], as rows for `KvCache.gather`; stale: [kv tiles, 1, positions, 1] bool, true
-    behind a sequence's end; query_rows: [tiles * QUERY_TILE], the batch row at each place of the query tiles;
-    places: [tokens], the inverse.
+    kv_rows: for `KvCache.gather`; stale: which rows of [kv tiles * num_kv_heads * positions] lie behind a sequence's end.
     """
 
     kv_tiles: int
     kv_rows: Tensor
     stale: Tensor
-    tiles: tuple[Tile, ...]
-    query_rows: Tensor
-    places: Tensor
+    groups: tuple[Group, ...]
 
 
 class InvariantAttention:
@@ -64,82 +80,160 @@ class InvariantAttention:
         self._tile_blocks = max(1, KV_TILE_TOKENS // kv.layout.block_size)
         self._tile_tokens = self._tile_blocks * kv.layout.block_size
         self._device = kv.device
+        self._sizes = self._settle()
+        self._piece_tokens = min(self._tile_tokens, self._sizes[-1] // self._group)
 
     def run(self, prepared: Work, layer: int, query: Tensor) -> Tensor:
         """query: [tokens, num_heads, head_dim]."""
-        heads, dim = query.shape[1:]
         key, value = (x.float() for x in self._kv.gather(layer, prepared.kv_rows, prepared.kv_tiles))
-        value = value.masked_fill(prepared.stale, 0.0)  # a stale infinity would turn a weight of 0 into NaN
-        key = key.transpose(2, 3).contiguous()
-        padded = query[prepared.query_rows].float().mul_(self._scale)
-        tiled = padded.view(-1, QUERY_TILE, self._num_kv_heads, self._group, dim).permute(0, 2, 3, 1, 4)
-        folded = tiled.reshape(-1, self._num_kv_heads, self._group * QUERY_TILE, dim)
-        out = torch.stack([self._merge(q, key, value, tile) for q, tile in zip(folded, prepared.tiles, strict=True)])
-        unfolded = out.view(-1, self._num_kv_heads, self._group, QUERY_TILE, dim).permute(0, 3, 1, 2, 4)
-        return unfolded.reshape(-1, heads, dim)[prepared.places].to(query.dtype)
+        value.view(-1, value.shape[-1]).index_fill_(0, prepared.stale, 0.0)  # infinity times a weight of 0 would be NaN
+        if prepared.groups[0].places is None:
+            return self._attend(prepared.groups[0], query, key, value)
+        result = torch.empty_like(query)
+        for group in prepared.groups:
+            result[group.places] = self._attend(group, query[group.places], key, value)
+        return result
 
-    def _merge(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> Tensor:
-        """query: [num_kv_heads, group * QUERY_TILE, head_dim], float32; returns the same shape."""
-        maximum = torch.full((*query.shape[:2], 1), -torch.inf, device=self._device)
-        total = torch.zeros_like(maximum)
-        result = torch.zeros_like(query)
-        for i, hidden in zip(tile.kv_tiles, tile.hidden, strict=True):
-            scores = torch.bmm(query, key[i])
-            if hidden is not None:
-                scores.masked_fill_(hidden, -torch.inf)
-            higher = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-            weights = exp_fixed(scores.sub_(higher))
-            keep = exp_fixed(maximum.sub_(higher))
-            total = total.mul_(keep).add_(weights.sum(-1, keepdim=True))
-            result = result.mul_(keep).add_(torch.bmm(weights, value[i]))
-            maximum = higher
+    def _attend(self, group: Group, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query: [sequences * tokens, num_heads, head_dim]; key, value: of all tiles. Returns query's shape and dtype."""
+        tokens, dim = group.tokens, query.shape[-1]
+        split = query.view(group.sequences, tokens, self._num_kv_heads, self._group, dim).transpose(1, 2)
+        folded = split.float().mul(self._scale).reshape(-1, tokens * self._group, dim)
+        padded = F.pad(folded, (0, 0, 0, group.rows - folded.shape[1]))
+        out = self._merge(padded, key, value, group.rounds)[:, : folded.shape[1]]
+        return out.reshape(split.shape).transpose(1, 2).reshape(query.shape).to(query.dtype)
+
+    def _merge(self, query: Tensor, key: Tensor, value: Tensor, rounds: tuple[Round, ...]) -> Tensor:
+        """query: [sequences * num_kv_heads, rows, head_dim], float32; returns the same shape."""
+        first, *others = rounds
+        maximum, weights = self._weights(query, key, first, None)
+        total = weights.sum(-1, keepdim=True)
+        result = torch.bmm(weights, _tiles(value, first))
+        for one in others:
+            many = one.count * self._num_kv_heads
+            higher, weights = self._weights(query[:many], key, one, maximum[:many])
+            keep = exp_fixed(maximum[:many].sub_(higher))
+            total[:many].mul_(keep).add_(weights.sum(-1, keepdim=True))
+            result[:many].mul_(keep).add_(torch.bmm(weights, _tiles(value, one)))
+            maximum[:many] = higher
         return result.div_(total)
 
+    def _weights(self, query: Tensor, key: Tensor, one: Round, maximum: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The largest score of each row so far, and exp of each score less that."""
+        scores = torch.bmm(query, _tiles(key, one).transpose(1, 2))
+        if one.hidden is not None:
+            last = scores.view(one.count, self._num_kv_heads, *scores.shape[1:])[-len(one.hidden) :]
+            last.masked_fill_(one.hidden, -torch.inf)
+        highest = scores.amax(-1, keepdim=True)
+        if maximum is not None:
+            highest = torch.maximum(maximum, highest)
+        return highest, exp_fixed(scores.sub_(highest))
+
     def prepare(self, spans: tuple[Span, ...]) -> Work:
+        singles = sorted((span for span in spans if span.count == 1), key=lambda span: -span.end)
+        total = sum(span.count for span in spans)
         tables: list[tuple[int, ...]] = []
         ends: list[int] = []
-        tiles: list[Tile] = []
-        query_rows: list[int] = []
-        places: list[int] = []
+        groups = [self._singles(singles, tables, ends, total)] if singles else []
         for span in spans:
-            first = len(tables)
-            for table, end in self._kv_tiles(span):
-                tables.append(table)
-                ends.append(end)
-            for start in range(span.start, span.end, QUERY_TILE):
-                count = min(QUERY_TILE, span.end - start)
-                row = span.row + start - span.start
-                places += range(len(query_rows), len(query_rows) + count)
-                query_rows += [*range(row, row + count), *[row] * (QUERY_TILE - count)]
-                tiles.append(self._tile(first, start, count))
+            if span.count > 1:
+                groups += self._pieces(span, tables, ends, total)
         return Work(
             kv_tiles=len(tables),
             kv_rows=self._kv.gather_rows(torch.tensor(tables, dtype=torch.int64, device=self._device)),
             stale=self._stale(ends),
-            tiles=tuple(tiles),
-            query_rows=torch.tensor(query_rows, device=self._device),
-            places=torch.tensor(places, device=self._device),
+            groups=tuple(groups),
         )
 
-    def _kv_tiles(self, span: Span) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Block ids of each KV tile, filled up with the sequence's first block, and the end of what is real in it."""
-        for begin in range(ceil_div(span.end, self._tile_tokens)):
-            blocks = span.block_table[begin * self._tile_blocks : (begin + 1) * self._tile_blocks]
-            padding = span.block_table[:1] * (self._tile_blocks - len(blocks))
-            yield (*blocks, *padding), span.end - begin * self._tile_tokens
+    def _singles(self, spans: list[Span], tables: list[tuple[int, ...]], ends: list[int], total: int) -> Group:
+        """spans: longest first. Their tiles are appended to `tables` and `ends`, first those of position 0."""
+        rounds = []
+        counts = [ceil_div(span.end, self._tile_tokens) for span in spans]
+        for index in range(counts[0]):
+            there = [span for span, count in zip(spans, counts, strict=True) if count > index]
+            begin = index * self._tile_tokens
+            last = torch.tensor([span.end - begin for span, count in zip(spans, counts, strict=True) if count == index + 1])
+            hidden = self._behind(last.to(self._device)).view(len(last), 1, 1, -1) if len(last) else None
+            rounds.append(Round(len(tables), len(there), hidden))
+            tables += [self._tile_table(span, index) for span in there]
+            ends += [span.end - begin for span in there]
+        return Group(len(spans), 1, self._rows_for(1), self._places([span.row for span in spans], total), tuple(rounds))
+
+    def _pieces(self, span: Span, tables: list[tuple[int, ...]], ends: list[int], total: int) -> Iterator[Group]:
+        """Of one prompt, whose tiles are appended to `tables` and `ends`."""
+        first = len(tables)
+        for index in range(ceil_div(span.end, self._tile_tokens)):
+            tables.append(self._tile_table(span, index))
+            ends.append(span.end - index * self._tile_tokens)
+        start = span.start
+        while start < span.end:
+            tile = start // self._tile_tokens
+            count = min(self._piece_tokens, (tile + 1) * self._tile_tokens - start, span.end - start)
+            row = span.row + start - span.start
+            places = self._places(list(range(row, row + count)), total)
+            rounds = [Round(first + i, 1, None) for i in range(tile)]
+            rounds.append(Round(first + tile, 1, self._causal(start - tile * self._tile_tokens, count)))
+            yield Group(1, count, self._rows_for(count), places, tuple(rounds))
+            start += count
+
+    def _places(self, rows: list[int], total: int) -> Tensor | None:
+        return None if rows == list(range(total)) else torch.tensor(rows, device=self._device)
+
+    def _causal(self, offset: int, count: int) -> Tensor:
+        """For tokens at [offset, offset + count) of their tile, all heads of each; then padding."""
+        ends = torch.arange(offset + 1, offset + 1 + count, device=self._device).repeat_interleave(self._group)
+        padded = F.pad(ends, (0, self._rows_for(count) - len(ends)), value=1)
+        return self._behind(padded).view(1, 1, len(padded), self._tile_tokens)
 
     def _stale(self, ends: list[int]) -> Tensor:
-        behind = torch.arange(self._tile_tokens, device=self._device) >= torch.tensor(ends, device=self._device).view(-1, 1)
-        return behind.view(len(ends), 1, self._tile_tokens, 1)
+        """What a sequence has not written: the rest of its last block. A tile is padded with the sequence's first block,
+        which is full, unless it is the last one too: so all behind the end counts where the end is that near.
+        """
+        size = self._kv.layout.block_size
+        limits = [self._tile_tokens if end < size else ceil_div(end, size) * size for end in ends]
+        behind, beyond = (self._behind(torch.tensor(x, device=self._device)) for x in (ends, limits))
+        here = (behind & ~beyond).unsqueeze(1).expand(-1, self._num_kv_heads, -1)
+        return here.reshape(-1).nonzero().view(-1)
 
-    def _tile(self, first_kv_tile: int, start: int, count: int) -> Tile:
-        """For tokens [start, start + count); the tile's padding repeats the first of them."""
-        tokens = self._tile_tokens
-        used = ceil_div(start + count, tokens)
-        position = start + torch.arange(QUERY_TILE, device=self._device).view(-1, 1)
-        position[count:] = start
-        hidden: list[Tensor | None] = [None] * used
-        for i in range(start // tokens, used):  # the others lie before every token of the tile
-            behind = torch.arange(i * tokens, (i + 1) * tokens, device=self._device) > position
-            hidden[i] = behind.repeat(self._group, 1)
-        return Tile(range(first_kv_tile, first_kv_tile + used), tuple(hidden))
+    def _behind(self, ends: Tensor) -> Tensor:
+        """[ends, positions of a tile] bool: true from each end on."""
+        return torch.arange(self._tile_tokens, device=self._device) >= ends.view(-1, 1)
+
+    def _tile_table(self, span: Span, index: int) -> tuple[int, ...]:
+        """Block ids of a tile, filled up with the sequence's first block."""
+        blocks = span.block_table[index * self._tile_blocks : (index + 1) * self._tile_blocks]
+        return (*blocks, *span.block_table[:1] * (self._tile_blocks - len(blocks)))
+
+    def _rows_for(self, tokens: int) -> int:
+        return next(size for size in self._sizes if size >= tokens * self._group)
+
+    def _settle(self) -> tuple[int, ...]:
+        """Row counts whose products give each row the same bits, ascending: those of the base, and what equals it here."""
+        base = ceil_div(self._group, BASE_ROWS) * BASE_ROWS
+        most = ceil_div(self._tile_tokens * self._group, base) * base
+        wanted = {*range(4, BASE_ROWS, 4), *(base << i for i in range((most // base).bit_length())), most}
+        random = torch.Generator().manual_seed(0)
+        dim = self._kv.layout.head_dim
+        query, key, value = (
+            torch.randn(PROBE_SEQUENCES * factor, self._num_kv_heads, length, dim, generator=random).to(self._device)
+            for factor, length in ((1, most), (2, self._tile_tokens), (2, self._tile_tokens))
+        )
+        query = query.flatten(0, 1)
+        rounds = tuple(Round(first, PROBE_SEQUENCES, None) for first in (0, PROBE_SEQUENCES))
+        expected = torch.cat(
+            [self._merge(part.contiguous(), key, value, rounds) for part in torch.split(query, base, dim=1)], dim=1
+        )
+
+        def same(size: int) -> bool:
+            part, heads = query[:, -size:].contiguous(), self._num_kv_heads
+            alone = tuple(Round(one.first, 1, None) for one in rounds)
+            return torch.equal(self._merge(part, key, value, rounds), expected[:, -size:]) and torch.equal(
+                self._merge(part[:heads], key, value, alone), expected[:heads, -size:]
+            )
+
+        return tuple(sorted({base, *(size for size in wanted if same(size))}))
+
+
+def _tiles(tensor: Tensor, one: Round) -> Tensor:
+    """[count * num_kv_heads, positions, head_dim] of a round."""
+    return tensor[one.first : one.first + one.count].flatten(0, 1)

@@ -6,9 +6,11 @@ between them. `Rows` decides how many rows a call takes, so batch invariance is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from pdserve.engine.batch import Batch
 from pdserve.engine.linear import Linear, make_linear
 from pdserve.engine.ops import Ops
 from pdserve.engine.rope import rope_table
-from pdserve.engine.rows import Rows
+from pdserve.engine.rows import PROBE_ROWS, Rows, Sample
 from pdserve.engine.weights import LayerWeights, LlamaWeights
 
 
@@ -67,6 +69,7 @@ class Llama:
         self._layers = [Layer(card, layer, norm, backend.ops) for layer, norm in zip(weights.layers, next_norms, strict=True)]
         self._head: Linear = make_linear(weights.head)
         self._rope = rope_table(card, max_positions, weights.embedding.device)
+        backend.rows.settle(self._samples(card))
 
     def hidden(self, batch: Batch) -> Tensor:
         """The last layer's output, normed: [padded rows, hidden]; writes the KV of the batch's tokens."""
@@ -89,6 +92,20 @@ class Llama:
         padded = _pad_rows(hidden, self._backend.rows.padded(hidden.shape[0]))
         (logits,) = self._backend.rows.apply(self._project, padded)
         return logits[: hidden.shape[0]].float()
+
+    def _samples(self, card: ModelCard) -> Iterator[Sample]:
+        """Every function of rows once: those of all layers have the shapes of the first."""
+        random = torch.Generator().manual_seed(0)
+        device, dtype = self._embedding.device, self._embedding.dtype
+
+        def rows(width: int) -> Tensor:
+            return torch.randn(PROBE_ROWS, width, generator=random).to(device, dtype)
+
+        layer, hidden = self._layers[0], card.hidden_size
+        yield self._embed, (torch.arange(PROBE_ROWS, device=device) % card.vocab_size,)
+        yield layer.before_attention, (rows(hidden),)
+        yield layer.after_attention, (rows(hidden), rows(card.num_heads * card.head_dim))
+        yield self._project, (rows(hidden),)
 
     def _embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         x = F.embedding(token_ids, self._embedding)
