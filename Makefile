@@ -93,6 +93,9 @@ bench-chunks: setup ## what a prompt of 4,000 tokens costs the streams beside it
 bench-kv-layout: setup ## one run of bytes for a KV block, on the wire and in attention, beside a pool for each layer
 	@$(BIN)/python -m bench.kv_layout
 
+bench-sampling: setup ## what it costs to get from logits to a token, beside reading them once and transformers
+	$(BIN)/python -m bench.sampling
+
 bench-router: setup ## CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router
 

@@ -189,7 +189,7 @@ class DecodeRole:
         request = self._by_seq.get(token.seq_id)
         if request is None:
             return None  # the step was under way when the request ended
-        row = request.output.push(token.output_index, token.token_id, token.finish_reason)
+        row = request.output.push(token.output_index, token.token_id, token.finish_reason, token.logprobs)
         if row.finish_reason:
             self._forget(request)
             if token.finish_reason is None:  # a stop string, which the engine does not know of

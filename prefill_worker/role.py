@@ -162,7 +162,7 @@ class PrefillRole:
         request = self._by_seq.get(token.seq_id)
         if request is None or request.lease_id is None:
             return None
-        row = request.output.push(token.output_index, token.token_id, token.finish_reason)
+        row = request.output.push(token.output_index, token.token_id, token.finish_reason, token.logprobs)
         first = FirstToken(token.token_id, codec.finish_from_wire(row.finish_reason))
         self._leases.publish(self._table.advance(request.lease_id, request.prompt_len, first, now_s=self._clock()))
         return row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from pdserve.config import RouterConfig
@@ -93,6 +93,8 @@ class Admission:
         values = {"max_tokens": room, **fields}
         if "seed" not in values:
             values["seed"] = self._draw_seed()
+        if "logit_bias" in values:
+            values["logit_bias"] = tuple(sorted(values["logit_bias"].items()))
         params = SamplingParams(**values)
         if params.max_tokens > room:
             raise InvalidRequest(
@@ -100,11 +102,15 @@ class Admission:
                 f"so at most {room} can follow",
                 field="max_tokens",
             )
-        vocab_size = self._model.card.vocab_size
-        for token_id in params.stop_token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"token id {token_id} is not in [0, {vocab_size - 1}]", field="stop_token_ids")
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")
         return params
+
+    def _check_ids(self, token_ids: Iterable[int], field: str) -> None:
+        vocab_size = self._model.card.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"token id {token_id} is not in [0, {vocab_size - 1}]", field=field)
 
 
 def _request_id(asked: str | None) -> RequestId:
@@ -117,24 +123,35 @@ def _request_id(asked: str | None) -> RequestId:
     return RequestId(asked)
 
 
-_INT_FIELDS: Final = ("max_tokens", "top_k", "seed", "min_tokens")
-_REAL_FIELDS: Final = ("temperature", "top_p", "min_p")
+_INT_FIELDS: Final = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs")
+_REAL_FIELDS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def check_field_types(fields: Mapping[str, Any]) -> None:
     """Raises `InvalidRequest` for a sampling field that does not exist or has the wrong type."""
     for name, value in fields.items():
         if name in _INT_FIELDS:
-            good, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
+            good, wanted = _is_int(value), "an integer"
         elif name in _REAL_FIELDS:
-            good, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+            good, wanted = _is_real(value), "a number"
         elif name == "stop":
             good, wanted = isinstance(value, tuple) and all(isinstance(s, str) for s in value), "strings"
         elif name == "stop_token_ids":
             good, wanted = isinstance(value, tuple) and all(type(i) is int for i in value), "integers"
+        elif name == "logit_bias":
+            good = isinstance(value, Mapping) and all(_is_int(i) and _is_real(bias) for i, bias in value.items())
+            wanted = "numbers by token id"
         elif name == "ignore_eos":
             good, wanted = isinstance(value, bool), "true or false"
         else:
             raise InvalidRequest("is not a sampling parameter", field=name)
         if not good:
             raise InvalidRequest(f"must be {wanted}, got {value!r:.100}", field=name)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement
 
 
@@ -22,7 +23,8 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 class GenerateInput:
     """One request as a client wrote it, not yet checked against the model's limits.
 
-    `sampling` holds the fields of `SamplingParams` that the client set, by name; the others take their defaults,
+    `sampling` holds the fields of `SamplingParams` that the client set, by name (`logit_bias` as a mapping); the others
+    take their defaults,
     an unset `max_tokens` means as many as fit, an unset `seed` is drawn by the router.
     """
 
@@ -45,6 +47,8 @@ class Delta:
     ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each id, where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,9 @@ class RouterApi(Protocol):
     def cancel(self, request_id: str) -> bool: ...
 
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text; of a special one the way it is written. Empty for an id without a token."""
 
     @property
     def ready(self) -> bool:

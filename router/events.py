@@ -15,6 +15,7 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.rpc.v1 import common_pb2
 from router.api import Delta, Report
 
 LinkId = NewType("LinkId", int)
@@ -169,6 +170,8 @@ class Row(Protocol):
     def text(self) -> bytes: ...
     @property
     def finish_reason(self) -> int: ...
+    @property
+    def logprobs(self) -> common_pb2.Logprobs: ...
 
 
 @dataclass(frozen=True, slots=True)

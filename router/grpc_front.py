@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.core.errors import PdserveError
 from pdserve.rpc import status
-from pdserve.rpc.codec import finish_to_wire, placement_to_wire
+from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from router.api import Delta, Report
 from router.draining import find, follow
@@ -66,7 +66,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def _message(self, generation: LiveGeneration, delta: Delta, context: Any) -> inference_pb2.GenerateResponse:
         if delta.finish_reason is None:
             return inference_pb2.GenerateResponse(
-                request_id=generation.request_id, index=delta.index, ids=delta.ids, text=delta.text
+                request_id=generation.request_id,
+                index=delta.index,
+                ids=delta.ids,
+                text=delta.text,
+                logprobs=logprobs_to_wire(delta.logprobs),
             )
         context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report)),))
         return _last(generation.request_id, delta, generation.report)
@@ -124,6 +128,7 @@ def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.Genera
         finish_reason=finish_to_wire(delta.finish_reason),
         usage=inference_pb2.Usage(prompt_tokens=report.prompt_tokens, output_tokens=report.output_tokens),
         report=_report(report),
+        logprobs=logprobs_to_wire(delta.logprobs),
     )
 
 

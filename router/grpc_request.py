@@ -50,6 +50,8 @@ def _sampling(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
     for name in ("stop", "stop_token_ids"):
         if name in values:
             values[name] = tuple(values[name])
+    if "logit_bias" in values:
+        values["logit_bias"] = dict(values["logit_bias"])
     return values
 
 

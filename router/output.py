@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.core.errors import InternalBug
-from pdserve.rpc.codec import finish_from_wire
+from pdserve.rpc.codec import finish_from_wire, logprobs_from_wire
 from router.api import Delta
 from router.events import Row
 
@@ -65,9 +65,12 @@ class OrderedOutput:
         return ready
 
 
-def delta_of(row: Row) -> Delta:
-    """Raises `InternalBug` for text that is not UTF-8 or a finish reason that is not known."""
+def delta_of(row: Row, *, logprobs: bool) -> Delta:
+    """`logprobs`: the request asks for them. Raises `InternalBug` for text that is not UTF-8, a finish reason that is not
+    known, or log-probabilities of another number of tokens."""
     try:
-        return Delta(row.index, tuple(row.ids), row.text.decode(), finish_from_wire(row.finish_reason))
-    except (UnicodeDecodeError, KeyError) as exc:
+        ids = tuple(row.ids)
+        found = logprobs_from_wire(row.logprobs, len(ids)) if logprobs else ()
+        return Delta(row.index, ids, row.text.decode(), finish_from_wire(row.finish_reason), found)
+    except (ValueError, KeyError) as exc:
         raise InternalBug(f"row {row.index} of handle {row.handle} cannot be read: {exc!r}") from exc

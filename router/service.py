@@ -112,6 +112,9 @@ class RouterService:
         self._admission.check_model(model)
         return await self._encoder.encode(prompt)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.model.tokenizer.written_bytes(token_id)
+
     @property
     def ready(self) -> bool:
         now_s = self._clock()

@@ -31,7 +31,7 @@ class Tokens:
 
     def _row(self, work: RemoteWork, row: Row, now_s: float) -> None:
         request = work.request
-        delta = delta_of(row)
+        delta = delta_of(row, logprobs=request.sampling.logprobs is not None)
         if request.machine.state is _S.DECODING and work.role is Role.DECODE:
             if request.times.attempt.first_decode_s is None:
                 _note_first(request, now_s)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdserve.commands.failures import INTERRUPTED, one_line_errors, report
-from pdserve.commands.requests import address_option, build, request_options
+from pdserve.commands.requests import UINT32, address_option, build, request_options
 
 if TYPE_CHECKING:
     from pdserve.client import Answer
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message through the model's chat template.")
 @click.option("--system", help="With --chat: the system's message.")
 @click.option("--request-id", default="", help="Unique among running requests (default: the router makes one).")
+@click.option("--logprobs", type=UINT32, help="With --json: log-probabilities, and those of the N likeliest tokens (up to 20).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
 @click.option("--stats", is_flag=True, help="A summary on standard error.")
 @one_line_errors
@@ -32,6 +33,8 @@ def generate(
     """Generate from PROMPT, or from standard input when it is not given."""
     from pdserve.client import InferenceClient
 
+    if fields["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json: text has no place for them")
     text = sys.stdin.read() if prompt is None else prompt
     if chat:
         request = build(messages=[*([("system", system)] if system else []), ("user", text)], **fields)

@@ -17,6 +17,7 @@ Messages = list[tuple[str, str]]  # (role, content)
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 UINT32: Final = click.IntRange(0, (1 << 32) - 1)
+BIAS_HELP: Final = "Added to the logit of this token id (-100 to 100); may be repeated."
 SCALARS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("max_tokens", UINT32, "Most output tokens (default: as many as fit)."),
     ("temperature", float, "0 is greedy (default 1)."),
@@ -25,7 +26,22 @@ SCALARS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("min_p", float, "Only tokens at least this likely, relative to the likeliest."),
     ("seed", click.IntRange(0, (1 << 64) - 1), "Same seed, same tokens (default: drawn)."),
     ("min_tokens", UINT32, "No stop before that many tokens."),
+    ("presence_penalty", float, "Make tokens that are in the output less likely (-2 to 2)."),
+    ("frequency_penalty", float, "The same, for each time they are there (-2 to 2)."),
+    ("repetition_penalty", float, "Make tokens of prompt and output less likely; 1: off (up to 2)."),
 )
+
+
+def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, float], ...]:
+    """ID=BIAS, each as (token id, bias)."""
+    biases = []
+    for value in values:
+        token_id, _, bias = value.partition("=")
+        try:
+            biases.append((int(UINT32(token_id, param, ctx)), float(bias)))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not of the form ID=BIAS", ctx, param) from None
+    return tuple(biases)
 
 
 def address_option(command: Command) -> Command:
@@ -40,6 +56,7 @@ def request_options(command: Command) -> Command:
         *(click.option(_flag(name), name, type=kind, help=text) for name, kind, text in SCALARS),
         click.option("--stop", multiple=True, help="The text ends before this string; may be repeated."),
         click.option("--stop-token-ids", multiple=True, type=UINT32, help="Stop at this token id; may be repeated."),
+        click.option("--logit-bias", multiple=True, metavar="ID=BIAS", callback=_biases, help=BIAS_HELP),
         click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence."),
         click.option("--deadline-s", type=float, help="Give up after that many seconds."),
         click.option("--priority", type=click.IntRange(-100, 100), default=0, help="Larger is served first."),
@@ -62,6 +79,7 @@ def build(
     messages: Messages | None = None,
     stop: tuple[str, ...] = (),
     stop_token_ids: tuple[int, ...] = (),
+    logit_bias: tuple[tuple[int, float], ...] = (),
     ignore_eos: bool = False,
     deadline_s: float | None = None,
     priority: int = 0,
@@ -79,6 +97,7 @@ def build(
     sampling = common_pb2.SamplingParams(
         stop=stop,
         stop_token_ids=stop_token_ids,
+        logit_bias=dict(logit_bias),
         ignore_eos=ignore_eos,
         **{name: value for name, value in scalars.items() if value is not None},
     )

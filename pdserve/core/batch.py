@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.logit_edits import LogitEdits
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams
 
 
@@ -19,6 +21,8 @@ class SampleSpec(NamedTuple):
     """Absolute index of the drawn token among the request's output tokens: keys the randomness."""
     banned_ids: tuple[int, ...] = ()
     """Ids that may not be drawn: the end-of-sequence and stop ids while min_tokens is not reached."""
+    edits: LogitEdits | None = None
+    """Set exactly where `params.edits_logits`; the sequence's own, which grows once this step is collected."""
 
 
 class SequenceSlice(NamedTuple):
@@ -58,3 +62,5 @@ class StepPlan(NamedTuple):
 class Sampled(NamedTuple):
     seq_id: SeqId
     token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Set exactly where the parameters ask for it."""

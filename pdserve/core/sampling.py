@@ -7,7 +7,7 @@ the same tokens wherever and in whatever company it runs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.core.errors import InvalidRequest
@@ -15,6 +15,8 @@ from pdserve.core.errors import InvalidRequest
 MAX_STOP_STRINGS = 16  # OpenAI allows 4; vLLM has no limit; every live string is searched at each token
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 300  # OpenAI's and vLLM's limit
+MAX_LOGPROBS = 20  # OpenAI's for chat; vLLM's default too
 SEED_LIMIT = 1 << 64
 
 
@@ -38,6 +40,13 @@ class SamplingParams:
     """How tokens are picked. Raises `InvalidRequest` naming the field and its range.
 
     `max_tokens` is the number of output tokens, counted from the original prompt.
+
+    Order: `logit_bias` is added; then the penalties, as in vLLM (`apply_penalties` of its layers/utils.py).
+    `repetition_penalty` divides the positive logits, and multiplies the others, of ids in the prompt or the output; from
+    those in the output `frequency_penalty` is taken for each time, and `presence_penalty` once (OpenAI's). Then come
+    temperature, top-k, top-p, min-p.
+    `logprobs`: that many of the likeliest tokens beside each drawn one, from the model's logits as they were before all
+    of that (vLLM's `raw_logprobs`). None: no log-probabilities at all.
     """
 
     max_tokens: int = 16
@@ -50,6 +59,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, bias), each id once."""
+    logprobs: int | None = None
+    edits_logits: bool = field(init=False, repr=False, compare=False)
+    """Derived: a bias or a penalty is set."""
+    plainly_greedy: bool = field(init=False, repr=False, compare=False)
+    """Derived: the largest of the model's logits, and nothing else, is asked for."""
 
     def __post_init__(self) -> None:
         _int("max_tokens", self.max_tokens, 1, 1 << 31)
@@ -68,10 +87,34 @@ class SamplingParams:
             raise InvalidRequest(
                 f"has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed", field="stop_token_ids"
             )
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        _check_biases(self.logit_bias)
+        if self.logprobs is not None:
+            _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._derive()
+
+    def _derive(self) -> None:
+        """Once for each request: it is asked for every row of every step."""
+        penalised = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        edits_logits = penalised or bool(self.logit_bias)
+        object.__setattr__(self, "edits_logits", edits_logits)
+        object.__setattr__(self, "plainly_greedy", self.greedy and not edits_logits and self.logprobs is None)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _check_biases(biases: tuple[tuple[int, float], ...]) -> None:
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(f"has {len(biases)} entries; at most {MAX_LOGIT_BIASES} are allowed", field="logit_bias")
+    if len({token_id for token_id, _ in biases}) < len(biases):
+        raise InvalidRequest("names an id twice", field="logit_bias")
+    for token_id, bias in biases:
+        if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
+            raise InvalidRequest(f"of token id {token_id} must be a number in [-100, 100], got {bias}", field="logit_bias")
 
 
 def _int(field: str, value: int, low: int, high: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason
 
 
@@ -15,6 +16,7 @@ class OutputToken(NamedTuple):
     output_index: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 class Advance(NamedTuple):

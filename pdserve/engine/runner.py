@@ -137,8 +137,8 @@ class ModelRunner:
         if logits is None:
             return ()
         drawing = [(piece.seq_id, piece.sample) for piece in plan.slices if piece.sample is not None]
-        token_ids = sample(logits.values, [spec for _, spec in drawing], logits.best, logits.draw)
-        return tuple([Sampled(seq_id, token_id) for (seq_id, _), token_id in zip(drawing, token_ids, strict=True)])
+        taken = sample(logits.values, [spec for _, spec in drawing], logits.best, logits.sample)
+        return tuple([Sampled(seq_id, *token) for (seq_id, _), token in zip(drawing, taken, strict=True)])
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:

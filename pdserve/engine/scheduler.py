@@ -425,7 +425,7 @@ class Scheduler:
         reason = seq.finish_reason()
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq)
-        return OutputToken(seq.seq_id, index, sampled.token_id, reason)
+        return OutputToken(seq.seq_id, index, sampled.token_id, reason, sampled.logprobs)
 
     def _forget(self, seq: Sequence) -> None:
         """The one place where a sequence's own references end."""

@@ -8,6 +8,7 @@ from enum import Enum
 from pdserve.core.batch import SampleSpec, SequenceSlice
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.logit_edits import LogitEdits, edits_of
 from pdserve.core.prefix import PrefixChain
 from pdserve.core.sampling import FinishReason, SamplingParams
 
@@ -61,6 +62,7 @@ class Sequence:
     """It runs, and has nothing left to compute but its last output token."""
     planned: int = 0
     """Tokens that the step under way computes."""
+    edits: LogitEdits | None = field(init=False)
     holder: Holder = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
     longest: int = field(init=False)
@@ -68,6 +70,7 @@ class Sequence:
     _stops: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.edits = edits_of(self.params, self.prompt_len)
         self.holder = Holder(HolderKind.SEQUENCE, self.seq_id)
         eos = () if self.params.ignore_eos else self.rule.eos_token_ids
         self.stop_ids = (*eos, *self.params.stop_token_ids)
@@ -111,8 +114,10 @@ class Sequence:
 
         Until min_tokens tokens are out nothing that would stop may be drawn, so a stop adds one more (as in vLLM).
         """
+        if self.edits is not None:
+            self.edits.catch_up(self.tokens)
         index = len(self.tokens) - self.prompt_len
-        return SampleSpec(self.params, index, self.stop_ids if index < self.params.min_tokens else ())
+        return SampleSpec(self.params, index, self.stop_ids if index < self.params.min_tokens else (), self.edits)
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the last output token ended the sequence. It is part of the output either way."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from pdserve.rpc.v1 import common_pb2, peer_pb2
 
@@ -73,6 +75,11 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias),
+        logprobs=params.logprobs,
     )
 
 
@@ -89,7 +96,32 @@ def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(wire.stop_token_ids),
         min_tokens=wire.min_tokens,
         ignore_eos=wire.ignore_eos,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0,  # of an older router
+        logit_bias=tuple(sorted(wire.logit_bias.items())),
+        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
     )
+
+
+def logprobs_to_wire(tokens: Sequence[TokenLogprobs]) -> common_pb2.Logprobs | None:
+    """Of consecutive tokens with the same number of likeliest ones each; None of no tokens."""
+    if not tokens:
+        return None
+    return common_pb2.Logprobs(
+        chosen=[token.logprob for token in tokens],
+        top_ids=[token_id for token in tokens for token_id, _ in token.top],
+        top=[logprob for token in tokens for _, logprob in token.top],
+    )
+
+
+def logprobs_from_wire(wire: common_pb2.Logprobs, count: int) -> tuple[TokenLogprobs, ...]:
+    """Of `count` tokens. Raises ValueError when the message holds another number of them."""
+    width, rest = divmod(len(wire.top), max(count, 1))
+    if len(wire.chosen) != count or rest:
+        raise ValueError(f"log-probabilities of {len(wire.chosen)} tokens with {len(wire.top)} others, of {count} expected")
+    top = tuple(zip(wire.top_ids, wire.top, strict=True))
+    return tuple(TokenLogprobs(value, top[i * width : (i + 1) * width]) for i, value in enumerate(wire.chosen))
 
 
 def lease_id_to_wire(lease_id: LeaseId) -> common_pb2.LeaseId:

@@ -10,6 +10,8 @@ from typing import Final
 
 import grpc
 
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.rpc.codec import logprobs_from_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 TIMEOUT_S: Final = 120.0
@@ -21,6 +23,7 @@ class Answer:
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: int = common_pb2.FINISH_REASON_UNSPECIFIED
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
     report: inference_pb2.RequestReport = field(default_factory=inference_pb2.RequestReport)
@@ -55,6 +58,8 @@ async def collect(stub: inference_pb2_grpc.InferenceStub, message: inference_pb2
         assert not part.ids or part.index == len(answer.ids), "a token is lost or came twice"
         answer.ids.extend(part.ids)
         answer.text += part.text
+        if part.HasField("logprobs"):
+            answer.logprobs.extend(logprobs_from_wire(part.logprobs, len(part.ids)))
         answer.arrivals_s.extend([time.monotonic() - began_s] * len(part.ids))
         if part.finish_reason:
             answer.finish_reason, answer.usage, answer.report = part.finish_reason, part.usage, part.report

@@ -62,6 +62,14 @@ class _Sequence:
         return self.prompt_ids[: len(self.prompt_ids) - self.resumed]
 
 
+def logprobs_at(index: int, sampling: common_pb2.SamplingParams) -> common_pb2.Logprobs | None:
+    """Of output `index`: what no other index has."""
+    if not sampling.HasField("logprobs"):
+        return None
+    count = sampling.logprobs
+    return common_pb2.Logprobs(chosen=[-index - 0.5], top_ids=range(count), top=[-index - 0.25 * i for i in range(count)])
+
+
 @dataclass(slots=True)
 class FakeWorker:
     """`async with FakeWorker(DECODE, address) as worker:` dials the router and serves until left.
@@ -305,7 +313,14 @@ class FakeWorker:
         token_id, text, finish = self._draw(sequence, index)
         if self.role == PREFILL or finish != _UNFINISHED:
             del self._sequences[sequence.handle]
-        return link_pb2.StepRow(handle=sequence.handle, index=index, ids=[token_id], text=text.encode(), finish_reason=finish)
+        return link_pb2.StepRow(
+            handle=sequence.handle,
+            index=index,
+            ids=[token_id],
+            text=text.encode(),
+            finish_reason=finish,
+            logprobs=logprobs_at(index, sequence.sampling),
+        )
 
     def _draw(self, sequence: _Sequence, index: int) -> tuple[int, str, common_pb2.FinishReason]:
         """Token id, text and finish reason of output `index`. A stop string is found within one token's text only."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -24,7 +24,10 @@ class Tokenizer:
         self._backend = backend
         self._chat_template = chat_template
         decoder = read_decoder(json.loads(backend.to_str())["decoder"])
-        self._bytes = _token_bytes(backend, decoder)
+        self._special = {
+            index: token.content.encode() for index, token in backend.get_added_tokens_decoder().items() if token.special
+        }
+        self._bytes = _token_bytes(backend, decoder, self._special)
         self._strip_leading_space = decoder.strip_leading_space
 
     @classmethod
@@ -74,6 +77,10 @@ class Tokenizer:
         """What this token adds to a text: often not whole characters. Empty for special tokens and unknown ids."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
+    def written_bytes(self, token_id: int) -> bytes:
+        """As `token_bytes`, and a special token as it is written in a prompt."""
+        return self._special.get(token_id) or self.token_bytes(token_id)
+
     def stream(self) -> Utf8Stream:
         """For the bytes of one output, from its first token on."""
         return Utf8Stream(strip_leading_space=self._strip_leading_space)
@@ -88,11 +95,10 @@ class Tokenizer:
         return self._chat_template.render(messages)
 
 
-def _token_bytes(backend: tokenizers.Tokenizer, decoder: Decoder) -> tuple[bytes, ...]:
+def _token_bytes(backend: tokenizers.Tokenizer, decoder: Decoder, special: Container[int]) -> tuple[bytes, ...]:
     """By id, special tokens empty. 49,152 ids take 60 ms, once."""
     vocab = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values(), default=-1) + 1)
-    special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
     for token, index in vocab.items():
         if index not in special:
             table[index] = decoder.to_bytes(token)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.core.ids import Handle
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, SamplingParams
-from pdserve.rpc.codec import finish_to_wire
+from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire
 from pdserve.rpc.v1 import link_pb2
 from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer
@@ -32,7 +33,9 @@ class OutputStream:
         self._text.push(token_id)
         self._next_index += 1
 
-    def push(self, index: int, token_id: int, finish_reason: FinishReason | None) -> link_pb2.StepRow:
+    def push(
+        self, index: int, token_id: int, finish_reason: FinishReason | None, logprobs: TokenLogprobs | None = None
+    ) -> link_pb2.StepRow:
         """The row of this token. Its finish reason is STOP also when a stop string was completed by it."""
         assert index == self._next_index, f"token {index} after {self._next_index - 1}"
         self._next_index += 1
@@ -48,4 +51,5 @@ class OutputStream:
             ids=(token_id,),
             text=text.encode(),
             finish_reason=finish_to_wire(finish_reason),
+            logprobs=logprobs_to_wire((logprobs,)) if logprobs is not None else None,
         )

@@ -24,6 +24,9 @@ def read_request(command: Prefill | Bind, host: Host) -> tuple[tuple[int, ...], 
     if max(prompt) >= host.card.vocab_size:
         raise InvalidRequest(f"token id {max(prompt)} is not below {host.card.vocab_size}", field="prompt")
     params = codec.sampling_from_wire(command.sampling)
+    named = max((*params.stop_token_ids, *(token_id for token_id, _ in params.logit_bias)), default=0)
+    if named >= host.card.vocab_size:
+        raise InvalidRequest(f"names token id {named}, which is not below {host.card.vocab_size}", field="sampling")
     if not command.resumed < min(len(prompt), params.max_tokens):
         raise InvalidRequest(
             f"{command.resumed} of {len(prompt)} ids cannot be output of a request of {params.max_tokens}", field="resumed"

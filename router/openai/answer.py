@@ -12,6 +12,7 @@ from pdserve.core.sampling import FinishReason
 from router.api import Generation, RouterApi
 from router.http.reply import Reply
 from router.openai.chunks import DONE, ChunkFormat, Envelope, extension, usage
+from router.openai.logprobs import LogprobsFormat, logprobs_format
 from router.openai.request import Call
 from router.timeline import report_of
 
@@ -23,6 +24,7 @@ class _Output:
     text: str
     tokens: int
     finish_reason: FinishReason
+    logprobs: dict[str, Any] | None
 
 
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
@@ -33,17 +35,17 @@ async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
             generations.append(await api.submit(request))  # noqa: PERF401 - if one fails, those before it must be closed
         envelope = Envelope(call, api.model_name)
         if call.stream:
-            await _stream(call, envelope, generations, reply)
+            await _stream(api, call, envelope, generations, reply)
         else:
-            await _whole(envelope, generations, reply)
+            await _whole(api, call, envelope, generations, reply)
     finally:
         for generation in generations:
             generation.close()
 
 
-async def _stream(call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
-    pumps = [_told(_pump(g, ChunkFormat(envelope, call, i), reply), g, reply) for i, g in enumerate(generations)]
-    tokens = await _together(pumps)
+async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
+    pumps = [_pump(g, ChunkFormat(envelope, call, i), _logprobs_of(api, call, i), reply) for i, g in enumerate(generations)]
+    tokens = await _together([_told(pump, g, reply) for pump, g in zip(pumps, generations, strict=True)])
     last = b""
     if call.include_usage:
         totals = usage(sum(g.prompt_len for g in generations), sum(tokens))
@@ -51,7 +53,14 @@ async def _stream(call: Call, envelope: Envelope, generations: Sequence[Generati
     await reply.end(last + DONE)
 
 
-async def _pump(generation: Generation, format_: ChunkFormat, reply: Reply) -> int:
+def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | None:
+    """None where choice `index` asks for none."""
+    if call.inputs[index].sampling.get("logprobs") is None:
+        return None
+    return logprobs_format(api.token_bytes, chat=call.chat)
+
+
+async def _pump(generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, reply: Reply) -> int:
     """Write one choice's chunks; returns its number of output tokens.
 
     The stream opens with the first delta, not before: until then an error still gets its own HTTP status. A delta
@@ -63,12 +72,12 @@ async def _pump(generation: Generation, format_: ChunkFormat, reply: Reply) -> i
     async for delta in generation:
         tokens += len(delta.ids)
         finish_reason = delta.finish_reason
+        chunk = b""
+        if delta.text or finish_reason or logprobs or format_.continuous_usage:
+            told = logprobs.of(delta.ids, delta.logprobs) if logprobs else None
+            chunk = format_.chunk(delta.text, finish_reason, told)
         if format_.continuous_usage:
-            chunk = format_.chunk_with_usage(delta.text, finish_reason, usage(generation.prompt_len, tokens))
-        elif delta.text or finish_reason:
-            chunk = format_.chunk(delta.text, finish_reason)
-        else:
-            chunk = b""
+            chunk = format_.with_usage(chunk, usage(generation.prompt_len, tokens))
         if finish_reason:
             chunk = format_.last_chunk(chunk, generation.report)
         if opening:
@@ -79,27 +88,27 @@ async def _pump(generation: Generation, format_: ChunkFormat, reply: Reply) -> i
     return tokens
 
 
-async def _whole(envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
-    outputs = await _together([_told(_collect(g), g, reply) for g in generations])
+async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
+    collected = [_collect(g, _logprobs_of(api, call, i)) for i, g in enumerate(generations)]
+    outputs = await _together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; the body has
         reply.served(generations[0].report)
-    choices = [envelope.choice(i, out.text, out.finish_reason) for i, out in enumerate(outputs)]
+    choices = [envelope.choice(i, out.text, out.finish_reason, out.logprobs) for i, out in enumerate(outputs)]
     totals = usage(sum(g.prompt_len for g in generations), sum(out.tokens for out in outputs))
     rest = extension([g.report for g in generations])
     await reply.json(200, envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
 
 
-async def _collect(generation: Generation) -> _Output:
-    parts: list[str] = []
-    tokens = 0
-    finish_reason = None
-    async for delta in generation:
-        parts.append(delta.text)
-        tokens += len(delta.ids)
-        finish_reason = delta.finish_reason
+async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _Output:
+    deltas = [delta async for delta in generation]
+    finish_reason = deltas[-1].finish_reason if deltas else None
     if finish_reason is None:
         raise _unfinished(generation)
-    return _Output("".join(parts), tokens, finish_reason)
+    told = None
+    ids = [token_id for delta in deltas for token_id in delta.ids]
+    if logprobs is not None:
+        told = logprobs.of(ids, [one for delta in deltas for one in delta.logprobs])
+    return _Output("".join(delta.text for delta in deltas), len(ids), finish_reason, told)
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:

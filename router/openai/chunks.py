@@ -20,6 +20,7 @@ from router.timeline import report_json
 DONE: Final = b"data: [DONE]\n\n"
 _TEXT_MARK: Final = "\x00text\x00"  # stands for the text while the constant parts are cut out
 _FINISH_MARK: Final = "\x00finish\x00"
+_NO_LOGPROBS: Final = b'"logprobs":null'
 _FINISH_JSON: Final[dict[FinishReason | None, bytes]] = {
     None: b"null",
     **{reason: json.dumps(reason.value).encode() for reason in FinishReason},
@@ -59,10 +60,12 @@ class Envelope:
     def whole_type(self) -> str:
         return "chat.completion" if self._call.chat else "text_completion"
 
-    def choice(self, index: int, text: str, finish_reason: FinishReason) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, finish_reason: FinishReason, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """One choice of an answer that is not streamed."""
         content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._call.chat else {"text": text}
-        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason.value}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason.value}
 
     def usage_chunk(self, totals: dict[str, int], reports: list[Report]) -> bytes:
         """The chunk after the last one of every choice: no choices, the usage of all, and how each was served."""
@@ -103,8 +106,11 @@ class ChunkFormat:
         rest = {"usage": None} if call.include_usage else {}
         return event(envelope.wrap(envelope.chunk_type, choices=[choice], **rest))
 
-    def chunk(self, text: str, finish_reason: FinishReason | None) -> bytes:
+    def chunk(self, text: str, finish_reason: FinishReason | None, logprobs: dict[str, Any] | None = None) -> bytes:
         encoded = self._head + encode_basestring(text).encode()
+        if logprobs is not None:
+            middle = self._middle.replace(_NO_LOGPROBS, b'"logprobs":' + encode_json(logprobs))
+            return encoded + middle + _FINISH_JSON[finish_reason] + self._tail
         if finish_reason is None:
             return encoded + self._running
         return encoded + self._middle + _FINISH_JSON[finish_reason] + self._tail
@@ -115,6 +121,5 @@ class ChunkFormat:
             return chunk
         return chunk[: -len(b"}\n\n")] + b',"pdserve":' + encode_json(report_json(report)) + b"}\n\n"
 
-    def chunk_with_usage(self, text: str, finish_reason: FinishReason | None, totals: dict[str, int]) -> bytes:
-        chunk = self.chunk(text, finish_reason)
+    def with_usage(self, chunk: bytes, totals: dict[str, int]) -> bytes:
         return chunk[: -len(b"}\n\n")] + b',"usage":' + encode_json(totals) + b"}\n\n"

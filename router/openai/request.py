@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from pdserve.core.sampling import Placement
 from router.api import GenerateInput, Prompt
-from router.openai.json import Fields, parse_object, refuse, show, text
-from router.openai.prompt import read_messages, read_prompts, read_token_ids
+from router.openai.json import Fields, parse_object, refuse, show
+from router.openai.prompt import read_messages, read_prompts
+from router.openai.sampling import read_sampling
 from router.openai.unsupported import refuse_unsupported
 
-COMPLETION_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of /v1/completions only; a chat answer may use the whole context
-MAX_TOKENS_LIMIT: Final = 1 << 31
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
 
 
@@ -54,7 +53,7 @@ def _call(fields: Fields, header_id: str | None, prompts: tuple[Prompt, ...], *,
     request_id = _request_id(fields, header_id)
     common = GenerateInput(
         prompt=prompts[0],
-        sampling=_sampling(fields, chat=chat),
+        sampling=read_sampling(fields, chat=chat),
         model=fields.text("model"),
         request_id=request_id,
         deadline_s=fields.number("deadline_s"),
@@ -70,51 +69,6 @@ def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[Generat
     if len(prompts) == 1:
         return (common,)
     return tuple(replace(common, prompt=prompt, request_id=f"{common.request_id}-{i}") for i, prompt in enumerate(prompts))
-
-
-def _sampling(fields: Fields, *, chat: bool) -> dict[str, Any]:
-    """The fields that the client set, under the router's names."""
-    values: dict[str, Any] = {
-        "max_tokens": _max_tokens(fields) or (None if chat else COMPLETION_DEFAULT_MAX_TOKENS),
-        "temperature": fields.number("temperature"),
-        "top_k": _top_k(fields),
-        "top_p": fields.number("top_p"),
-        "min_p": fields.number("min_p"),
-        "seed": _seed(fields),
-        "stop": _stop(fields),
-        "stop_token_ids": read_token_ids(fields, "stop_token_ids"),
-        "min_tokens": fields.integer("min_tokens"),
-        "ignore_eos": fields.boolean("ignore_eos"),
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _max_tokens(fields: Fields) -> int | None:
-    """The newer name wins where both are given. Checked here so that the error has the name that was used."""
-    older = fields.integer("max_tokens", 1, MAX_TOKENS_LIMIT)
-    newer = fields.integer("max_completion_tokens", 1, MAX_TOKENS_LIMIT)
-    return older if newer is None else newer
-
-
-def _top_k(fields: Fields) -> int | None:
-    """vLLM's clients write -1 for off, ours is 0."""
-    top_k = fields.integer("top_k")
-    return 0 if top_k == -1 else top_k
-
-
-def _seed(fields: Fields) -> int | None:
-    """OpenAI's seed is a signed 64-bit number, ours is unsigned: a negative one wraps, so each stays distinct."""
-    seed = fields.integer("seed", -(1 << 63), (1 << 64) - 1)
-    return None if seed is None else seed % (1 << 64)
-
-
-def _stop(fields: Fields) -> tuple[str, ...] | None:
-    value = fields.raw("stop")
-    if value is None:
-        return None
-    if isinstance(value, list):
-        return tuple(text(item, f"stop[{i}]") for i, item in enumerate(value))
-    return (text(value, "stop"),)
 
 
 def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:

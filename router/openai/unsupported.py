@@ -13,14 +13,9 @@ from router.openai.json import Fields, refuse, show
 _COMMON: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
@@ -41,7 +36,6 @@ _COMMON: Final[dict[str, tuple[Any, ...]]] = {
 
 _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_COMMON,
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),

@@ -96,6 +96,9 @@ def test_a_relative_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: p
         (("up", "--address", "nowhere"), "error: address must be local, auto or HOST:PORT"),
         (("demo", "--set", "decode.replicas=0"), "error: decode.replicas must be at least 1"),
         (("generate", "--placement", "moon", "x"), "--placement"),
+        (("generate", "--logit-bias", "7", "x"), "--logit-bias"),
+        (("generate", "--logit-bias", "-7=1", "x"), "--logit-bias"),
+        (("generate", "--logprobs", "2", "x"), "--logprobs"),
     ],
 )
 def test_wrong_settings_exit_with_2_and_name_the_flag(arguments: tuple[str, ...], says: str) -> None:
@@ -151,6 +154,22 @@ def test_set_request_flags_arrive() -> None:
     assert request.sampling.HasField("temperature")
     assert (request.sampling.seed, list(request.sampling.stop), request.deadline_s) == ((1 << 64) - 1, ["a"], 1.5)
     assert [(message.role, message.content) for message in request.chat.messages] == [("user", "hi")]
+
+
+def test_every_way_to_pick_tokens_has_its_flag() -> None:
+    seen: list[inference_pb2.GenerateRequest] = []
+
+    @click.command()
+    @requests.request_options
+    def command(**fields: Any) -> None:
+        seen.append(requests.build(text="hi", logprobs=3, **fields))
+
+    arguments = "--presence-penalty 0.5 --frequency-penalty -1 --repetition-penalty 1.25 --logit-bias 7=-100 --logit-bias 8=0.5"
+    result = CliRunner().invoke(command, arguments.split(), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    sampling = seen[0].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.25)
+    assert (dict(sampling.logit_bias), sampling.logprobs) == ({7: -100.0, 8: 0.5}, 3)
 
 
 def test_demo_counts_only_requests_whose_kv_crossed() -> None:

@@ -30,12 +30,41 @@ from pdserve.core.sampling import SamplingParams, uniform
         ("stop", ("x",) * 17),
         ("stop", ("x" * 2000,)),
         ("stop_token_ids", tuple(range(300))),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 2.01),
+        ("logit_bias", tuple((i, 0.0) for i in range(301))),
+        ("logit_bias", ((1, 100.5),)),
+        ("logit_bias", ((1, math.nan),)),
+        ("logit_bias", ((1, 1.0), (1, 2.0))),
+        ("logprobs", -1),
+        ("logprobs", 21),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field, value):
     with pytest.raises(InvalidRequest, match=field) as caught:
         SamplingParams(**{"max_tokens": 16, field: value})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "edits", "plain"),
+    [
+        ({"temperature": 0.0}, False, True),
+        ({"temperature": 0.0, "top_p": 0.5, "seed": 3}, False, True),
+        ({}, False, False),
+        ({"temperature": 0.0, "logprobs": 0}, False, False),
+        ({"temperature": 0.0, "presence_penalty": -0.1}, True, False),
+        ({"temperature": 0.0, "frequency_penalty": 0.1}, True, False),
+        ({"temperature": 0.0, "repetition_penalty": 0.9}, True, False),
+        ({"temperature": 0.0, "logit_bias": ((0, 0.0),)}, True, False),
+    ],
+)
+def test_who_is_plainly_greedy_and_who_changes_logits(fields, edits, plain):
+    params = SamplingParams(**fields)
+    assert (params.edits_logits, params.plainly_greedy) == (edits, plain)
 
 
 def test_draws_are_uniform_and_unrelated_between_neighbours():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_cases import sampling_cases
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
@@ -20,8 +21,9 @@ from pdserve.core.sampling import SamplingParams, uniform
 from pdserve.engine.models.batched import BatchedLlama
 from pdserve.engine.native import library
 from pdserve.engine.native import llama as native
+from pdserve.engine.native.sampling import PackedRows
 from pdserve.engine.runner import ModelRunner
-from pdserve.engine.sampler import distribution, sample
+from pdserve.engine.sampler import sample
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
 NEAR_TIE = 0.5  # single logits of SmolLM2 are up to 1.8 apart between the two; among the leading ones this sufficed
@@ -143,28 +145,36 @@ def test_only_the_wanted_rows_are_answered_and_chunks_without_any_write_their_kv
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    temperature=st.sampled_from([0.1, 0.7, 1.0, 2.0, 5e-324]),
-    top_k=st.sampled_from([0, 1, 3, 7, 8, 50, 600]),
-    top_p=st.sampled_from([0.05, 0.5, 0.931, 1.0]),
-    min_p=st.sampled_from([0.0, 0.03, 0.41]),
-    spread=st.sampled_from([0.0, 0.5, 4.0, 100.0]),
-    seed=st.integers(0, 2**63),
-)
-def test_compiled_draws_equal_the_plain_ones(tiny_runner, temperature, top_k, top_p, min_p, spread, seed):
-    """Weights are float32 there and float64 here: ids may differ only where the draw meets the edge between two."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(5, 512, generator=generator) * spread).round(decimals=1)
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    specs = [SampleSpec(params, index) for index in range(5)]
-    drawn = tiny_runner._model._draw(logits, list(range(5)), specs)
-    plain = sample(logits.clone(), specs)
-    for row, (token, expected) in enumerate(zip(drawn, plain, strict=True)):
-        if token != expected:
-            _, weights = distribution(logits[row].double().numpy(), params)
-            share = np.cumsum(weights) / weights.sum()
-            near = abs(share - uniform(seed, row)).min()
-            assert near < 1e-5, (token, expected)
+@given(case=sampling_cases(vocab=512))
+def test_compiled_tokens_and_logprobs_equal_the_torch_samplers(tiny_runner, case):
+    """To the bit: both compute the same weights, whose sums are exact."""
+    logits, specs = case
+    taken = tiny_runner._model._sample(logits.clone(), list(range(len(specs))), specs)
+    assert taken == sample(logits.clone(), specs)
+
+
+def test_compiled_tokens_equal_the_torch_samplers_in_a_vocabulary_of_no_round_size(tiny_runner):
+    """The last vector is not full, and many weights are equal."""
+    generator = torch.Generator().manual_seed(11)
+    wide = torch.randn(3, 512 * 7 - 3, generator=generator).round(decimals=1)
+    shape = library.Shape(0, 0, 0, 0, 0, 0, wide.shape[1], 0.0)
+    assert shape.vocab % 16
+    model = native._got(library.load().pdserve_model_new(ctypes.byref(shape), None))
+    specs = [SampleSpec(SamplingParams(seed=i, top_p=0.9, logprobs=20), i) for i in range(3)]
+    packed = PackedRows(list(range(3)), specs)
+    try:
+        assert library.load().pdserve_model_sample(model, 2, wide.data_ptr(), packed.address, 3, packed.ids_address) == 1
+    finally:
+        library.load().pdserve_model_free(model)
+    assert packed.taken() == sample(wide.clone(), specs)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 2**31))
+def test_compiled_code_draws_the_same_number(tiny_runner, seed, index):
+    """Ids by a flat distribution: the number drawn is the id, to 1 in 512."""
+    (taken,) = tiny_runner._model._sample(torch.zeros(1, 512), [0], [SampleSpec(SamplingParams(seed=seed), index)])
+    assert taken[0] == int(uniform(seed, index) * 512)
 
 
 def test_a_greedy_row_a_banned_one_and_drawn_ones_share_a_step(tiny_runner):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 
 from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, UnknownModel
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api import Delta, GenerateInput, Prompt, Report
 from router.http import serve_http
@@ -27,6 +28,7 @@ class FakeGeneration:
         self.failed = False
         self._api = api
         self._words = api.words[: request.sampling.get("max_tokens", len(api.words))]
+        self._logprobs = request.sampling.get("logprobs")
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._run()
@@ -39,8 +41,14 @@ class FakeGeneration:
                 raise self._api.error
             last = i + 1 == len(self._words) and self._api.finishes
             self.finished = last
-            yield Delta(i, (i,), word, FinishReason.LENGTH if last else None)
+            yield Delta(i, (i,), word, FinishReason.LENGTH if last else None, self._told(i))
             await asyncio.sleep(0)
+
+    def _told(self, i: int) -> tuple[TokenLogprobs, ...]:
+        """Token i is drawn with -i - 0.5; the likeliest are those that follow it in the vocabulary."""
+        if self._logprobs is None:
+            return ()
+        return (TokenLogprobs(-i - 0.5, tuple((i + 1 + rank, -float(rank)) for rank in range(self._logprobs))),)
 
     @property
     def report(self) -> Report:
@@ -78,7 +86,8 @@ class FakeApi:
         if request.model not in (None, self.model_name):
             raise UnknownModel(f"model: {request.model!r} is not served", field="model")
         assert set(request.sampling) <= {f.name for f in fields(SamplingParams)}
-        SamplingParams(**{"max_tokens": 4096, **request.sampling})
+        biases = tuple(request.sampling.get("logit_bias", {}).items())
+        SamplingParams(**{"max_tokens": 4096, **request.sampling, "logit_bias": biases})
         if not -100 <= request.priority <= 100:
             raise InvalidRequest("priority: must be from -100 to 100", field="priority")
         if self.error is not None and self.fail_at is None:
@@ -93,6 +102,12 @@ class FakeApi:
 
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
         return ()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Words are tokens; after them come half a character, and ids of no token."""
+        if token_id < len(self.words):
+            return self.words[token_id].encode()
+        return "ö".encode()[:1] if token_id == len(self.words) else b""
 
     def metrics(self) -> bytes:
         return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"

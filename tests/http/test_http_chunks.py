@@ -42,5 +42,15 @@ def test_chunk_with_usage(chat: bool, text: str, finish: FinishReason | None) ->
     call = Call(chat, "r", (GenerateInput("p"),), True, True, True)
     format_ = ChunkFormat(Envelope(call, "m"), call, 0)
     totals = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-    with_usage = payload(format_.chunk_with_usage(text, finish, totals))
-    assert with_usage == payload(format_.chunk(text, finish)) | {"usage": totals}
+    chunk = format_.chunk(text, finish)
+    assert payload(format_.with_usage(chunk, totals)) == payload(chunk) | {"usage": totals}
+
+
+@given(chat=st.booleans(), text=TEXT | st.just('"logprobs":null'), finish=FINISH)
+def test_chunk_with_logprobs(chat: bool, text: str, finish: FinishReason | None) -> None:
+    call = Call(chat, "r", (GenerateInput("p"),), True, False, False)
+    format_ = ChunkFormat(Envelope(call, '"logprobs":null'), call, 0)
+    told = {"content": [{"token": '"logprobs":null', "logprob": -0.5}]}
+    expected = payload(format_.chunk(text, finish))
+    expected["choices"][0]["logprobs"] = told
+    assert payload(format_.chunk(text, finish, told)) == expected

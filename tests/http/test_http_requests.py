@@ -47,6 +47,34 @@ def test_every_sampling_field_arrives() -> None:
     assert (request.priority, request.placement, request.cache_salt) == (-3, Placement.AUTO, "t")
 
 
+def test_penalties_and_biases_arrive() -> None:
+    penalties = {"presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
+    for parse in (completion, chat):
+        found = parse(**penalties, logit_bias={"7": -100, "50256": 1.5, "0": 0}).inputs[0].sampling
+        assert {name: found[name] for name in penalties} == penalties
+        assert found["logit_bias"] == {7: -100.0, 50256: 1.5, 0: 0.0}
+    assert chat(logit_bias={}).inputs[0].sampling == {"logit_bias": {}}
+
+
+def test_logprobs_are_asked_for_as_each_endpoint_does_it() -> None:
+    def asked(call: Any) -> Any:
+        return call.inputs[0].sampling.get("logprobs")
+
+    assert [asked(completion(logprobs=n)) for n in (None, False, 0, 5, 20)] == [None, None, 0, 5, 20]
+    assert asked(chat(logprobs=True)) == 0
+    assert asked(chat(logprobs=True, top_logprobs=4)) == 4
+    assert asked(chat(logprobs=False, top_logprobs=0)) is None
+    for name, parse, fields in [
+        ("logprobs", completion, {"logprobs": True}), ("logprobs", completion, {"logprobs": 21}),
+        ("logprobs", completion, {"logprobs": -1}), ("logprobs", chat, {"logprobs": 2}),
+        ("top_logprobs", chat, {"top_logprobs": 2}), ("top_logprobs", chat, {"logprobs": True, "top_logprobs": 21}),
+        ("top_logprobs", chat, {"logprobs": False, "top_logprobs": 1}),
+    ]:  # fmt: skip
+        with pytest.raises(InvalidRequest, match=f"^{name}: ") as caught:
+            parse(**fields)
+        assert caught.value.field == name
+
+
 def test_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "x"}])
@@ -95,7 +123,9 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("stop_token_ids[0]", [True]), ("ignore_eos", 1), ("stream", "true"), ("stream_options", {"include_usage": True}),
     ("priority", "high"), ("placement", "moon"), ("placement", 1), ("deadline_s", "soon"), ("deadline_s", float("-inf")),
     ("request_id", "a b"), ("request_id", ""), ("request_id", "x" * 129), ("request_id", "a\r\nb: c"), ("model", 3),
-    ("n", 2), ("n", True),
+    ("n", 2), ("n", True), ("presence_penalty", "1"), ("frequency_penalty", True), ("repetition_penalty", float("inf")),
+    ("logit_bias", [1]), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"07": 1}),
+    ("logit_bias", {"1": None}), ("logit_bias", {"99999999999": 1}), ("logit_bias", {str(i): 0 for i in range(301)}),
 ]  # fmt: skip
 
 

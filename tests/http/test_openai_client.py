@@ -64,6 +64,54 @@ def test_chat_stream_with_usage() -> None:
     asyncio.run(run())
 
 
+def test_chat_logprobs_whole_and_streamed() -> None:
+    words = ("a", "", "wör")  # nothing is certain with the second token: it has log-probabilities all the same
+
+    async def run() -> None:
+        async with served(FakeApi(words=words)) as base, client(base) as c:
+            ask: Any = {"model": MODEL, "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+            whole = (await c.chat.completions.create(**ask)).choices[0].logprobs
+            stream = await c.chat.completions.create(**ask, stream=True)
+            told = [chunk.choices[0].logprobs async for chunk in stream]
+        assert whole is not None
+        assert whole.content is not None
+        assert [(one.token, one.logprob, one.bytes) for one in whole.content] == [
+            ("a", -0.5, [97]), ("", -1.5, []), ("wör", -2.5, list("wör".encode())),
+        ]  # fmt: skip
+        assert [(top.token, top.logprob) for top in whole.content[0].top_logprobs] == [("", 0.0), ("wör", -1.0)]
+        half = whole.content[1].top_logprobs[1]
+        assert (half.token, half.bytes) == ("\ufffd", [0xC3])
+        assert told[0] is None, "the role's chunk"
+        assert [one for part in told[1:] if part and part.content for one in part.content] == whole.content
+        assert len(told) == 1 + len(words)
+
+    asyncio.run(run())
+
+
+def test_completion_logprobs_whole_and_streamed() -> None:
+    async def run() -> None:
+        async with served(FakeApi()) as base, client(base) as c:
+            for count in (0, 2):
+                ask: Any = {"model": MODEL, "prompt": ["p", "q"], "logprobs": count, "max_tokens": 3}
+                answer = await c.completions.create(**ask)
+                whole = answer.choices[1].logprobs
+                parts = [chunk.choices[0] async for chunk in await c.completions.create(**ask, stream=True)]
+                assert whole is not None
+                assert whole.tokens == list(WORDS[:3])
+                assert whole.token_logprobs == [-0.5, -1.5, -2.5]
+                assert whole.text_offset == [0, 3, 6]
+                first = {"Hal": -0.5} | ({"lo ": 0.0, "wör": -1.0} if count else {})
+                assert whole.top_logprobs is not None
+                assert whole.top_logprobs[0] == first
+                streamed = [part.logprobs for part in parts if part.index == 1 and part.logprobs]
+                for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+                    assert [x for one in streamed for x in getattr(one, name)] == getattr(whole, name)
+            without = await c.completions.create(model=MODEL, prompt="p")
+            assert without.choices[0].logprobs is None
+
+    asyncio.run(run())
+
+
 def test_continuous_usage_counts_up() -> None:
     async def run() -> None:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}

@@ -48,10 +48,14 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def sampling(i: int) -> dict[str, object]:
-    """Half greedy, half seeded with every filter in use."""
+    """Half greedy, half seeded with every filter in use; every third of either with bias, penalties and log-probabilities."""
+    penalised: dict[str, object] = {
+        "presence_penalty": 0.6, "frequency_penalty": 0.9, "repetition_penalty": 1.3, "logit_bias": {65: 2.0, 66: 1.5},
+        "logprobs": 2,
+    } if i % 3 == 0 else {}  # fmt: skip
     if i % 2 == 0:
-        return {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
-    return {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 1000 + i, "max_tokens": 12}
+        return {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **penalised}
+    return {**penalised, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 1000 + i, "max_tokens": 12}
 
 
 def test_disaggregated_equals_colocated_on_216_prompts_64_at_once(cluster):
@@ -79,6 +83,8 @@ def check_placements_agree(cluster, batch):
     for i, (a, b) in enumerate(zip(apart, together, strict=True)):
         assert a.ids == b.ids, f"prompt {i} of {len(batch[i])} tokens"
         assert a.text == b.text
+        assert a.logprobs == b.logprobs
+        assert len(a.logprobs) == (len(a.ids) if i % 3 == 0 else 0)
         assert a.finish_reason == b.finish_reason
         assert a.report.kv_bytes == -(-len(batch[i]) // BLOCK) * BLOCK * bytes_per_token
         assert b.report.kv_bytes == 0
@@ -111,11 +117,11 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(dtype, quantization):
     memory = 24 * BLOCK * tiny_kv_bytes_per_token(dtype)
     small = replace(ENGINE, dtype=dtype, quantization=quantization, kv_cache_memory=memory, max_model_len=128)
     batch = [ids[:20] for ids in prompts(36, seed=3) if len(ids) >= 20][:8]
-    greedy = {"temperature": 0.0, "max_tokens": 70, "ignore_eos": True}
+    long = {"max_tokens": 70, "ignore_eos": True}
     with ProcessCluster(small, prefill=1, decode=1) as cluster:
-        messages = [request(ids, common_pb2.PLACEMENT_DISAGGREGATED, **greedy) for ids in batch]
-        together = [a.ids for a in generate_all(cluster.grpc, messages)]
-        alone = [generate_all(cluster.grpc, [message])[0].ids for message in messages]
+        messages = [request(ids, common_pb2.PLACEMENT_DISAGGREGATED, **{**sampling(i), **long}) for i, ids in enumerate(batch)]
+        together = [(a.ids, a.logprobs) for a in generate_all(cluster.grpc, messages)]
+        alone = [(a.ids, a.logprobs) for message in messages for a in generate_all(cluster.grpc, [message])]
         cluster.assert_empty()
     assert together == alone
 

@@ -78,6 +78,39 @@ def test_a_seed_gives_one_text_streamed_or_whole_in_either_placement(client):
     assert other.choices[0].text not in texts
 
 
+def test_logprobs_are_one_answer_streamed_or_whole_in_either_placement(client):
+    """Of the drawn token it is that of its place among the likeliest, and these lie in order."""
+    told = []
+    for placement in ("disaggregated", "colocated"):
+        fields: dict[str, Any] = {
+            "model": MODEL, "messages": HELLO, "max_tokens": 8, "seed": 4, "temperature": 0.8, "logprobs": True,
+            "top_logprobs": 4, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"70": 1.5},
+            "extra_body": {**KEEP_GOING, "placement": placement, "repetition_penalty": 1.2},
+        }  # fmt: skip
+        whole = client.chat.completions.create(**fields).choices[0].logprobs
+        chunks = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(**fields, stream=True)]
+        assert whole is not None
+        told += [whole.content, [one for part in chunks if part for one in part.content]]
+    assert all(one == told[0] for one in told)
+    assert len(told[0]) == 8
+    for one in told[0]:
+        values = [top.logprob for top in one.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 4
+        assert sum(math.exp(value) for value in values) <= 1 + 1e-5
+        assert one.logprob <= values[0]
+        assert all(one.logprob == top.logprob for top in one.top_logprobs if top.bytes == one.bytes)
+
+
+def test_biases_rule_a_token_in_and_out(client):
+    fields: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 5, "temperature": 0, "logprobs": 0}
+    forced = client.completions.create(**fields, logit_bias={"72": 100})
+    assert forced.choices[0].logprobs.tokens == ["f"] * 5 == list(forced.choices[0].text)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**fields, logit_bias={"512": 1})
+    assert caught.value.param == "logit_bias"
+
+
 def test_chat_streamed_whole_and_in_parts_is_one_answer(client):
     fields: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_completion_tokens": 12, "extra_body": KEEP_GOING}
     whole = client.chat.completions.create(messages=HELLO, **fields)

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pdserve.core.errors import UnknownWorker
 from pdserve.rpc.status import REASON_METADATA, RETRY_AFTER_METADATA
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker
+from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker, logprobs_at
 from router.api import GenerateInput
 
 from .local_cluster import LocalCluster, generate_request, local_cluster, read_answer, right_ids, right_text
@@ -53,6 +53,44 @@ async def started(cluster: LocalCluster, ids: tuple[int, ...] = (1, 2, 3), max_t
 async def rest(call: Any) -> list[int]:
     """The ids that are still to come."""
     return [i async for message in call for i in message.ids]
+
+
+def test_logprobs_of_every_token_arrive_by_whichever_link_it_comes() -> None:
+    """Token 0 is drawn by prefill, the others by decode; a request that asks for none is sent none."""
+
+    async def story() -> None:
+        async with local_cluster() as cluster:
+            for asked in (None, 0, 3):
+                message = generate_request((1, 2, 3), 6)
+                if asked is not None:
+                    message.sampling.logprobs = asked
+                count = 0
+                async for part in cluster.stub.Generate(message):
+                    assert part.HasField("logprobs") == (asked is not None)
+                    if asked is not None:
+                        expected = [logprobs_at(part.index + i, message.sampling) for i in range(len(part.ids))]
+                        assert list(part.logprobs.chosen) == [one.chosen[0] for one in expected if one]
+                        assert list(part.logprobs.top_ids) == [i for one in expected if one for i in one.top_ids]
+                        assert list(part.logprobs.top) == [x for one in expected if one for x in one.top]
+                    count += len(part.ids)
+                assert count == 6
+
+    run(story())
+
+
+def test_a_worker_that_tells_no_logprobs_where_they_are_asked_for_fails_the_request_alone(monkeypatch) -> None:
+    async def story() -> None:
+        async with local_cluster() as cluster:
+            monkeypatch.setattr("pdserve.testing.fake_worker.logprobs_at", lambda *_: None)
+            message = generate_request((1, 2, 3), 4)
+            message.sampling.logprobs = 1
+            code, reason, details = await failure(read_answer(cluster.stub.Generate(message)))
+            assert (code, reason) == (grpc.StatusCode.INTERNAL, "internal_bug")
+            assert "log-probabilities" in details
+            answer = await read_answer(cluster.stub.Generate(generate_request((1, 2, 3), 4)))
+            assert len(answer.ids) == 4
+
+    run(story())
 
 
 def test_disaggregated_tokens_come_in_order_with_a_full_report() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, peer_pb2
@@ -33,6 +34,11 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=tuple(draw(st.lists(U32, max_size=8))),
         min_tokens=draw(st.integers(0, max_tokens)),
         ignore_eos=draw(st.booleans()),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        repetition_penalty=draw(st.floats(0, 2, exclude_min=True)),
+        logit_bias=tuple(sorted(draw(st.dictionaries(U32, st.floats(-100, 100), max_size=8)).items())),
+        logprobs=draw(st.none() | st.integers(0, 20)),
     )
 
 
@@ -40,6 +46,32 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
 def test_sampling(params: SamplingParams) -> None:
     wire = common_pb2.SamplingParams.FromString(codec.sampling_to_wire(params).SerializeToString())
     assert codec.sampling_from_wire(wire) == params
+
+
+def test_sampling_of_an_older_peer_penalises_nothing() -> None:
+    wire = common_pb2.SamplingParams(max_tokens=4, temperature=1.0, top_p=1.0)
+    assert codec.sampling_from_wire(wire) == SamplingParams(max_tokens=4)
+
+
+F32 = st.floats(-9999, 0, width=32)
+
+
+@given(st.integers(0, 3).flatmap(lambda n: st.lists(st.tuples(F32, st.lists(st.tuples(U32, F32), min_size=n, max_size=n)))))
+def test_logprobs(tokens: list[tuple[float, list[tuple[int, float]]]]) -> None:
+    given_ones = tuple(TokenLogprobs(value, tuple(top)) for value, top in tokens)
+    wire = codec.logprobs_to_wire(given_ones)
+    assert (wire is None) == (not given_ones)
+    wire = common_pb2.Logprobs.FromString(wire.SerializeToString()) if wire is not None else common_pb2.Logprobs()
+    assert codec.logprobs_from_wire(wire, len(given_ones)) == given_ones
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ids", "top"), [([], [], []), ([-1.0], [], []), ([-1.0] * 2, [1], [-1.0]), ([-1.0] * 2, [1], [-1.0, -2.0])]
+)
+def test_logprobs_of_another_number_of_tokens_are_refused(chosen: list[float], ids: list[int], top: list[float]) -> None:
+    wire = common_pb2.Logprobs(chosen=chosen, top_ids=ids, top=top)
+    with pytest.raises(ValueError, match=r"expected|zip"):
+        codec.logprobs_from_wire(wire, 2)
 
 
 def test_sampling_of_a_peer_is_checked() -> None:

@@ -6,7 +6,16 @@ import grpc
 import pytest
 
 from pdserve.core import errors
-from pdserve.core.errors import ConfigError, ErrorCode, IllegalTransition, InvalidRequest, Overloaded, PdserveError, ReplicaLost
+from pdserve.core.errors import (
+    ConfigError,
+    ErrorCode,
+    IllegalTransition,
+    InvalidRequest,
+    OutOfMemory,
+    Overloaded,
+    PdserveError,
+    ReplicaLost,
+)
 from pdserve.rpc.status import (
     CLASSES,
     DEFAULT_RETRY_AFTER_S,
@@ -51,7 +60,7 @@ def test_a_peers_reason_comes_back_as_its_error(code: ErrorCode) -> None:
 
 def test_every_class_of_error_can_cross_the_wire_or_never_does() -> None:
     """A class that is added without a row here would reach the other side as somebody else's error."""
-    never = {IllegalTransition, ConfigError}  # the first is told as InternalBug, the second ends a process at its start
+    never = {IllegalTransition, OutOfMemory, ConfigError}  # told as InternalBug; ends its worker; ends a process at its start
     ours = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, PdserveError)}
     assert {type(from_reason(reason, "x")) for reason in map(to_reason, ErrorCode)} == ours - never - {PdserveError}
     assert all(CLASSES[cls.code] is cls for cls in ours - never - {PdserveError})

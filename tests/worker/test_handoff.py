@@ -5,6 +5,7 @@ into both KV pools.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,9 +77,13 @@ def hand_off(router: ScriptedRouter, pair: tuple[Worker, Worker], prompt: list[i
 
 
 SEEDED = SamplingParams(max_tokens=9, temperature=1.0, seed=7, min_tokens=4)
+PENALISED = SamplingParams(
+    max_tokens=9, temperature=0.8, seed=8, ignore_eos=True, presence_penalty=0.7, frequency_penalty=1.5,
+    repetition_penalty=1.4, logit_bias=((65, 3.0), (66, 3.0)), logprobs=3,
+)  # fmt: skip
 
 
-Row = tuple[int, int, bytes, int]
+Row = tuple[int, int, bytes, int, bytes]
 
 
 def undisturbed(router: ScriptedRouter, decode: Worker, prompt: list[int], params: SamplingParams) -> list[Row]:
@@ -86,18 +91,20 @@ def undisturbed(router: ScriptedRouter, decode: Worker, prompt: list[int], param
 
 
 def rows_of(rows) -> list[Row]:
-    return [(row.index, row.ids[0], row.text, row.finish_reason) for row in rows]
+    return [(row.index, row.ids[0], row.text, row.finish_reason, row.logprobs.SerializeToString()) for row in rows]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALISED], ids=["greedy", "seeded", "penalised"])
 def test_an_output_resumed_anywhere_goes_on_as_if_nothing_had_happened(router, pair, params):
-    """Prompt and what was emitted are prefilled again: indices, ids, text and the end are those of an undisturbed run."""
+    """Prompt and what was emitted are prefilled again, here or on the other worker: indices, ids, text, log-probabilities
+    and the end are those of an undisturbed run."""
     prefill, decode = pair
     prompt = prompt_of(40)
     whole = undisturbed(router, decode, prompt, params)
     assert len(whole) > 4
-    for resumed in range(1, len(whole)):
-        known = prompt + [token for _, token, _, _ in whole[:resumed]]
+    assert all(bool(row[4]) == (params.logprobs is not None) for row in whole)
+    for resumed in range(len(whole)):
+        known = prompt + [row[1] for row in whole[:resumed]]
         assert (
             rows_of(decode.wait_finished(router.bind(decode, known, params, local_prefill=True, resumed=resumed)))
             == (whole[resumed:])
@@ -113,6 +120,24 @@ def test_an_output_resumed_anywhere_goes_on_as_if_nothing_had_happened(router, p
             assert first == whole[resumed:]
         else:
             assert first + rows_of(decode.wait_finished(bound)) == whole[resumed:]
+
+
+@pytest.mark.parametrize("changes", [{"stop_token_ids": (1 << 31,)}, {"logit_bias": ((1 << 31, 1.0),)}])
+def test_a_token_id_that_no_array_holds_costs_its_request_alone(router, pair, changes):
+    _, decode = pair
+    handle = router.bind(decode, prompt_of(20), replace(GREEDY, min_tokens=2, **changes), local_prefill=True)
+    assert "token id" in decode.wait("RequestFailed", handle).message
+    assert len(colocated(router, decode, prompt_of(20))) == GREEDY.max_tokens
+
+
+def test_penalties_and_biases_change_what_is_drawn(router, pair):
+    _, decode = pair
+    plain = replace(PENALISED, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=())
+    prompt = prompt_of(40)
+    whole = colocated(router, decode, prompt, PENALISED)
+    assert whole != colocated(router, decode, prompt, plain)
+    only = replace(PENALISED, logit_bias=((77, 100.0),))
+    assert colocated(router, decode, prompt, only) == [77] * only.max_tokens
 
 
 def test_an_output_that_is_complete_cannot_be_resumed(router, pair):
@@ -245,6 +270,7 @@ def test_a_bad_ticket_fails_its_request_alone(router, pair):
     prefill, decode = pair
     prompt = prompt_of(40)
     bound = router.bind(decode, prompt, GREEDY)
+    decode.wait("Reserved", bound)
     lent = router.prefill(prefill, prompt, GREEDY)
     started = prefill.wait("PrefillStarted", lent)
     started.ticket = started.ticket[:-3]

@@ -8,24 +8,28 @@ from typing import Protocol
 from torch import Tensor
 
 from pdserve.core.batch import SampleSpec, StepPlan
+from pdserve.core.logprobs import TokenLogprobs
+
+Taken = tuple[int, TokenLogprobs | None]
+"""A token, and its log-probabilities where they were asked for."""
 
 
-class Draws(Protocol):
-    def __call__(self, rows: list[int], specs: list[SampleSpec]) -> list[int]:
-        """A token of each of these rows of the logits, as `sampler` says; none of the specs is greedy."""
+class Samples(Protocol):
+    def __call__(self, rows: list[int], specs: list[SampleSpec]) -> list[Taken]:
+        """A token of each of these rows of the logits, as `sampler` says. May change these rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
     """Of some rows of a step, until the next one.
 
-    values: [rows, vocab] float32; best: [rows], the lowest id of each row's largest; draw: a faster way to draw. The
-    last two are None where the model has nothing better than `sampler`.
+    values: [rows, vocab] float32; best: [rows], the lowest id of each row's largest; sample: a faster way to the same
+    tokens. The last two are None where the model has nothing better than `sampler`.
     """
 
     values: Tensor
     best: list[int] | None = None
-    draw: Draws | None = None
+    sample: Samples | None = None
 
 
 class Model(Protocol):

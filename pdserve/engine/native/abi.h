@@ -28,14 +28,26 @@ struct PdStep {
     int32_t *best;                                           // [out_rows], the lowest id of the largest logit
 };
 
-// How to draw from one row. temperature above 0; top_k 0: all; uniform in [0, 1).
-struct PdDraw {
+// How to take a token from one row of logits. temperature 0: the largest; top_k 0: all. What nobody asks for is zero.
+struct PdRow {
     int64_t row, top_k;
-    double temperature, top_p, min_p, uniform;
+    double temperature, top_p, min_p;
+    uint64_t seed, index;                     // key the randomness
+    const int32_t *bias_ids;                  // [biases]
+    const float *bias;
+    int64_t biases;
+    const int32_t *seen_ids, *output_counts;  // [seen], each id once; how often it is in the output
+    int64_t seen;
+    double repetition, presence, frequency;   // penalties of those
+    const int32_t *banned_ids;                // [banned]
+    int64_t banned;
+    float *logprobs;                          // [1 + tops], of the token taken, then of the likeliest; null: not wanted
+    int32_t *top_ids;                         // [tops], at most the vocabulary
+    int64_t tops;
 };
 
 // PDSERVE_ABI when this CPU has what the kernels need, else 0.
-#define PDSERVE_ABI 2  // changes with this file; library.py knows the same number
+#define PDSERVE_ABI 3  // changes with this file; library.py knows the same number
 int pdserve_supported(void);
 
 // Null when memory is short. `embedding` [vocab, hidden] must outlive the model.
@@ -52,6 +64,7 @@ void pdserve_model_norm(void *model, int64_t layer, int which, const float *weig
 // 1; 0 when memory is short; -1 when a token has no block, or a block is not in the pool. One caller at a time.
 int pdserve_model_forward(void *model, const PdStep *step);
 
-// logits: [rows, vocab]; ids: [count], one for each of `draws`. 0 when memory is short. One caller at a time.
-int pdserve_model_draw(void *model, int64_t threads, const float *logits, const PdDraw *draws, int64_t count, int32_t *ids);
+// logits: [rows, vocab], changed where a row has biases, penalties or bans; ids: [count], one for each of `rows`, no two of
+// which name the same row. 0 when memory is short. One caller at a time.
+int pdserve_model_sample(void *model, int64_t threads, float *logits, const PdRow *rows, int64_t count, int32_t *ids);
 }

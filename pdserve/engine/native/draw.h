@@ -1,4 +1,5 @@
-// Drawing one token of a row of logits: the rules of sampler.py with weights in float32 and their sums in float64.
+// Drawing one token of a row of logits, as sampler.py does and with the same bits: weights are float32 and multiples of
+// 2^-34, so their sums in float64 are exact in any order.
 #pragma once
 
 #include <algorithm>
@@ -26,25 +27,74 @@ struct Candidate {
 struct DrawScratch {
     Lines<float> weights;
     std::vector<float> tops;
-    std::vector<Candidate> kept, edge;
+    std::vector<Candidate> kept, edge, likeliest, before;
+
+    // All that rows of `count` logits, of which `edits` at most are changed, may need: a thread of the pool cannot say that
+    // memory is short.
+    void fit(long count, long edits, long most_likely) {
+        weights.reserve(round_up(count, kBlock));
+        tops.reserve(round_up(count, kBlock) / kBlock);
+        kept.reserve(count), edge.reserve(count);
+        likeliest.reserve(most_likely + 1), before.reserve(edits);
+    }
 };
 
-// e^((x - largest) / temperature) of a row; returns their sum.
-inline double weigh(const float* logits, long count, double temperature, Lines<float>& weights) {
+inline float largest_of(const float* logits, long count) {
     __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    for (long i = 0; i < count; i += kLanes) top = _mm512_mask_max_ps(top, first_lanes(count - i), top, _mm512_maskz_loadu_ps(first_lanes(count - i), logits + i));
-    const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+    for (long i = 0; i < count; i += kLanes) top = _mm512_max_ps(top, _mm512_mask_loadu_ps(top, first_lanes(count - i), logits + i));
+    return _mm512_reduce_max_ps(top);
+}
+
+// The lowest id of the largest logit.
+inline int32_t best_of(const float* logits, long count) {
+    const float best = largest_of(logits, count);
+    const __m512 wanted = _mm512_set1_ps(best);
+    for (long i = 0; i < count; i += kLanes) {
+        const __mmask16 lanes = first_lanes(count - i);
+        const __mmask16 found = _mm512_mask_cmp_ps_mask(lanes, _mm512_maskz_loadu_ps(lanes, logits + i), wanted, _CMP_EQ_OQ);
+        if (found) return int32_t(i + __builtin_ctz(found));
+    }
+    return int32_t(count - 1);  // not a number
+}
+
+inline __m512 step(__m512 sum, __m512 by, float next) { return _mm512_add_ps(_mm512_mul_ps(sum, by), _mm512_set1_ps(next)); }
+
+// e^x for x up to 0, rounded to a multiple of 2^-34; exactly 1 at 0, and 0 below -25, where it would round to 0 anyway.
+// exp_lanes with separate multiplications and additions: torch can compute the same bits.
+inline __m512 weight_lanes(__m512 x) {
+    const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-25.0f), _CMP_GE_OQ);
+    if (!counts) return _mm512_setzero_ps();
+    const __m512 bounded = _mm512_maskz_mov_ps(counts, x);
+    const __m512 turns = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504089f)), 0);
+    __m512 rest = _mm512_sub_ps(bounded, _mm512_mul_ps(turns, _mm512_set1_ps(0.693359375f)));
+    rest = _mm512_add_ps(rest, _mm512_mul_ps(turns, _mm512_set1_ps(2.12194440e-4f)));
+    __m512 sum = step(_mm512_set1_ps(1.9875691500e-4f), rest, 1.3981999507e-3f);
+    sum = step(sum, rest, 8.3334519073e-3f);
+    sum = step(sum, rest, 4.1665795894e-2f);
+    sum = step(sum, rest, 1.6666665459e-1f);
+    sum = step(sum, rest, 5.0000001201e-1f);
+    sum = _mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(rest, rest), sum), _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
+    const __m512 power = _mm512_maskz_scalef_ps(counts, sum, turns);
+    const __m512 coarse = _mm512_set1_ps(0x1p-11f);  // next to it float32 has steps of 2^-34; above it, wider ones
+    const __mmask16 fine = _mm512_cmp_ps_mask(power, coarse, _CMP_LT_OQ);
+    return _mm512_mask_sub_ps(power, fine, _mm512_add_ps(power, coarse), coarse);
+}
+
+// e^((x - largest) / temperature) of a row, and zeros up to a whole block; returns their sum.
+inline double weigh(const float* logits, long count, float largest, double temperature, Lines<float>& weights) {
+    const __m512 top = _mm512_set1_ps(largest);
     const __m512 inverse = _mm512_set1_ps(1.0f / std::max(float(temperature), 1e-30f));
-    weights.assign(round_up(count, kBlock), 0.0f);
+    weights.resize(round_up(count, kBlock));
     __m512d sum[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
     for (long i = 0; i < count; i += kLanes) {
         const __mmask16 lanes = first_lanes(count - i);
-        const __m512 below = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, logits + i), largest);
-        const __m512 weight = _mm512_maskz_mov_ps(lanes, exp_lanes(_mm512_mul_ps(below, inverse)));
+        const __m512 below = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, logits + i), top);
+        const __m512 weight = _mm512_maskz_mov_ps(lanes, weight_lanes(_mm512_mul_ps(below, inverse)));
         _mm512_store_ps(&weights[i], weight);
         sum[0] = _mm512_add_pd(sum[0], _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
         sum[1] = _mm512_add_pd(sum[1], _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
     }
+    std::fill(weights.begin() + round_up(count, kLanes), weights.end(), 0.0f);
     return _mm512_reduce_add_pd(_mm512_add_pd(sum[0], sum[1]));
 }
 
@@ -66,7 +116,7 @@ inline void keep_top_k(long k, DrawScratch& s) {
     float edge = 0;
     if (k <= long(s.weights.size()) / kBlock) {
         s.tops.clear();
-        for (long i = 0; i < long(s.weights.size()); i += kBlock) s.tops.push_back(*std::max_element(&s.weights[i], &s.weights[i] + kBlock));
+        for (long i = 0; i < long(s.weights.size()); i += kBlock) s.tops.push_back(largest_of(&s.weights[i], kBlock));
         std::nth_element(s.tops.begin(), s.tops.begin() + (k - 1), s.tops.end(), std::greater<float>());
         edge = s.tops[k - 1];
     }
@@ -119,8 +169,9 @@ inline int32_t pick(double uniform, double total, const Lines<float>& weights) {
     double reached = 0;
     int32_t last = 0;
     for (long i = 0; i < long(weights.size()); i += kBlock) {
-        double block = 0;
-        for (long j = i; j < i + kBlock; j += 8) block += _mm512_reduce_add_pd(_mm512_cvtps_pd(_mm256_load_ps(&weights[j])));
+        __m512d sum = _mm512_setzero_pd();
+        for (long j = i; j < i + kBlock; j += 8) sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm256_load_ps(&weights[j])));
+        const double block = _mm512_reduce_add_pd(sum);
         if (block > 0) last = int32_t(i);
         if (reached + block > uniform * total) break;
         reached += block;
@@ -133,20 +184,35 @@ inline int32_t pick(double uniform, double total, const Lines<float>& weights) {
     return positive;  // the last one where rounding took the target up to the whole sum
 }
 
-inline int32_t draw(const float* logits, long count, const PdDraw& how, DrawScratch& s) {
-    double total = weigh(logits, count, how.temperature, s.weights);
+// A number in [0, 1) that depends on seed and index alone: `uniform` of core/sampling.py.
+inline double uniform(uint64_t seed, uint64_t index) {
+    const auto mix = [](uint64_t z) {
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        return z ^ (z >> 31);
+    };
+    const uint64_t state = mix(seed + 0x9E3779B97F4A7C15u);
+    return double(mix(state + (index + 1) * 0x9E3779B97F4A7C15u) >> 11) * 0x1p-53;
+}
+
+inline int32_t draw(const float* logits, long count, const PdRow& how, DrawScratch& s) {
+    const double chance = uniform(how.seed, how.index);
+    double total = weigh(logits, count, largest_of(logits, count), how.temperature, s.weights);
     const bool few = how.top_k > 0 && how.top_k < count;
-    if (!few && how.top_p >= 1.0 && how.min_p <= 0.0) return pick(how.uniform, total, s.weights);
+    if (!few && how.top_p >= 1.0 && how.min_p <= 0.0) return pick(chance, total, s.weights);
     if (few) {
         keep_top_k(how.top_k, s);
         total = 0;
         for (const Candidate& one : s.kept) total += one.weight;
-    } else {  // what has less than (1 - p) / count of the whole cannot be among the fewest whose share reaches p
-        keep_from(how.top_p < 1.0 ? float(0.5 * (1.0 - how.top_p) * total / double(count)) : 0.0f, s);
+    } else {
+        // What has less than (1 - p) / count of the whole cannot be among the fewest whose share reaches p. The largest
+        // weight is 1, so what is below min_p goes anyway. Both a little lower, to stay clear of rounding.
+        const double share = how.top_p < 1.0 ? 0.5 * (1.0 - how.top_p) * total / double(count) : 0.0;
+        keep_from(float(std::max(share, 0.999 * how.min_p)), s);
     }
     if (how.top_p < 1.0) keep_top_p(how.top_p, total, s);
     if (how.min_p > 0.0) std::erase_if(s.kept, [&](const Candidate& one) { return one.weight < how.min_p; });  // the largest is 1
-    return pick_kept(how.uniform, s);
+    return pick_kept(chance, s);
 }
 
 }  // namespace pdserve

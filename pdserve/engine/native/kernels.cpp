@@ -315,23 +315,22 @@ void Model::keep_wanted(int thread) {
 }
 
 void Model::choose(int thread) {
-    for (long row = step_->out_rows * thread / threads_; row < step_->out_rows * (thread + 1) / threads_; row++) {
-        const float* logits = step_->logits + row * shape_.vocab;
-        __m512 top = _mm512_set1_ps(kNone);
-        for (long i = 0; i < shape_.vocab; i += kLanes)
-            top = _mm512_max_ps(top, _mm512_mask_loadu_ps(top, first_lanes(shape_.vocab - i), logits + i));
-        const float best = _mm512_reduce_max_ps(top);
-        long i = 0;
-        while (i < shape_.vocab - 1 && logits[i] != best) i++;
-        step_->best[row] = int32_t(i);
-    }
+    for (long row = step_->out_rows * thread / threads_; row < step_->out_rows * (thread + 1) / threads_; row++)
+        step_->best[row] = best_of(step_->logits + row * shape_.vocab, shape_.vocab);
 }
 
-void Model::draw(int threads, const float* logits, const PdDraw* draws, long count, int32_t* ids) {
+void Model::sample(int threads, float* logits, const PdRow* rows, long count, int32_t* ids) {
     if (long(own_.size()) < threads) own_.resize(threads);
+    int64_t edits = 0, tops = 0;
+    for (const PdRow* row = rows; row < rows + count; row++) {
+        edits = std::max(edits, row->biases + row->seen + row->banned);
+        tops = std::max(tops, row->tops);
+    }
+    for (Own& own : own_) own.draw.fit(shape_.vocab, edits, tops);
+    std::atomic<long> next{0};  // rows differ in what they cost
     pool_.run(threads, [&](int thread) {
-        for (long i = count * thread / threads; i < count * (thread + 1) / threads; i++)
-            ids[i] = pdserve::draw(logits + draws[i].row * shape_.vocab, shape_.vocab, draws[i], own_[thread].draw);
+        for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
+            ids[i] = take(logits + rows[i].row * shape_.vocab, shape_.vocab, rows[i], own_[thread].draw);
     });
 }
 
@@ -368,8 +367,8 @@ int pdserve_model_forward(void* model, const PdStep* step) try {
     return 0;
 }
 
-int pdserve_model_draw(void* model, int64_t threads, const float* logits, const PdDraw* draws, int64_t count, int32_t* ids) try {
-    ((Model*)model)->draw(int(threads), logits, draws, count, ids);
+int pdserve_model_sample(void* model, int64_t threads, float* logits, const PdRow* rows, int64_t count, int32_t* ids) try {
+    ((Model*)model)->sample(int(threads), logits, rows, count, ids);
     return 1;
 } catch (const std::bad_alloc&) {
     return 0;
@@ -387,7 +386,7 @@ void pdserve_model_free(void*) {}
 int pdserve_model_weight(void*, int64_t, int, const uint16_t*, int64_t, int64_t, int) { return 0; }
 void pdserve_model_norm(void*, int64_t, int, const float*) {}
 int pdserve_model_forward(void*, const PdStep*) { return 0; }
-int pdserve_model_draw(void*, int64_t, const float*, const PdDraw*, int64_t, int32_t*) { return 0; }
+int pdserve_model_sample(void*, int64_t, float*, const PdRow*, int64_t, int32_t*) { return 0; }
 }
 
 #endif

@@ -12,9 +12,10 @@ from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from struct import Struct
 from typing import Final
 
-_ABI: Final = 2  # of abi.h
+_ABI: Final = 3  # of abi.h
 
 
 class Shape(Structure):
@@ -37,13 +38,10 @@ class Step(Structure):
     ]  # fmt: skip
 
 
-class Draw(Structure):
-    """`PdDraw` of abi.h."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("row", "top_k")),
-        *((name, c_double) for name in ("temperature", "top_p", "min_p", "uniform")),
-    ]  # fmt: skip
+# `PdRow` of abi.h, in two parts, of which the second may stay zero: a packed row costs a quarter of a ctypes structure.
+ROW_DRAW: Final = Struct("@qqdddQQ")  # row, top_k, temperature, top_p, min_p, seed, index
+ROW_MORE: Final = Struct("@PPqPPqdddPqPPq")  # bias, seen, penalties, banned, logprobs
+ROW_BYTES: Final = ROW_DRAW.size + ROW_MORE.size
 
 
 @cache
@@ -72,6 +70,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_model_norm.restype = None
     library.pdserve_model_forward.argtypes = (c_void_p, POINTER(Step))
     library.pdserve_model_forward.restype = c_int
-    library.pdserve_model_draw.argtypes = (c_void_p, c_int64, c_void_p, POINTER(Draw), c_int64, c_void_p)
-    library.pdserve_model_draw.restype = c_int
+    library.pdserve_model_sample.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
+    library.pdserve_model_sample.restype = c_int
     return library

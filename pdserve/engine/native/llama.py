@@ -27,10 +27,10 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.core.batch import SampleSpec, StepPlan
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.sampling import uniform
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.models.api import Logits
+from pdserve.engine.models.api import Logits, Taken
 from pdserve.engine.native import library
+from pdserve.engine.native.sampling import PackedRows
 from pdserve.engine.rope import rope_table
 from pdserve.engine.weights import LayerWeights, LlamaWeights
 
@@ -101,7 +101,7 @@ class NativeLlama:
         )  # fmt: skip
         done = _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         assert done == 1, "tokens without a block, or ids that are not there"
-        return Logits(self._logits, best.tolist(), partial(self._draw, self._logits))
+        return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
 
     def _packed(self, seq_id: SeqId, table: tuple[BlockId, ...]) -> bytes:
         """int32. A table changes once in so many steps as a block has tokens, and is another object then."""
@@ -121,15 +121,15 @@ class NativeLlama:
         if len(self._tables) > 2 * sequences:  # most of them have ended
             self._tables.clear()
 
-    def _draw(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[int]:
-        draws = (library.Draw * len(rows))(*map(_draw_of, rows, specs))
-        ids = array("i", bytes(4 * len(rows)))
+    def _sample(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Taken]:
+        """As `Samples` of models.api."""
+        packed = PackedRows(rows, specs)
         _got(
-            self._library.pdserve_model_draw(
-                self._model, self.threads, logits.data_ptr(), draws, len(rows), ids.buffer_info()[0]
+            self._library.pdserve_model_sample(
+                self._model, self.threads, logits.data_ptr(), packed.address, len(rows), packed.ids_address
             )
         )
-        return ids.tolist()
+        return packed.taken()
 
     def _take_layer(self, index: int, layer: LayerWeights, bits: int) -> None:
         self._take_norm(index, _BEFORE_ATTENTION, layer.attention_norm)
@@ -153,12 +153,6 @@ def split_batches(num_kv_heads: int) -> tuple[int, ...]:
     kernels.cpp)."""
     most = (4 * torch.get_num_threads() - 1) // num_kv_heads
     return (1, most) if most > 1 else (1,)
-
-
-def _draw_of(row: int, spec: SampleSpec) -> library.Draw:
-    params = spec.params
-    number = uniform(params.seed, spec.output_index)
-    return library.Draw(row, params.top_k, params.temperature, params.top_p, params.min_p, number)
 
 
 def _by_turns(gate_up: Tensor) -> Tensor:

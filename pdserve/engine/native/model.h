@@ -11,9 +11,9 @@
 #include "abi.h"
 #include "arena.h"
 #include "attention.h"
-#include "draw.h"
 #include "pool.h"
 #include "rows.h"
+#include "take.h"
 
 namespace pdserve {
 
@@ -75,7 +75,7 @@ class Model {
 
     void set(Weight& weight, const bf16* from, long n, long k, bool integers);
     bool forward(const PdStep& step);
-    void draw(int threads, const float* logits, const PdDraw* draws, long count, int32_t* ids);
+    void sample(int threads, float* logits, const PdRow* rows, long count, int32_t* ids);
 
   private:
     long group() const { return shape_.heads / shape_.kv_heads; }

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/rpc/v1/inference.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\nChatPrompt\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd7\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\x06tokens\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.TokenPromptH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParams\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12,\n\tplacement\x18\t \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x12\n\ncache_salt\x18\n \x01(\tB\x08\n\x06promptB\r\n\x0b_deadline_s\"\xda\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12$\n\x05usage\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12-\n\x06report\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RequestReport\"5\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\"\xc3\x03\n\rRequestReport\x12,\n\tplacement\x18\x01 \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x18\n\x10placement_reason\x18\x02 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\treserve_s\x18\x06 \x01(\x01\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x0e\n\x06tpot_s\x18\t \x01(\x01\x12\x0f\n\x07total_s\x18\n \x01(\x01\x12\x10\n\x08kv_bytes\x18\x0b \x01(\x04\x12\x12\n\ntransfer_s\x18\x0c \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\r \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x0e \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05\x62inds\x18\x10 \x01(\r\x12\x17\n\x0fprefill_start_s\x18\x11 \x01(\x01\x12\x15\n\rprefill_end_s\x18\x12 \x01(\x01\x12\x16\n\x0ekv_committed_s\x18\x13 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x14 \x01(\x01\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x15\n\x13GetModelInfoRequest\"\xd7\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\x04\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\"\x18\n\x16GetClusterStateRequest\"\xcd\x01\n\x17GetClusterStateResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12,\n\x07workers\x18\x04 \x03(\x0b\x32\x1b.pdserve.rpc.v1.WorkerState\x12\x35\n\x0fset_aside_pairs\x18\x05 \x03(\x0b\x32\x1c.pdserve.rpc.v1.SetAsidePair\"t\n\x0cSetAsidePair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bremaining_s\x18\x04 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\r\"\xc0\x03\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.pdserve.rpc.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05ready\x18\x05 \x01(\x08\x12+\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x1b.pdserve.rpc.v1.BlockCounts\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x15\n\rqueued_tokens\x18\x08 \x01(\x04\x12\x19\n\x11running_sequences\x18\t \x01(\r\x12\x13\n\x0bleases_held\x18\n \x01(\r\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x17\n\x0frequests_placed\x18\x0c \x01(\r\x12\x13\n\x0bloop_lag_ms\x18\r \x01(\x01\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x10 \x01(\t\x12\x1d\n\x15prefix_queried_tokens\x18\x11 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x12 \x01(\x04\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x8e\x01\n\rDrainProgress\x12\x17\n\x0frequests_placed\x18\x01 \x01(\r\x12\x19\n\x11running_sequences\x18\x02 \x01(\r\x12\x13\n\x0bleases_held\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x04 \x01(\r\x12\x11\n\telapsed_s\x18\x05 \x01(\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x32\xfb\x03\n\tInference\x12O\n\x08Generate\x12\x1f.pdserve.rpc.v1.GenerateRequest\x1a .pdserve.rpc.v1.GenerateResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.pdserve.rpc.v1.CancelRequest\x1a\x1e.pdserve.rpc.v1.CancelResponse\x12M\n\x08Tokenize\x12\x1f.pdserve.rpc.v1.TokenizeRequest\x1a .pdserve.rpc.v1.TokenizeResponse\x12Y\n\x0cGetModelInfo\x12#.pdserve.rpc.v1.GetModelInfoRequest\x1a$.pdserve.rpc.v1.GetModelInfoResponse\x12\x62\n\x0fGetClusterState\x12&.pdserve.rpc.v1.GetClusterStateRequest\x1a\'.pdserve.rpc.v1.GetClusterStateResponse\x12\x46\n\x05\x44rain\x12\x1c.pdserve.rpc.v1.DrainRequest\x1a\x1d.pdserve.rpc.v1.DrainProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/rpc/v1/inference.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\nChatPrompt\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd7\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\x06tokens\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.TokenPromptH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParams\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12,\n\tplacement\x18\t \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x12\n\ncache_salt\x18\n \x01(\tB\x08\n\x06promptB\r\n\x0b_deadline_s\"\x86\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12$\n\x05usage\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12-\n\x06report\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RequestReport\x12*\n\x08logprobs\x18\x08 \x01(\x0b\x32\x18.pdserve.rpc.v1.Logprobs\"5\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\"\xc3\x03\n\rRequestReport\x12,\n\tplacement\x18\x01 \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x18\n\x10placement_reason\x18\x02 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\treserve_s\x18\x06 \x01(\x01\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x0e\n\x06tpot_s\x18\t \x01(\x01\x12\x0f\n\x07total_s\x18\n \x01(\x01\x12\x10\n\x08kv_bytes\x18\x0b \x01(\x04\x12\x12\n\ntransfer_s\x18\x0c \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\r \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x0e \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05\x62inds\x18\x10 \x01(\r\x12\x17\n\x0fprefill_start_s\x18\x11 \x01(\x01\x12\x15\n\rprefill_end_s\x18\x12 \x01(\x01\x12\x16\n\x0ekv_committed_s\x18\x13 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x14 \x01(\x01\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x15\n\x13GetModelInfoRequest\"\xd7\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\x04\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\"\x18\n\x16GetClusterStateRequest\"\xcd\x01\n\x17GetClusterStateResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12,\n\x07workers\x18\x04 \x03(\x0b\x32\x1b.pdserve.rpc.v1.WorkerState\x12\x35\n\x0fset_aside_pairs\x18\x05 \x03(\x0b\x32\x1c.pdserve.rpc.v1.SetAsidePair\"t\n\x0cSetAsidePair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bremaining_s\x18\x04 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\r\"\xc0\x03\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.pdserve.rpc.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05ready\x18\x05 \x01(\x08\x12+\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x1b.pdserve.rpc.v1.BlockCounts\x12\x17\n\x0fqueued_requests\x18\x07 \x01(\r\x12\x15\n\rqueued_tokens\x18\x08 \x01(\x04\x12\x19\n\x11running_sequences\x18\t \x01(\r\x12\x13\n\x0bleases_held\x18\n \x01(\r\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x17\n\x0frequests_placed\x18\x0c \x01(\r\x12\x13\n\x0bloop_lag_ms\x18\r \x01(\x01\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x10 \x01(\t\x12\x1d\n\x15prefix_queried_tokens\x18\x11 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x12 \x01(\x04\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x8e\x01\n\rDrainProgress\x12\x17\n\x0frequests_placed\x18\x01 \x01(\r\x12\x19\n\x11running_sequences\x18\x02 \x01(\r\x12\x13\n\x0bleases_held\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x04 \x01(\r\x12\x11\n\telapsed_s\x18\x05 \x01(\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x32\xfb\x03\n\tInference\x12O\n\x08Generate\x12\x1f.pdserve.rpc.v1.GenerateRequest\x1a .pdserve.rpc.v1.GenerateResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.pdserve.rpc.v1.CancelRequest\x1a\x1e.pdserve.rpc.v1.CancelResponse\x12M\n\x08Tokenize\x12\x1f.pdserve.rpc.v1.TokenizeRequest\x1a .pdserve.rpc.v1.TokenizeResponse\x12Y\n\x0cGetModelInfo\x12#.pdserve.rpc.v1.GetModelInfoRequest\x1a$.pdserve.rpc.v1.GetModelInfoResponse\x12\x62\n\x0fGetClusterState\x12&.pdserve.rpc.v1.GetClusterStateRequest\x1a\'.pdserve.rpc.v1.GetClusterStateResponse\x12\x46\n\x05\x44rain\x12\x1c.pdserve.rpc.v1.DrainRequest\x1a\x1d.pdserve.rpc.v1.DrainProgress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,35 +41,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=215
   _globals['_GENERATEREQUEST']._serialized_end=558
   _globals['_GENERATERESPONSE']._serialized_start=561
-  _globals['_GENERATERESPONSE']._serialized_end=779
-  _globals['_USAGE']._serialized_start=781
-  _globals['_USAGE']._serialized_end=834
-  _globals['_REQUESTREPORT']._serialized_start=837
-  _globals['_REQUESTREPORT']._serialized_end=1288
-  _globals['_CANCELREQUEST']._serialized_start=1290
-  _globals['_CANCELREQUEST']._serialized_end=1325
-  _globals['_CANCELRESPONSE']._serialized_start=1327
-  _globals['_CANCELRESPONSE']._serialized_end=1358
-  _globals['_TOKENIZEREQUEST']._serialized_start=1360
-  _globals['_TOKENIZEREQUEST']._serialized_end=1462
-  _globals['_TOKENIZERESPONSE']._serialized_start=1464
-  _globals['_TOKENIZERESPONSE']._serialized_end=1495
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1497
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1518
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1521
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1736
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=1738
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=1762
-  _globals['_GETCLUSTERSTATERESPONSE']._serialized_start=1765
-  _globals['_GETCLUSTERSTATERESPONSE']._serialized_end=1970
-  _globals['_SETASIDEPAIR']._serialized_start=1972
-  _globals['_SETASIDEPAIR']._serialized_end=2088
-  _globals['_WORKERSTATE']._serialized_start=2091
-  _globals['_WORKERSTATE']._serialized_end=2539
-  _globals['_DRAINREQUEST']._serialized_start=2541
-  _globals['_DRAINREQUEST']._serialized_end=2574
-  _globals['_DRAINPROGRESS']._serialized_start=2577
-  _globals['_DRAINPROGRESS']._serialized_end=2719
-  _globals['_INFERENCE']._serialized_start=2722
-  _globals['_INFERENCE']._serialized_end=3229
+  _globals['_GENERATERESPONSE']._serialized_end=823
+  _globals['_USAGE']._serialized_start=825
+  _globals['_USAGE']._serialized_end=878
+  _globals['_REQUESTREPORT']._serialized_start=881
+  _globals['_REQUESTREPORT']._serialized_end=1332
+  _globals['_CANCELREQUEST']._serialized_start=1334
+  _globals['_CANCELREQUEST']._serialized_end=1369
+  _globals['_CANCELRESPONSE']._serialized_start=1371
+  _globals['_CANCELRESPONSE']._serialized_end=1402
+  _globals['_TOKENIZEREQUEST']._serialized_start=1404
+  _globals['_TOKENIZEREQUEST']._serialized_end=1506
+  _globals['_TOKENIZERESPONSE']._serialized_start=1508
+  _globals['_TOKENIZERESPONSE']._serialized_end=1539
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1541
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1562
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1565
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1780
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=1782
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=1806
+  _globals['_GETCLUSTERSTATERESPONSE']._serialized_start=1809
+  _globals['_GETCLUSTERSTATERESPONSE']._serialized_end=2014
+  _globals['_SETASIDEPAIR']._serialized_start=2016
+  _globals['_SETASIDEPAIR']._serialized_end=2132
+  _globals['_WORKERSTATE']._serialized_start=2135
+  _globals['_WORKERSTATE']._serialized_end=2583
+  _globals['_DRAINREQUEST']._serialized_start=2585
+  _globals['_DRAINREQUEST']._serialized_end=2618
+  _globals['_DRAINPROGRESS']._serialized_start=2621
+  _globals['_DRAINPROGRESS']._serialized_end=2763
+  _globals['_INFERENCE']._serialized_start=2766
+  _globals['_INFERENCE']._serialized_end=3273
 # @@protoc_insertion_point(module_scope)

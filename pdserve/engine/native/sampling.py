@@ -1,0 +1,69 @@
+"""What the compiled code is told of each row that is more than plainly greedy, and what it answers."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+
+from pdserve.core.batch import SampleSpec
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.engine.models.api import Taken
+from pdserve.engine.native.library import ROW_BYTES, ROW_DRAW, ROW_MORE
+
+_Part = tuple[int, ...]
+_NO_BIAS: _Part = (0, 0, 0)
+_NO_SEEN: _Part = (0, 0, 0)
+_NO_BANS: _Part = (0, 0)
+_NO_LOGPROBS: _Part = (0, 0, 0)
+
+
+class PackedRows:
+    """`PdRow` structures for one call. Holds all memory that they point to."""
+
+    def __init__(self, rows: list[int], specs: list[SampleSpec]) -> None:
+        """specs[i] says how to take a token from row rows[i]."""
+        self._rows = bytearray(ROW_BYTES * len(rows))
+        self._ids = array("i", bytes(4 * len(rows)))
+        self._kept: list[object] = []
+        self._wanted: list[tuple[int, array[float], array[int]]] = []
+        for i, (row, spec) in enumerate(zip(rows, specs, strict=True)):
+            params = spec.params
+            ROW_DRAW.pack_into(
+                self._rows, i * ROW_BYTES, row, params.top_k, params.temperature, params.top_p, params.min_p, params.seed,
+                spec.output_index,
+            )  # fmt: skip
+            if spec.edits is not None or spec.banned_ids or params.logprobs is not None:
+                self._pack_more(i, spec)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._rows))
+        self.ids_address = self._ids.buffer_info()[0]
+
+    def taken(self) -> list[Taken]:
+        """Of each row, in order, once the call has returned."""
+        taken: list[Taken] = [(token_id, None) for token_id in self._ids]
+        for i, logprobs, top_ids in self._wanted:
+            taken[i] = (self._ids[i], TokenLogprobs(logprobs[0], tuple(zip(top_ids, logprobs[1:], strict=True))))
+        return taken
+
+    def _pack_more(self, i: int, spec: SampleSpec) -> None:
+        params, edits = spec.params, spec.edits
+        bias, seen = _NO_BIAS, _NO_SEEN
+        if edits is not None:
+            bias = (edits.bias_ids.buffer_info()[0], *edits.bias.buffer_info())
+            seen = (edits.seen_ids.buffer_info()[0], *edits.output_counts.buffer_info())
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        banned, logprobs = self._banned(spec), self._logprobs(i, params.logprobs)
+        ROW_MORE.pack_into(self._rows, i * ROW_BYTES + ROW_DRAW.size, *bias, *seen, *penalties, *banned, *logprobs)
+
+    def _banned(self, spec: SampleSpec) -> _Part:
+        if not spec.banned_ids:
+            return _NO_BANS
+        banned = array("i", spec.banned_ids)
+        self._kept.append(banned)
+        return banned.buffer_info()
+
+    def _logprobs(self, i: int, tops: int | None) -> _Part:
+        if tops is None:
+            return _NO_LOGPROBS
+        logprobs, top_ids = array("f", bytes(4 * (1 + tops))), array("i", bytes(4 * tops))
+        self._wanted.append((i, logprobs, top_ids))
+        return (logprobs.buffer_info()[0], *top_ids.buffer_info())

@@ -1,0 +1,94 @@
+// All that happens between a row of logits and its token: log-probabilities, bias, penalties, bans, and the draw.
+#pragma once
+
+#include <cmath>
+
+#include "draw.h"
+
+namespace pdserve {
+
+// The `most` largest, largest first, the lower id first among equals.
+inline void find_likeliest(const float* logits, long count, long most, std::vector<Candidate>& found) {
+    found.clear();
+    __m512 least = _mm512_set1_ps(0.0f);
+    for (long i = 0; i < count && most > 0; i += kLanes) {
+        const __mmask16 lanes = first_lanes(count - i);
+        const bool full = long(found.size()) == most;
+        uint32_t higher = full ? _mm512_mask_cmp_ps_mask(lanes, _mm512_maskz_loadu_ps(lanes, logits + i), least, _CMP_GT_OQ) : lanes;
+        if (!higher) continue;
+        for (; higher; higher &= higher - 1) {
+            const long id = i + __builtin_ctz(higher);
+            size_t place = found.size();
+            while (place > 0 && found[place - 1].weight < logits[id]) place--;
+            if (long(place) == most) continue;
+            if (long(found.size()) == most) found.pop_back();
+            found.insert(found.begin() + place, {logits[id], int32_t(id)});
+        }
+        least = _mm512_set1_ps(found.back().weight);
+    }
+}
+
+// Of the model's own distribution. `logsum`: of e^(x - largest).
+struct Normaliser {
+    float largest;
+    double logsum;
+
+    // Not below vLLM's stand-in for minus infinity, which JSON cannot write.
+    float of(float logit) const { return float(std::max(double(logit - largest) - logsum, -9999.0)); }
+};
+
+inline Normaliser normaliser(const float* logits, long count, DrawScratch& s) {
+    const float largest = largest_of(logits, count);
+    return {largest, std::log(weigh(logits, count, largest, 1.0, s.weights))};
+}
+
+// In float32, each operation rounded by itself, in the order of sampler.py. Ids that are not there are passed over.
+inline void edit(float* logits, long count, const PdRow& how) {
+    const auto known = [count](int32_t id) { return id >= 0 && id < count; };
+    const float repetition = float(how.repetition), presence = float(how.presence), frequency = float(how.frequency);
+    for (long i = 0; i < how.biases; i++)
+        if (known(how.bias_ids[i])) logits[how.bias_ids[i]] += how.bias[i];
+    for (long i = 0; i < how.seen; i++) {
+        if (!known(how.seen_ids[i])) continue;
+        float& x = logits[how.seen_ids[i]];
+        x = x > 0 ? x / repetition : x * repetition;
+        if (how.output_counts[i] > 0) x = (x - frequency * float(how.output_counts[i])) - presence;
+    }
+    for (long i = 0; i < how.banned; i++)
+        if (known(how.banned_ids[i])) logits[how.banned_ids[i]] = -std::numeric_limits<float>::infinity();
+}
+
+// What `edit` will change, as it is now.
+inline void remember(const float* logits, long count, const PdRow& how, std::vector<Candidate>& before) {
+    before.clear();
+    const auto keep = [&](const int32_t* ids, long size) {
+        for (long i = 0; i < size; i++)
+            if (ids[i] >= 0 && ids[i] < count) before.push_back({logits[ids[i]], ids[i]});
+    };
+    keep(how.bias_ids, how.biases);
+    keep(how.seen_ids, how.seen);
+    keep(how.banned_ids, how.banned);
+}
+
+inline int32_t choose(float* logits, long count, const PdRow& how, DrawScratch& s) {
+    edit(logits, count, how);
+    return how.temperature > 0 ? draw(logits, count, how, s) : best_of(logits, count);
+}
+
+// The token of one row, whose logits may be changed, and its log-probabilities where they are wanted.
+inline int32_t take(float* logits, long count, const PdRow& how, DrawScratch& s) {
+    if (how.logprobs == nullptr) return choose(logits, count, how, s);
+    const Normaliser scale = normaliser(logits, count, s);
+    find_likeliest(logits, count, how.tops, s.likeliest);
+    remember(logits, count, how, s.before);
+    for (size_t i = 0; i < s.likeliest.size(); i++) {
+        how.logprobs[1 + i] = scale.of(s.likeliest[i].weight);
+        how.top_ids[i] = s.likeliest[i].id;
+    }
+    const int32_t id = choose(logits, count, how, s);
+    const auto old = std::find_if(s.before.begin(), s.before.end(), [id](const Candidate& one) { return one.id == id; });
+    how.logprobs[0] = scale.of(old != s.before.end() ? old->weight : logits[id]);
+    return id;
+}
+
+}  // namespace pdserve
