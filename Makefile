@@ -75,13 +75,13 @@ bench-transfer: setup ## NIXL reads beside memcpy and a TCP socket
 bench-handoff: setup ## what of a handoff is exposed when KV is read chunk by chunk, beside whole reads and memcpy
 	$(BIN)/python -m bench.handoff
 
-bench-engine: setup ## prefill and decode steps beside floors and transformers
-	$(BIN)/python -m bench.engine
+bench-engine: setup ## prefill and decode steps beside floors; PEERS=1 installs vLLM, llama.cpp and transformers and runs them too
+	$(BIN)/python -m bench.engine $(if $(PEERS),--peers --rounds 7 --plot roofline.png)
 
 bench-step: setup   ## what a decode step costs besides the model, by phase, and what its streams cost it
 	$(BIN)/python -m bench.step
 
-bench-quality: setup ## what int8 costs in perplexity and in equal tokens
+bench-quality: setup ## what int8 and int4 cost in perplexity and in equal tokens
 	@$(BIN)/python -m bench.quality
 
 bench-invariance: setup ## steps whose bits depend on nothing but each sequence, beside ordinary ones

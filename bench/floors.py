@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from bench.engine_peers.cases import mean_s
 from pdserve.config import MIB
 
 
@@ -20,17 +18,6 @@ class Machine:
     read_bytes_s: float
     bf16_flops_s: float
     copy_bytes_s: float
-
-
-def mean_s(work: Callable[[], Any], *, at_least_s: float = 0.2) -> float:
-    """Mean time of a run, over as many runs as take `at_least_s`."""
-    runs, began_s = 0, time.perf_counter()
-    while True:
-        work()
-        runs += 1
-        elapsed_s = time.perf_counter() - began_s
-        if elapsed_s >= at_least_s:
-            return elapsed_s / runs
 
 
 def measure(threads: int) -> Machine:

@@ -38,6 +38,7 @@ SETTINGS: Final[tuple[dict[str, str], ...]] = (
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int4"},
     *({"dtype": "bfloat16", "kv_cache_dtype": kind} for kind in QUANTISED),
 )
 

@@ -23,7 +23,7 @@ MIB: Final = 1 << 20
 CPU_KV_BYTES: Final = 256 * MIB  # unless kv_cache_memory says otherwise: 11,648 tokens of SmolLM2-135M in bfloat16
 DTYPES: Final = ("auto", "bfloat16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
-QUANTIZATIONS: Final = ("int8",)
+QUANTIZATIONS: Final = ("int8", "int4")
 KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16", "fp8_e4m3", "int8", "int4")
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -45,7 +45,9 @@ class EngineConfig:
     model: str = "default"  # "default", "tiny", a directory, a GGUF file, or a Hugging Face id
     served_model_name: str | None = None  # what clients call it; None: the model's own name
     dtype: str = "auto"  # auto: bfloat16
-    quantization: str | None = None  # int8: weights and what meets them in 8 bits; about half the bytes and twice the rate
+    quantization: str | None = (
+        None  # int8: weights and what meets them, half the bytes and twice the rate; int4: weights, a third
+    )
     device: str = "auto"  # auto: cuda where there is one, else cpu
     max_model_len: int | None = None  # prompt + output tokens of one request; None: the model's context
     max_num_seqs: int = 64

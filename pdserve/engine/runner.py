@@ -151,7 +151,7 @@ class ModelRunner:
 def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineConfig, max_positions: int) -> Model:
     """Compiled where it runs, which is batch-invariant by itself; torch elsewhere."""
     if native.supports(card, kv):
-        return native.NativeLlama(card, weights, kv, max_positions, bits=8 if config.quantization == "int8" else 16)
+        return native.NativeLlama(card, weights, kv, max_positions, bits=native.BITS[config.quantization])
     if config.quantization is not None:
         raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}")
     backend = _backend(kv, card.num_heads, invariant=bool(config.batch_invariant))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from pdserve.engine.native import llama as native
 from pdserve.engine.native.sampling import PackedRows
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.sampler import sample
+from pdserve.engine.weights import LlamaWeights, load_llama
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
 NEAR_TIE = 0.5  # single logits of SmolLM2 are up to 1.8 apart between the two; among the leading ones this sufficed
@@ -78,6 +81,39 @@ def test_eight_bits_stay_near_float32(pair, make_runner):
     assert (runner.logits(plan) - exact.logits(plan)).square().mean().sqrt().item() < 0.6
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_four_bits_compute_what_their_codes_say(tiny_dir, threads):
+    """Against torch on weights that were rounded in the same way: no error but that of bfloat16 and of the head in 8 bits."""
+    config = EngineConfig(kv_cache_memory=8 * MIB, dtype="bfloat16", threads=threads, max_model_len=512)
+    card = ModelCard.load(tiny_dir)
+
+    def rounded(dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+        weights = load_llama(tiny_dir, card, torch.float32, device)
+        names = ("qkv", "attention_out", "gate_up", "down")
+        layers = (replace(layer, **{name: as_four_bits(getattr(layer, name)) for name in names}) for layer in weights.layers)
+        return replace(weights, layers=tuple(layers))
+
+    exact = ModelRunner.make(card, replace(config, dtype="float32"), rounded)
+    runner = ModelRunner.make(card, replace(config, quantization="int4"), partial(load_llama, tiny_dir, card))
+    rng = random.Random(8)
+    try:
+        for length in (1, 3, 7, 13, 40, 200):  # one piece of rows, several, rows shared out
+            plan = plan_of([rng.randrange(512) for _ in range(length)], 0)
+            expected, found = exact.logits(plan), runner.logits(plan)
+            assert (found - expected).square().mean().sqrt() < 0.04 * expected.square().mean().sqrt()
+    finally:
+        torch.set_num_threads(1)
+
+
+def as_four_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Groups of 32 along a row, from the least to the largest in sixteen steps; scale and least in bfloat16."""
+    groups = weight.bfloat16().float().view(-1, 32)
+    least = groups.amin(1, keepdim=True)
+    scale = ((groups.amax(1, keepdim=True) - least) / 15).bfloat16().float()
+    codes = ((groups - least) * (1 / scale)).round().clamp(0, 15)
+    return (codes * scale + least.bfloat16().float()).view(weight.shape)
+
+
 def test_greedy_tokens_equal_torchs_until_a_near_tie(pair):
     compiled, plain, _ = pair
     rng, vocab, compared = random.Random(2), vocab_of(pair[0]), 0
@@ -96,7 +132,7 @@ def test_greedy_tokens_equal_torchs_until_a_near_tie(pair):
     assert compared > 60
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_a_decode_has_the_bits_of_its_prefill_with_any_number_of_threads(make_runner, make_sheets, quantization):
     """Chunks of KV are shared out among threads and merged; rows or columns are split: neither may show."""
     runner = make_runner(dtype="bfloat16", quantization=quantization)
@@ -193,9 +229,10 @@ def test_a_greedy_row_a_banned_one_and_drawn_ones_share_a_step(tiny_runner):
     assert together[0].token_id == first[1]
 
 
-def test_without_the_library_eight_bits_are_refused_by_name(monkeypatch, tiny_dir):
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_without_the_library_fewer_bits_are_refused_by_name(monkeypatch, tiny_dir, quantization):
     monkeypatch.setattr(library, "load", lambda: None)
-    config = EngineConfig(kv_cache_memory=MIB, dtype="bfloat16", quantization="int8")
+    config = EngineConfig(kv_cache_memory=MIB, dtype="bfloat16", quantization=quantization)
     with pytest.raises(ConfigError, match="quantization"):
         ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), config)
 

@@ -55,7 +55,8 @@ void *pdserve_model_new(const PdShape *shape, const uint16_t *embedding);
 void pdserve_model_free(void *model);
 
 // which: 0 qkv, 1 attention out, 2 gate and up by turns of sixteen rows, 3 down, 4 head (any layer). Weights are
-// [n, k] bfloat16 and packed here. bits: 16 or 8, the same for all; 8: k a multiple of 64. 0 when memory is short.
+// [n, k] bfloat16 and packed here. bits: 16, 8 (k a multiple of 64) or 4 (of 32), the same for all but the head. 0 when
+// memory is short.
 int pdserve_model_weight(void *model, int64_t layer, int which, const uint16_t *weight, int64_t n, int64_t k, int bits);
 
 // which: 0 before attention, 1 before the MLP, 2 before the head. [hidden] float32.

@@ -28,12 +28,14 @@ extern "C" int pdserve_supported(void) {
 
 namespace pdserve {
 
-void Model::set(Weight& weight, const bf16* from, long n, long k, bool integers) {
-    weight.n = n, weight.k = k, weight.integers = integers;
-    weight.words = integers ? k / 4 : k / 2;
-    uint32_t* panels = (uint32_t*)arena_.take(weight.count() * kPanel * weight.words * 4);
+void Model::set(Weight& weight, const bf16* from, long n, long k, int bits) {
+    weight.n = n, weight.k = k, weight.bits = bits;
+    weight.words = bits == 8 ? k / 4 : k / 2;
+    weight.panel_words = bits == 4 ? k / kGroup4 * kGroup4Stride : weight.words * kPanel;
+    uint32_t* panels = (uint32_t*)arena_.take(weight.count() * weight.panel_words * 4);
     weight.panels = panels;
-    if (!integers) return pack(from, n, k, panels);
+    if (bits == 4) return pack_int4(from, n, k, panels);
+    if (bits == 16) return pack(from, n, k, panels);
     float* scales = (float*)arena_.take(weight.count() * kPanel * 4);
     pack_int8(from, n, k, panels, scales);
     weight.scales = scales;
@@ -123,8 +125,10 @@ void Model::fit(const PdStep& step) {
     grow(residual_, rows * hidden);
     grow(wanted_, step.out_rows * hidden);
     grow(qkv_, rows * qkv_width());
-    normed_.fit(rows, hidden / (head_.integers ? 4 : 2), head_.integers);
-    if (head_.integers) whole_.fit(rows, widest() / 4, true);
+    const bool integers = layers_[0].down.integers();
+    normed_.fit(rows, hidden / (integers ? 4 : 2), integers);
+    if (integers) whole_.fit(rows, widest() / 4, true);
+    head_normed_.fit(step.out_rows, hidden / (head_.integers() ? 4 : 2), head_.integers());
     grow(query_, rows * query_width());
     grow(attended_, rows * query_width());
     grow(wanted_attended_, step.out_rows * query_width());
@@ -136,7 +140,7 @@ void Model::fit(const PdStep& step) {
         own.attention.fit(most * group(), round_up(shape_.head_dim, kPanel));
         grow(own.spare, widest());
         if (!touched_.empty()) grow(own.turned, step.block_size * shape_.head_dim);
-        own.rows.fit(kPrivateRows, widest() / 2, head_.integers);
+        own.rows.fit(kPrivateRows, widest() / 2, head_.integers());
     }
     x_ = residual_.data();
 }
@@ -148,7 +152,7 @@ void Model::compute(int thread) {
     meet(rows);
     for (long i = 0; i <= last; i++) {
         const Layer& layer = layers_[i];
-        project(thread, normalised(thread, rows, layer.attention_norm, layer.qkv), rows, layer.qkv, Store{qkv_.data(), qkv_width()});
+        project(thread, normalised(thread, rows, layer.attention_norm, layer.qkv, normed_), rows, layer.qkv, Store{qkv_.data(), qkv_width()});
         meet(rows);
         write(thread, i);
         pool_.barrier();
@@ -165,13 +169,13 @@ void Model::compute(int thread) {
         const AddTo residual{x_, shape_.hidden};
         project(thread, as_input(thread, rows, *attended, layer.attention_out), rows, layer.attention_out, residual);
         meet(rows);
-        const Rows normed = normalised(thread, rows, layer.mlp_norm, layer.gate_up);
+        const Rows normed = normalised(thread, rows, layer.mlp_norm, layer.gate_up, normed_);
         project(thread, normed, rows, layer.gate_up, SiluMul{gated_.data(), shape_.intermediate});
         meet(rows);
         project(thread, as_input(thread, rows, gated_, layer.down), rows, layer.down, residual);
         meet(rows);
     }
-    project(thread, normalised(thread, rows, norm_, head_), rows, head_, Store{step_->logits, shape_.vocab});
+    project(thread, normalised(thread, rows, norm_, head_, head_normed_), rows, head_, Store{step_->logits, shape_.vocab});
     pool_.barrier();
     choose(thread);
 }
@@ -350,7 +354,7 @@ void pdserve_model_free(void* model) { delete (Model*)model; }
 
 int pdserve_model_weight(void* model, int64_t layer, int which, const uint16_t* weight, int64_t n, int64_t k, int bits) try {
     Model& to = *(Model*)model;
-    to.set(to.weight(layer, which), weight, n, k, bits == 8);
+    to.set(to.weight(layer, which), weight, n, k, bits);
     return 1;
 } catch (const std::bad_alloc&) {
     return 0;

@@ -79,15 +79,18 @@ inline void row_pieces(long first, long end, const Function& f) {
     }
 }
 
-// A weight [n, k], packed. Columns beyond n are never looked at. Integers: one scale a column, 128 added.
+// A weight [n, k], packed. Columns beyond n are never looked at. 8 bits: one scale a column, 128 added; 4: see int4.h.
 struct Weight {
-    long n = 0, k = 0, words = 0;
-    bool integers = false;
+    long n = 0, k = 0;
+    int bits = 16;
+    long words = 0;         // of a row that it is multiplied with
+    long panel_words = 0;
     const uint32_t* panels = nullptr;
-    const float* scales = nullptr;  // [panels * kPanel], integers only
+    const float* scales = nullptr;  // [panels * kPanel], 8 bits only
 
+    bool integers() const { return bits == 8; }  // and so are the rows
     long count() const { return (n + kPanel - 1) / kPanel; }
-    const uint32_t* panel(long index) const { return panels + index * words * kPanel; }
+    const uint32_t* panel(long index) const { return panels + index * panel_words; }
 };
 
 // Rows that are multiplied: bfloat16, or 8-bit integers with a scale for each kGroup of them. One scale a row is not
@@ -157,16 +160,6 @@ void multiply_by(const Rows& x, long row, long row_end, const Weight& w, long pa
                 piece<Dot, R, 0>(x, first, w, p, nullptr, out);
         });
     }
-}
-
-// out(row, column, low, high) for rows [row, row_end) and panels [panel, panel_end): sixteen columns from `column`
-// and the sixteen after them.
-template <class Out>
-void multiply(const Rows& x, long row, long row_end, const Weight& w, long panel, long panel_end, const Out& out) {
-    if (w.integers)
-        multiply_by<Int8Dot>(x, row, row_end, w, panel, panel_end, out);
-    else
-        multiply_by<Bf16Dot>(x, row, row_end, w, panel, panel_end, out);
 }
 
 // What becomes of a product: stored, added, or halved by silu(gate) * up.

@@ -11,6 +11,7 @@
 #include "abi.h"
 #include "arena.h"
 #include "attention.h"
+#include "int4.h"
 #include "pool.h"
 #include "rows.h"
 #include "take.h"
@@ -19,6 +20,18 @@ namespace pdserve {
 
 constexpr long kRowsEach = 48;    // from so many rows a thread on, threads share out rows instead of columns; not tuned
 constexpr long kPrivateRows = 4;  // up to so many rows, every thread computes them itself and spares a barrier; not tuned
+
+// out(row, column, low, high) for rows [row, row_end) and panels [panel, panel_end): sixteen columns from `column`
+// and the sixteen after them.
+template <class Out>
+void multiply(const Rows& x, long row, long row_end, const Weight& w, long panel, long panel_end, const Out& out) {
+    if (w.bits == 4)
+        multiply_int4(x, row, row_end, w, panel, panel_end, out);
+    else if (w.bits == 8)
+        multiply_by<Int8Dot>(x, row, row_end, w, panel, panel_end, out);
+    else
+        multiply_by<Bf16Dot>(x, row, row_end, w, panel, panel_end, out);
+}
 
 struct Layer {
     std::vector<float> attention_norm, mlp_norm;
@@ -73,7 +86,7 @@ class Model {
 
     const PdShape& shape() const { return shape_; }
 
-    void set(Weight& weight, const bf16* from, long n, long k, bool integers);
+    void set(Weight& weight, const bf16* from, long n, long k, int bits);
     bool forward(const PdStep& step);
     void sample(int threads, float* logits, const PdRow* rows, long count, int32_t* ids);
 
@@ -124,16 +137,17 @@ class Model {
         return out;
     }
 
-    Rows normalised(int thread, long rows, const std::vector<float>& weight, const Weight& next) {
-        return each_row(thread, rows, next.words, next.integers, normed_, [&](long row, const Rows& out) {
+    // A room holds rows of one stride: a thread that is ahead must not write where another still reads.
+    Rows normalised(int thread, long rows, const std::vector<float>& weight, const Weight& next, RowRoom& room) {
+        return each_row(thread, rows, next.words, next.integers(), room, [&](long row, const Rows& out) {
             norm_row(x_ + row * shape_.hidden, weight.data(), shape_.hidden, float(shape_.rms_norm_eps), own_[thread].spare.data(), out, row);
         });
     }
 
     // bfloat16 rows as the next weight wants them.
     Rows as_input(int thread, long rows, Lines<bf16>& from, const Weight& next) {
-        if (!next.integers) return {(uint32_t*)from.data(), next.k / 2};
-        // One stride for all weights: a thread that is ahead must not write where another still reads.
+        if (!next.integers()) return {(uint32_t*)from.data(), next.k / 2};
+        // Again one stride, of the widest.
         return each_row(thread, rows, widest() / 4, true, whole_, [&](long row, const Rows& out) {
             requantise(from.data() + row * next.k, next.k, own_[thread].spare.data(), out, row);
         });
@@ -166,7 +180,7 @@ class Model {
     float* x_ = nullptr;
     std::vector<Own> own_;
     Lines<float> residual_, wanted_, qkv_, part_sums_, part_tops_, part_totals_;
-    RowRoom normed_, whole_;
+    RowRoom normed_, whole_, head_normed_;
     Lines<bf16> query_, attended_, wanted_attended_, gated_;
 };
 

@@ -1,0 +1,45 @@
+"""What is measured, and how long one run of it takes. Standard library only: every engine's own Python reads this."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+CONTEXT: Final = 128
+LONG: Final = 2048
+AT_LEAST_S: Final = 0.2  # of runs behind one figure
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: `batch` sequences of `tokens` new tokens behind `cached` ones."""
+
+    name: str
+    batch: int
+    tokens: int
+    cached: int
+
+    @property
+    def step_tokens(self) -> int:
+        return self.batch * self.tokens
+
+
+CASES: Final = (
+    Case("prefill 512", 1, 512, 0),
+    Case("prefill 2048", 1, LONG, 0),
+    *(Case(f"decode B={batch}", batch, 1, CONTEXT) for batch in (1, 8, 32, 64)),
+    Case("decode B=32 at 2048", 32, 1, LONG - 1),
+)
+
+
+def mean_s(work: Callable[[], Any], *, at_least_s: float = AT_LEAST_S) -> float:
+    """Mean time of a run, over as many runs as take `at_least_s`."""
+    runs, began_s = 0, time.perf_counter()
+    while True:
+        work()
+        runs += 1
+        elapsed_s = time.perf_counter() - began_s
+        if elapsed_s >= at_least_s:
+            return elapsed_s / runs

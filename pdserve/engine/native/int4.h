@@ -1,0 +1,154 @@
+// Products with weights of four bits. Activations stay bfloat16.
+//
+// A weight is scale * code + least, where the kGroup4 weights of a column that lie beside each other share scale and
+// least, both bfloat16: 0.625 bytes a weight. One instruction looks 32 codes up in a table of bfloat16; what follows are
+// the dot products of matmul.h, and `least` meets the sum of the group's activations, which is the same for all columns.
+// So a step of few rows reads a third of bfloat16's bytes, and nothing of x is rounded further. Activations of eight bits
+// would multiply at twice the rate and add their own error: that is int8, for those who are bound by products.
+//
+// An element is a chain of multiply-adds over the groups in the order of k, each group a chain of its own from 0: again
+// bits that depend on the row and the column alone.
+#pragma once
+
+#include "arena.h"
+#include "matmul.h"
+
+namespace pdserve {
+
+constexpr long kGroup4 = 32;
+constexpr long kGroup4Words = kGroup4 / 2;             // of x
+constexpr long kGroup4Lines = 2 + kGroup4Words / 2;    // scales, leasts, then codes of two words of k a line
+constexpr long kGroup4Stride = kGroup4Lines * kLanes;  // in words
+constexpr int kMostRows4 = 6;                          // a group's sums stand beside those of the whole
+
+inline __m512i code_table() {  // 0 to 15 twice, so that a fifth bit of an index does not count
+    alignas(64) bf16 values[32];
+    for (int i = 0; i < 32; i++) {
+        const float value = float(i % 16);
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        values[i] = bf16(bits >> 16);
+    }
+    return _mm512_load_si512(values);
+}
+
+// For each group of each row, the sum of its activations. to: [rows, k / kGroup4].
+inline void sum_groups(const Rows& x, long row, long row_end, long words, float* to) {
+    const __m512i ones = _mm512_set1_epi16(0x3F80);
+    for (; row < row_end; row++)
+        for (long k = 0; k < words; k += kGroup4Words) {
+            const __m512i group = _mm512_loadu_si512(x.words + row * x.stride + k);
+            *to++ = _mm512_reduce_add_ps(Bf16Dot::add(_mm512_setzero_ps(), group, ones));
+        }
+}
+
+// Sums of R rows with one panel. x_sums: of the first row's groups. `ahead`, unless null: where to ask for as many lines
+// as are read.
+template <int R>
+inline void sums4(const Rows& x, long row, const float* x_sums, const Weight& w, const uint32_t* panel, const uint32_t* ahead,
+                  __m512 (&sum)[R][2]) {
+    const uint32_t* from = x.words + row * x.stride;
+    const __m512i table = code_table();
+    const long groups = w.words / kGroup4Words;
+    __m512 total[R][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm512_setzero_ps();
+    for (long group = 0; group < groups; group++, panel += kGroup4Stride, from += kGroup4Words) {
+        if (ahead != nullptr) {
+            for (long line = 0; line < kGroup4Lines; line++) _mm_prefetch((const char*)(ahead + line * kLanes), _MM_HINT_T1);
+            ahead += kGroup4Stride;
+        }
+        __m512 part[R][2];
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) part[r][0] = part[r][1] = _mm512_setzero_ps();
+        for (long i = 0; i < kGroup4Words; i += 2) {
+            const __m512i codes = _mm512_loadu_si512(panel + 2 * kLanes + i / 2 * kLanes);
+            const __m512i low = _mm512_permutexvar_epi16(codes, table);
+            const __m512i high = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+            const __m512i low_next = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
+            const __m512i high_next = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                const __m512i spread = _mm512_set1_epi32(int(from[r * x.stride + i]));
+                part[r][0] = Bf16Dot::add(part[r][0], spread, low);
+                part[r][1] = Bf16Dot::add(part[r][1], spread, high);
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                const __m512i spread = _mm512_set1_epi32(int(from[r * x.stride + i + 1]));
+                part[r][0] = Bf16Dot::add(part[r][0], spread, low_next);
+                part[r][1] = Bf16Dot::add(part[r][1], spread, high_next);
+            }
+        }
+        for (int half = 0; half < 2; half++) {
+            const __m512 scale = load_bf16((const bf16*)panel + half * kLanes);
+            const __m512 least = load_bf16((const bf16*)(panel + kLanes) + half * kLanes);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                total[r][half] = _mm512_fmadd_ps(part[r][half], scale, total[r][half]);
+                total[r][half] = _mm512_fmadd_ps(_mm512_set1_ps(x_sums[r * groups + group]), least, total[r][half]);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) sum[r][0] = total[r][0], sum[r][1] = total[r][1];
+}
+
+// As `multiply_by`: one piece of rows asks for what it needs itself a little later, of several the first asks for the
+// next panel.
+template <class Out>
+void multiply_int4(const Rows& x, long row, long row_end, const Weight& w, long panel, long panel_end, const Out& out) {
+    thread_local Lines<float> x_sums;
+    const long groups = w.words / kGroup4Words;
+    if (long(x_sums.size()) < (row_end - row) * groups) x_sums.resize((row_end - row) * groups);
+    sum_groups(x, row, row_end, w.words, x_sums.data());
+    const bool single = row_end - row <= kMostRows4;
+    for (long p = panel; p < panel_end; p++) {
+        const uint32_t* ahead = single ? w.panel(p) + kAheadWords : w.panel(p + 1);
+        row_pieces<kMostRows4>(row, row_end, [&]<int R>(long first) {
+            __m512 sum[R][2];
+            sums4<R>(x, first, x_sums.data() + (first - row) * groups, w, w.panel(p), ahead, sum);
+            if (!single) ahead = nullptr;
+            for (int r = 0; r < R; r++) out(first + r, p * kPanel, sum[r][0], sum[r][1]);
+        });
+    }
+}
+
+inline float widened(bf16 half) {
+    const uint32_t bits = uint32_t(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline bf16 narrowed(float value) {  // finite; to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bf16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+// [n, k] bfloat16 to panels of codes, each group of a column from its least to its largest; k a multiple of kGroup4.
+inline void pack_int4(const bf16* weight, long n, long k, uint32_t* to) {
+    const long groups = k / kGroup4;
+    for (long row = 0; row < n; row++)
+        for (long group = 0; group < groups; group++) {
+            const bf16* from = weight + row * k + group * kGroup4;
+            bf16* block = (bf16*)(to + (row / kPanel * groups + group) * kGroup4Stride);
+            const long column = row % kPanel;
+            float wide[kGroup4];
+            for (long i = 0; i < kGroup4; i++) wide[i] = widened(from[i]);
+            const auto [least, largest] = std::minmax_element(wide, wide + kGroup4);
+            const bf16 scale = narrowed((*largest - *least) / 15.0f);
+            block[column] = scale, block[kPanel + column] = narrowed(*least);
+            const float inverse = widened(scale) > 0 ? 1.0f / widened(scale) : 0.0f;
+            // A line holds two words of k: in each lane of 16 bits the low columns' code, the high ones', and both again.
+            bf16* codes = block + 2 * kPanel;
+            for (long i = 0; i < kGroup4; i++) {
+                const float code = std::min(15.0f, std::max(0.0f, std::nearbyintf((wide[i] - *least) * inverse)));
+                const long lane = column % kLanes * 2 + i % 2, nibble = column / kLanes + i / 2 % 2 * 2;
+                codes[i / 4 * kPanel + lane] |= bf16(uint32_t(code) << 4 * nibble);
+            }
+        }
+}
+
+}  // namespace pdserve
