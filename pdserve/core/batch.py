@@ -37,6 +37,8 @@ class SequenceSlice(NamedTuple):
     block_table: tuple[BlockId, ...]
     sample: SampleSpec | None
     """None for a chunk that does not end its prompt."""
+    packed: bytes = b""
+    """`block_table` as int32 where it is kept in that form too; else empty."""
 
 
 class StepPlan(NamedTuple):
@@ -59,8 +61,5 @@ class StepPlan(NamedTuple):
         return sum(len(s.token_ids) for s in self.slices)
 
 
-class Sampled(NamedTuple):
-    seq_id: SeqId
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    """Set exactly where the parameters ask for it."""
+Sampled = tuple[int, TokenLogprobs | None]
+"""A drawn token, with log-probabilities exactly where the parameters ask for them. A step's are in the order of its slices."""

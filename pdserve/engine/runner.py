@@ -115,13 +115,13 @@ class ModelRunner:
         way = f"{'compiled' if self.compiled else 'torch'} {str(self.kv.dtype).removeprefix('torch.')}"
         return f"{way}; batch-invariant: {'yes' if self.batch_invariant else 'no'}"
 
-    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
+    def execute(self, plan: StepPlan) -> list[Sampled]:
         """Compute the plan, write its KV and draw a token for every slice that asks for one, in plan order.
 
         Raises `OutOfMemory`; what was computed by then is not to be trusted.
         """
         if not plan.slices:
-            return ()
+            return []
         try:
             if not self._model.computes_in_torch:
                 return self._execute(plan)
@@ -132,13 +132,12 @@ class ModelRunner:
                 raise
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
-    def _execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
+    def _execute(self, plan: StepPlan) -> list[Sampled]:
         logits = self._model.forward(plan, plan.sampled_rows)
         if logits is None:
-            return ()
-        drawing = [(piece.seq_id, piece.sample) for piece in plan.slices if piece.sample is not None]
-        taken = sample(logits.values, [spec for _, spec in drawing], logits.best, logits.sample)
-        return tuple([Sampled(seq_id, *token) for (seq_id, _), token in zip(drawing, taken, strict=True)])
+            return []
+        specs = [piece.sample for piece in plan.slices if piece.sample is not None]
+        return sample(logits.values, specs, logits.best, logits.sample)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:

@@ -15,17 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.core.batch import SampleSpec
+from pdserve.core.batch import Sampled, SampleSpec
 from pdserve.core.logit_edits import LogitEdits
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams, uniform
-from pdserve.engine.models.api import Samples, Taken
+from pdserve.engine.models.api import Samples
 
 ROWS_AT_ONCE: Final = 32
 """A row needs about 40 bytes of working memory for each id: 200 MiB for 32 rows of 150,000 ids."""
@@ -37,7 +38,7 @@ _POLYNOMIAL: Final = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.16657
 
 def sample(
     logits: Tensor, specs: Sequence[SampleSpec], best: list[int] | None = None, fast: Samples | None = None
-) -> list[Taken]:
+) -> list[Sampled]:
     """logits: [rows, vocab] float32, a row for each spec; rows with edits or banned ids may be changed in place.
 
     best and fast: `best` and `sample` of `Logits`. Rows that are plainly greedy cost nothing beyond `best`.
@@ -46,7 +47,7 @@ def sample(
     others = [i for i, spec in enumerate(specs) if not spec.params.plainly_greedy or spec.banned_ids]
     if best is None:
         best = logits.argmax(dim=-1).tolist() if len(others) < len(specs) else [0] * len(specs)  # the lowest id among equals
-    taken: list[Taken] = [(token_id, None) for token_id in best]
+    taken: list[Sampled] = list(zip(best, repeat(None)))
     if others:
         results = (fast or partial(_take_all, logits))(others, [specs[i] for i in others])
         for i, result in zip(others, results, strict=True):
@@ -54,15 +55,15 @@ def sample(
     return taken
 
 
-def _take_all(logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Taken]:
-    taken: list[Taken] = []
+def _take_all(logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
+    taken: list[Sampled] = []
     for start in range(0, len(rows), ROWS_AT_ONCE):
         end = start + ROWS_AT_ONCE
         taken += _take(logits[rows[start:end]], specs[start:end])
     return taken
 
 
-def _take(logits: Tensor, specs: list[SampleSpec]) -> list[Taken]:
+def _take(logits: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
     """logits: a copy, [rows, vocab]."""
     asking = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
     raw = logits[asking]

@@ -85,6 +85,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []  # by arrival, oldest first, are those that run
         self._inbound: dict[SeqId, Sequence] = {}
         self._step: list[Sequence] | None = None  # planned and not yet collected
+        self._decodes_planned = 0  # its first ones
         self._aborted: set[SeqId] = set()  # during that step
         self._admitted: list[Admitted] = []
         self._preempted: list[SeqId] = []
@@ -193,7 +194,7 @@ class Scheduler:
         for seq, count in self._plan_prefills(self._token_budget - decodes):
             step.append(seq)
             slices.append(seq.next_slice(count))
-        self._step = step or None
+        self._step, self._decodes_planned = step or None, decodes
         return StepPlan(tuple(slices), decodes)
 
     def take_admitted(self) -> tuple[Admitted, ...]:
@@ -201,27 +202,37 @@ class Scheduler:
         admitted, self._admitted = tuple(self._admitted), []
         return admitted
 
-    def collect(self, sampled: tuple[Sampled, ...]) -> StepOutcome:
+    def collect(self, sampled: list[Sampled]) -> StepOutcome:
         """Apply the step: what was computed is final and every sampled token is appended."""
         assert self._step is not None, "no step was planned"
         step, self._step = self._step, None
         aborted, self._aborted = self._aborted, set()
         tokens: list[OutputToken] = []
         advanced: list[Advance] = []
-        drawn = iter(sampled)
-        for seq in step:
+        drawn, decodes = iter(sampled), self._decodes_planned
+        assert len(sampled) >= decodes, "a decode drew nothing"
+        for seq, token in zip(step[:decodes], drawn, strict=False):  # no token is taken when the sequences are at an end
+            seq.computed = computed = seq.computed + 1
+            seq.planned = 0
+            if aborted and seq.seq_id in aborted:
+                self._forget(seq)
+                continue
+            if not computed % self._block_size:
+                self._publish(seq)
+            tokens.append(self._append(seq, token))
+        for seq in step[decodes:]:
             seq.computed = computed = seq.computed + seq.planned
             seq.planned = 0
-            token = next(drawn) if computed == len(seq.tokens) else None
+            last = next(drawn) if computed == len(seq.tokens) else None
             if seq.seq_id in aborted:
                 self._forget(seq)
                 continue
-            if not seq.decoding:
-                self._prefilled(seq, advanced, drawn=token is not None)
-            elif not computed % self._block_size:
+            if seq.decoding:  # admitted with all but its last token computed
                 self._publish(seq)
-            if token is not None:
-                tokens.append(self._append(seq, token))
+            else:
+                self._prefilled(seq, advanced, drawn=last is not None)
+            if last is not None:
+                tokens.append(self._append(seq, last))
         assert next(drawn, None) is None, "one token for each slice that asks for one, in their order"
         preempted, self._preempted = tuple(self._preempted), []
         return StepOutcome(tuple(tokens), tuple(advanced), preempted)
@@ -308,12 +319,12 @@ class Scheduler:
                 return
         grown = self._pool.allocate(seq.holder, 1)
         assert grown is not None
-        seq.block_table += grown
+        seq.has_blocks(seq.block_table + grown)
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
         self._pool.drop(seq.holder)
-        seq.block_table = ()
+        seq.has_blocks(())
         seq.computed = seq.published = 0
         seq.preempted = True
         self._wait(seq)
@@ -331,10 +342,18 @@ class Scheduler:
                 seq = running.pop(0)
             else:
                 break
-            count = min(budget, seq.remaining)
+            count = self._chunk(seq, budget)
             chunks.append((seq, count))
             budget -= count
         return chunks
+
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        """Tokens of the next chunk. One that does not end what is known ends with a block, where the budget reaches one:
+        numbers of a quantised block depend on how its tokens were cut into steps, so it is written in one."""
+        if seq.remaining <= budget:
+            return seq.remaining
+        beyond = (seq.computed + budget) % self._block_size
+        return budget - beyond if beyond < budget else budget
 
     def _head_fits(self) -> bool:
         if not self._waiting or self.num_running + len(self._inbound) >= self._max_seqs:
@@ -368,7 +387,7 @@ class Scheduler:
         """Give a sequence all its blocks. What its hits hold is computed; an inbound one waits for the rest from a peer."""
         reservation = self._pool.reserve(holder, count, hashes)
         assert reservation is not None
-        seq.block_table = reservation.block_ids
+        seq.has_blocks(reservation.block_ids)
         seq.published = reservation.hits
         if holder.kind is HolderKind.SEQUENCE:
             seq.computed = reservation.hits * self._block_size
@@ -419,13 +438,13 @@ class Scheduler:
             seq.decoding = True
 
     def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
-        assert sampled.seq_id == seq.seq_id
+        token_id, logprobs = sampled
         index = len(seq.tokens) - seq.prompt_len
-        seq.tokens.append(sampled.token_id)
+        seq.tokens.append(token_id)
         reason = seq.finish_reason()
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq)
-        return OutputToken(seq.seq_id, index, sampled.token_id, reason, sampled.logprobs)
+        return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
 
     def _forget(self, seq: Sequence) -> None:
         """The one place where a sequence's own references end."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 
 from pdserve.core.batch import SampleSpec, SequenceSlice
 from pdserve.core.blocks import Holder, HolderKind
@@ -27,6 +29,12 @@ class StopRule:
 
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+
+
+@lru_cache(maxsize=256)
+def _set_of(ids: tuple[int, ...]) -> frozenset[int]:
+    """One for all sequences that stop at the same ids, so that a step finds it in the caches."""
+    return frozenset(ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,14 +75,18 @@ class Sequence:
     stop_ids: tuple[int, ...] = field(init=False)
     longest: int = field(init=False)
     """Tokens at which it ends, whatever they are."""
+    packed: bytes = b""
+    """`block_table` as int32, for compiled code: made when the table changes, not at each step."""
     _stops: frozenset[int] = field(init=False)
+    _min_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.edits = edits_of(self.params, self.prompt_len)
         self.holder = Holder(HolderKind.SEQUENCE, self.seq_id)
         eos = () if self.params.ignore_eos else self.rule.eos_token_ids
         self.stop_ids = (*eos, *self.params.stop_token_ids)
-        self._stops = frozenset(self.stop_ids)
+        self._stops = _set_of(self.stop_ids)
+        self._min_tokens = self.params.min_tokens
         self.longest = min(self.prompt_len + self.params.max_tokens, self.rule.max_model_len)
 
     @property
@@ -99,7 +111,8 @@ class Sequence:
     def last_slice(self) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence: what `next_slice(1)` does, in half the time."""
         self.planned = 1
-        return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_table, self.sample_spec())
+        last = (self.tokens[-1],)
+        return SequenceSlice(self.seq_id, self.computed, last, self.block_table, self.sample_spec(), self.packed)
 
     def next_slice(self, count: int) -> SequenceSlice:
         """Plan the next `count` tokens; behind the last one known, another is to be drawn."""
@@ -107,7 +120,11 @@ class Sequence:
         self.planned = count
         end = self.computed + count
         sample = self.sample_spec() if end == len(self.tokens) else None
-        return SequenceSlice(self.seq_id, self.computed, tuple(self.tokens[self.computed : end]), self.block_table, sample)
+        ids = tuple(self.tokens[self.computed : end])
+        return SequenceSlice(self.seq_id, self.computed, ids, self.block_table, sample, self.packed)
+
+    def has_blocks(self, table: tuple[BlockId, ...]) -> None:
+        self.block_table, self.packed = table, array("i", table).tobytes()
 
     def sample_spec(self) -> SampleSpec:
         """How to draw the token after the last one.
@@ -117,10 +134,10 @@ class Sequence:
         if self.edits is not None:
             self.edits.catch_up(self.tokens)
         index = len(self.tokens) - self.prompt_len
-        return SampleSpec(self.params, index, self.stop_ids if index < self.params.min_tokens else (), self.edits)
+        return SampleSpec(self.params, index, self.stop_ids if index < self._min_tokens else (), self.edits)
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the last output token ended the sequence. It is part of the output either way."""
-        if self.tokens[-1] in self._stops and self.output_count >= self.params.min_tokens:
+        if self.tokens[-1] in self._stops and self.output_count >= self._min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.longest else None

@@ -42,8 +42,8 @@ class SimKv:
             for block in blocks:
                 self.blocks[block][:] = [self._rng.getrandbits(40)] * BLOCK_SIZE
 
-    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
-        return tuple(s for piece in plan.slices if (s := self._slice(piece)) is not None)
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        return [s for piece in plan.slices if (s := self._slice(piece)) is not None]
 
     def _slice(self, piece: SequenceSlice) -> Sampled | None:
         table, blocks = piece.block_table, self.blocks
@@ -59,7 +59,7 @@ class SimKv:
         used = -(-position // BLOCK_SIZE)
         tags = [tag for block in table[:used] for tag in blocks[block]][:position]
         sample = piece.sample
-        return Sampled(piece.seq_id, draw(tags, sample.params, sample.output_index, sample.banned_ids))
+        return draw(tags, sample.params, sample.output_index, sample.banned_ids), None
 
 
 class SimEngine:

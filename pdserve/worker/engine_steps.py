@@ -53,7 +53,7 @@ class EngineSteps:
         # The reader's handshake need not wait for the computation.
         return plan, StepEvents(lent=lent, reserved=reserved) if lent or reserved else None
 
-    def finish(self, sampled: tuple[Sampled, ...]) -> StepEvents:
+    def finish(self, sampled: list[Sampled]) -> StepEvents:
         outcome = self._scheduler.collect(sampled)
         self._unchecked += 1
         return StepEvents(

@@ -25,7 +25,7 @@ MAX_COMMANDS: Final = 65536
 class Runner(Protocol):
     """The model. `execute` returns one token for each slice that asks for one, in plan order."""
 
-    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]: ...
+    def execute(self, plan: StepPlan) -> list[Sampled]: ...
 
 
 class EngineThread:

@@ -8,7 +8,6 @@ import pytest
 from engine_ways import WAYS
 
 from pdserve.checkpoint.card import ModelCard
-from pdserve.core.batch import Sampled
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import SeqId
 from pdserve.core.sampling import SamplingParams
@@ -38,7 +37,7 @@ def finish(scheduler: Scheduler, runner=None) -> tuple[int, dict[SeqId, list[int
         plan = scheduler.plan()
         computed += plan.num_tokens
         if runner is None:
-            sampled = tuple(Sampled(s.seq_id, 7) for s in plan.slices if s.sample is not None)
+            sampled = [(7, None) for s in plan.slices if s.sample is not None]
         else:
             sampled = runner.execute(plan)
         for token in scheduler.collect(sampled).tokens:
@@ -103,7 +102,7 @@ def test_requests_share_only_with_those_of_the_same_salt():
     for number, salt in enumerate(("a", "b", "", "a", "b", "")):
         add(scheduler, number, prompt, cache_salt=salt)
         starts.append(scheduler.plan().slices[0].start)
-        scheduler.collect((Sampled(SeqId(number), 7),))
+        scheduler.collect([(7, None)])
         scheduler.abort(SeqId(number))
     assert starts == [0, 0, 0, 2 * BLOCK, 2 * BLOCK, 2 * BLOCK]
 

@@ -71,7 +71,7 @@ def test_fast_and_invariant_modes_agree_on_the_tiny_model(make_runner, requests)
 
 
 def test_an_empty_plan_does_nothing(make_runner):
-    assert make_runner().execute(StepPlan(())) == ()
+    assert make_runner().execute(StepPlan(())) == []
 
 
 def test_a_plan_writes_its_own_blocks_only(make_runner, make_sheets):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.core.batch import Sampled, StepPlan
+from pdserve.core.batch import StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
@@ -31,7 +31,7 @@ def step(scheduler: Scheduler, token: int = 7) -> tuple[StepPlan, StepOutcome | 
     scheduler.check_invariants()
     if not plan.slices:
         return plan, None
-    outcome = scheduler.collect(tuple(Sampled(s.seq_id, token) for s in plan.slices if s.sample is not None))
+    outcome = scheduler.collect([(token, None) for s in plan.slices if s.sample is not None])
     scheduler.check_invariants()
     return plan, outcome
 
@@ -213,7 +213,7 @@ def test_a_sequence_aborted_during_a_step_keeps_its_blocks_until_the_step_is_col
     scheduler.abort(seq)
     scheduler.abort(seq)
     assert scheduler._pool.num_free == 9
-    outcome = scheduler.collect(tuple(Sampled(s.seq_id, 7) for s in plan.slices))
+    outcome = scheduler.collect([(7, None) for _ in plan.slices])
     assert outcome.tokens == ()
     assert_empty(scheduler)
 

@@ -150,12 +150,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if token.finish_reason is not None or self.asked[token.seq_id][2] is SequenceKind.LENT:
                 self.finish(token.seq_id, token.finish_reason)
 
-    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
+    def execute(self, plan: StepPlan) -> list[Sampled]:
         """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
         ends = accumulate(len(piece.token_ids) for piece in plan.slices)
         rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.sample is not None]
         assert plan.sampled_rows == rows, "the model would draw after other tokens"
-        sampled = []
+        sampled: list[Sampled] = []
         written: set[tuple[BlockId, int]] = set()
         for piece in plan.slices:
             for offset, token in enumerate(piece.token_ids):
@@ -167,8 +167,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if piece.sample is not None:
                 end = piece.start + len(piece.token_ids)
                 tokens = tuple(self.memory[piece.block_table[p // BLOCK], p % BLOCK] for p in range(end))
-                sampled.append(Sampled(piece.seq_id, model(tokens)))
-        return tuple(sampled)
+                sampled.append((model(tokens), None))
+        return sampled
 
     def finish(self, seq_id: SeqId, reason: FinishReason | None) -> None:
         prompt, params, kind = self.asked[seq_id]

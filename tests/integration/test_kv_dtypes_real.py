@@ -84,7 +84,7 @@ def computed_here(prefill: str, decode: str, prompt: list[int], params: Sampling
     def step(engine: ModelRunner, start: int, end: int) -> None:
         spec = SampleSpec(params, len(tokens) - len(prompt)) if end == len(tokens) else None
         plan = StepPlan((SequenceSlice(SeqId(1), start, tuple(tokens[start:end]), table, spec),))
-        tokens.extend(sampled.token_id for sampled in engine.execute(plan))
+        tokens.extend(token_id for token_id, _ in engine.execute(plan))
 
     for start in range(0, len(prompt), CHUNK):
         step(runner(prefill), start, min(start + CHUNK, len(prompt)))

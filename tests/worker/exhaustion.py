@@ -79,7 +79,7 @@ class CheckedRunner:
         self._scheduler = scheduler
         self.steps = 0
 
-    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
+    def execute(self, plan: StepPlan) -> list[Sampled]:
         self.steps += 1
         self._scheduler.check_invariants()
         return self._runner.execute(plan)
@@ -303,7 +303,7 @@ class Storm:
             request = self._bound.get(token.seq_id)
             if request is None:  # aborted
                 continue
-            assert token.index == len(request.output), "a token lost or twice"
+            assert token.output_index == len(request.output), "a token lost or twice"
             request.output.append(token.token_id)
             ended = token.finish_reason is not None
             if name == "prefill":

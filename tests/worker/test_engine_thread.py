@@ -24,11 +24,11 @@ class CountingRunner:
         self.steps = 0
         self.fail = False
 
-    def execute(self, plan: StepPlan) -> tuple[Sampled, ...]:
+    def execute(self, plan: StepPlan) -> list[Sampled]:
         self.steps += 1
         if self.fail:
             raise RuntimeError("planted")
-        return tuple(Sampled(s.seq_id, s.token_ids[-1] + 1) for s in plan.slices if s.sample is not None)
+        return [(s.token_ids[-1] + 1, None) for s in plan.slices if s.sample is not None]
 
 
 class Engine:

@@ -7,15 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.core.batch import SampleSpec, StepPlan
-from pdserve.core.logprobs import TokenLogprobs
-
-Taken = tuple[int, TokenLogprobs | None]
-"""A token, and its log-probabilities where they were asked for."""
+from pdserve.core.batch import Sampled, SampleSpec, StepPlan
 
 
 class Samples(Protocol):
-    def __call__(self, rows: list[int], specs: list[SampleSpec]) -> list[Taken]:
+    def __call__(self, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
         """A token of each of these rows of the logits, as `sampler` says. May change these rows."""
 
 

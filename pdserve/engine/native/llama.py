@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard
-from pdserve.core.batch import SampleSpec, StepPlan
+from pdserve.core.batch import Sampled, SampleSpec, StepPlan
 from pdserve.core.errors import ConfigError
-from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.ids import BlockId
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.models.api import Logits, Taken
+from pdserve.engine.models.api import Logits
 from pdserve.engine.native import library
 from pdserve.engine.native.sampling import PackedRows
 from pdserve.engine.rope import rope_table
@@ -72,7 +72,6 @@ class NativeLlama:
         self._vocab = card.vocab_size
         self._room = self._logits = torch.empty(0, card.vocab_size)
         self._logits_address = self._rows = 0
-        self._tables: dict[SeqId, tuple[tuple[BlockId, ...], bytes]] = {}
         self._embedding = weights.embedding.contiguous()
         self._rope = rope_table(card, max_positions, kv.device)
         self._rope_address = self._rope.data_ptr()
@@ -90,29 +89,22 @@ class NativeLlama:
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits:
         """By column, so that what there is for each sequence happens in C. No torch but where a call cannot be spared: one
         takes 10 to 90 us when the step before has swept the caches."""
-        seq_ids, starts, token_ids, block_tables, _ = zip(*plan.slices, strict=True)
+        _, starts, token_ids, block_tables, _, packed = zip(*plan.slices, strict=True)
         tokens = array("i", chain.from_iterable(token_ids))
-        tables = array("i", b"".join(map(self._packed, seq_ids, block_tables)))
+        tables = array("i", b"".join(packed if all(packed) else map(_packed, block_tables)))
         begins = array("q", accumulate(map(len, block_tables), initial=0))
         best = array("i", bytes(4 * len(rows)))
-        self._make_room(len(rows), len(seq_ids))
+        self._make_room(len(rows))
         arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), begins, tables, array("i", rows))
         step = library.Step(
-            self.threads, len(tokens), len(seq_ids), len(rows), *(a.buffer_info()[0] for a in arrays),
+            self.threads, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays),
             *self._pool, self._rope_address, self._logits_address, best.buffer_info()[0],
         )  # fmt: skip
         done = _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         assert done == 1, "tokens without a block, or ids that are not there"
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
 
-    def _packed(self, seq_id: SeqId, table: tuple[BlockId, ...]) -> bytes:
-        """int32. A table changes once in so many steps as a block has tokens, and is another object then."""
-        held = self._tables.get(seq_id)
-        if held is None or held[0] is not table:
-            self._tables[seq_id] = held = (table, array("i", table).tobytes())
-        return held[1]
-
-    def _make_room(self, rows: int, sequences: int) -> None:
+    def _make_room(self, rows: int) -> None:
         """Logits [rows, vocab], the same memory in each step: the kernel clears new pages, 10 % of a step of 64 rows."""
         if rows != self._rows:
             with torch.inference_mode(False):  # a step outside of it may change them
@@ -120,10 +112,8 @@ class NativeLlama:
                     self._room = torch.empty(rows, self._vocab)
                 self._rows, self._logits = rows, self._room[:rows]
             self._logits_address = self._room.data_ptr()
-        if len(self._tables) > 2 * sequences:  # most of them have ended
-            self._tables.clear()
 
-    def _sample(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Taken]:
+    def _sample(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
         """As `Samples` of models.api."""
         packed = PackedRows(rows, specs)
         _got(
@@ -155,6 +145,10 @@ def split_batches(num_kv_heads: int) -> tuple[int, ...]:
     kernels.cpp)."""
     most = (4 * torch.get_num_threads() - 1) // num_kv_heads
     return (1, most) if most > 1 else (1,)
+
+
+def _packed(table: tuple[BlockId, ...]) -> bytes:
+    return array("i", table).tobytes()
 
 
 def _by_turns(gate_up: Tensor) -> Tensor:

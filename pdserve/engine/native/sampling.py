@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 
-from pdserve.core.batch import SampleSpec
+from pdserve.core.batch import Sampled, SampleSpec
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.engine.models.api import Taken
 from pdserve.engine.native.library import ROW_BYTES, ROW_DRAW, ROW_MORE
 
 _Part = tuple[int, ...]
@@ -37,9 +36,9 @@ class PackedRows:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._rows))
         self.ids_address = self._ids.buffer_info()[0]
 
-    def taken(self) -> list[Taken]:
+    def taken(self) -> list[Sampled]:
         """Of each row, in order, once the call has returned."""
-        taken: list[Taken] = [(token_id, None) for token_id in self._ids]
+        taken: list[Sampled] = [(token_id, None) for token_id in self._ids]
         for i, logprobs, top_ids in self._wanted:
             taken[i] = (self._ids[i], TokenLogprobs(logprobs[0], tuple(zip(top_ids, logprobs[1:], strict=True))))
         return taken
