@@ -5,11 +5,6 @@ alone, so it is batch-invariant as it stands, at no cost, but for quantised KV: 
 tokens were cut into steps. Activations between layers stay float32; what is multiplied is
 rounded to bfloat16, or to 8 bits (weights with a scale a column, activations with one for each 64 of a row). Weights of 4
 bits meet activations in bfloat16.
-
-SmolLM2, two threads, the best of five runs on a machine nearly idle, tokens/s in bfloat16 and int8: decode at 128
-tokens B=1 232 and 352, B=8 1,142 and 1,769, B=32 1,839 and 2,475, B=64 1,976 and 2,554; prefill of 512 3,429 and 4,163.
-Of what the same minute's memory
-and matrix rates allow at best, CPU time of one thread in bfloat16: 96 %, 72 %, 64 %, 69 % and 88 %.
 """
 
 from __future__ import annotations
