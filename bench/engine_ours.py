@@ -20,6 +20,7 @@ from pdserve.engine.runner import ModelRunner
 
 POOL_TOKENS: Final = max(case.batch * (case.cached + case.tokens) for case in CASES) + 16 * 64
 GREEDY: Final = SamplingParams(temperature=0.0)
+BUDGET: Final = EngineConfig().max_num_batched_tokens
 
 
 class OurEngine:
@@ -43,14 +44,19 @@ class OurEngine:
         return mean_s(step)
 
     def _step(self, case: Case) -> Callable[[], Any]:
+        """A prompt in the chunks that the scheduler would cut it into."""
+        plans = [
+            StepPlan(tuple(self._slice(case, i, begin, min(begin + BUDGET, case.tokens)) for i in range(case.batch)))
+            for begin in range(0, case.tokens, BUDGET)
+        ]
+        return lambda: [self.runner.execute(plan) for plan in plans]
+
+    def _slice(self, case: Case, i: int, begin: int, end: int) -> SequenceSlice:
         blocks = ceil_div(case.cached + case.tokens, self.runner.kv.layout.block_size)
-        slices = []
-        for i in range(case.batch):
-            table = tuple(BlockId(i * blocks + j) for j in range(blocks))
-            ids = tuple((7 + 31 * i + j) % self._vocab for j in range(case.tokens))
-            slices.append(SequenceSlice(SeqId(i), case.cached, ids, table, SampleSpec(GREEDY, 0)))
-        plan = StepPlan(tuple(slices))
-        return lambda: self.runner.execute(plan)
+        table = tuple(BlockId(i * blocks + j) for j in range(blocks))
+        ids = tuple((7 + 31 * i + j) % self._vocab for j in range(begin, end))
+        sample = SampleSpec(GREEDY, 0) if end == case.tokens else None
+        return SequenceSlice(SeqId(i), case.cached + begin, ids, table, sample)
 
 
 def load(directory: Path, card: ModelCard, threads: int) -> dict[str | None, OurEngine]:

@@ -111,21 +111,30 @@ inline void transpose16(__m512i (&r)[16]) {
 // The pairs of dimensions from `from` on that a row of `dim` has.
 inline __mmask16 pairs_left(long dim, long from) { return first_lanes((dim - from) / 2); }
 
+inline void ask_for(const uint8_t* line) { _mm_prefetch((const char*)line, _MM_HINT_T1); }
+
 // K of `count` positions as panels of positions, V as panels of dimensions. Rows from `count` on are zeros: what a
-// block holds behind a sequence's end is never looked at.
+// block holds behind a sequence's end is never looked at. The `ahead` positions behind this tile are asked for line by
+// line meanwhile: all at once they would fill the core's miss buffers, and it would wait.
 template <class Kv>
-inline void lay_out(const Paged<Kv>& kv, long first, long count, long padded, uint32_t* keys, uint32_t* values) {
+inline void lay_out(const Paged<Kv>& kv, long first, long count, long ahead, long padded, uint32_t* keys, uint32_t* values) {
     const long words = padded / 2;
     alignas(64) static const float zeros[kMostDim] = {};
     const uint8_t *key[kTile], *value[kTile];
     for (long i = count; i < kTile; i++) key[i] = value[i] = (const uint8_t*)zeros;
     kv.each(first, count, [&](long i, const uint8_t* row) { key[i] = row + kv.key, value[i] = row + kv.value; });
+    const uint8_t *next_key[kTile], *next_value[kTile];
+    std::copy_n(key, kTile, next_key), std::copy_n(value, kTile, next_value);  // asking for what is there costs nothing
+    kv.each(first + kTile, ahead, [&](long i, const uint8_t* row) { next_key[i] = row + kv.key, next_value[i] = row + kv.value; });
     for (long group = 0; group < kTile; group += kLanes) {
         uint32_t* panel = keys + group / kPanel * words * kPanel + group % kPanel;
         for (long from = 0; from < padded; from += 32) {
             const __mmask16 pairs = pairs_left(kv.dim, from);
             __m512i r[16];
-            for (int i = 0; i < 16; i++) r[i] = Kv::load(key[group + i], from, pairs);
+            for (int i = 0; i < 16; i++) {
+                ask_for(next_key[group + i] + Kv::bytes(from));
+                r[i] = Kv::load(key[group + i], from, pairs);
+            }
             transpose16(r);
             for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + (from / 2 + i) * kPanel, r[i]);
         }
@@ -137,6 +146,8 @@ inline void lay_out(const Paged<Kv>& kv, long first, long count, long padded, ui
         uint32_t* panel = values + from / kPanel * (kTile / 2) * kPanel;
         const __mmask16 pairs = pairs_left(kv.dim, from);
         for (long i = 0; i < kTile; i += 2) {
+            ask_for(next_value[i] + Kv::bytes(from));
+            ask_for(next_value[i + 1] + Kv::bytes(from));
             const __m512i a = Kv::load(value[i], from, pairs);
             const __m512i b = Kv::load(value[i + 1], from, pairs);
             _mm512_storeu_si512(panel + i / 2 * kPanel, _mm512_permutex2var_epi16(a, even, b));
@@ -156,15 +167,6 @@ inline void take_scales(const Paged<Kv>& kv, long first, long count, float scale
     });
 }
 
-template <class Kv>
-inline void ask_for(const Paged<Kv>& kv, long first, long count) {
-    kv.each_block(first, count, [&](long, long n, long offset, const uint8_t* block) {
-        const long step = Kv::bytes(kv.dim);
-        for (long part : {kv.key, kv.value})
-            for (long at = offset * step; at < (offset + n) * step; at += 64) _mm_prefetch((const char*)(block + part + at), _MM_HINT_T1);
-    });
-}
-
 // One row of scores to weights. Only the first `visible` positions count, at least one. Where KV is quantised, the key
 // scales hold `scale` already.
 template <bool Scaled>
@@ -181,7 +183,7 @@ inline void soften(const float* scores, long visible, float scale, const float* 
     const float raised = _mm512_reduce_max_ps(highest);
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < kTile / kLanes; i++) {
-        const __m512 weight = exp_lanes(_mm512_sub_ps(value[i], _mm512_set1_ps(raised)));
+        const __m512 weight = exp_coarse(_mm512_sub_ps(value[i], _mm512_set1_ps(raised)));
         const __m512 scaled = Scaled ? _mm512_mul_ps(weight, _mm512_load_ps(value_scales + i * kLanes)) : weight;
         const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(scaled);
         _mm256_storeu_si256((__m256i*)(weights + i * kLanes), rounded);
@@ -221,9 +223,10 @@ inline void add_values(AttentionScratch& s, long first, long end) {
 }
 
 // Rows of one KV head over one chunk: rows r * group + g is query head g of the token at position + r. Leaves sums
-// in scratch.result, their weights' sum in total and the largest score in top.
+// in scratch.result, their weights' sum in total and the largest score in top. `seen`: where the caller will stop looking.
 template <class Kv>
-inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position, long tokens, long group, long chunk, float scale) {
+inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position, long tokens, long group, long chunk, long seen,
+                         float scale) {
     const long rows = tokens * group;
     const long end = std::min<long>((chunk + 1) * kChunk, position + tokens);
     std::fill_n(s.top.begin(), rows, kNone);
@@ -231,8 +234,8 @@ inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position
     std::fill_n(s.result.begin(), rows * s.dim, 0.0f);
     for (long first = chunk * kChunk; first < end; first += kTile) {
         const long count = std::min<long>(kTile, end - first);
-        if (first + kTile < end) ask_for(kv, first + kTile, std::min<long>(kTile, end - first - kTile));
-        lay_out(kv, first, count, s.dim, s.keys.data(), s.values.data());
+        const long ahead = std::clamp<long>(seen - first - kTile, 0, kTile);
+        lay_out(kv, first, count, ahead, s.dim, s.keys.data(), s.values.data());
         if constexpr (Kv::kScaled) take_scales(kv, first, count, scale, s.key_scales, s.value_scales);
         const long hidden = std::max<long>(0, first - position) * group;  // rows before it see nothing of this tile
         score_tile(s, hidden, rows);

@@ -272,7 +272,7 @@ void Model::run(const Task& task, long layer, Own& own) {
     take_queries(query_.data() + row * query_width() + at, query_width(), task.tokens, group(), dim, s);
     if (task.part >= 0) {
         const long part = task.part + task.chunk;
-        attend_chunk(kv, s, position, task.tokens, group(), task.chunk, scale);
+        attend_chunk(kv, s, position, task.tokens, group(), task.chunk, std::min(position + task.tokens, task.chunk_end * kChunk), scale);
         std::copy_n(s.result.begin(), rows * s.dim, part_sums_.begin() + part * rows * s.dim);
         std::copy_n(s.top.begin(), rows, part_tops_.begin() + part * rows);
         std::copy_n(s.total.begin(), rows, part_totals_.begin() + part * rows);
@@ -283,7 +283,7 @@ void Model::run(const Task& task, long layer, Own& own) {
     std::fill_n(s.merged_top.begin(), rows, kNone);
     std::fill_n(s.merged_total.begin(), rows, 0.0f);
     for (long chunk = task.chunk; chunk < task.chunk_end; chunk++) {
-        attend_chunk(kv, s, position, task.tokens, group(), chunk, scale);
+        attend_chunk(kv, s, position, task.tokens, group(), chunk, position + task.tokens, scale);
         for (long r = 0; r < rows; r++)
             merge(&s.result[r * s.dim], s.top[r], s.total[r], &s.merged[r * s.dim], s.merged_top[r], s.merged_total[r], s.dim);
     }

@@ -43,6 +43,21 @@ inline __m512 exp_lanes(__m512 x) {
     return _mm512_maskz_scalef_ps(counts, sum, turns);
 }
 
+// The same to 3e-6, in half the instructions, for what is rounded to bfloat16 (4e-3) at once: 2^f by a polynomial of degree
+// 4 for f within a half, its greatest error made least.
+inline __m512 exp_coarse(__m512 x) {
+    const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
+    const __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504089f));
+    const __m512 turns = _mm512_roundscale_ps(power, 0);
+    const __m512 rest = _mm512_sub_ps(power, turns);
+    __m512 sum = _mm512_set1_ps(0.009582849219f);
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.055906426162f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.240240991116f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.693124175072f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(counts, sum, turns);
+}
+
 inline __m512 silu(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f);
     const __m512 power = exp_lanes(_mm512_sub_ps(_mm512_setzero_ps(), x));
