@@ -18,6 +18,7 @@ from pdserve.sim.network import Weather
 from pdserve.sim.oracle import VOCAB_SIZE
 from pdserve.sim.tap import Census
 from pdserve.sim.transfer import ReadFaults
+from pdserve.sim.worker import LOST_S
 from pdserve.sim.world import LEASE, Shape, World
 
 FAULTS_S: Final = 12.0
@@ -129,6 +130,8 @@ def _drive(world: World, asks: list[Ask], report: RunReport) -> None:
             report.attempts += outcome.report.attempts - 1
     if report.problems or timeline.errors:
         return
+    # A link that the last fault cut one way looks whole until its silence is noticed.
+    timeline.run(lambda: False, until_s=until_s + LOST_S + NOTICED_S)
     _settle(world, report)
     _ask_afresh(world, report)
 
