@@ -85,7 +85,8 @@ def test_a_killed_prefill_worker_leaves_its_prompts_to_decode(cluster):
         wait_prefilling(cluster)
         kill(cluster, "prefill-0")
         assert len(stream.read(4)) == 4
-        assert stream.report.attempts == 2
+        # The reader's failed pull may be heard before the broken link: then the other decode worker asks the dead one too.
+        assert stream.report.attempts in (2, 3)
         assert (stream.report.placement, stream.report.placement_reason) == (TOGETHER, "prefill_pool_empty")
     cluster.assert_empty()
     with OpenStream(cluster, request("hello there", APART, max_tokens=8)) as stream:
