@@ -5,7 +5,7 @@ Named tuples, since a step makes some for each of its sequences: one costs a qua
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits
@@ -23,6 +23,11 @@ class SampleSpec(NamedTuple):
     """Ids that may not be drawn: the end-of-sequence and stop ids while min_tokens is not reached."""
     edits: LogitEdits | None = None
     """Set exactly where `params.edits_logits`; the sequence's own, which grows once this step is collected."""
+
+
+GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
+"""The spec of every row that is plainly greedy and bans nothing: its draw depends on neither parameters nor index, and one
+object is in the caches where those of 256 sequences are not."""
 
 
 class SequenceSlice(NamedTuple):

@@ -133,10 +133,10 @@ class ModelRunner:
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
     def _execute(self, plan: StepPlan) -> list[Sampled]:
+        specs = [piece.sample for piece in plan.slices if piece.sample is not None]  # now, while the caches have them
         logits = self._model.forward(plan, plan.sampled_rows)
         if logits is None:
             return []
-        specs = [piece.sample for piece in plan.slices if piece.sample is not None]
         return sample(logits.values, specs, logits.best, logits.sample)
 
     @torch.inference_mode()

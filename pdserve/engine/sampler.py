@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.core.batch import Sampled, SampleSpec
+from pdserve.core.batch import GREEDY, Sampled, SampleSpec
 from pdserve.core.logit_edits import LogitEdits
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams, uniform
@@ -44,7 +44,7 @@ def sample(
     best and fast: `best` and `sample` of `Logits`. Rows that are plainly greedy cost nothing beyond `best`.
     """
     assert best is None or len(best) == len(specs)
-    others = [i for i, spec in enumerate(specs) if not spec.params.plainly_greedy or spec.banned_ids]
+    others = [i for i, spec in enumerate(specs) if spec is not GREEDY and (not spec.params.plainly_greedy or spec.banned_ids)]
     if best is None:
         best = logits.argmax(dim=-1).tolist() if len(others) < len(specs) else [0] * len(specs)  # the lowest id among equals
     taken: list[Sampled] = list(zip(best, repeat(None)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 
-from pdserve.core.batch import SampleSpec, SequenceSlice
+from pdserve.core.batch import GREEDY, SampleSpec, SequenceSlice
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
@@ -79,6 +79,8 @@ class Sequence:
     """`block_table` as int32, for compiled code: made when the table changes, not at each step."""
     _stops: frozenset[int] = field(init=False)
     _min_tokens: int = field(init=False)
+    _plain: bool = field(init=False)
+    """Each of its draws is `GREEDY`."""
 
     def __post_init__(self) -> None:
         self.edits = edits_of(self.params, self.prompt_len)
@@ -87,6 +89,7 @@ class Sequence:
         self.stop_ids = (*eos, *self.params.stop_token_ids)
         self._stops = _set_of(self.stop_ids)
         self._min_tokens = self.params.min_tokens
+        self._plain = self.params.plainly_greedy and not self._min_tokens
         self.longest = min(self.prompt_len + self.params.max_tokens, self.rule.max_model_len)
 
     @property
@@ -111,8 +114,8 @@ class Sequence:
     def last_slice(self) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence: what `next_slice(1)` does, in half the time."""
         self.planned = 1
-        last = (self.tokens[-1],)
-        return SequenceSlice(self.seq_id, self.computed, last, self.block_table, self.sample_spec(), self.packed)
+        sample = GREEDY if self._plain else self.sample_spec()
+        return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_table, sample, self.packed)
 
     def next_slice(self, count: int) -> SequenceSlice:
         """Plan the next `count` tokens; behind the last one known, another is to be drawn."""
@@ -131,6 +134,8 @@ class Sequence:
 
         Until min_tokens tokens are out nothing that would stop may be drawn, so a stop adds one more (as in vLLM).
         """
+        if self._plain:
+            return GREEDY
         if self.edits is not None:
             self.edits.catch_up(self.tokens)
         index = len(self.tokens) - self.prompt_len
