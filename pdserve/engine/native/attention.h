@@ -111,34 +111,90 @@ inline void transpose16(__m512i (&r)[16]) {
 // The pairs of dimensions from `from` on that a row of `dim` has.
 inline __mmask16 pairs_left(long dim, long from) { return first_lanes((dim - from) / 2); }
 
-inline void ask_for(const uint8_t* line) { _mm_prefetch((const char*)line, _MM_HINT_T1); }
+constexpr int kFewRows = 6;  // a decode's; more of them compute for so long that memory keeps up anyhow
 
-// K of `count` positions as panels of positions, V as panels of dimensions. Rows from `count` on are zeros: what a
-// block holds behind a sequence's end is never looked at. The `ahead` positions behind this tile are asked for line by
-// line meanwhile: all at once they would fill the core's miss buffers, and it would wait.
+// Lines with each pair of dimensions or positions: a quarter of a tile's in each of its four loops.
 template <class Kv>
-inline void lay_out(const Paged<Kv>& kv, long first, long count, long ahead, long padded, uint32_t* keys, uint32_t* values) {
+constexpr int kAtOnce = Kv::bytes(1) > 2 ? 2 : 1;
+
+// The lines of K and V of a tile that comes later, asked for a few at a time while another is computed. All at once would
+// fill the core's miss buffers; then it waits, and after that memory does.
+template <class Kv>
+class Asker {
+public:
+    Asker() = default;
+
+    // Of positions [first, first + count), at most kTile.
+    Asker(const Paged<Kv>& kv, long first, long count) {
+        for (const long part : {kv.key, kv.value})
+            kv.each_block(first, count, [&](long, long n, long offset, const uint8_t* block) {
+                const uint8_t* from = block + part + offset * Kv::bytes(kv.dim);
+                runs_[end_++] = {from, from + n * Kv::bytes(kv.dim)};
+            });
+    }
+
+    // With word k of a product of `Panels` panels at a time.
+    template <int Panels>
+    void during(long k) {
+        if constexpr (Panels == 2)
+            if (k % 4 == 0) ask(8 * kAtOnce<Kv>);
+    }
+
+    void ask(long lines) {
+        for (; lines > 0; lines--) {
+            if (line_ >= stop_) {
+                if (run_ == end_) return;
+                line_ = runs_[run_].from, stop_ = runs_[run_++].to;
+            }
+            _mm_prefetch((const char*)line_, _MM_HINT_T0);
+            line_ += 64;
+        }
+    }
+
+private:
+    struct Run {
+        const uint8_t *from, *to;
+    };
+    Run runs_[2 * kTile];
+    long run_ = 0, end_ = 0;
+    const uint8_t *line_ = nullptr, *stop_ = nullptr;
+};
+
+// Where the rows of a tile's positions are. From `count` on they are zeros: what a block holds behind a sequence's end is
+// never looked at.
+template <class Kv>
+struct TileRows {
+    const uint8_t* row[kTile];
+
+    TileRows(const Paged<Kv>& kv, long part, long first, long count) {
+        alignas(64) static const float zeros[kMostDim] = {};
+        std::fill(row + count, row + kTile, (const uint8_t*)zeros);
+        kv.each(first, count, [&](long i, const uint8_t* at) { row[i] = at + part; });
+    }
+};
+
+// K as panels of positions.
+template <class Kv>
+inline void lay_out_keys(const Paged<Kv>& kv, long first, long count, long padded, uint32_t* keys, Asker<Kv>& asker) {
+    const TileRows<Kv> rows(kv, kv.key, first, count);
     const long words = padded / 2;
-    alignas(64) static const float zeros[kMostDim] = {};
-    const uint8_t *key[kTile], *value[kTile];
-    for (long i = count; i < kTile; i++) key[i] = value[i] = (const uint8_t*)zeros;
-    kv.each(first, count, [&](long i, const uint8_t* row) { key[i] = row + kv.key, value[i] = row + kv.value; });
-    const uint8_t *next_key[kTile], *next_value[kTile];
-    std::copy_n(key, kTile, next_key), std::copy_n(value, kTile, next_value);  // asking for what is there costs nothing
-    kv.each(first + kTile, ahead, [&](long i, const uint8_t* row) { next_key[i] = row + kv.key, next_value[i] = row + kv.value; });
     for (long group = 0; group < kTile; group += kLanes) {
         uint32_t* panel = keys + group / kPanel * words * kPanel + group % kPanel;
         for (long from = 0; from < padded; from += 32) {
             const __mmask16 pairs = pairs_left(kv.dim, from);
             __m512i r[16];
-            for (int i = 0; i < 16; i++) {
-                ask_for(next_key[group + i] + Kv::bytes(from));
-                r[i] = Kv::load(key[group + i], from, pairs);
-            }
+            for (int i = 0; i < 16; i++) r[i] = Kv::load(rows.row[group + i], from, pairs);
+            asker.ask(8 * kAtOnce<Kv>);
             transpose16(r);
             for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + (from / 2 + i) * kPanel, r[i]);
         }
     }
+}
+
+// V as panels of dimensions.
+template <class Kv>
+inline void lay_out_values(const Paged<Kv>& kv, long first, long count, long padded, uint32_t* values, Asker<Kv>& asker) {
+    const TileRows<Kv> rows(kv, kv.value, first, count);
     const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
                                           4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(16));
@@ -146,10 +202,8 @@ inline void lay_out(const Paged<Kv>& kv, long first, long count, long ahead, lon
         uint32_t* panel = values + from / kPanel * (kTile / 2) * kPanel;
         const __mmask16 pairs = pairs_left(kv.dim, from);
         for (long i = 0; i < kTile; i += 2) {
-            ask_for(next_value[i] + Kv::bytes(from));
-            ask_for(next_value[i + 1] + Kv::bytes(from));
-            const __m512i a = Kv::load(value[i], from, pairs);
-            const __m512i b = Kv::load(value[i + 1], from, pairs);
+            if (i % 16 == 0) asker.ask(8 * kAtOnce<Kv>);
+            const __m512i a = Kv::load(rows.row[i], from, pairs), b = Kv::load(rows.row[i + 1], from, pairs);
             _mm512_storeu_si512(panel + i / 2 * kPanel, _mm512_permutex2var_epi16(a, even, b));
             _mm512_storeu_si512(panel + i / 2 * kPanel + kLanes, _mm512_permutex2var_epi16(a, odd, b));
         }
@@ -194,39 +248,54 @@ inline void soften(const float* scores, long visible, float scale, const float* 
     top = raised;
 }
 
+// f<R, Panels>(row, panel): pieces of rows [first, end) and of `panels` panels. With few rows two panels at a time: else the
+// multiply-adds would wait for each other.
+template <class Function>
+inline void pieces(long first, long end, long panels, const Function& f) {
+    long panel = 0;
+    if (end - first <= kFewRows)
+        for (; panel + 2 <= panels; panel += 2)
+            row_pieces<kFewRows>(first, end, [&]<int R>(long row) { f.template operator()<R, 2>(row, panel); });
+    for (; panel < panels; panel++) row_pieces(first, end, [&]<int R>(long row) { f.template operator()<R, 1>(row, panel); });
+}
+
 // Rows [first, end) of the scratch's queries times its keys.
-inline void score_tile(AttentionScratch& s, long first, long end) {
+template <class Kv>
+inline void score_tile(AttentionScratch& s, long first, long end, Asker<Kv>& asker) {
     const long words = s.dim / 2;
-    for (long panel = 0; panel < kTile; panel += kPanel)
-        row_pieces(first, end, [&]<int R>(long row) {
-            __m512 sum[R][2];
-            for (auto& halves : sum) halves[0] = halves[1] = _mm512_setzero_ps();
-            tile<Bf16Dot, R>(&s.query[row * words], words, &s.keys[panel * words], words, sum);
-            for (int r = 0; r < R; r++)
-                for (int h = 0; h < 2; h++) _mm512_storeu_ps(&s.scores[(row + r) * kTile + panel + h * kLanes], sum[r][h]);
-        });
+    pieces(first, end, kTile / kPanel, [&]<int R, int Panels>(long row, long panel) {
+        __m512 sum[R][2 * Panels];
+        for (auto& of_row : sum) std::fill_n(of_row, 2 * Panels, _mm512_setzero_ps());
+        tile<Bf16Dot, R, Panels>(&s.query[row * words], words, &s.keys[panel * kPanel * words], kPanel * words, words, sum,
+                                 [&](long k) { asker.template during<Panels>(k); });
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2 * Panels; h++) _mm512_storeu_ps(&s.scores[(row + r) * kTile + panel * kPanel + h * kLanes], sum[r][h]);
+    });
 }
 
 // And of its weights times its values, added to the result so far.
-inline void add_values(AttentionScratch& s, long first, long end) {
-    for (long panel = 0; panel < s.dim; panel += kPanel)
-        row_pieces(first, end, [&]<int R>(long row) {
-            __m512 sum[R][2];
-            float* at = &s.result[row * s.dim + panel];
-            for (int r = 0; r < R; r++)
-                for (int h = 0; h < 2; h++)
-                    sum[r][h] = _mm512_mul_ps(_mm512_loadu_ps(at + r * s.dim + h * kLanes), _mm512_set1_ps(s.factor[row + r]));
-            tile<Bf16Dot, R>(&s.weights[row * kTile / 2], kTile / 2, &s.values[panel * kTile / 2], kTile / 2, sum);
-            for (int r = 0; r < R; r++)
-                for (int h = 0; h < 2; h++) _mm512_storeu_ps(at + r * s.dim + h * kLanes, sum[r][h]);
-        });
+template <class Kv>
+inline void add_values(AttentionScratch& s, long first, long end, Asker<Kv>& asker) {
+    constexpr long words = kTile / 2;
+    pieces(first, end, s.dim / kPanel, [&]<int R, int Panels>(long row, long panel) {
+        __m512 sum[R][2 * Panels];
+        float* at = &s.result[row * s.dim + panel * kPanel];
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2 * Panels; h++)
+                sum[r][h] = _mm512_mul_ps(_mm512_loadu_ps(at + r * s.dim + h * kLanes), _mm512_set1_ps(s.factor[row + r]));
+        tile<Bf16Dot, R, Panels>(&s.weights[row * words], words, &s.values[panel * kPanel * words], kPanel * words, words, sum,
+                                 [&](long k) { asker.template during<Panels>(k); });
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2 * Panels; h++) _mm512_storeu_ps(at + r * s.dim + h * kLanes, sum[r][h]);
+    });
 }
 
 // Rows of one KV head over one chunk: rows r * group + g is query head g of the token at position + r. Leaves sums
-// in scratch.result, their weights' sum in total and the largest score in top. `seen`: where the caller will stop looking.
-template <class Kv>
+// in scratch.result, their weights' sum in total and the largest score in top. `seen`: where the caller will stop looking;
+// following(): the asker of what it looks at after that.
+template <class Kv, class Following>
 inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position, long tokens, long group, long chunk, long seen,
-                         float scale) {
+                         float scale, const Following& following) {
     const long rows = tokens * group;
     const long end = std::min<long>((chunk + 1) * kChunk, position + tokens);
     std::fill_n(s.top.begin(), rows, kNone);
@@ -234,15 +303,17 @@ inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position
     std::fill_n(s.result.begin(), rows * s.dim, 0.0f);
     for (long first = chunk * kChunk; first < end; first += kTile) {
         const long count = std::min<long>(kTile, end - first);
-        const long ahead = std::clamp<long>(seen - first - kTile, 0, kTile);
-        lay_out(kv, first, count, ahead, s.dim, s.keys.data(), s.values.data());
+        const long ahead = std::min<long>(kTile, seen - first - kTile);
+        Asker<Kv> asker = ahead > 0 ? Asker<Kv>(kv, first + kTile, ahead) : following();
+        lay_out_keys(kv, first, count, s.dim, s.keys.data(), asker);
         if constexpr (Kv::kScaled) take_scales(kv, first, count, scale, s.key_scales, s.value_scales);
         const long hidden = std::max<long>(0, first - position) * group;  // rows before it see nothing of this tile
-        score_tile(s, hidden, rows);
+        score_tile(s, hidden, rows, asker);
         for (long row = hidden; row < rows; row++)
             soften<Kv::kScaled>(&s.scores[row * kTile], std::min(count, position + row / group + 1 - first), scale, s.key_scales,
                                 s.value_scales, s.top[row], s.total[row], s.factor[row], &s.weights[row * kTile / 2]);
-        add_values(s, hidden, rows);
+        lay_out_values(kv, first, count, s.dim, s.values.data(), asker);
+        add_values(s, hidden, rows, asker);
     }
 }
 

@@ -262,6 +262,16 @@ void Model::attend(int thread, long layer) {
     }
 }
 
+// Of the task that this thread will probably take next: another may be faster, which costs some reads.
+template <class Kv>
+Asker<Kv> Model::first_of_next(long layer) const {
+    const long index = next_[layer].load(std::memory_order_relaxed);
+    if (index >= long(tasks_.size())) return {};
+    const Task& task = tasks_[index];
+    const long first = task.chunk * kChunk, end = step_->span_start[task.span] + task.begin + task.tokens;
+    return {paged<Kv>(task.span, layer, task.head), first, std::min<long>(kTile, end - first)};
+}
+
 template <class Kv>
 void Model::run(const Task& task, long layer, Own& own) {
     AttentionScratch& s = own.attention;
@@ -269,10 +279,12 @@ void Model::run(const Task& task, long layer, Own& own) {
     const long row = span_row_[task.span] + task.begin, position = step_->span_start[task.span] + task.begin;
     const long dim = shape_.head_dim, rows = task.tokens * group(), at = task.head * group() * dim;
     const float scale = 1.0f / std::sqrt(float(dim));
+    const auto following = [&] { return first_of_next<Kv>(layer); };
     take_queries(query_.data() + row * query_width() + at, query_width(), task.tokens, group(), dim, s);
     if (task.part >= 0) {
         const long part = task.part + task.chunk;
-        attend_chunk(kv, s, position, task.tokens, group(), task.chunk, std::min(position + task.tokens, task.chunk_end * kChunk), scale);
+        const long seen = std::min(position + task.tokens, task.chunk_end * kChunk);
+        attend_chunk(kv, s, position, task.tokens, group(), task.chunk, seen, scale, following);
         std::copy_n(s.result.begin(), rows * s.dim, part_sums_.begin() + part * rows * s.dim);
         std::copy_n(s.top.begin(), rows, part_tops_.begin() + part * rows);
         std::copy_n(s.total.begin(), rows, part_totals_.begin() + part * rows);
@@ -283,7 +295,7 @@ void Model::run(const Task& task, long layer, Own& own) {
     std::fill_n(s.merged_top.begin(), rows, kNone);
     std::fill_n(s.merged_total.begin(), rows, 0.0f);
     for (long chunk = task.chunk; chunk < task.chunk_end; chunk++) {
-        attend_chunk(kv, s, position, task.tokens, group(), chunk, position + task.tokens, scale);
+        attend_chunk(kv, s, position, task.tokens, group(), chunk, position + task.tokens, scale, following);
         for (long r = 0; r < rows; r++)
             merge(&s.result[r * s.dim], s.top[r], s.total[r], &s.merged[r * s.dim], s.merged_top[r], s.merged_total[r], s.dim);
     }

@@ -19,14 +19,14 @@ constexpr float kSmallestScale = 0x1p-100f;  // where all are smaller the scale 
 
 struct Bf16Kv {
     static constexpr bool kScaled = false;
-    static long bytes(long dim) { return dim * 2; }
+    static constexpr long bytes(long dim) { return dim * 2; }
     static __m512i load(const uint8_t* row, long from, __mmask16 pairs) { return _mm512_maskz_loadu_epi32(pairs, row + from * 2); }
     static void store(uint8_t* row, long at, __m512 value) { store_bf16((bf16*)row + at, value); }
 };
 
 struct Fp32Kv {
     static constexpr bool kScaled = false;
-    static long bytes(long dim) { return dim * 4; }
+    static constexpr long bytes(long dim) { return dim * 4; }
     static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
         const float* at = (const float*)row + from;
         const __m512 low = _mm512_loadu_ps(at);  // heads are whole vectors
@@ -45,7 +45,7 @@ inline __m512i whole_lanes(__m512 value, float largest) {
 struct Int8Kv {
     static constexpr bool kScaled = true;
     static constexpr float kLargest = 127;
-    static long bytes(long dim) { return dim; }
+    static constexpr long bytes(long dim) { return dim; }
     static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
         const __m256i stored = _mm256_maskz_loadu_epi16(pairs, row + from);
         const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(stored)));
@@ -63,7 +63,7 @@ struct Int8Kv {
 struct Fp8Kv {
     static constexpr bool kScaled = true;
     static constexpr float kLargest = 448;
-    static long bytes(long dim) { return dim; }
+    static constexpr long bytes(long dim) { return dim; }
     // A normal number has the exponent's bias of 7 raised to 127; the eight below stand in a table.
     static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
         const __m512i stored = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi16(pairs, row + from));
@@ -104,7 +104,7 @@ struct Fp8Kv {
 struct Int4Kv {
     static constexpr bool kScaled = true;
     static constexpr float kLargest = 7;
-    static long bytes(long dim) { return dim / 2; }
+    static constexpr long bytes(long dim) { return dim / 2; }
     static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
         const __m512i byte = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(pairs, row + from / 2));
         const __m512i halves = _mm512_and_si512(_mm512_or_si512(byte, _mm512_slli_epi32(byte, 12)), _mm512_set1_epi32(0x000F000F));

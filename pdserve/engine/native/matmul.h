@@ -37,27 +37,28 @@ struct Int8Dot {  // x signed, w unsigned; the sum is exact
     static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, w, x); }
 };
 
-// sum[r] += rows r of x times one panel. x_stride in words. With each word, `Lines` cache lines from `ahead` on are
-// asked for.
-template <class Dot, int R, int Lines = 0>
-inline void tile(const uint32_t* x, long x_stride, const uint32_t* panel, long words, typename Dot::Sum (&sum)[R][2],
-                 const uint32_t* ahead = nullptr) {
-    typename Dot::Sum at[R][2];  // gcc 12 keeps these in registers, but not what a reference leads to
+// sum[r] += rows r of x times Panels panels, the first at `panel` and each `panel_words` behind the one before. x_stride
+// in words. meanwhile(k): with each word, for what memory has to bring.
+template <class Dot, int R, int Panels, class Meanwhile>
+inline void tile(const uint32_t* x, long x_stride, const uint32_t* panel, long panel_words, long words,
+                 typename Dot::Sum (&sum)[R][2 * Panels], const Meanwhile& meanwhile) {
+    typename Dot::Sum at[R][2 * Panels];  // gcc 12 keeps these in registers, but not what a reference leads to
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) at[r][0] = sum[r][0], at[r][1] = sum[r][1];
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < 2 * Panels; h++) at[r][h] = sum[r][h];
     for (long k = 0; k < words; k++) {
-        const __m512i low = _mm512_loadu_si512(panel + k * kPanel);
-        const __m512i high = _mm512_loadu_si512(panel + k * kPanel + kLanes);
-        for (int line = 0; line < Lines; line++) _mm_prefetch((const char*)(ahead + (k * Lines + line) * kLanes), _MM_HINT_T1);
+        __m512i half[2 * Panels];
+        for (int h = 0; h < 2 * Panels; h++) half[h] = _mm512_loadu_si512(panel + h / 2 * panel_words + k * kPanel + h % 2 * kLanes);
+        meanwhile(k);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const __m512i spread = _mm512_set1_epi32(int(x[r * x_stride + k]));
-            at[r][0] = Dot::add(at[r][0], spread, low);
-            at[r][1] = Dot::add(at[r][1], spread, high);
+            for (int h = 0; h < 2 * Panels; h++) at[r][h] = Dot::add(at[r][h], spread, half[h]);
         }
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) sum[r][0] = at[r][0], sum[r][1] = at[r][1];
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < 2 * Panels; h++) sum[r][h] = at[r][h];
 }
 
 // Calls f<R>(row) for pieces of nearly equal size, at most `most` rows each.
@@ -104,13 +105,17 @@ struct Rows {
     long group(long row) const { return row * stride / kGroupWords; }
 };
 
+// With each word, `Lines` cache lines from `ahead` on are asked for.
 template <class Dot, int R, int Lines>
 inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, __m512 (&sum)[R][2]) {
     const uint32_t* from = x.words + row * x.stride;
+    const auto ask = [&](long k) {
+        for (int line = 0; line < Lines; line++) _mm_prefetch((const char*)(ahead + (k * Lines + line) * kLanes), _MM_HINT_T1);
+    };
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     if constexpr (std::is_same_v<Dot, Bf16Dot>) {
-        tile<Dot, R, Lines>(from, x.stride, panel, w.words, sum, ahead);
+        tile<Dot, R, 1>(from, x.stride, panel, 0, w.words, sum, ask);
     } else {
         __m512 total[R][2];
 #pragma GCC unroll 12
@@ -120,7 +125,7 @@ inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel
             const long at = group * kGroupWords;
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) part[r][0] = part[r][1] = _mm512_set1_epi32(x.offsets[x.group(row + r) + group]);
-            tile<Dot, R, Lines>(from + at, x.stride, panel + at * kPanel, kGroupWords, part, ahead + at * Lines * kLanes);
+            tile<Dot, R, 1>(from + at, x.stride, panel + at * kPanel, 0, kGroupWords, part, [&](long k) { ask(at + k); });
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 const __m512 scale = _mm512_set1_ps(x.scales[x.group(row + r) + group]);

@@ -112,6 +112,8 @@ class Model {
     void attend(int thread, long layer);
     template <class Kv>
     void run(const Task& task, long layer, Own& own);
+    template <class Kv>
+    Asker<Kv> first_of_next(long layer) const;
     void merge_parts(const Task& task, Own& own);
     void choose(int thread);
     void keep_wanted(int thread);
