@@ -5,7 +5,8 @@
 Prefill of 512 and 2,048 tokens; decode steps of 1 to 64 sequences at 128 tokens of context and of 32 at 2,048. Whoever
 is measured takes turns within a round, case by case, so that a busy neighbour hits all; medians over the rounds. The
 floor of a step is the longer of two times: its weights and KV through measured memory bandwidth, its multiplications at
-the measured peak of bfloat16 products, twice that for products of integers.
+the measured peak of bfloat16 products, twice that for products of integers. Both are measured in each round, and a share
+is of its own round.
 
 --peers installs vLLM's CPU build, llama.cpp (compiled) and transformers, each into an environment of its own in the
 cache folder, and runs them as processes with as many threads. One that cannot be installed or fails says so in its row.
@@ -28,7 +29,7 @@ from rich.table import Table
 from bench.engine_ours import load
 from bench.engine_peers.cases import CASES, Case
 from bench.engine_peers.peer import ENGINES, NotInstalled, PeerFailed, chosen, started
-from bench.floors import Machine, measure
+from bench.floors import Machine, measure, median_of
 from bench.roofline import BF16, INT4, INT8, Q4_1, Q8_0, Numbers, Point, plot, work_of
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
@@ -82,10 +83,10 @@ def rows_of(
     return rows
 
 
-def table_of(rows: Sequence[Row], card: ModelCard, machine: Machine, title: str) -> Table:
+def table_of(rows: Sequence[Row], card: ModelCard, machines: Sequence[Machine], title: str) -> Table:
     table = Table("engine", *(case.name for case in CASES), title=title)
     for row in rows:
-        cells = [_cell(row, case, card, machine) for case in CASES]
+        cells = [_cell(row, case, card, machines) for case in CASES]
         table.add_row(row.name + (f"\n{row.failed}" if row.failed else ""), *cells)
     if any(not row.ours for row in rows):
         table.add_section()
@@ -98,11 +99,12 @@ def table_of(rows: Sequence[Row], card: ModelCard, machine: Machine, title: str)
     return table
 
 
-def _cell(row: Row, case: Case, card: ModelCard, machine: Machine) -> str:
+def _cell(row: Row, case: Case, card: ModelCard, machines: Sequence[Machine]) -> str:
     seconds = row.median_s(case)
     if seconds is None:
         return "-"
-    share = work_of(case, card, row.numbers).floor_s(machine, row.numbers.rate) / seconds
+    work, rate = work_of(case, card, row.numbers), row.numbers.rate
+    share = statistics.median(work.floor_s(m, rate) / taken for m, taken in zip(machines, row.times[case], strict=False))
     return f"{case.step_tokens / seconds:,.0f} ({share:.0%})"
 
 
@@ -125,17 +127,19 @@ def run(args: argparse.Namespace, console: Console) -> None:
     card = ModelCard.load(directory)
     with ExitStack() as stack:
         rows = rows_of(directory, card, args.threads, args.peers, stack, console)
-        machine = measure(args.threads)
+        machines = []
         for number in range(args.rounds):
             console.print(f"round {number + 1} of {args.rounds}")
+            machines.append(measure(args.threads))
             for case in CASES:
                 for row in rows:
                     row.measure(case)
+    machine = median_of(machines)
     title = (
         f"{card.name}, {args.threads} thread(s), tokens/s and share of the floor: "
         f"memory {machine.read_bytes_s / 1e9:.0f} GB/s, bfloat16 products {machine.bf16_flops_s / 1e9:.0f} GFLOP/s"
     )
-    console.print(table_of(rows, card, machine, title))
+    console.print(table_of(rows, card, machines, title))
     if args.plot is not None:
         plot(args.plot, title.split(",")[0], machine, points_of(rows, card))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
@@ -18,6 +20,12 @@ class Machine:
     read_bytes_s: float
     bf16_flops_s: float
     copy_bytes_s: float
+
+
+def median_of(found: Sequence[Machine]) -> Machine:
+    """What it was in the middle, each rate for itself."""
+    middle = {name: median(getattr(one, name) for one in found) for name in ("read_bytes_s", "bf16_flops_s", "copy_bytes_s")}
+    return replace(found[0], **middle)
 
 
 def measure(threads: int) -> Machine:

@@ -95,8 +95,8 @@ def plot(path: Path, title: str, machine: Machine, points: Iterable[Point]) -> N
         axes.annotate(
             f"products in {name}: {peak / 1e12:.2f} TFLOP/s", (xs[1], peak), (-4, 6), textcoords="offset points", ha="right"
         )
-    start = (xs[0] * 1.1, xs[0] * 1.1 * machine.read_bytes_s)
-    axes.annotate(f"memory: {machine.read_bytes_s / 1e9:.0f} GB/s", start, (12, -4), textcoords="offset points")
+    slope = (xs[0] * 6, xs[0] * 6 * machine.read_bytes_s)  # above the roof, where no point can be
+    axes.annotate(f"memory: {machine.read_bytes_s / 1e9:.0f} GB/s", slope, (-10, 0), textcoords="offset points", ha="right")
     for place, engine in enumerate(engines):
         for point in (p for p in found if p.engine == engine):
             mark = _MARKS[cases.index(point.case) % len(_MARKS)]
