@@ -140,6 +140,7 @@ public:
             if (k % 4 == 0) ask(8 * kAtOnce<Kv>);
     }
 
+    // In pieces of 8 where they are small: with 4, and with 16, decodes at 2,048 tokens took a twentieth longer.
     void ask(long lines) {
         for (; lines > 0; lines--) {
             if (line_ >= stop_) {
