@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
 from pdserve.core.kv_layout import KvLayout, fit_max_model_len
@@ -16,6 +16,7 @@ class ServedModel:
     name: str  # what clients call it
     card: ModelCard
     tokenizer: Tokenizer
+    dtype: str
     layout: KvLayout
     max_model_len: int  # prompt + output tokens of one request, as far as settings tell; see `router.limits`
 
@@ -31,6 +32,7 @@ class ServedModel:
             name=engine.served_model_name or card.name,
             card=card,
             tokenizer=Tokenizer.load(directory),
+            dtype=resolve_dtype(engine.dtype),
             layout=layout,
             max_model_len=fit_max_model_len(engine.max_model_len, card.max_position, pool_tokens),
         )

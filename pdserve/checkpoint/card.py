@@ -16,7 +16,8 @@ from pdserve.core.kv_layout import KvLayout
 
 _ARCHITECTURES: Final = ("LlamaForCausalLM",)
 _DTYPES: Final = ("bfloat16", "float32")
-_KV_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+KV_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+"""How KV may be stored: by the configured name, the one in a layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ def resolve_kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
     computed = resolve_dtype(dtype)
     if kv_cache_dtype == "auto":
         return computed
-    if kv_cache_dtype not in _KV_DTYPES:
-        raise ConfigError(f"kv_cache_dtype must be one of auto, {', '.join(_KV_DTYPES)}, got {kv_cache_dtype!r}")
-    return _KV_DTYPES[kv_cache_dtype]
+    if kv_cache_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_cache_dtype must be one of auto, {', '.join(KV_DTYPES)}, got {kv_cache_dtype!r}")
+    return KV_DTYPES[kv_cache_dtype]
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:

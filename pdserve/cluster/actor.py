@@ -32,6 +32,7 @@ class RunningWorker(Protocol):
 
     address: str
     memory: MemoryReport
+    computes: str
 
     @property
     def healthy(self) -> bool: ...
@@ -51,6 +52,7 @@ class WorkerReport:
     address: str
     pid: int
     memory: MemoryReport
+    computes: str
     process_s: float  # asked of Ray to our first line (same machine's clock only)
     import_s: float
     load_s: float
@@ -95,6 +97,7 @@ class WorkerActor:
             address=self._worker.address,
             pid=os.getpid(),
             memory=self._worker.memory,
+            computes=self._worker.computes,
             process_s=process_s,
             import_s=import_s,
             load_s=load_s,

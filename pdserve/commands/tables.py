@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -60,24 +60,26 @@ def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def pool(reports: Sequence[WorkerReport]) -> Group:
-    """The workers as they started: where they are, where their memory goes (MiB), and what the KV pools hold."""
+    """The workers as they started: where they are, where their memory goes (MiB), what the KV pools hold, and how steps
+    are computed."""
     made = table("", ("worker", "role", "address"), ("weights", "largest step", "KV pool", "rest"))
     for report in reports:
         memory = report.memory
         parts = (memory.weights_bytes, memory.step_bytes, memory.kv_bytes, memory.rest_bytes)
         made.add_row(report.worker_id, report.role, report.address, *(f"{part / MIB:,.0f} MiB" for part in parts))
-    return Group(made, *(Text(line) for line in _pool_lines(reports)))
+    pools = _by_role(reports, lambda report: report.memory.pool(), " each")
+    return Group(made, *pools, *_by_role(reports, lambda report: report.computes))
 
 
-def _pool_lines(reports: Sequence[WorkerReport]) -> list[str]:
-    """One for each role, or for the workers of a role that are alike."""
+def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str], of_several: str = "") -> list[Text]:
+    """A line for each role, or for the workers of a role that say the same."""
     alike: dict[tuple[str, str], list[str]] = {}
     for report in reports:
-        alike.setdefault((report.role, report.memory.pool()), []).append(report.worker_id)
+        alike.setdefault((report.role, said(report)), []).append(report.worker_id)
     roles = [role for role, _ in alike]
     return [
-        f"{role if roles.count(role) == 1 else ', '.join(workers)}: {pool}{' each' if len(workers) > 1 else ''}"
-        for (role, pool), workers in alike.items()
+        Text(f"{role if roles.count(role) == 1 else ', '.join(workers)}: {words}{of_several if len(workers) > 1 else ''}")
+        for (role, words), workers in alike.items()
     ]
 
 

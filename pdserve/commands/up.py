@@ -66,7 +66,8 @@ def _start(cluster: Cluster, view: StartView, console: Console) -> None:
     with InferenceClient(reachable(endpoints.grpc)) as client:
         info = client.model_info()
         console.print(tables.pool(cluster.reports))
-    console.print(f"model  {info.model}, {info.dtype}, up to {info.max_model_len} tokens a request")
+    dtypes = f"{info.dtype}, KV in {info.kv_cache_dtype}"
+    console.print(f"model  {info.model}, {dtypes}, up to {info.max_model_len} tokens a request")
     console.print(f"HTTP   http://{endpoints.http}/v1")
     console.print(f"gRPC   {endpoints.grpc}")
     console.print(f"logs   {cluster.folders.logs}")

@@ -48,14 +48,16 @@ def gpu_pool_bytes(reading: DeviceReading, utilization: float, block_bytes: int)
     return room
 
 
-def check_host(*, available: int, weights: int, pool: int, step: int) -> None:
-    """Refuse to start rather than be killed later. All but `available` are bytes that are still to be taken.
+def check_host(*, available: int, weights: int, pool: int, step: int, later: int = 0) -> None:
+    """Refuse to start rather than be killed later. All but `available` are bytes that are still to be taken. `later`: what
+    may be taken for peers that store KV in other dtypes.
 
     Raises `ConfigError` with the settings that change it.
     """
-    needed = weights + pool + step + REST_BYTES
+    needed = weights + pool + step + later + REST_BYTES
     if needed > available:
-        parts = (("weights", weights), ("KV pool", pool), ("largest step", step), ("rest", REST_BYTES))
+        converted = ("KV of other dtypes", later)
+        parts = (("weights", weights), ("KV pool", pool), ("largest step", step), converted, ("rest", REST_BYTES))
         named = ", ".join(f"{name} {_mib(size)}" for name, size in parts if size)
         raise ConfigError(
             f"not enough memory: {_mib(available)} are free here, {_mib(needed)} needed ({named}): "

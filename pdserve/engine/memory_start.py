@@ -28,9 +28,12 @@ def check_before_loading(card: ModelCard, config: EngineConfig) -> None:
         check_host(available=host.available_bytes(), weights=weights, pool=config.cpu_kv_bytes, step=0)
 
 
-def settle(runner: ModelRunner, config: EngineConfig, *, available: Callable[[], int] = host.available_bytes) -> int:
+def settle(
+    runner: ModelRunner, config: EngineConfig, *, later: int = 0, available: Callable[[], int] = host.available_bytes
+) -> int:
     """Afterwards no step takes more memory than there is. Returns what the largest one takes beside weights and KV, bytes.
 
+    `later`: bytes of this machine's memory that others than the engine may take.
     Raises `ConfigError` naming the settings that change it.
     """
     kv = runner.kv
@@ -41,7 +44,7 @@ def settle(runner: ModelRunner, config: EngineConfig, *, available: Callable[[],
     before = host.resident_bytes()
     step = _warm_up(runner, config, _taken_here)
     kept = max(0, host.resident_bytes() - before)
-    check_host(available=available(), weights=0, pool=kv.nbytes, step=max(0, step - kept))
+    check_host(available=available(), weights=0, pool=kv.nbytes, step=max(0, step - kept), later=later)
     host.touch(kv.address, kv.nbytes)
     return step
 

@@ -18,7 +18,7 @@ from router.model import ServedModel
 from router.service import RouterService
 
 ADDRESS: Final = "router:1"
-MODEL: Final = ServedModel("sim", CARD, TOKENIZER, LAYOUT, MAX_MODEL_LEN)
+MODEL: Final = ServedModel("sim", CARD, TOKENIZER, LAYOUT.dtype, LAYOUT, MAX_MODEL_LEN)
 
 
 CONFIG: Final = RouterConfig(heartbeat_lost_s=LOST_S, recovery_wait_s=5.0, pair_aside_s=0.5, pair_aside_max_s=4.0)

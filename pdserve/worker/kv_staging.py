@@ -7,10 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from kvtransfer.api import Region
-from pdserve.core.kv_layout import KvLayout
+from kvtransfer.staging import STAGING_BLOCKS
+from pdserve.checkpoint.card import KV_DTYPES
+from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.kv_convert import convert_blocks
 from pdserve.worker.host import device_of
+
+
+def most_staged_bytes(layout: KvLayout) -> int:
+    """What staging takes of a worker with such a pool once a peer of every other dtype has come. Without their scales,
+    which are a hundredth of it."""
+    numbers = layout.data_bytes * 8 // DTYPE_BITS[layout.dtype]
+    bits = sum(DTYPE_BITS[dtype] for dtype in KV_DTYPES.values() if dtype != layout.dtype)
+    return STAGING_BLOCKS * numbers * bits // 8
 
 
 class StagedKv:

@@ -40,7 +40,7 @@ from pdserve.rpc.v1 import common_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
 from pdserve.worker.host import Host, RoleFactory, close_role, region_of
-from pdserve.worker.kv_staging import StagedKv
+from pdserve.worker.kv_staging import StagedKv, most_staged_bytes
 from pdserve.worker.mailbox import Mailbox
 from pdserve.worker.member import Member
 from pdserve.worker.memory import MemoryReport
@@ -74,6 +74,8 @@ class RunningWorker:
         self._started: Future[None] = Future()
         self.address = ""
         self.memory = MemoryReport()
+        self.computes = ""
+        """How steps are computed, in words; known once it has started."""
         self._step_bytes = 0
         self.load_s = 0.0
 
@@ -103,9 +105,14 @@ class RunningWorker:
         _spare_garbage_collector()
         self.memory = self._measure(self._runner)
         self.load_s = time.monotonic() - began_s
-        computes = self._runner.describe()
+        self.computes = self._runner.describe()
         log.info(
-            "%s ready at %s in %.1f s; %s; memory: %s", self._config.worker_id, self.address, self.load_s, computes, self.memory
+            "%s ready at %s in %.1f s; %s; memory: %s",
+            self._config.worker_id,
+            self.address,
+            self.load_s,
+            self.computes,
+            self.memory,
         )
         return self
 
@@ -159,13 +166,17 @@ class RunningWorker:
         rest = max(0, resident_bytes() - here)
         return MemoryReport(weights, step, kv.nbytes, rest, kv.num_blocks, kv.layout.block_size, runner.max_model_len)
 
+    def _converts(self, runner: ModelRunner) -> int:
+        """Bytes that staging may take: decode workers read from peers of any dtype."""
+        return most_staged_bytes(runner.kv.layout) if self._role_number == common_pb2.ROLE_DECODE else 0
+
     # Engine thread.
 
     def _build(self, directory: Path) -> tuple[Runner, Scheduler, BlockPool]:
         engine = self._config.engine
         check_before_loading(self._card, engine)
         runner = ModelRunner.load(directory, self._card, engine)
-        self._step_bytes = settle(runner, engine)
+        self._step_bytes = settle(runner, engine, later=self._converts(runner))
         pool = BlockPool(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,

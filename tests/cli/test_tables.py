@@ -91,7 +91,9 @@ def test_pairs_set_aside_say_why_and_for_how_long() -> None:
 
 
 def _report(worker_id: str, role: str, memory: MemoryReport) -> WorkerReport:
-    return WorkerReport(worker_id, role, "127.0.0.1:34567", 1, memory, process_s=0.0, import_s=0.0, load_s=0.0)
+    return WorkerReport(
+        worker_id, role, "127.0.0.1:34567", 1, memory, "compiled bfloat16", process_s=0.0, import_s=0.0, load_s=0.0
+    )
 
 
 def test_the_start_says_where_memory_goes_and_what_the_pools_hold() -> None:
@@ -105,6 +107,8 @@ def test_the_start_says_where_memory_goes_and_what_the_pools_hold() -> None:
     assert "prefill: KV pool 256 MiB: 728 blocks of 16 = 11,648 tokens, 1.4 requests of" in shown
     assert "decode: KV pool 512 MiB: 1,456 blocks of 16 = 23,296 tokens, 2.8 requests of" in shown
     assert shown.count("KV pool 512 MiB") == 1, "one line for workers that are alike"
+    assert "prefill: compiled bfloat16" in shown
+    assert shown.count("compiled bfloat16") == 2, "one line for workers that compute alike"
     assert all(f"{part} MiB" in shown for part in (257, 43, 256, 512, 190))
     assert "…" not in shown
     with console.capture() as captured:

@@ -17,6 +17,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._listener = socket.create_server((config.host, 0))
         self.address = f"{config.host}:{self._listener.getsockname()[1]}"
+        self.computes = "nothing"
         self.memory = MemoryReport(270 << 20, 45 << 20, 256 << 20, 90 << 20, 728, 16, 8192)
         self.healthy = True
         self._config = config

@@ -64,12 +64,12 @@ def test_two_workers_on_one_gpu_get_the_shares_that_they_were_given():
 
 
 @settings(deadline=None)
-@given(sizes, sizes, sizes)
-def test_a_host_is_refused_exactly_when_the_sum_is_more_than_there_is(weights, pool, step):
-    needed = weights + pool + step + REST_BYTES
-    check_host(available=needed, weights=weights, pool=pool, step=step)
+@given(sizes, sizes, sizes, sizes)
+def test_a_host_is_refused_exactly_when_the_sum_is_more_than_there_is(weights, pool, step, later):
+    needed = weights + pool + step + later + REST_BYTES
+    check_host(available=needed, weights=weights, pool=pool, step=step, later=later)
     with pytest.raises(ConfigError, match="lower kv_cache_memory or max_num_batched_tokens"):
-        check_host(available=needed - 1, weights=weights, pool=pool, step=step)
+        check_host(available=needed - 1, weights=weights, pool=pool, step=step, later=later)
 
 
 class CountingDevice:

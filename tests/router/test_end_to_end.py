@@ -448,6 +448,7 @@ def test_state_info_tokenize_and_metrics() -> None:
             await cluster.generate((1, 2, 3), 4)
             info = await cluster.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
             assert (info.model, info.vocab_size, info.max_model_len) == ("tiny", 512, 256)
+            assert (info.dtype, info.kv_cache_dtype) == ("bfloat16", "bfloat16")
             ids = (await cluster.stub.Tokenize(inference_pb2.TokenizeRequest(text="hello there"))).ids
             assert list(ids) == cluster.service.model.tokenizer.encode("hello there")
             state = await cluster.stub.GetClusterState(inference_pb2.GetClusterStateRequest())

@@ -8,10 +8,12 @@ from itertools import permutations
 import pytest
 import torch
 
+from kvtransfer.staging import STAGING_BLOCKS
+from pdserve.checkpoint.card import KV_DTYPES
 from pdserve.core.kv_layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.kv_convert import convert_blocks
-from pdserve.worker.kv_staging import StagedKv
+from pdserve.worker.kv_staging import StagedKv, most_staged_bytes
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4, dtype="bfloat16")
 STAGED, LOCAL = (5, 0, 2), (7, 1, 3)
@@ -44,3 +46,12 @@ def test_the_transport_sees_blocks_of_the_peers_size() -> None:
     assert staging.region.block_bytes == LAYOUT.block_bytes
     assert staging.region.num_blocks == 6
     assert staging.region.address_of(1) == staging._staged[1].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_what_is_set_aside_at_the_start_holds_lanes_for_every_other_dtype(dtype):
+    """The check at the start must not be met by less than what peers of all dtypes make a worker take."""
+    layout = KvLayout(30, 3, 64, 16, dtype)
+    lanes = [replace(layout, dtype=other) for other in KV_DTYPES.values() if other != dtype]
+    taken = sum(STAGING_BLOCKS * lane.block_bytes for lane in lanes)
+    assert 0.98 * taken < most_staged_bytes(layout) <= taken
