@@ -107,6 +107,7 @@ def test_the_changelog_has_this_version():
     assert re.search(rf"^## \[?{re.escape(pdserve.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path):
     """Built from a copy, as building writes beside its sources."""
     pytest.importorskip("setuptools", reason="the build back end is not installed")

@@ -92,6 +92,7 @@ def test_watching_and_generating_end_with_ctrl_c(address: str) -> None:
             watchdog.cancel()
 
 
+@pytest.mark.slow
 def test_a_router_that_hangs_does_not_hang_its_clients_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped, it keeps its connections: nothing but an unanswered ping tells."""
     monkeypatch.setenv("STANDIN_PAUSE_S", "60")

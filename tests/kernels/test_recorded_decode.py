@@ -27,7 +27,7 @@ def record_nothing(step):
 replays: list[int] = []
 
 
-@pytest.fixture(scope="module", params=["auto", "fp8_e4m3", "int4"])
+@pytest.fixture(scope="module", params=["auto", pytest.param("fp8_e4m3", marks=pytest.mark.slow), "int4"])
 def runners(request):
     """The tiny model by torch, and by Triton with recordings for up to 3 sequences; KV of one dtype."""
     directory = resolve("tiny")
