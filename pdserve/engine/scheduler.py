@@ -11,39 +11,25 @@ what those need alone, so a big request is never starved by small ones.
 
 A block that a step may write is freed only after that step is collected.
 
-With a prefix salt, full blocks whose step is collected (and, of a pulled prompt, whose lease is committed) are published
-under the hash of all tokens up to their end, and sequences that begin with the same tokens share them instead of
-computing or pulling them again. Only whole blocks are shared, and none is written after it was published, so nothing
-is ever copied on write.
+Sequences that begin with the same tokens share blocks: prefixes.py.
 """
 
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
-from pdserve.core.prefix import BlockHash, PrefixChain
+from pdserve.core.prefix import PrefixChain
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.outcome import Admitted, Advance, OutputToken, StepOutcome
+from pdserve.engine.prefixes import Prefixes
 from pdserve.engine.sequence import Sequence, SequenceKind, StopRule
 
 __all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
-
-TokenIds = tuple[int, ...] | list[int]
-
-
-@dataclass(slots=True)
-class PrefixCounts:
-    """Tokens since the start: of sequences that got their blocks, and of those the ones whose KV was here already."""
-
-    queried: int = 0
-    hit: int = 0
-
 
 _RANK = attrgetter("rank")
 _ARRIVAL = attrgetter("arrival")
@@ -75,8 +61,7 @@ class Scheduler:
         self._max_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._token_budget = max_num_batched_tokens
         self._rule = StopRule(eos_token_ids, max_model_len)
-        self._prefix_salt = prefix_salt
-        self.prefix = PrefixCounts()
+        self.prefix = Prefixes(pool, layout_block_size, prefix_salt)
         self._arrivals = 0
         self._sequences: dict[SeqId, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
@@ -109,7 +94,7 @@ class Scheduler:
         Blocks are shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        self._wait(self._new(seq_id, prompt, params, kind, priority, resumed, self._chain(cache_salt)))
+        self._wait(self._new(seq_id, prompt, params, kind, priority, resumed, self.prefix.chain(cache_salt)))
 
     def reserve(
         self,
@@ -131,14 +116,14 @@ class Scheduler:
         """
         count = self.blocks_to_reserve(len(prompt), params, resumed)
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
-        chain = self._chain(cache_salt)
+        chain = self.prefix.chain(cache_salt)
         # What is computed here needs its last token for the first logits; what is pulled needs none of its own.
-        hashes = self._hashes(chain, prompt, len(prompt) - 1 if local_prefill else len(prompt))
+        hashes = self.prefix.hashes(chain, prompt, len(prompt) - 1 if local_prefill else len(prompt))
         if self.num_live >= self._max_seqs or not self._pool.fits(count, hashes, spare=self._blocks_awaited()):
             return None
         seq = self._new(seq_id, prompt, params, kind, priority, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
-        reservation = self._take(seq, holder, count, hashes)
+        reservation = self.prefix.take(seq, holder, count, hashes)
         if local_prefill:
             self._run(seq)
         else:
@@ -150,7 +135,7 @@ class Scheduler:
         seq = self._inbound.pop(seq_id)
         self._pool.hand_over(Holder(HolderKind.INBOUND, seq_id), seq.holder)
         seq.computed = len(seq.tokens)
-        self._publish(seq)
+        self.prefix.publish(seq)
         seq.tokens.append(first_token)
         assert seq.finish_reason() is None, "a sequence that its first token ended is aborted, not activated"
         self._run(seq)
@@ -218,7 +203,7 @@ class Scheduler:
                 self._forget(seq)
                 continue
             if not computed % self._block_size:
-                self._publish(seq)
+                self.prefix.publish(seq)
             tokens.append(self._append(seq, token))
         for seq in step[decodes:]:
             seq.computed = computed = seq.computed + seq.planned
@@ -228,7 +213,7 @@ class Scheduler:
                 self._forget(seq)
                 continue
             if seq.decoding:  # admitted with all but its last token computed
-                self._publish(seq)
+                self.prefix.publish(seq)
             else:
                 self._prefilled(seq, advanced, drawn=last is not None)
             if last is not None:
@@ -359,52 +344,20 @@ class Scheduler:
         if not self._waiting or self.num_running + len(self._inbound) >= self._max_seqs:
             return False
         head = self._waiting[0]
-        return self._pool.fits(self._blocks_for(len(head.tokens)), self._hashes(head.chain, head.tokens, len(head.tokens) - 1))
+        return self._pool.fits(
+            self._blocks_for(len(head.tokens)), self.prefix.hashes(head.chain, head.tokens, len(head.tokens) - 1)
+        )
 
     def _admit(self) -> Sequence:
         seq = self._waiting[0]
         self._leave(seq)
-        hashes = self._hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
-        blocks = self._take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
+        hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
+        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
         self._run(seq)
         if seq.kind is SequenceKind.LENT:
             self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id))
             self._admitted.append(Admitted(seq.seq_id, blocks))
         return seq
-
-    # --- prefixes
-
-    def _chain(self, cache_salt: str) -> PrefixChain | None:
-        if self._prefix_salt is None:
-            return None
-        return PrefixChain(self._block_size, salt=self._prefix_salt + cache_salt.encode(errors="replace"))
-
-    def _hashes(self, chain: PrefixChain | None, tokens: TokenIds, limit: int) -> list[BlockHash]:
-        """Of the full blocks among the first `limit` tokens; none where nothing is shared."""
-        return chain.first(limit // self._block_size, tokens) if chain is not None else []
-
-    def _take(self, seq: Sequence, holder: Holder, count: int, hashes: list[BlockHash]) -> Reservation:
-        """Give a sequence all its blocks. What its hits hold is computed; an inbound one waits for the rest from a peer."""
-        reservation = self._pool.reserve(holder, count, hashes)
-        assert reservation is not None
-        seq.has_blocks(reservation.block_ids)
-        seq.published = reservation.hits
-        if holder.kind is HolderKind.SEQUENCE:
-            seq.computed = reservation.hits * self._block_size
-        if seq.chain is not None:
-            self.prefix.queried += len(seq.tokens)
-            self.prefix.hit += reservation.hits * self._block_size
-        return reservation
-
-    def _publish(self, seq: Sequence) -> None:
-        """Blocks that are full and final, and the sequence's own, can be found by others from now on."""
-        full = seq.computed // self._block_size
-        if seq.chain is None or full <= seq.published:
-            return
-        hashes = seq.chain.first(full, seq.tokens)
-        for position in range(seq.published, full):
-            self._pool.publish(seq.holder, position, hashes[position])
-        seq.published = full
 
     # --- where a sequence stands
 
@@ -429,7 +382,7 @@ class Scheduler:
 
     def _prefilled(self, seq: Sequence, advanced: list[Advance], *, drawn: bool) -> None:
         """A chunk was computed, and a token drawn after it or not: then, or if only that is left, it decodes from now on."""
-        self._publish(seq)
+        self.prefix.publish(seq)
         if seq.kind is SequenceKind.LENT:
             advanced.append(Advance(seq.seq_id, seq.computed))
         if drawn or seq.decodes:
