@@ -27,7 +27,10 @@ from pdserve.engine.elementwise import exp_fixed
 from pdserve.engine.kv_cache import KvCache
 
 BASE_ROWS: Final = 32
-KV_TILE_TOKENS: Final = 128  # rounded down to whole blocks; one block where blocks are larger
+KV_TILE_TOKENS: Final = 64
+"""Rounded down to whole blocks; one block where blocks are larger. A sequence's last tile is gathered whole, so a large one
+wastes much on short sequences, and many small ones are many rounds. Float32, over an ordinary step: 32 sequences at 129
+positions 1.26 instead of 1.41 with 128; 8 at 1,000 1.31 instead of 1.16."""
 PROBE_SEQUENCES: Final = 5
 
 
