@@ -219,8 +219,9 @@ class WorkerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
     cluster_token: str = ""
-    host: str = "127.0.0.1"  # the peer services bind here, on any free port unless `port` is set
+    host: str = "127.0.0.1"  # the peer services bind here, on any free port unless `port` is set; KV by its network interface
     port: int = 0
+    allow_public_bind: bool = False  # `host` may be other than loopback: whoever reaches the transport can write into KV
     advertise_host: str | None = None  # None: `host`
     heartbeat_interval_s: float = 1.0
     router_lost_s: float = 5.0  # a router that says nothing for so long has gone: its work here is dropped

@@ -22,6 +22,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.exposure import exposure_of
 from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
@@ -82,6 +83,7 @@ class RunningWorker:
     def start(self) -> RunningWorker:
         """Loads the model and brings the services up. Raises what went wrong; nothing is left running then."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._exposure = exposure_of(self._config.host, allow_public=self._config.allow_public_bind)
         began_s = time.monotonic()
         directory = resolve(self._config.engine.model)
         self._card = ModelCard.load(directory)
@@ -226,7 +228,8 @@ class RunningWorker:
         assert self._first_snapshot is not None
         runner, config = self._runner, self._config
         region = region_of(runner.kv)
-        transfer = TransferThread(lambda: NixlTransport(WorkerId(config.worker_id), self.incarnation, region))
+        worker_id = WorkerId(config.worker_id)
+        transfer = TransferThread(lambda: NixlTransport(worker_id, self.incarnation, region, exposure=self._exposure))
         staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, runner.kv))
         server = grpc.aio.server(options=server_options())
         try:
