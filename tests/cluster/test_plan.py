@@ -25,7 +25,7 @@ def test_each_pool_gets_its_workers_with_its_own_engine() -> None:
     prefill, first, second = workers(config)
     assert [worker.worker_id for worker in (prefill, first, second)] == ["prefill-0", "decode-0", "decode-1"]
     assert prefill.config.engine.max_num_batched_tokens == 2048
-    assert first.config.engine.max_num_batched_tokens == 512
+    assert first.config.engine.max_num_batched_tokens is None
     assert prefill.resources == {"pd_prefill": 1.0}
     assert first.resources == {"big": 0.5}
     assert first.max_restarts == 7
