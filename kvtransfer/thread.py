@@ -68,7 +68,10 @@ class TransferThread:
             raise TransferFailed(f"the transport did not start within {START_TIMEOUT_S:.0f} s") from exc
 
     async def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
-        """Learn a peer, or learn it anew after a read of it failed. Free when connected. Raises `TransferFailed`."""
+        """Learn a peer, or learn it anew after a read of it failed. Free when connected.
+
+        Raises `TransferFailed`, and `ReplicaLost` when the thread died.
+        """
         if incarnation in self._connected:
             return
         self._check_usable()
