@@ -158,9 +158,12 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _interfaces() -> Interfaces:
-    families = (socket.AF_INET, socket.AF_INET6)
-    rows = psutil.net_if_addrs().items()
-    return {name: [_address(row.address) for row in own if row.family in families] for name, own in rows}
+    """An address may have a label, as eth0:1, which is no interface of its own."""
+    found: dict[str, list[Address]] = {}
+    for label, rows in psutil.net_if_addrs().items():
+        own = found.setdefault(label.partition(":")[0], [])
+        own += [_address(row.address) for row in rows if row.family in (socket.AF_INET, socket.AF_INET6)]
+    return found
 
 
 def _listening() -> set[tuple[Address, int]]:

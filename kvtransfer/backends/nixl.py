@@ -222,7 +222,10 @@ class NixlTransport:
         if connection is None:
             return
         if connection.region is not None:
-            self._agent.releasedDlistH(connection.side)
+            try:
+                self._agent.releasedDlistH(connection.side)
+            except self._nixl.errors as exc:
+                logger.warning("NIXL kept the descriptors of agent %s: %s", connection.name, exc)
         self._forget(connection.name)
 
     def post_read(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -67,6 +69,12 @@ def test_an_address_of_another_machine_is_refused(host: str) -> None:
         devices(host, allow=True)
 
 
+def test_an_address_with_a_label_is_its_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = SimpleNamespace(family=socket.AF_INET, address="10.0.0.5")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [], "eth0:1": [row]})
+    assert exposure_of("10.0.0.5", allow_public=True, environ={}, rdma_devices=NOWHERE).devices == "eth0"
+
+
 def make_rdma(root: Path, name: str, *, net: Sequence[str] = (), gids: Sequence[str] = ()) -> None:
     for interface in net:
         (root / name / "device" / "net" / interface).mkdir(parents=True)
@@ -90,7 +98,9 @@ def test_rdma_devices_of_the_interface_are_used_and_others_are_named(tmp_path: P
 def public_address() -> str:
     """Of this machine, IPv4, on an interface that is up."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    rows = [row.address for name, own in psutil.net_if_addrs().items() if name in up for row in own if row.family == 2]
+    rows = [
+        row.address for name, own in psutil.net_if_addrs().items() if name in up for row in own if row.family == socket.AF_INET
+    ]
     found = [address for address in rows if not ip_address(address).is_loopback]
     if not found:
         pytest.skip("this machine has no address but loopback")
