@@ -3,6 +3,9 @@
 A context is current in one thread only. UCX looks for one in the thread that starts it, and without one it leaves out
 cuda_ipc and cuda_copy, so that KV would take the way over the host. `torch.cuda.set_device(0)` makes none current: it does
 nothing in a thread whose device is 0 already, as every new thread's is.
+
+NIXL's own progress thread has no context either, and we have no way to give it one. UCX has been reported to crash there
+where it uses cuda_copy; whether it does here only a GPU can show.
 """
 
 from __future__ import annotations
