@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from pdserve.engine.memory import (
     weights_bytes,
 )
 from pdserve.engine.memory_device import TRIAL_BLOCKS, PoolMeasure
+from pdserve.engine.memory_start import settle_on
 from pdserve.engine.memory_steps import LONG_TOKENS, StepLimits, largest_steps
 
 sizes = st.integers(0, 200_000)
@@ -171,6 +173,38 @@ def test_a_pool_that_was_set_too_large_for_staging_and_the_margin_is_refused():
     check_device(free=700 + GPU_MARGIN_BYTES, later=700)
     with pytest.raises(ConfigError, match="lower kv_cache_memory"):
         check_device(free=699 + GPU_MARGIN_BYTES, later=700)
+
+
+class Runner:
+    """As much of a `ModelRunner` as settling uses, with one step that takes `size`."""
+
+    def __init__(self, device: CountingDevice, size: int) -> None:
+        self.kv = SimpleNamespace(blocks=torch.ones(4))
+        self._device = device
+        self._size = size
+
+    def largest_steps(self, config: EngineConfig) -> tuple[int, ...]:
+        return (self._size,)
+
+    def execute(self, size: int) -> None:
+        self._device.take(size)
+        self._device.drop(size)
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_settling_on_a_gpu_refuses_a_set_pool_without_room_for_staging_and_the_margin(spare):
+    """The step's memory is given back before it is asked what is free. What the steps wrote into the pool is wiped."""
+    later, step = 700, 500
+    device = CountingDevice(total=GPU_MARGIN_BYTES + later + spare)
+    runner = Runner(device, step)
+    config = EngineConfig(kv_cache_memory=MIB)
+    if spare < 0:
+        with pytest.raises(ConfigError, match="lower kv_cache_memory"):
+            settle_on(device, runner, config, later=later)
+    else:
+        assert settle_on(device, runner, config, later=later) == step
+    assert not runner.kv.blocks.any()
+    settle_on(device, runner, EngineConfig(), later=later)  # one that was measured has been sized for it
 
 
 def test_a_pool_that_forgot_the_recordings_would_run_out():
