@@ -38,7 +38,10 @@ _ADVICE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """What the transport of one worker opens. `devices` is the value of UCX_NET_DEVICES; None: every interface."""
+    """What the transport of one worker opens. `devices` is the value of UCX_NET_DEVICES; None: every interface.
+
+    `public`: it may listen at an address that is not loopback.
+    """
 
     host: str
     addresses: frozenset[Address]
@@ -80,21 +83,23 @@ def exposure_of(
     """
     interfaces = _interfaces() if interfaces is None else interfaces
     addresses = _resolve(host)
-    if not allow_public and not all(address.is_loopback for address in addresses):
+    public = not all(address.is_loopback for address in addresses)
+    if public and not allow_public:
         raise ConfigError(f"host {host} is not a loopback address: {_ADVICE}")
     chosen = environ.get(NET_DEVICES)
     if chosen is not None:
-        if not allow_public and not _only_loopback(chosen, interfaces):
+        wider = not _only_loopback(chosen, interfaces)
+        if wider and not allow_public:
             raise ConfigError(f"{NET_DEVICES}={chosen} names more than the loopback interface: {_ADVICE}")
-        return Exposure(host, addresses, chosen, allow_public)
+        return Exposure(host, addresses, chosen, public or wider)
     if any(address.is_unspecified for address in addresses):
-        return Exposure(host, addresses, None, allow_public)
+        return Exposure(host, addresses, None, public)
     names = _carrying(addresses, interfaces)
     if not names:
         raise ConfigError(f"no network interface has the address of host {host}: set host to an address of this machine")
     if not _only_loopback(",".join(names), interfaces):
         names += _rdma_of(names, rdma_devices)
-    return Exposure(host, addresses, ",".join(names), allow_public)
+    return Exposure(host, addresses, ",".join(names), public)
 
 
 def _resolve(host: str) -> frozenset[Address]:

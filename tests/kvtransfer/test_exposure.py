@@ -58,6 +58,13 @@ def test_what_the_user_has_set_is_under_the_same_rule(user: str) -> None:
     assert devices("127.0.0.1", user=user, allow=True) == user
 
 
+def test_a_loopback_host_stays_private_where_a_public_one_would_be_allowed() -> None:
+    for allow in (False, True):
+        assert not exposure_of("127.0.0.1", allow_public=allow, environ={}, interfaces=INTERFACES).public
+    assert exposure_of("127.0.0.1", allow_public=True, environ={NET_DEVICES: "eth0"}, interfaces=INTERFACES).public
+    assert exposure_of("10.0.0.5", allow_public=True, environ={}, interfaces=INTERFACES, rdma_devices=NOWHERE).public
+
+
 def test_what_the_user_has_set_stays_where_it_is_loopback() -> None:
     assert devices("127.0.0.1", user="lo") == "lo"
     assert devices("10.0.0.5", user="lo", allow=True) == "lo"
