@@ -132,11 +132,11 @@ def test_a_peer_that_dies_in_mid_read_fails_the_read_within_seconds(peers: Calla
 
 def test_peers_that_die_in_mid_read_are_not_kept(peers: Callable[[], NixlPeer]) -> None:
     """(1) Two reads are in flight, the peer is killed; (2) both fail and stop; (3) nothing of it is held: neither metadata
-    nor a descriptor for each block of its pool. Three peers, one after the other, and nobody asks for them again."""
+    nor a descriptor for each block of its pool. Two peers, one after the other, and nobody asks for them again."""
 
     async def test() -> None:
         async with reader() as here:
-            for _ in range(3):
+            for _ in range(2):
                 dying = peers()
                 await here.assert_reads(dying)
                 pause(dying)

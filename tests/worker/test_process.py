@@ -91,7 +91,7 @@ def test_a_port_that_is_taken_is_one_line_and_2(tmp_path):
     assert f"cannot listen on 127.0.0.1:{port}" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("transports", [None, "tcp,self"], ids=["cma", "tcp"])
+@pytest.mark.parametrize("transports", [None, pytest.param("tcp,self", marks=pytest.mark.slow)], ids=["cma", "tcp"])
 def test_a_worker_listens_on_loopback_and_nowhere_else(tmp_path, transports, monkeypatch):
     """Whoever reached the transport's port could end the worker with 77 bytes: all sockets of a real one, on every
     interface."""
