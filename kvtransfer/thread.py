@@ -19,7 +19,7 @@ from kvtransfer.pace import Pace
 from kvtransfer.reactor import Command, Connect, Connected, Disconnect, Event, Post, Reactor, ReadDone, ReadFailed, ReadId, Stop
 from kvtransfer.read import Read, mark_retrieved
 from pdserve.config import LeaseConfig
-from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
+from pdserve.core.errors import InternalBug, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ class TransferThread:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._reads: dict[ReadId, Read] = {}
         self._paces: dict[Incarnation, Pace] = {}
+        self._parted: set[Incarnation] = set()
+        """Peers whose pace is kept only until their last read has stopped."""
         self._last_read_id = 0
         self._connected: set[Incarnation] = set()
         self._connecting: dict[Incarnation, asyncio.Future[None]] = {}
@@ -66,10 +68,14 @@ class TransferThread:
             raise TransferFailed(f"the transport did not start within {START_TIMEOUT_S:.0f} s") from exc
 
     async def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
-        """Learn a peer, or learn it anew after a read of it failed. Free when connected. Raises `TransferFailed`."""
+        """Learn a peer, or learn it anew after a read of it failed. Free when connected.
+
+        Raises `TransferFailed`, and `ReplicaLost` when the thread died.
+        """
         if incarnation in self._connected:
             return
         self._check_usable()
+        self._parted.discard(incarnation)
         answer = self._connecting.get(incarnation)
         if answer is None:
             answer = self._connecting[incarnation] = self._live_loop().create_future()
@@ -81,12 +87,11 @@ class TransferThread:
             raise TransferFailed(f"peer {incarnation:016x} was not connected within {CONNECT_TIMEOUT_S:.0f} s") from exc
 
     def disconnect(self, incarnation: Incarnation) -> None:
-        """Forget a peer, once its last read has stopped."""
-        if incarnation in self._connected:
-            self._connected.discard(incarnation)
-            self._commands.put(Disconnect(incarnation))
-        if (pace := self._paces.get(incarnation)) is not None and pace.in_flight_bytes == 0:
-            del self._paces[incarnation]
+        """Forget a peer, once its last read has stopped. Does nothing for an unknown one."""
+        self._connected.discard(incarnation)
+        self._commands.put(Disconnect(incarnation))  # after a failed read it is not connected, but not yet forgotten either
+        self._parted.add(incarnation)
+        self._drop_pace(incarnation)
 
     def read(
         self,
@@ -100,7 +105,7 @@ class TransferThread:
     ) -> Read:
         """Copy remote_blocks[i] into local_blocks[i] of our pool, or of `into`, within `deadline_s` from now.
 
-        Raises `TransferFailed` when closing or when too many reads have not stopped, `InternalBug` when the thread
+        Raises `TransferFailed` when closing or when too many reads have not stopped, `ReplicaLost` when the thread
         died; then nothing was posted.
         """
         self._check_usable()
@@ -128,6 +133,11 @@ class TransferThread:
     def pace(self, peer: Incarnation) -> Pace:
         """How fast reads of this peer have been."""
         return self._paces.setdefault(peer, Pace())
+
+    @property
+    def num_paces(self) -> int:
+        """Peers of which it is known how fast they are."""
+        return len(self._paces)
 
     @property
     def num_unstopped(self) -> int:
@@ -186,7 +196,7 @@ class TransferThread:
                 self._on_connected(event)
             case ReadDone():
                 read = self._reads.pop(event.read_id)
-                self.pace(read.peer).ended(read.nbytes, arrived=True, now_s=self._live_loop().time())
+                self._end_pace(read, arrived=True)
                 read.succeed(event.duration_s)
                 read.mark_stopped()
             case ReadFailed():
@@ -208,8 +218,19 @@ class TransferThread:
         read.fail(event.error)
         if event.stopped:
             del self._reads[event.read_id]
-            self.pace(read.peer).ended(read.nbytes, arrived=False, now_s=self._live_loop().time())
+            self._end_pace(read, arrived=False)
             read.mark_stopped()
+
+    def _end_pace(self, read: Read, *, arrived: bool) -> None:
+        self.pace(read.peer).ended(read.nbytes, arrived=arrived, now_s=self._live_loop().time())
+        if read.peer in self._parted:
+            self._drop_pace(read.peer)
+
+    def _drop_pace(self, peer: Incarnation) -> None:
+        """Of a peer that we parted from, unless a read has not stopped; that one's end drops it."""
+        if self.pace(peer).in_flight_bytes == 0:
+            del self._paces[peer]
+            self._parted.discard(peer)
 
     def _on_ended(self, error: BaseException | None, closed: bool) -> None:
         assert self._ended is not None
@@ -219,7 +240,7 @@ class TransferThread:
         failure: PdserveError = TransferFailed("the transfer thread is closing")
         if error is not None:
             logger.error("the transfer thread died", exc_info=error)
-            failure = InternalBug(f"the transfer thread died: {error!r}")
+            failure = ReplicaLost(f"the transfer thread died: {error!r}")  # as good as its process, which ends now
             self.become_unhealthy(failure.message)
         if not self._metadata.done():
             self._metadata.set_exception(error if isinstance(error, PdserveError) else failure)
@@ -251,7 +272,7 @@ class TransferThread:
         if self._closing:
             raise TransferFailed("the transfer thread is closing")
         if self._ended.done():
-            raise InternalBug(self.unhealthy_reason)
+            raise ReplicaLost(self.unhealthy_reason)
 
     def _live_loop(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None

@@ -20,6 +20,8 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import Placement
 
 MIB: Final = 1 << 20
+CPU_BATCHED_TOKENS: Final = 512
+CUDA_BATCHED_TOKENS: Final = 8192  # as vLLM's on GPUs of the Hopper class: a chunk of 512 leaves most of such a GPU idle
 CPU_KV_BYTES: Final = 256 * MIB  # unless kv_cache_memory says otherwise: 11,648 tokens of SmolLM2-135M in bfloat16
 DTYPES: Final = ("auto", "bfloat16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -51,7 +53,7 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda where there is one, else cpu
     max_model_len: int | None = None  # prompt + output tokens of one request; None: the model's context
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512  # a step's token budget: prompts longer than it are computed in chunks
+    max_num_batched_tokens: int | None = None  # a step's token budget, in which longer prompts are cut; None: `batched_tokens`
     block_size: int = 16
     kv_cache_dtype: str = "auto"  # auto: as dtype; fp8_e4m3, int8, int4: 2, 2, 4 times the tokens of bf16, less quality
     kv_cache_memory: int | None = field(default=None, metadata=_BYTES)  # bytes a worker, as 256MiB; None: `cpu_kv_bytes` or
@@ -75,7 +77,8 @@ class EngineConfig:
                 "depends on how its tokens were cut into steps"
             )
         _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_num_batched_tokens is not None:
+            _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("block_size", self.block_size, 1)
         if self.kv_cache_memory is not None:
             _at_least("kv_cache_memory", self.kv_cache_memory, 1)
@@ -84,6 +87,12 @@ class EngineConfig:
         _at_least("threads", self.threads, 0)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
+
+    def batched_tokens(self, device: str) -> int:
+        """A step's token budget on a device of this type, "cpu" or "cuda"."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return CUDA_BATCHED_TOKENS if device == "cuda" else CPU_BATCHED_TOKENS
 
     @property
     def cpu_kv_bytes(self) -> int:
@@ -219,8 +228,9 @@ class WorkerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
     cluster_token: str = ""
-    host: str = "127.0.0.1"  # the peer services bind here, on any free port unless `port` is set
+    host: str = "127.0.0.1"  # the peer services bind here, on any free port unless `port` is set; KV by its network interface
     port: int = 0
+    allow_public_bind: bool = False  # `host` may be other than loopback: whoever reaches the transport can write into KV
     advertise_host: str | None = None  # None: `host`
     heartbeat_interval_s: float = 1.0
     router_lost_s: float = 5.0  # a router that says nothing for so long has gone: its work here is dropped

@@ -16,13 +16,17 @@ Host memory (DRAM) and CUDA memory (VRAM) take the same path. What shaped this f
   not say whether it still writes (NIXL_ERR_NOT_FOUND): a broken connection is replaced only when its reads are over.
 - An agent name that is known cannot be loaded again, so agents are named by worker and incarnation.
 - NIXL's own helpers for addresses are pickles and its notifications are unauthenticated: neither is used.
+- UCX listens at the first address of each interface that it may use, and trusts whoever dials: see `kvtransfer.exposure`.
+  NIXL's own parameter for that, device_list, takes RDMA devices only (it asks for "lo:1").
+- There is a wheel for each major version of CUDA, and `import nixl` refuses one that is not torch's.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,14 +34,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtransfer.api import LocalRegion, ReadAdrift, ReadHandle, Region, RemoteRegion, check_shapes
-from pdserve.core.errors import TransferFailed
+from kvtransfer.api import Device, LocalRegion, ReadAdrift, ReadHandle, Region, RemoteRegion, check_shapes
+from kvtransfer.backends.cuda import CudaContext, GpuContext
+from kvtransfer.exposure import LOOPBACK_HOST, Exposure, exposure_of
+from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.ids import Incarnation, WorkerId
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_DELAY_US: Final = 1000
 MAX_METADATA_BYTES: Final = 1 << 16  # seen: 350-450 B with UCX on one host
+_WHEELS: Final = ("nixl_cu12", "nixl_cu13")
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 
 _ENVIRONMENT: Final = {
@@ -98,11 +105,28 @@ class _Bindings:
             raise TransferFailed(f"{doing}: {exc}") from exc
 
 
-def _load() -> _Bindings:
+def _load(device: Device) -> _Bindings:
     prepare_environment()
-    from nixl import _bindings
+    from torch import version
 
-    return _Bindings(_bindings)
+    return _Bindings(load_wheel(version.cuda if device.kind == "cuda" else None))
+
+
+def load_wheel(cuda: str | None) -> Any:
+    """NIXL's compiled module, of the wheel for this version of CUDA; None: of any wheel that is installed.
+
+    Raises `ConfigError` naming the wheel that is missing.
+    """
+    wheels = _WHEELS if cuda is None else (f"nixl_cu{cuda.partition('.')[0]}",)
+    for wheel in wheels:
+        try:
+            return importlib.import_module(f"{wheel}._bindings")
+        except ModuleNotFoundError as exc:
+            if exc.name != wheel:
+                raise
+    wanted = " or ".join(wheel.replace("_", "-") for wheel in wheels)
+    built = "" if cuda is None else f": torch was built for CUDA {cuda}"
+    raise ConfigError(f"NIXL's wheel {wanted} is not installed{built}; install it with pip install --no-deps {wanted}")
 
 
 class _NixlRead(ReadHandle):
@@ -133,26 +157,47 @@ class NixlTransport:
         incarnation: Incarnation,
         region: LocalRegion,
         *,
+        exposure: Exposure | None = None,
         progress_delay_us: int = PROGRESS_DELAY_US,
+        gpu_context: Callable[[int], GpuContext] = CudaContext,
     ) -> None:
-        """Raises `TransferFailed` when the agent cannot be made or the pool not be registered."""
-        self._nixl = _load()
+        """`exposure`: by default loopback. `gpu_context`: of a pool on the GPU of that index, current when it returns.
+
+        Raises `TransferFailed` when the agent cannot be made or the pool not be registered, `ConfigError` when the
+        settings or the machine do not allow it.
+        """
+        exposure = exposure or exposure_of(LOOPBACK_HOST, allow_public=False)
         self._region = region
         self._local_sides: dict[LocalRegion, int] = {}
         """The prepared descriptor list of each registered region."""
         self._peers: dict[Incarnation, _Connection] = {}
         self._unreleased: list[int] = []  # requests that NIXL would not release, or that are adrift
+        self._agent: Any = None
+        self._gpu = gpu_context(region.device.index) if region.device.kind == "cuda" else None
+        try:
+            self._nixl = _load(region.device)
+            with self._nixl.translated("cannot start the NIXL agent"), exposure.applied():
+                self._start_agent(agent_name(worker_id, incarnation), progress_delay_us)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_agent(self, name: str, progress_delay_us: int) -> None:
         module = self._nixl.module
         config = module.nixlAgentConfig()
         config.useProgThread = True  # without it a passive side that makes no calls never answers
         config.pthrDelay = progress_delay_us
         config.useListenThread = False
         config.syncMode = module.NIXL_THREAD_SYNC_NONE
-        with self._nixl.translated("cannot start the NIXL agent"):
-            self._agent: Any = module.nixlAgent(agent_name(worker_id, incarnation), config)
-            self._backend = self._agent.createBackend("UCX", {})
-            self._local_side(region)
-            self._metadata = bytes(self._agent.getLocalMD())
+        self._agent = module.nixlAgent(name, config)
+        self._backend = self._agent.createBackend("UCX", {})
+        self._local_side(self._region)
+        self._metadata = bytes(self._agent.getLocalMD())
+
+    @property
+    def num_peers(self) -> int:
+        """Of which it keeps metadata and descriptors, alive or not."""
+        return len(self._peers)
 
     def metadata(self) -> bytes:
         return self._metadata
@@ -177,7 +222,10 @@ class NixlTransport:
         if connection is None:
             return
         if connection.region is not None:
-            self._agent.releasedDlistH(connection.side)
+            try:
+                self._agent.releasedDlistH(connection.side)
+            except self._nixl.errors as exc:
+                logger.warning("NIXL kept the descriptors of agent %s: %s", connection.name, exc)
         self._forget(connection.name)
 
     def post_read(
@@ -217,14 +265,14 @@ class NixlTransport:
 
     def close(self) -> None:
         """Ends the agent with its connections and registration; reads in flight lose their sockets with it."""
-        if self._agent is None:
-            return
         for incarnation in list(self._peers):
             self.disconnect(incarnation)
         for side in self._local_sides.values():
             self._agent.releasedDlistH(side)
         self._local_sides.clear()
         self._agent = None
+        if self._gpu is not None:
+            self._gpu.close()
 
     def _advance(self, handle: _NixlRead, ask: Any) -> bool:
         """Post or poll: one place for all that can become of a read."""
@@ -271,6 +319,9 @@ class NixlTransport:
         return self._local_sides[region]
 
     def _register(self, region: Region) -> None:
+        """What the GPU has still to write into new memory must not come after what a peer's read writes there."""
+        if self._gpu is not None:
+            self._gpu.synchronize()
         module = self._nixl.module
         descriptors = module.nixlRegDList(self._memory(region), [(region.address, region.nbytes, region.device.index, "")])
         self._agent.registerMem(descriptors, [self._backend])

@@ -143,14 +143,17 @@ def threads_of(engine: EngineConfig, *, num_cpus: float, share: int) -> int:
 
 
 def on_this_node(plan: WorkerPlan, node_host: str) -> WorkerConfig:
-    """The worker's configuration with what only its own machine knows: address and cores."""
+    """The worker's configuration with what only its own machine knows: address and cores.
+
+    Whoever joins a Ray cluster spreads workers over its nodes and so has them reached from other machines.
+    """
     engine = dataclasses.replace(
         plan.config.engine, threads=threads_of(plan.config.engine, num_cpus=plan.num_cpus, share=plan.share)
     )
     if not plan.node_address:
         return dataclasses.replace(plan.config, engine=engine)
     advertise = plan.config.advertise_host or node_host
-    return dataclasses.replace(plan.config, engine=engine, host=node_host, advertise_host=advertise)
+    return dataclasses.replace(plan.config, engine=engine, host=node_host, advertise_host=advertise, allow_public_bind=True)
 
 
 def _environment(local: bool) -> dict[str, str]:

@@ -46,7 +46,12 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
     (("--link-port",), "router.link_port", PORT, "Where workers dial the router (default 0: any)."),
     (("--max-model-len",), "engine.max_model_len", POSITIVE, "Prompt and output tokens of one request."),
     (("--max-num-seqs",), "engine.max_num_seqs", POSITIVE, "Sequences that one worker runs at once."),
-    (("--max-num-batched-tokens",), "engine.max_num_batched_tokens", POSITIVE, "Token budget of one step."),
+    (
+        ("--max-num-batched-tokens",),
+        "engine.max_num_batched_tokens",
+        POSITIVE,
+        "Token budget of one step (CPU: 512, GPU: 8192).",
+    ),
     (("--block-size",), "engine.block_size", POSITIVE, "Tokens in one KV block."),
     (("--kv-cache-memory",), "engine.kv_cache_memory", Bytes(), "KV pool of each worker; CPU: default 256MiB; GPU: measured."),
     (("--gpu-memory-utilization",), "engine.gpu_memory_utilization", SHARE, "Of a GPU for its worker (default 0.9)."),

@@ -19,15 +19,22 @@ REST_BYTES: Final = 128 * MIB
 """For what a worker on a CPU takes after its check: the transport's agent, gRPC, Python's objects. 28 MiB were measured
 until it is ready; each peer adds some."""
 
+GPU_MARGIN_BYTES: Final = 256 * MIB
+"""Of a GPU's memory stays free whatever is set: kernels that are loaded at their first use, workspaces of cuBLAS, the
+transport's own buffers, and what the allocator cannot use between two tensors. vLLM keeps 150 MiB. Chosen, not measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """Bytes of a GPU, as its driver tells them. `step`: what the largest step took beside weights and KV."""
+    """Bytes of a GPU, as its driver tells them. `step`: what the largest step took beside weights and KV. `later`: what
+    others than the engine may take. `margin`: what stays free."""
 
     total: int
     free_at_start: int
     free_with_weights: int
     step: int
+    later: int = 0
+    margin: int = 0
 
 
 def gpu_pool_bytes(reading: DeviceReading, utilization: float, block_bytes: int) -> int:
@@ -37,15 +44,30 @@ def gpu_pool_bytes(reading: DeviceReading, utilization: float, block_bytes: int)
     Raises `ConfigError` when not even one block is left.
     """
     weights = reading.free_at_start - reading.free_with_weights
-    share = int(reading.total * utilization) - weights - reading.step
-    room = min(share, reading.free_with_weights - reading.step)
+    taken = reading.step + reading.later
+    share = int(reading.total * utilization) - weights - taken
+    room = min(share, reading.free_with_weights - taken - reading.margin)
     if room < block_bytes:
         raise ConfigError(
             f"no room for KV: gpu_memory_utilization {utilization:g} of {_mib(reading.total)}, of which "
-            f"{_mib(reading.free_at_start)} were free, is used up by weights ({_mib(weights)}) and the largest step "
-            f"({_mib(reading.step)}): raise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
+            f"{_mib(reading.free_at_start)} were free, is used up by weights ({_mib(weights)}), the largest step "
+            f"({_mib(reading.step)}), KV of other dtypes ({_mib(reading.later)}) and a margin ({_mib(reading.margin)}): "
+            "raise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
         )
     return room
+
+
+def check_device(*, free: int, later: int) -> None:
+    """A GPU once weights, pool and recorded steps are there, where the pool's size was set and not measured.
+
+    Raises `ConfigError` when what others than the engine may take, and the margin, do not fit any more.
+    """
+    if free < later + GPU_MARGIN_BYTES:
+        raise ConfigError(
+            f"not enough memory on the GPU: {_mib(free)} are free beside weights, KV pool and the largest step, "
+            f"{_mib(later)} may be needed for KV of other dtypes and {_mib(GPU_MARGIN_BYTES)} as a margin: "
+            "lower kv_cache_memory"
+        )
 
 
 def check_host(*, available: int, weights: int, pool: int, step: int, later: int = 0) -> None:

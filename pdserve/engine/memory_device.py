@@ -13,7 +13,7 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
-from pdserve.engine.memory import DeviceReading, gpu_pool_bytes
+from pdserve.engine.memory import GPU_MARGIN_BYTES, DeviceReading, gpu_pool_bytes
 
 TRIAL_BLOCKS: Final = 64  # few; what the trial's steps write there is meaningless
 
@@ -51,14 +51,18 @@ Trial = Callable[[int], Iterable[Callable[[], object]]]
 class PoolMeasure:
     """Make it before the weights are loaded; ask once they are."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, later: int = 0, margin: int = GPU_MARGIN_BYTES) -> None:
+        """`later`: bytes that others than the engine may take. `margin`: bytes that stay free."""
         self._device = device
+        self._later = later
+        self._margin = margin
         self._free_at_start = device.free()
 
     @classmethod
-    def of(cls, device: torch.device, config: EngineConfig) -> PoolMeasure | None:
+    def of(cls, device: torch.device, config: EngineConfig, later: int = 0) -> PoolMeasure | None:
         """None: the pool's size is given, or the device is the CPU, whose memory is not ours to fill."""
-        return cls(CudaDevice(device)) if device.type == "cuda" and config.kv_cache_memory is None else None
+        measured = device.type == "cuda" and config.kv_cache_memory is None
+        return cls(CudaDevice(device), later=later) if measured else None
 
     def pool_bytes(self, config: EngineConfig, block_bytes: int, trial: Trial) -> int:
         """Raises `ConfigError` when weights and the largest step leave no room."""
@@ -75,7 +79,7 @@ class PoolMeasure:
                 "the largest step does not fit beside the weights: lower max_num_batched_tokens, max_num_seqs or max_model_len"
             ) from exc
         _drop(device)
-        reading = DeviceReading(device.total(), self._free_at_start, free_with_weights, max(0, step))
+        reading = DeviceReading(device.total(), self._free_at_start, free_with_weights, max(0, step), self._later, self._margin)
         room = gpu_pool_bytes(reading, config.gpu_memory_utilization, block_bytes)
         return room // block_bytes * block_bytes
 

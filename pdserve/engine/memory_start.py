@@ -15,14 +15,21 @@ from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import DTYPE_BITS
 from pdserve.engine import memory_host as host
-from pdserve.engine.memory import check_host, weights_bytes
+from pdserve.engine.cuda_limits import check_cuda
+from pdserve.engine.memory import check_device, check_host, weights_bytes
 from pdserve.engine.memory_device import CudaDevice, Device
 from pdserve.engine.runner import ModelRunner, device_of
 
 
 def check_before_loading(card: ModelCard, config: EngineConfig) -> None:
-    """Weights and KV pool against what this machine has, where that is a CPU's. Raises `ConfigError`."""
-    if device_of(config.device).type == "cpu":
+    """Weights and KV pool against what this machine has, where that is a CPU's; on a GPU, what it cannot do.
+
+    Raises `ConfigError`.
+    """
+    device = device_of(config.device)
+    if device.type == "cuda":
+        check_cuda(config, device)
+    else:
         bits = DTYPE_BITS[resolve_dtype(config.dtype)]
         weights = weights_bytes(card, 8 if config.quantization == "int8" else bits)
         check_host(available=host.available_bytes(), weights=weights, pool=config.cpu_kv_bytes, step=0)
@@ -33,19 +40,28 @@ def settle(
 ) -> int:
     """Afterwards no step takes more memory than there is. Returns what the largest one takes beside weights and KV, bytes.
 
-    `later`: bytes of this machine's memory that others than the engine may take.
+    `later`: bytes of the device's memory that others than the engine may take.
     Raises `ConfigError` naming the settings that change it.
     """
     kv = runner.kv
     if kv.device.type == "cuda":
-        step = _warm_up(runner, config, partial(_taken_on, CudaDevice(kv.device)))
-        kv.blocks.zero_()  # what the steps wrote means nothing
-        return step
+        return settle_on(CudaDevice(kv.device), runner, config, later=later)
     before = host.resident_bytes()
     step = _warm_up(runner, config, _taken_here)
     kept = max(0, host.resident_bytes() - before)
     check_host(available=available(), weights=0, pool=kv.nbytes, step=max(0, step - kept), later=later)
     host.touch(kv.address, kv.nbytes)
+    return step
+
+
+def settle_on(device: Device, runner: ModelRunner, config: EngineConfig, *, later: int) -> int:
+    """As `settle`, on a GPU. A pool that was measured has left what is needed; one that was set may not have."""
+    step = _warm_up(runner, config, partial(_taken_on, device))
+    runner.kv.blocks.zero_()  # what the steps wrote means nothing
+    device.release()
+    free = device.free()
+    if config.kv_cache_memory is not None:
+        check_device(free=free, later=later)
     return step
 
 

@@ -50,32 +50,35 @@ class ModelRunner:
 
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
         """To be executed while nobody uses the pool: they need as much memory as steps ever will."""
-        layout, sizes = self.kv.layout, (config.max_num_seqs, config.max_num_batched_tokens)
+        layout, sizes = self.kv.layout, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
         limits = StepLimits(self.kv.num_blocks, layout.block_size, *sizes, self.max_model_len)
         if not isinstance(self._model, native.NativeLlama):
             return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
         return largest_steps(limits, gathered=0, decode_batches=native.split_batches(layout.num_kv_heads))
 
     @classmethod
-    def load(cls, directory: Path, card: ModelCard, config: EngineConfig) -> ModelRunner:
-        """Raises `ConfigError` naming the setting or the tensor that does not fit. Sets torch's threads, process-wide."""
-        return cls.make(card, config, lambda dtype, device: load_llama(directory, card, dtype, device))
+    def load(cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0) -> ModelRunner:
+        """`later`: bytes of the device's memory that others than the engine may take; a pool that is measured leaves them.
+
+        Raises `ConfigError` naming the setting or the tensor that does not fit. Sets torch's threads, process-wide.
+        """
+        return cls.make(card, config, lambda dtype, device: load_llama(directory, card, dtype, device), later=later)
 
     @classmethod
-    def make(cls, card: ModelCard, config: EngineConfig, read: ReadWeights) -> ModelRunner:
+    def make(cls, card: ModelCard, config: EngineConfig, read: ReadWeights, *, later: int = 0) -> ModelRunner:
         """As `load`, with weights from anywhere."""
         if config.threads > 0:
             torch.set_num_threads(config.threads)
         device = device_of(config.device)
         with torch.inference_mode():
-            runner = cls._sized(card, config, device, read)
+            runner = cls._sized(card, config, device, read, later)
         return_freed_memory()  # the weights as they were read
         return runner
 
     @classmethod
-    def _sized(cls, card: ModelCard, config: EngineConfig, device: torch.device, read: ReadWeights) -> ModelRunner:
+    def _sized(cls, card: ModelCard, config: EngineConfig, device: torch.device, read: ReadWeights, later: int) -> ModelRunner:
         """With a pool as large as is set, or as fits beside the weights and the largest step."""
-        measure = PoolMeasure.of(device, config)
+        measure = PoolMeasure.of(device, config, later)
         weights = read(TORCH_DTYPES[resolve_dtype(config.dtype)], device)
         if measure is None:
             return cls._on_pool(card, config, device, weights, config.cpu_kv_bytes)

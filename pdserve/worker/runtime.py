@@ -22,11 +22,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.exposure import exposure_of
 from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
-from pdserve.config import WorkerConfig
+from pdserve.config import EngineConfig, WorkerConfig
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError, InternalBug
 from pdserve.core.ids import Incarnation, WorkerId
@@ -82,6 +83,7 @@ class RunningWorker:
     def start(self) -> RunningWorker:
         """Loads the model and brings the services up. Raises what went wrong; nothing is left running then."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._exposure = exposure_of(self._config.host, allow_public=self._config.allow_public_bind)
         began_s = time.monotonic()
         directory = resolve(self._config.engine.model)
         self._card = ModelCard.load(directory)
@@ -166,23 +168,25 @@ class RunningWorker:
         rest = max(0, resident_bytes() - here)
         return MemoryReport(weights, step, kv.nbytes, rest, kv.num_blocks, kv.layout.block_size, runner.max_model_len)
 
-    def _converts(self, runner: ModelRunner) -> int:
+    def _converts(self, engine: EngineConfig) -> int:
         """Bytes that staging may take: decode workers read from peers of any dtype."""
-        return most_staged_bytes(runner.kv.layout) if self._role_number == common_pb2.ROLE_DECODE else 0
+        layout = self._card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
+        return most_staged_bytes(layout) if self._role_number == common_pb2.ROLE_DECODE else 0
 
     # Engine thread.
 
     def _build(self, directory: Path) -> tuple[Runner, Scheduler, BlockPool]:
         engine = self._config.engine
         check_before_loading(self._card, engine)
-        runner = ModelRunner.load(directory, self._card, engine)
-        self._step_bytes = settle(runner, engine, later=self._converts(runner))
+        later = self._converts(engine)
+        runner = ModelRunner.load(directory, self._card, engine, later=later)
+        self._step_bytes = settle(runner, engine, later=later)
         pool = BlockPool(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
             engine.block_size,
             max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_batched_tokens=engine.batched_tokens(runner.kv.device.type),
             max_model_len=runner.max_model_len,
             eos_token_ids=self._card.eos_token_ids,
             prefix_salt=self._card.fingerprint.encode() if engine.enable_prefix_caching else None,
@@ -226,7 +230,8 @@ class RunningWorker:
         assert self._first_snapshot is not None
         runner, config = self._runner, self._config
         region = region_of(runner.kv)
-        transfer = TransferThread(lambda: NixlTransport(WorkerId(config.worker_id), self.incarnation, region))
+        worker_id = WorkerId(config.worker_id)
+        transfer = TransferThread(lambda: NixlTransport(worker_id, self.incarnation, region, exposure=self._exposure))
         staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, runner.kv))
         server = grpc.aio.server(options=server_options())
         try:

@@ -25,7 +25,7 @@ def test_each_pool_gets_its_workers_with_its_own_engine() -> None:
     prefill, first, second = workers(config)
     assert [worker.worker_id for worker in (prefill, first, second)] == ["prefill-0", "decode-0", "decode-1"]
     assert prefill.config.engine.max_num_batched_tokens == 2048
-    assert first.config.engine.max_num_batched_tokens == 512
+    assert first.config.engine.max_num_batched_tokens is None
     assert prefill.resources == {"pd_prefill": 1.0}
     assert first.resources == {"big": 0.5}
     assert first.max_restarts == 7
@@ -59,7 +59,8 @@ def test_only_workers_of_a_real_cluster_use_their_nodes_address() -> None:
     local, spread = workers(ClusterConfig())[0], workers(ClusterConfig(address="auto"))[0]
     assert plan.on_this_node(local, "10.0.0.7").host == "127.0.0.1"
     here = plan.on_this_node(spread, "10.0.0.7")
-    assert (here.host, here.advertise_host) == ("10.0.0.7", "10.0.0.7")
+    assert (here.host, here.advertise_host, here.allow_public_bind) == ("10.0.0.7", "10.0.0.7", True)
+    assert not plan.on_this_node(local, "10.0.0.7").allow_public_bind
     named = workers(ClusterConfig(address="auto", advertise_host="w.example"))[0]
     assert plan.on_this_node(named, "10.0.0.7").advertise_host == "w.example"
     assert "PYTHONPATH" in local.env

@@ -100,3 +100,10 @@ def test_not_sizes(text: str) -> None:
 def test_pools_may_store_kv_in_different_dtypes():
     config = load(ClusterConfig, None, ["prefill.engine.kv_cache_dtype=bf16", "decode.engine.kv_cache_dtype=int8"])
     assert [config.engine_for(pool).kv_cache_dtype for pool in (config.prefill, config.decode)] == ["bf16", "int8"]
+
+
+def test_a_step_is_as_large_as_its_device_bears_unless_it_is_set():
+    assert (EngineConfig().batched_tokens("cpu"), EngineConfig().batched_tokens("cuda")) == (512, 8192)
+    assert EngineConfig(max_num_batched_tokens=64).batched_tokens("cuda") == 64
+    with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least 1"):
+        EngineConfig(max_num_batched_tokens=0)

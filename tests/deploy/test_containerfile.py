@@ -22,10 +22,24 @@ def test_base_image_and_torch_are_arguments_and_the_base_defaults_to_cpu() -> No
 
 def test_packages_come_pinned_and_in_the_order_of_the_makefile() -> None:
     installs = [line for line in of("RUN") if "pip install" in line]
-    assert ['--index-url "$TORCH_INDEX"' in line for line in installs] == [True, False, False]
-    assert ["-c requirements/constraints.txt" in line for line in installs] == [True, True, False]
+    assert ['--index-url "$TORCH_INDEX"' in line for line in installs] == [True, False, False, False]
+    assert ["-c requirements/constraints.txt" in line for line in installs] == [True, True, False, False]
     assert installs[2] == "pip install --no-deps -r requirements/no-deps.txt"
+    assert installs[3].startswith("if python -c ")
+    assert "then pip install --no-deps -r requirements/cuda13.txt; fi" in installs[3]
     assert re.search("^torch==", (ROOT / "requirements" / "constraints.txt").read_text(), re.MULTILINE)
+
+
+def test_the_image_and_make_setup_ask_torch_alike_for_nixls_wheel() -> None:
+    """And the two wheels are of one version: peers of both kinds read each other."""
+    question = re.compile(r"python -c '([^']+)'")
+    asked = [found[1] for text in (TEXT, (ROOT / "Makefile").read_text()) if (found := question.search(text))]
+    assert len(asked) == 2
+    assert len(set(asked)) == 1
+    pins = [
+        re.findall(r"nixl-cu1\d==(\S+)", (ROOT / "requirements" / name).read_text()) for name in ("no-deps.txt", "cuda13.txt")
+    ]
+    assert pins[0] == pins[1] != []
 
 
 def test_every_package_of_the_distribution_is_copied() -> None:

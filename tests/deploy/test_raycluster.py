@@ -82,7 +82,8 @@ def test_the_validator_refuses_a_planted_field(path: tuple[Any, ...], ray_valida
 def test_core_kinds_are_valid_strictly(config: ClusterConfig) -> None:
     found = objects(config)
     core = [manifest for manifest in found.values() if manifest["kind"] != "RayCluster"]
-    assert [manifest["kind"] for manifest in core] == ["ConfigMap", "Deployment", "Service", "Service"]
+    kinds = ["ConfigMap", "Deployment", "Service", "Service", "NetworkPolicy", "NetworkPolicy"]
+    assert [manifest["kind"] for manifest in core] == kinds
     spec = found["RayCluster/pd"]["spec"]
     templates = [spec["headGroupSpec"]["template"], *(group["template"] for group in spec["workerGroupSpecs"])]
     pods = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, **template} for template in templates]
@@ -163,6 +164,48 @@ def test_every_reference_finds_its_object() -> None:
     assert f"Service/{config['router']['advertise_host']}" in found
     assert found["Service/pd-link"]["spec"]["publishNotReadyAddresses"] is True
     assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+
+
+def test_only_the_clusters_own_pods_reach_workers_and_only_clients_the_front_ends() -> None:
+    """Each pod is selected by a policy, so that it refuses what no rule lets in."""
+    found = objects(CONFIGS["gpus"])
+    router = found["Deployment/pd-router"]["spec"]["template"]
+    ports = {port["name"]: port["containerPort"] for port in router["spec"]["containers"][0]["ports"]}
+    policies = [manifest for manifest in found.values() if manifest["kind"] == "NetworkPolicy"]
+    router_pod, worker = router["metadata"]["labels"], {"ray.io/cluster": "pd", "ray.io/group": "decode"}
+    client, stranger, of_another = (
+        {"pdserve/client": "pd"},
+        {"app": "x"},
+        {"ray.io/cluster": "other", "pdserve/client": "other"},
+    )
+    any_port = {*ports.values(), 6379, 40_000}
+
+    def reached(source: dict[str, str], target: dict[str, str]) -> set[int]:
+        return {port for port in any_port if admitted(policies, source, target, port, ports)}
+
+    assert reached(worker, worker) == reached(router_pod, worker) == reached(worker, router_pod) == any_port
+    assert reached(client, router_pod) == {ports["http"], ports["grpc"]}
+    assert reached(client, worker) == set()
+    for outsider in (stranger, of_another):
+        assert reached(outsider, worker) == reached(outsider, router_pod) == set()
+    assert len(policies) == 2
+    assert admitted([], stranger, worker, 6379, ports), "without a policy everybody is let in"
+
+
+def admitted(policies: list[Any], source: dict[str, str], target: dict[str, str], port: int, names: dict[str, int]) -> bool:
+    """What a cluster's network does with ingress policies: for a pod that none selects, let everybody in; else by a rule."""
+    selecting = [policy["spec"] for policy in policies if selects(policy["spec"]["podSelector"], target)]
+    rules = [rule for spec in selecting if "Ingress" in spec["policyTypes"] for rule in spec["ingress"]]
+    return not selecting or any(
+        any(selects(peer["podSelector"], source) for peer in rule["from"])
+        and ("ports" not in rule or port in [names.get(row["port"], row["port"]) for row in rule["ports"]])
+        for rule in rules
+    )
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    assert set(selector) == {"matchLabels"}
+    return bool(selector["matchLabels"].items() <= labels.items())
 
 
 def test_a_changed_configuration_replaces_the_router_pod() -> None:

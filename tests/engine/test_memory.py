@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,17 @@ from hypothesis import strategies as st
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.errors import ConfigError
-from pdserve.engine.memory import REST_BYTES, DeviceReading, check_host, gpu_pool_bytes, weights_bytes
+from pdserve.engine.memory import (
+    GPU_MARGIN_BYTES,
+    REST_BYTES,
+    DeviceReading,
+    check_device,
+    check_host,
+    gpu_pool_bytes,
+    weights_bytes,
+)
 from pdserve.engine.memory_device import TRIAL_BLOCKS, PoolMeasure
+from pdserve.engine.memory_start import settle_on
 from pdserve.engine.memory_steps import LONG_TOKENS, StepLimits, largest_steps
 
 sizes = st.integers(0, 200_000)
@@ -27,7 +37,7 @@ def readings(draw: st.DrawFn) -> DeviceReading:
     total = draw(st.integers(1, 200_000))
     free = draw(st.integers(0, total))
     loaded = draw(st.integers(0, free))
-    return DeviceReading(total, free, loaded, draw(sizes))
+    return DeviceReading(total, free, loaded, draw(sizes), later=draw(sizes), margin=draw(sizes))
 
 
 def pool_of(reading: DeviceReading, share: float, block: int = 1) -> int | None:
@@ -42,8 +52,8 @@ def pool_of(reading: DeviceReading, share: float, block: int = 1) -> int | None:
 @given(readings(), shares, st.integers(1, 1000))
 def test_the_pool_takes_all_that_weights_and_step_leave_of_the_share_and_of_the_device(reading, share, block):
     weights = reading.free_at_start - reading.free_with_weights
-    left_of_share = int(reading.total * share) - weights - reading.step
-    left = min(left_of_share, reading.free_with_weights - reading.step)
+    left_of_share = int(reading.total * share) - weights - reading.step - reading.later
+    left = min(left_of_share, reading.free_with_weights - reading.step - reading.later - reading.margin)
     assert pool_of(reading, share, block) == (left if left >= block else None)
 
 
@@ -117,9 +127,9 @@ class Model:
         self.device.drop(size)
 
 
-def load(device: CountingDevice, config: EngineConfig) -> tuple[Model, int]:
+def load(device: CountingDevice, config: EngineConfig, *, later: int = 0, margin: int = 0) -> tuple[Model, int]:
     """As a runner does it: weights, a trial, then the same for good."""
-    measure = PoolMeasure(device)
+    measure = PoolMeasure(device, later=later, margin=margin)
     device.take(WEIGHTS)
 
     def trial(kv_bytes: int) -> list[Callable[[], object]]:
@@ -147,6 +157,54 @@ def test_a_measured_pool_serves_its_largest_steps_and_wastes_no_block(utilizatio
     used = WEIGHTS + RECORDINGS + sum(STEPS) + pool_bytes
     room = min(int(device.total() * utilization), device.total() - others)
     assert room - BLOCK < used <= room
+
+
+def test_a_measured_pool_leaves_staging_and_the_margin_alone():
+    """All of the device for one worker: the kernels that come later, and the KV of a peer's dtype, still find their room."""
+    device = CountingDevice()
+    model, pool_bytes = load(device, EngineConfig(gpu_memory_utilization=1.0), later=700, margin=400)
+    serve(model)
+    device.release()
+    assert device.free() >= 700 + 400 + sum(STEPS)
+    assert pool_bytes == device.total() - WEIGHTS - RECORDINGS - sum(STEPS) - 700 - 400
+
+
+def test_a_pool_that_was_set_too_large_for_staging_and_the_margin_is_refused():
+    check_device(free=700 + GPU_MARGIN_BYTES, later=700)
+    with pytest.raises(ConfigError, match="lower kv_cache_memory"):
+        check_device(free=699 + GPU_MARGIN_BYTES, later=700)
+
+
+class Runner:
+    """As much of a `ModelRunner` as settling uses, with one step that takes `size`."""
+
+    def __init__(self, device: CountingDevice, size: int) -> None:
+        self.kv = SimpleNamespace(blocks=torch.ones(4))
+        self._device = device
+        self._size = size
+
+    def largest_steps(self, config: EngineConfig) -> tuple[int, ...]:
+        return (self._size,)
+
+    def execute(self, size: int) -> None:
+        self._device.take(size)
+        self._device.drop(size)
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_settling_on_a_gpu_refuses_a_set_pool_without_room_for_staging_and_the_margin(spare):
+    """The step's memory is given back before it is asked what is free. What the steps wrote into the pool is wiped."""
+    later, step = 700, 500
+    device = CountingDevice(total=GPU_MARGIN_BYTES + later + spare)
+    runner = Runner(device, step)
+    config = EngineConfig(kv_cache_memory=MIB)
+    if spare < 0:
+        with pytest.raises(ConfigError, match="lower kv_cache_memory"):
+            settle_on(device, runner, config, later=later)
+    else:
+        assert settle_on(device, runner, config, later=later) == step
+    assert not runner.kv.blocks.any()
+    settle_on(device, runner, EngineConfig(), later=later)  # one that was measured has been sized for it
 
 
 def test_a_pool_that_forgot_the_recordings_would_run_out():

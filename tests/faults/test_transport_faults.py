@@ -55,9 +55,13 @@ def peers() -> Iterator[Callable[[], NixlPeer]]:
 class Reader:
     """A transfer thread over NIXL, and the pool it reads into."""
 
-    def __init__(self, thread: TransferThread, pool: Pool) -> None:
-        self.thread = thread
+    def __init__(self, pool: Pool) -> None:
+        self.thread = TransferThread(self._make)
         self.pool = pool
+
+    def _make(self) -> NixlTransport:
+        self.transport = NixlTransport(WorkerId("reader"), new_incarnation(), self.pool.region)
+        return self.transport
 
     async def connect(self, peer: NixlPeer) -> None:
         await self.thread.connect(peer.incarnation, peer.metadata)
@@ -81,11 +85,11 @@ class Reader:
 
 @asynccontextmanager
 async def reader() -> AsyncIterator[Reader]:
-    pool = Pool()
-    thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), new_incarnation(), pool.region))
+    here = Reader(Pool())
+    thread = here.thread
     try:
         await thread.start()
-        yield Reader(thread, pool)
+        yield here
         assert not thread.unhealthy.is_set(), thread.unhealthy_reason
         assert thread.num_unstopped == 0
     finally:
@@ -122,6 +126,30 @@ def test_a_peer_that_dies_in_mid_read_fails_the_read_within_seconds(peers: Calla
             await asyncio.wait_for(read.stopped, SECONDS)
             assert time.monotonic() - began_s < SECONDS
             await here.assert_reads(other)
+
+    run(test)
+
+
+def test_peers_that_die_in_mid_read_are_not_kept(peers: Callable[[], NixlPeer]) -> None:
+    """(1) Two reads are in flight, the peer is killed; (2) both fail and stop; (3) nothing of it is held: neither metadata
+    nor a descriptor for each block of its pool. Two peers, one after the other, and nobody asks for them again."""
+
+    async def test() -> None:
+        async with reader() as here:
+            for _ in range(2):
+                dying = peers()
+                await here.assert_reads(dying)
+                pause(dying)
+                reads = [here.post(dying), here.post(dying)]
+                assert here.transport.num_peers == 1
+                dying.kill()
+                for read in reads:
+                    with pytest.raises(TransferFailed):
+                        await asyncio.wait_for(read.result, SECONDS)
+                    await asyncio.wait_for(read.stopped, SECONDS)
+                async with asyncio.timeout(SECONDS):
+                    while here.transport.num_peers:  # noqa: ASYNC110 - the transfer thread forgets after it has told of the read
+                        await asyncio.sleep(0.001)
 
     run(test)
 

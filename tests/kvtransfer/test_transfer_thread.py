@@ -15,7 +15,9 @@ from kvtransfer.api import ReadHandle, Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.read import Read
 from kvtransfer.thread import TransferThread
-from pdserve.core.errors import InternalBug, TransferFailed
+from pdserve.core.errors import ReplicaLost, TransferFailed
+from pdserve.core.ids import Incarnation
+from pdserve.rpc.status import TABLE
 
 
 @dataclass
@@ -274,19 +276,23 @@ class Dying:
         raise ZeroDivisionError("a bug")
 
 
-def test_death_of_the_thread_fails_everything_that_waits() -> None:
+def test_death_of_the_thread_is_a_loss_of_this_worker_and_no_bug_that_a_client_hears_of() -> None:
+    """Everything that waits, and everything that is asked for after it, fails as work does whose worker is lost: the
+    cluster does it again elsewhere. The worker is unhealthy, so its process ends."""
+    assert TABLE[ReplicaLost.code].cluster_retries
+
     async def test() -> None:
         async with world(Dying) as w:  # type: ignore[arg-type]
             w.fabric.hold(w.peer.incarnation)
             reads = [w.read([i], [i]) for i in range(3)]
             for read in reads:
-                with pytest.raises(InternalBug, match="a bug"):
+                with pytest.raises(ReplicaLost, match="a bug"):
                     await read.result
                 await read.stopped  # the transport was closed
             assert w.thread.unhealthy.is_set()
-            with pytest.raises(InternalBug, match="a bug"):
+            with pytest.raises(ReplicaLost, match="a bug"):
                 w.read([1], [1])
-            with pytest.raises(InternalBug, match="a bug"):
+            with pytest.raises(ReplicaLost, match="a bug"):
                 await w.thread.connect(new_incarnation(), b"")
 
     run(test)
@@ -335,6 +341,103 @@ def test_a_peer_in_use_is_forgotten_only_after_its_reads() -> None:
                 await w.read([1], [2]).result
             await w.thread.connect(w.peer.incarnation, w.peer.metadata)
             await w.read([1], [3]).result
+
+    run(test)
+
+
+class Remembering:
+    """A transport that knows a peer from `connect` until `disconnect`, as NIXL's does, dead or not."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.inner = transport
+        self.known: set[Incarnation] = set()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
+        self.known.add(incarnation)
+        self.inner.connect(incarnation, metadata)
+
+    def disconnect(self, incarnation: Incarnation) -> None:
+        self.inner.disconnect(incarnation)
+        self.known.discard(incarnation)
+
+
+@asynccontextmanager
+async def remembering() -> AsyncIterator[tuple[World, Remembering]]:
+    made: list[Remembering] = []
+
+    def wrap(transport: Transport) -> Transport:
+        made.append(Remembering(transport))
+        return made[0]  # type: ignore[return-value]
+
+    async with world(wrap) as w:
+        yield w, made[0]
+
+
+async def until_known(transport: Remembering, *peers: FakePeer) -> None:
+    """It is the transfer thread that forgets, after it has told of the read."""
+    async with asyncio.timeout(30):
+        while transport.known != {peer.incarnation for peer in peers}:  # noqa: ASYNC110 - another thread's set has no event
+            await asyncio.sleep(0.001)
+
+
+def test_a_peer_that_died_in_a_read_is_forgotten_with_its_last_read() -> None:
+    """Six of them, one after the other, without anybody asking for it; the one that lives stays connected."""
+
+    async def test() -> None:
+        async with remembering() as (w, transport):
+            for seed in range(2, 8):
+                dying = FakePeer(w.fabric, seed=seed)
+                await w.thread.connect(dying.incarnation, dying.metadata)
+                w.fabric.hold(dying.incarnation)
+                reads = [w.thread.read(dying.incarnation, dying.region, [i], [i], deadline_s=30) for i in range(3)]
+                dying.kill()
+                await asyncio.gather(*(read.stopped for read in reads))
+            await until_known(transport, w.peer)
+            await w.read([1], [2]).result
+
+    run(test)
+
+
+def test_a_dead_peer_that_could_not_be_connected_anew_is_forgotten() -> None:
+    async def test() -> None:
+        async with remembering() as (w, transport):
+            w.peer.kill()
+            w.thread.disconnect(w.peer.incarnation)
+            with pytest.raises(TransferFailed):
+                await w.thread.connect(w.peer.incarnation, w.peer.metadata)
+            await until_known(transport)
+
+    run(test)
+
+
+def test_a_peer_whose_read_was_late_is_forgotten_when_it_is_asked_for() -> None:
+    """Its connection is good, so that nobody but its client lets go of it."""
+
+    async def test() -> None:
+        async with remembering() as (w, transport):
+            with pytest.raises(TransferFailed):
+                await w.read([1], [2], deadline_s=-1.0).result
+            assert transport.known == {w.peer.incarnation}
+            w.thread.disconnect(w.peer.incarnation)
+            await until_known(transport)
+
+    run(test)
+
+
+def test_the_pace_of_a_peer_that_is_gone_is_not_kept() -> None:
+    """(1) Its client lets go of it while its read is in flight; (2) it dies; (3) the next peer's pace is all there is."""
+
+    async def test() -> None:
+        async with world() as w:
+            w.fabric.hold(w.peer.incarnation)
+            read = w.read([1], [2])
+            w.thread.disconnect(w.peer.incarnation)
+            w.peer.kill()
+            await read.stopped
+            assert w.thread.num_paces == 0
 
     run(test)
 

@@ -1,12 +1,15 @@
 """A worker started without Ray: its one line, its exit statuses, and that it goes with its parent."""
 
+import ipaddress
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.config import MIB, EngineConfig, WorkerConfig, dump
@@ -57,7 +60,11 @@ def test_it_says_one_line_when_ready_and_exits_0_when_told_to_stop(tmp_path, mod
     [
         ("worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {model: /nowhere}", ["/nowhere"]),
         ("worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {model: tiny, kv_cache_memory: 64}", ["kv_cache_memory"]),
-        ("worker_id: w\nrouter_address: 127.0.0.1:1\nhost: 192.0.2.1\nengine: {model: tiny}", ["192.0.2.1", "host", "port"]),
+        ("worker_id: w\nrouter_address: 127.0.0.1:1\nhost: 198.51.100.1", ["host 198.51.100.1", "allow_public_bind"]),
+        (
+            "worker_id: w\nrouter_address: 127.0.0.1:1\nhost: 198.51.100.1\nallow_public_bind: true",
+            ["host 198.51.100.1", "set host to an address of this machine"],
+        ),
         ("worker_id: w", ["router_address"]),
         ("worker_id: w\nrouter_address: 127.0.0.1:1\ntyop: 1", ["tyop"]),
     ],
@@ -71,3 +78,36 @@ def test_a_wrong_setting_is_one_line_and_2(tmp_path, text, words):
     assert err.splitlines()[-1].startswith("error: ")
     assert all(word in err.splitlines()[-1] for word in words)
     assert "Traceback" not in err
+
+
+def test_a_port_that_is_taken_is_one_line_and_2(tmp_path):
+    path = tmp_path / "worker.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        path.write_text(f"worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {{model: tiny}}\nport: {port}")
+        process = start("decode_worker", path)
+        _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2, err
+    assert f"cannot listen on 127.0.0.1:{port}" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("transports", [None, pytest.param("tcp,self", marks=pytest.mark.slow)], ids=["cma", "tcp"])
+def test_a_worker_listens_on_loopback_and_nowhere_else(tmp_path, transports, monkeypatch):
+    """Whoever reached the transport's port could end the worker with 77 bytes: all sockets of a real one, on every
+    interface."""
+    if transports is not None:
+        monkeypatch.setenv("UCX_TLS", transports)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    path = tmp_path / "worker.yaml"
+    path.write_text(dump(WorkerConfig("w", "127.0.0.1:1", ENGINE)))
+    process = start("decode_worker", path, "--exit-with-parent")
+    try:
+        assert json.loads(process.stdout.readline())["event"] == "ready"
+        rows = psutil.Process(process.pid).net_connections("inet")
+        open_to = [ipaddress.ip_address(row.laddr.ip) for row in rows if row.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)]
+        own = [(address.ipv4_mapped or address) if address.version == 6 else address for address in open_to]
+        assert len(own) >= 2, "the transport and the peer services"
+        assert all(address.is_loopback for address in own), own
+    finally:
+        process.kill()
+        process.communicate()

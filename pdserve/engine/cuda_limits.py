@@ -1,0 +1,54 @@
+"""What a GPU, or torch's allocator on it, cannot do for pdserve: told before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from pdserve.config import EngineConfig
+from pdserve.core.errors import ConfigError
+
+FP8_CAPABILITY: Final = (8, 9)
+"""Ada and Hopper. The Triton kernels convert E4M3 by instruction, which Triton offers from there on only."""
+_ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`capability`: (8, 0) is sm_80."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+def check_cuda(config: EngineConfig, device: torch.device) -> None:
+    """Raises `ConfigError` naming what to change."""
+    properties = torch.cuda.get_device_properties(device)
+    refuse_expandable_segments(os.environ)
+    refuse_fp8(config, Gpu(properties.name, (properties.major, properties.minor)))
+
+
+def refuse_fp8(config: EngineConfig, gpu: Gpu) -> None:
+    """Without this the first step would fail, in the words of Triton's compiler."""
+    if config.kv_cache_dtype == "fp8_e4m3" and gpu.capability < FP8_CAPABILITY:
+        major, minor = gpu.capability
+        raise ConfigError(
+            f"kv_cache_dtype fp8_e4m3 needs a GPU of compute capability 8.9 or newer, and {gpu.name} is sm_{major}{minor}: "
+            "set kv_cache_dtype to int8 or bf16"
+        )
+
+
+def refuse_expandable_segments(environ: Mapping[str, str]) -> None:
+    """Memory of such segments has no handle that UCX could pass to another process: NIXL registers it all the same, and KV
+    then goes over TCP, at a hundredth of the speed and without a word."""
+    for variable in _ALLOCATOR_VARIABLES:
+        for setting in environ.get(variable, "").split(","):
+            name, _, value = setting.partition(":")
+            if name.strip() == "expandable_segments" and value.strip().lower() == "true":
+                raise ConfigError(
+                    f"{variable} has expandable_segments:True: CUDA IPC cannot hand over KV in such memory; take it out"
+                )
