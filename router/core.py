@@ -19,6 +19,7 @@ from pdserve.core.errors import (
     InvalidRequest,
     ReplicaLost,
     UnknownWorker,
+    WorkerIdTaken,
 )
 from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
 from pdserve.core.request import RequestEvent, RequestState
@@ -147,7 +148,8 @@ class RouterCore:
         hello = event.hello
         try:
             self.registry.check(hello)
-        except IncompatiblePeer as exc:
+            self.registry.check_id(hello, now_s=now_s, lost_s=self._lost_s)
+        except (IncompatiblePeer, WorkerIdTaken) as exc:
             self.requests.effects.append(CloseLink(event.link, exc))
             return
         before = self.registry.find(hello.worker_id)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import IncompatiblePeer
+from pdserve.core.errors import IncompatiblePeer, WorkerIdTaken
 from pdserve.core.ids import Handle, WorkerId
 from router.events import LinkId, Role, WorkerHello, WorkerLoad
 from router.live import RemoteWork
@@ -94,6 +94,23 @@ class Registry:
                     f"{name} has KV layout {_layout(hello)}, {other.hello.worker_id} has {_layout(other.hello)} "
                     "(block_size, dtype, kv_bytes_per_token; only the dtype may differ, and the bytes with it)"
                 )
+
+    def check_id(self, hello: WorkerHello, *, now_s: float, lost_s: float) -> None:
+        """Raises `WorkerIdTaken` while another process has this worker's id and was heard within `lost_s`.
+
+        A process that dials again is let in at once: it has given up its old link. One that was started anew waits until
+        the old process' connection has broken, which it does when that process dies, or has been silent for too long.
+        """
+        holder = self.find(hello.worker_id)
+        if holder is None or holder.hello.incarnation == hello.incarnation:
+            return
+        silent_s = now_s - holder.last_seen_s
+        if silent_s <= lost_s:
+            raise WorkerIdTaken(
+                f"worker_id {hello.worker_id!r} is taken: {holder.name} at {holder.hello.address}, pid {holder.hello.pid}, "
+                f"has it and was heard {silent_s:.1f} s ago; the {hello.role.value} worker at {hello.address}, "
+                f"pid {hello.pid}, is refused until that one has gone: give one of the two another worker_id, or stop it"
+            )
 
     def join(self, link: LinkId, hello: WorkerHello, *, now_s: float) -> Worker:
         """Add a checked worker. It comes with no work: one whose link broke has dropped what that link carried."""

@@ -62,8 +62,11 @@ class SimWorker:
         *,
         poison: bool,
         check_steps: bool,
+        worker_id: str = "",
     ) -> None:
+        """`worker_id`: the process' name, unless it has another's."""
         self.process = process
+        self.worker_id = worker_id or process.name
         self.shape = shape
         self.incarnation = Incarnation(rng.getrandbits(64))
         self.server = FakeServer()
@@ -133,7 +136,7 @@ class SimWorker:
     def _make_config(self) -> WorkerConfig:
         shape = self.shape
         return WorkerConfig(
-            self.process.name,
+            self.worker_id,
             "router:1",
             EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=shape.max_num_seqs, max_model_len=MAX_MODEL_LEN),
             shape.lease,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pdserve.core.sampling import SamplingParams
 from pdserve.sim.checkers import check_outcome
 from pdserve.sim.client import Ask, Outcome
+from pdserve.sim.faults import Fault, FaultKind
 from pdserve.sim.oracle import TOKENIZER, answer
 from pdserve.sim.run import calm_plan, draw_asks, simulate
 from pdserve.sim.tap import Census
@@ -33,6 +34,34 @@ def test_a_calm_cluster_answers_everything_at_the_first_try() -> None:
     assert not report.problems
     assert report.outcomes == {"ok": 24}
     assert report.attempts == 0
+
+
+def test_a_second_process_with_a_live_worker_s_id_costs_no_request_a_try() -> None:
+    """They evicted each other ten times a second, and each time all their requests started over."""
+    faults = tuple(Fault(0.2, FaultKind.DUPLICATE, name, 5.5) for name in ("decode0", "prefill1"))
+    report = simulate(
+        4, Shape(), replace(calm_plan(6.0), faults=faults), draw_asks(random.Random(4), 24, until_s=6.0, unruly=False), Census()
+    )
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert report.attempts == 0
+
+
+def test_a_worker_that_dies_and_is_back_at_once_gets_its_id_back() -> None:
+    """Before the router hears that the old connection has broken, and while another process waits for the id."""
+    faults = (
+        *(Fault(at_s, FaultKind.KILL, "decode0", 0.0005) for at_s in (1.0, 2.0, 3.0)),
+        Fault(2.5, FaultKind.DUPLICATE, "decode0", 2.0),
+        Fault(1.5, FaultKind.KILL, "prefill1", 0.0005),
+    )
+    census = Census()
+    report = simulate(
+        5, Shape(), replace(calm_plan(6.0), faults=faults), draw_asks(random.Random(5), 24, until_s=6.0, unruly=False), census
+    )
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert census.world is not None
+    assert census.world.restarts == 4
 
 
 def _outcome(ids: list[int]) -> Outcome:
