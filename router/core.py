@@ -46,6 +46,7 @@ from router.events import (
     Tick,
     WorkerJoined,
     WorkerLeft,
+    WorkerLost,
 )
 from router.handoff import Handoff
 from router.live import RemoteWork
@@ -84,6 +85,7 @@ class RouterCore:
             Tick: self._tick,
             WorkerJoined: self._worker_joined,
             WorkerLeft: self._worker_left,
+            WorkerLost: self._worker_lost,
             HeartbeatSeen: self._heartbeat,
             DrainAsked: self._drain_asked,
             Reserved: self._reserved,
@@ -169,6 +171,11 @@ class RouterCore:
         if worker is not None:
             self._lose(worker, ReplicaLost(f"the link of {worker.name} broke"), now_s, close=False)
 
+    def _worker_lost(self, event: WorkerLost, now_s: float) -> None:
+        worker = self.registry.get(event.link)
+        if worker is not None:
+            self._lose(worker, ReplicaLost(f"{worker.name} gave itself up: {event.message}"), now_s, close=True)
+
     def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool) -> None:
         self.registry.leave(worker.link)
         if close:
@@ -181,6 +188,11 @@ class RouterCore:
         worker = self._seen(event.link, now_s)
         if worker is not None:
             worker.saw_heartbeat(event.load)
+            if worker.stuck:
+                stalled_s = event.load.engine_stalled_s
+                error = ReplicaLost(f"the engine of {worker.name} has made no step for {stalled_s:.1f} s while work waits")
+                self._lose(worker, error, now_s, close=True)
+                return
             self.requests.effects.append(SendAlive(event.link))
             self.requests.changed = True
 

@@ -15,6 +15,11 @@ from router.live import RemoteWork
 NOT_YET_PROBED: Final = "waiting for a KV round trip"
 
 
+STUCK_SHARE: Final = 0.1
+"""Of the time after which an engine that makes no step is lost: from then on its worker gets nothing new. 6 s of 60 s, and
+three times the largest step where that sets the bound: what is placed in between waits for nothing."""
+
+
 @dataclass(slots=True)
 class Readiness:
     """Whether KV has passed through this worker since it dialled, and if not, how the tries to make it went."""
@@ -52,6 +57,16 @@ class Worker:
     def serves(self) -> bool:
         """Requests of clients may be placed on it, as far as it has room."""
         return self.readiness.ready and not self.draining
+
+    @property
+    def stalled(self) -> bool:
+        """Its engine has made no step for longer than it ever should, by its own word."""
+        return 0 < self.hello.step_timeout_s * STUCK_SHARE < self.load.engine_stalled_s
+
+    @property
+    def stuck(self) -> bool:
+        """Its engine has made no step for so long that it never will."""
+        return 0 < self.hello.step_timeout_s < self.load.engine_stalled_s
 
     @property
     def requests_placed(self) -> int:

@@ -27,6 +27,7 @@ class WorkerSnapshot:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     not_ready_reason: str = ""  # empty: ready
+    engine_stalled_s: float = 0.0  # without a step while work waits
 
 
 @dataclass(frozen=True, slots=True)

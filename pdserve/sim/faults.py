@@ -19,6 +19,7 @@ class FaultKind(Enum):
     STALL = "stall"  # the whole process
     STALL_LOOP = "stall_loop"
     STALL_ENGINE = "stall_engine"
+    HANG_ENGINE = "hang_engine"  # for good: only the worker itself can end it
     CUT = "cut"  # both ways between `target` and `other`
     CUT_ONE_WAY = "cut_one_way"  # from `target` to `other`
     RESET = "reset"  # connections break, nobody dies; `target` is not used
@@ -91,6 +92,13 @@ def with_duplicates(plan: FaultPlan, rng: random.Random) -> FaultPlan:
         at_s = rng.uniform(0.1, plan.until_s * 0.6)
         lasts_s = min(rng.choice((0.3, 2.0, 6.0)), plan.until_s - at_s)
         faults.append(Fault(at_s, FaultKind.DUPLICATE, rng.choice(WORKERS), lasts_s))
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def with_hung_engines(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """In a third of the plans."""
+    count = rng.choice((0, 0, 0, 0, 1, 2))
+    faults = [Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.HANG_ENGINE, rng.choice(WORKERS)) for _ in range(count)]
     return replace(plan, faults=(*plan.faults, *faults))
 
 

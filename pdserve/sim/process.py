@@ -22,6 +22,7 @@ class Process:
         self.disturbed = False
         """Was killed or stopped."""
         self._stops = 0
+        self._hung = False
 
     @property
     def alive(self) -> bool:
@@ -55,6 +56,10 @@ class Process:
         self.engine_loop.frozen = True
         Waker(self.timeline).post(stop_s, self._thaw_engine)
 
+    def hang_engine(self) -> None:
+        """A device that never answers again."""
+        self.engine_loop.frozen = self._hung = True
+
     def stop_loop(self, stop_s: float) -> None:
         """The loop thread does not get to run; reads and the engine go on without anybody who renews a lease."""
         self.disturbed = True
@@ -65,14 +70,15 @@ class Process:
         self._stops -= 1
         if self._stops == 0:
             for thread in self.threads:
-                thread.thaw()
+                if thread is not self.engine_loop or not self._hung:
+                    thread.thaw()
 
     def _thaw_loop(self) -> None:
         if self._stops == 0:
             self.loop.thaw()
 
     def _thaw_engine(self) -> None:
-        if self._stops == 0:
+        if self._stops == 0 and not self._hung:
             self.engine_loop.thaw()
 
 

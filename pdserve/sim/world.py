@@ -150,6 +150,8 @@ class World:
                 process.stop_loop(fault.lasts_s)
             case FaultKind.STALL_ENGINE:
                 process.stop_engine(fault.lasts_s)
+            case FaultKind.HANG_ENGINE:
+                process.hang_engine()
             case FaultKind.CUT:
                 self._cut(fault, both=True)
             case FaultKind.CUT_ONE_WAY:

@@ -95,6 +95,10 @@ class EngineSnapshot(NamedTuple):
     queued_tokens: int
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    commands_taken: int = 0
+    """Of all that were submitted since the start."""
+    has_work: bool = False
+    """It goes on without a further command."""
 
 
 class StepEvents(NamedTuple):

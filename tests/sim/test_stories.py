@@ -26,6 +26,7 @@ def test_a_worker_whose_read_never_stops_is_replaced() -> None:
     assert not report.problems
     assert census.world is not None
     assert census.world.restarts > 0, "no read was stuck"
+    assert census.sent["worker_lost", "decode"] > 0, "the router hears of it before the process ends"
 
 
 def test_a_calm_cluster_answers_everything_at_the_first_try() -> None:
@@ -62,6 +63,21 @@ def test_a_worker_that_dies_and_is_back_at_once_gets_its_id_back() -> None:
     assert report.outcomes == {"ok": 24}
     assert census.world is not None
     assert census.world.restarts == 4
+
+
+def test_a_worker_whose_engine_hangs_is_replaced_and_its_requests_end_elsewhere() -> None:
+    """Its loop beats on, so it stayed ready and held its requests until their deadlines."""
+    faults = tuple(Fault(at_s, FaultKind.HANG_ENGINE, name) for at_s, name in ((0.6, "decode0"), (1.2, "prefill1")))
+    plan = replace(calm_plan(6.0), faults=faults)
+    asks = [replace(ask, deadline_s=60.0) for ask in draw_asks(random.Random(6), 24, until_s=2.0, unruly=False)]
+    census = Census()
+    report = simulate(6, Shape(), plan, asks, census)
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert report.attempts > 0, "nothing ran on the hung ones"
+    assert census.world is not None
+    assert census.world.restarts == 2
+    assert census.sent["worker_lost", "decode"] == census.sent["worker_lost", "prefill"] == 1
 
 
 def _outcome(ids: list[int]) -> Outcome:
