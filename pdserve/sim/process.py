@@ -21,8 +21,9 @@ class Process:
         """What the rest of the world does when this process dies, in order."""
         self.disturbed = False
         """Was killed or stopped."""
+        self.hung = False
+        """Its engine is."""
         self._stops = 0
-        self._hung = False
 
     @property
     def alive(self) -> bool:
@@ -58,7 +59,7 @@ class Process:
 
     def hang_engine(self) -> None:
         """A device that never answers again."""
-        self.engine_loop.frozen = self._hung = True
+        self.engine_loop.frozen = self.hung = True
 
     def stop_loop(self, stop_s: float) -> None:
         """The loop thread does not get to run; reads and the engine go on without anybody who renews a lease."""
@@ -70,7 +71,7 @@ class Process:
         self._stops -= 1
         if self._stops == 0:
             for thread in self.threads:
-                if thread is not self.engine_loop or not self._hung:
+                if thread is not self.engine_loop or not self.hung:
                     thread.thaw()
 
     def _thaw_loop(self) -> None:
@@ -78,7 +79,7 @@ class Process:
             self.loop.thaw()
 
     def _thaw_engine(self) -> None:
-        if self._stops == 0 and not self._hung:
+        if self._stops == 0 and not self.hung:
             self.engine_loop.thaw()
 
 

@@ -155,6 +155,10 @@ def _deadline_s(world: World, ask: Ask) -> float:
 
 
 def _settle(world: World, report: RunReport) -> None:
+    """An engine that hangs while nothing is asked of it is not noticed before something is: that one is ended here."""
+    for process in list(world.processes.values()):
+        if process.hung:
+            process.kill()
     quiet = world.timeline.run(
         lambda: world.everybody_up() and not leftovers(world) and _all_pairs_usable(world),
         until_s=world.timeline.now_s + SETTLE_S,
