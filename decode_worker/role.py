@@ -28,7 +28,7 @@ from pdserve.rpc.v1 import decode_pb2, link_pb2
 from pdserve.worker.host import Host
 from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import failed, read_request
+from pdserve.worker.refuse import failed, no_numbers, read_request
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,9 @@ class DecodeRole:
                 rows.append(self._token(request, token))
             except Exception as exc:  # noqa: BLE001 - as above
                 self._break(request, exc)
+        for seq_id in events.failed:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._fail(request, no_numbers(self._host))
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
 

@@ -28,7 +28,7 @@ from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
 from pdserve.worker.host import Host
 from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import failed, read_request
+from pdserve.worker.refuse import failed, no_numbers, read_request
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,9 @@ class PrefillRole:
         for seq_id, computed in events.advanced:
             self._attempt(seq_id, self._advance, computed)
         rows = [row for token in events.tokens if (row := self._attempt(token.seq_id, self._finish, token)) is not None]
+        for seq_id in events.failed:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._fail(request, no_numbers(self._host))
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
         self._return_leases()

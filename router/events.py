@@ -66,6 +66,7 @@ class WorkerLoad:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     engine_stalled_s: float = 0.0
+    numerical_errors: int = 0
 
 
 # Events ------------------------------------------------------------------------------------------------------------

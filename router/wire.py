@@ -65,6 +65,7 @@ def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.Event:
         m.prefix_queried_tokens,
         m.prefix_hit_tokens,
         m.engine_stalled_s,
+        m.numerical_errors,
     )
     return ev.HeartbeatSeen(link, load)
 

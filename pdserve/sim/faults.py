@@ -20,6 +20,7 @@ class FaultKind(Enum):
     STALL_LOOP = "stall_loop"
     STALL_ENGINE = "stall_engine"
     HANG_ENGINE = "hang_engine"  # for good: only the worker itself can end it
+    NO_NUMBERS = "no_numbers"  # for `lasts_s` the target's logits are none
     CUT = "cut"  # both ways between `target` and `other`
     CUT_ONE_WAY = "cut_one_way"  # from `target` to `other`
     RESET = "reset"  # connections break, nobody dies; `target` is not used
@@ -82,6 +83,16 @@ def draw_plan(rng: random.Random, *, until_s: float) -> FaultPlan:
     skew = rng.choice((0.0, 0.0, 0.05, 0.4))
     rates = {name: 1.0 + rng.uniform(-skew, skew) for name in ALL}
     return FaultPlan(faults, weather, reads, rates, until_s)
+
+
+def with_lost_numbers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """In a third of the plans, for a few steps or for a while."""
+    count = rng.choice((0, 0, 0, 0, 1, 3))
+    faults = [
+        Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.NO_NUMBERS, rng.choice(WORKERS), rng.choice((0.02, 0.3, 2.0)))
+        for _ in range(count)
+    ]
+    return replace(plan, faults=(*plan.faults, *faults))
 
 
 def with_duplicates(plan: FaultPlan, rng: random.Random) -> FaultPlan:

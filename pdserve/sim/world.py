@@ -152,6 +152,10 @@ class World:
                 process.stop_engine(fault.lasts_s)
             case FaultKind.HANG_ENGINE:
                 process.hang_engine()
+            case FaultKind.NO_NUMBERS:
+                kv = self.workers[fault.target].kv
+                kv.no_numbers = True
+                self._world.post(fault.lasts_s, setattr, kv, "no_numbers", False)
             case FaultKind.CUT:
                 self._cut(fault, both=True)
             case FaultKind.CUT_ONE_WAY:

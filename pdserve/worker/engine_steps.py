@@ -37,6 +37,7 @@ class EngineSteps:
         self._pool = pool
         self._unchecked = 0
         self._commands_taken = 0
+        self._numerical_errors = 0
 
     @property
     def has_work(self) -> bool:
@@ -58,10 +59,12 @@ class EngineSteps:
     def finish(self, sampled: list[Sampled]) -> StepEvents:
         outcome = self._scheduler.collect(sampled)
         self._unchecked += 1
+        self._numerical_errors += len(outcome.failed)
         return StepEvents(
             advanced=outcome.advanced,
             tokens=outcome.tokens,
             preempted=outcome.preempted,
+            failed=outcome.failed,
             snapshot=self._snapshot(),
         )
 
@@ -102,5 +105,6 @@ class EngineSteps:
             scheduler.prefix.queried,
             scheduler.prefix.hit,
             self._commands_taken,
+            self._numerical_errors,
             scheduler.has_work,
         )

@@ -188,4 +188,5 @@ class Member:
             prefix_queried_tokens=snapshot.prefix_queried_tokens,
             prefix_hit_tokens=snapshot.prefix_hit_tokens,
             engine_stalled_s=self._watch.stalled_s,
+            numerical_errors=snapshot.numerical_errors,
         )

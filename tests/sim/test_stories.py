@@ -80,6 +80,15 @@ def test_a_worker_whose_engine_hangs_is_replaced_and_its_requests_end_elsewhere(
     assert census.sent["worker_lost", "decode"] == census.sent["worker_lost", "prefill"] == 1
 
 
+def test_logits_that_are_no_numbers_cost_a_retry_and_no_wrong_token() -> None:
+    faults = tuple(Fault(at_s, FaultKind.NO_NUMBERS, name, 0.05) for at_s, name in ((0.6, "decode0"), (0.9, "prefill1")))
+    asks = draw_asks(random.Random(7), 24, until_s=2.0, unruly=False)
+    report = simulate(7, Shape(), replace(calm_plan(6.0), faults=faults), asks, Census())
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert report.attempts > 0, "no step was hit"
+
+
 def _outcome(ids: list[int]) -> Outcome:
     """As a client would see these tokens, ended well."""
     params = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)

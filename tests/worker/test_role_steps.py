@@ -181,6 +181,30 @@ def test_a_prefill_that_fails_gives_its_lease_back_and_leaves_the_others_of_the_
     run(story)
 
 
+@pytest.mark.parametrize("role", [DecodeRole, PrefillRole])
+def test_a_sequence_without_numbers_fails_its_request_and_no_other_of_the_step(role):
+    async def story() -> None:
+        worker = bench(role)
+        for handle in (FIRST, SECOND):
+            worker.role.on_command(bind(handle) if role is DecodeRole else prefill(handle))
+        worker.role.on_step(
+            StepEvents(
+                lent=() if role is DecodeRole else tuple(Lent(SeqId(seq), (BlockId(seq),)) for seq in (1, 2)),
+                reserved=tuple(ReserveResult(SeqId(seq), (BlockId(seq),)) for seq in (1, 2)) if role is DecodeRole else (),
+                failed=(SeqId(1),),
+                tokens=(OutputToken(SeqId(2), 0, 3, None),),
+            )
+        )
+        assert worker.rows() == [(SECOND, 0)]
+        assert worker.failures() == [(FIRST, common_pb2.ERROR_REASON_NUMERICAL_ERROR)]
+        assert worker.commands.count(ReturnLease(SeqId(1))) == (role is PrefillRole)
+        worker.role.on_link_lost()
+        assert worker.role.idle
+        await worker.role.close()
+
+    run(story)
+
+
 def test_a_grant_that_fails_before_there_is_a_lease_returns_the_references_too(monkeypatch):
     async def story() -> None:
         lender = bench(PrefillRole)
