@@ -79,12 +79,13 @@ def _take(logits: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
     """logits: a copy, [rows, vocab]."""
     asking = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
     raw = logits[asking]
-    edited = [i for i, spec in enumerate(specs) if spec.edits is not None or spec.banned_ids]
-    lost = logits[edited].amax(dim=1).isfinite().logical_not()  # whatever an edit makes of them
+    edited = any(spec.edits is not None or spec.banned_ids for spec in specs)
+    usable = logits.amax(dim=1).isfinite() if edited else None  # whatever an edit makes of them
     for row, spec in zip(logits, specs, strict=True):
         _edit(row, spec)
     best = _best(logits)
-    best[edited] = torch.where(lost, NO_TOKEN, best[edited])
+    if usable is not None:
+        best = torch.where(usable, best, NO_TOKEN)
     ids: list[int] = best.tolist()
     drawn = [i for i, spec in enumerate(specs) if not spec.params.greedy and ids[i] != NO_TOKEN]
     if drawn:
