@@ -28,7 +28,7 @@ from pdserve.rpc.v1 import decode_pb2, link_pb2
 from pdserve.worker.host import Host
 from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import failed, read_request
+from pdserve.worker.refuse import failed, no_numbers, read_request
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +85,25 @@ class DecodeRole:
 
     def on_step(self, events: StepEvents) -> None:
         for result in events.reserved:
-            self._reserved(result)
-        rows = [row for token in events.tokens if (row := self._token(token)) is not None]
+            request = self._by_seq.get(result.seq_id)
+            if request is None:
+                continue  # cancelled meanwhile; the engine frees the blocks with the Abort that follows
+            try:
+                self._reserved(request, result)
+            except Exception as exc:  # noqa: BLE001 - the other requests of the step must get theirs
+                self._break(request, exc)
+        rows = []
+        for token in events.tokens:
+            request = self._by_seq.get(token.seq_id)
+            if request is None:
+                continue  # the step was under way when the request ended
+            try:
+                rows.append(self._token(request, token))
+            except Exception as exc:  # noqa: BLE001 - as above
+                self._break(request, exc)
+        for seq_id in events.failed:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._fail(request, no_numbers(self._host))
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
 
@@ -126,10 +143,7 @@ class DecodeRole:
             OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :]),
         )
 
-    def _reserved(self, result: ReserveResult) -> None:
-        request = self._by_seq.get(result.seq_id)
-        if request is None:
-            return  # cancelled meanwhile; the engine frees the blocks with the Abort that follows
+    def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:
         if result.block_ids is None:
             self._forget(request)
             self._no_room(request.handle, request.prompt_len)
@@ -185,10 +199,7 @@ class DecodeRole:
         )
         self._host.send(link_pb2.WorkerMessage(kv_committed=committed))
 
-    def _token(self, token: OutputToken) -> link_pb2.StepRow | None:
-        request = self._by_seq.get(token.seq_id)
-        if request is None:
-            return None  # the step was under way when the request ended
+    def _token(self, request: BoundRequest, token: OutputToken) -> link_pb2.StepRow:
         row = request.output.push(token.output_index, token.token_id, token.finish_reason, token.logprobs)
         if row.finish_reason:
             self._forget(request)
@@ -206,6 +217,11 @@ class DecodeRole:
         if self._by_handle.get(request.handle) is request:
             self._drop(request, release=True)
             self._host.send(failed(request.handle, error))
+
+    def _break(self, request: BoundRequest, exc: Exception) -> None:
+        """Our own code failed at this request: it alone pays. Called while the exception is handled."""
+        log.exception("request %d", request.handle)
+        self._fail(request, InternalBug(f"decode worker: {exc!r}"))
 
     def _drop(self, request: BoundRequest, *, release: bool) -> None:
         """Everything this request holds here is released, its blocks at the engine's next step boundary.

@@ -60,6 +60,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # on a GPU: the worker's share of it; KV gets what weights and the largest step leave
     enable_prefix_caching: bool = True  # prompts that begin alike share KV, on prefill and on decode workers
     batch_invariant: bool | None = None  # a row's bits do not depend on its batch; None: where it is free, as in compiled steps
+    step_timeout_s: float = 60.0  # an engine that makes no step for so long, while work waits, is stuck; more if steps are slow
     threads: int = 0  # of torch; 0: the machine's cores over the workers on it, at least 1
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be over 0 and at most 1, got {self.gpu_memory_utilization}")
         _at_least("threads", self.threads, 0)
+        _positive("step_timeout_s", self.step_timeout_s)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import Ticket
-from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.core.errors import InternalBug, PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.engine.outcome import OutputToken
@@ -26,9 +28,12 @@ from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
 from pdserve.worker.host import Host
 from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import failed, read_request
+from pdserve.worker.refuse import failed, no_numbers, read_request
 
 log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -75,13 +80,31 @@ class PrefillRole:
 
     def on_step(self, events: StepEvents) -> None:
         for lent in events.lent:
-            self._grant(lent)
+            if lent.seq_id in self._by_seq:
+                self._attempt(lent.seq_id, self._grant, lent)
+            else:  # it has gone meanwhile; the blocks carry the lease's references already
+                self._host.submit(ReturnLease(lent.seq_id))
         for seq_id, computed in events.advanced:
-            self._advance(seq_id, computed)
-        rows = [row for token in events.tokens if (row := self._finish(token)) is not None]
+            self._attempt(seq_id, self._advance, computed)
+        rows = [row for token in events.tokens if (row := self._attempt(token.seq_id, self._finish, token)) is not None]
+        for seq_id in events.failed:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._fail(request, no_numbers(self._host))
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
         self._return_leases()
+
+    def _attempt(self, seq_id: SeqId, act: Callable[[LentRequest, Item], Result], item: Item) -> Result | None:
+        """One request's share of a step. When our own code fails at it, this request fails alone, and gives up its blocks."""
+        request = self._by_seq.get(seq_id)
+        if request is None:
+            return None
+        try:
+            return act(request, item)
+        except Exception as exc:
+            log.exception("request %d", request.handle)
+            self._fail(request, InternalBug(f"prefill worker: {exc!r}"))
+            return None
 
     def on_tick(self) -> None:
         self._table.expire_due(now_s=self._clock())
@@ -121,12 +144,19 @@ class PrefillRole:
             self._table.release(request.lease_id, now_s=self._clock())
             self._return_leases()
 
-    def _grant(self, lent: Lent) -> None:
-        """The blocks carry the lease's references already; a request that has gone gives them back at once."""
-        request = self._by_seq.get(lent.seq_id)
-        if request is None:
-            self._host.submit(ReturnLease(lent.seq_id))
-            return
+    def _fail(self, request: LentRequest, error: PdserveError) -> None:
+        """Its blocks carry a lease's references from the step on that admitted it, granted or not."""
+        if request.lease_id is None:
+            self._by_handle.pop(request.handle, None)
+            del self._by_seq[request.seq_id]
+            self._host.submit(Abort(request.seq_id))
+            self._host.submit(ReturnLease(request.seq_id))
+        else:
+            self._table.release(request.lease_id, now_s=self._clock())
+            self._return_leases()
+        self._host.send(failed(request.handle, error))
+
+    def _grant(self, request: LentRequest, lent: Lent) -> None:
         now_s = self._clock()
         request.lease_id = self._table.grant(lent.seq_id, lent.block_ids, request.prompt_len, now_s=now_s)
         ticket = self._ticket(lent, request.prompt_len)
@@ -152,15 +182,13 @@ class PrefillRole:
             prompt_len=prompt_len,
         )
 
-    def _advance(self, seq_id: SeqId, computed: int) -> None:
-        request = self._by_seq.get(seq_id)
-        if request is not None and request.lease_id is not None and computed < request.prompt_len:
+    def _advance(self, request: LentRequest, computed: int) -> None:
+        if request.lease_id is not None and computed < request.prompt_len:
             self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=self._clock()))
 
-    def _finish(self, token: OutputToken) -> link_pb2.StepRow | None:
+    def _finish(self, request: LentRequest, token: OutputToken) -> link_pb2.StepRow | None:
         """The one token drawn here: the last advance, with its text already known to end the request or not."""
-        request = self._by_seq.get(token.seq_id)
-        if request is None or request.lease_id is None:
+        if request.lease_id is None:
             return None
         row = request.output.push(token.output_index, token.token_id, token.finish_reason, token.logprobs)
         first = FirstToken(token.token_id, codec.finish_from_wire(row.finish_reason))

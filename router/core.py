@@ -19,6 +19,7 @@ from pdserve.core.errors import (
     InvalidRequest,
     ReplicaLost,
     UnknownWorker,
+    WorkerIdTaken,
 )
 from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
 from pdserve.core.request import RequestEvent, RequestState
@@ -45,6 +46,7 @@ from router.events import (
     Tick,
     WorkerJoined,
     WorkerLeft,
+    WorkerLost,
 )
 from router.handoff import Handoff
 from router.live import RemoteWork
@@ -83,6 +85,7 @@ class RouterCore:
             Tick: self._tick,
             WorkerJoined: self._worker_joined,
             WorkerLeft: self._worker_left,
+            WorkerLost: self._worker_lost,
             HeartbeatSeen: self._heartbeat,
             DrainAsked: self._drain_asked,
             Reserved: self._reserved,
@@ -147,7 +150,8 @@ class RouterCore:
         hello = event.hello
         try:
             self.registry.check(hello)
-        except IncompatiblePeer as exc:
+            self.registry.check_id(hello, now_s=now_s, lost_s=self._lost_s)
+        except (IncompatiblePeer, WorkerIdTaken) as exc:
             self.requests.effects.append(CloseLink(event.link, exc))
             return
         before = self.registry.find(hello.worker_id)
@@ -167,6 +171,11 @@ class RouterCore:
         if worker is not None:
             self._lose(worker, ReplicaLost(f"the link of {worker.name} broke"), now_s, close=False)
 
+    def _worker_lost(self, event: WorkerLost, now_s: float) -> None:
+        worker = self.registry.get(event.link)
+        if worker is not None:
+            self._lose(worker, ReplicaLost(f"{worker.name} gave itself up: {event.message}"), now_s, close=True)
+
     def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool) -> None:
         self.registry.leave(worker.link)
         if close:
@@ -179,6 +188,11 @@ class RouterCore:
         worker = self._seen(event.link, now_s)
         if worker is not None:
             worker.saw_heartbeat(event.load)
+            if worker.stuck:
+                stalled_s = event.load.engine_stalled_s
+                error = ReplicaLost(f"the engine of {worker.name} has made no step for {stalled_s:.1f} s while work waits")
+                self._lose(worker, error, now_s, close=True)
+                return
             self.requests.effects.append(SendAlive(event.link))
             self.requests.changed = True
 

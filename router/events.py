@@ -43,6 +43,8 @@ class WorkerHello:
     dtype: str
     kv_bytes_per_token: int
     pid: int = 0
+    step_timeout_s: float = 0.0
+    """For so long its engine may make no step while work waits; 0: it does not say."""
 
     @property
     def kv_tokens(self) -> int:
@@ -63,6 +65,8 @@ class WorkerLoad:
     draining: bool = False
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    engine_stalled_s: float = 0.0
+    numerical_errors: int = 0
 
 
 # Events ------------------------------------------------------------------------------------------------------------
@@ -101,6 +105,14 @@ class WorkerJoined:
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
     link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """It says itself that it is stuck, and ends its process."""
+
+    link: LinkId
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +198,7 @@ Event = (
     | Tick
     | WorkerJoined
     | WorkerLeft
+    | WorkerLost
     | HeartbeatSeen
     | DrainAsked
     | Reserved

@@ -88,14 +88,20 @@ class Placer:
         return self._pick(Role.PREFILL, lenders, scorers.prefill_score)
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
+        """It has fallen silent, or its engine makes no steps: it gets nothing new, and may be lost."""
+        return self._silent(worker, now_s) or worker.stalled
+
+    def _silent(self, worker: Worker, now_s: float) -> bool:
         return now_s - worker.last_seen_s > self._suspect_s
 
     def not_ready_reason(self, worker: Worker, *, now_s: float) -> str:
         """Why no client's request is placed on it; empty when it is ready."""
         if worker.draining:
             return "draining"
-        if self.suspect(worker, now_s=now_s):
+        if self._silent(worker, now_s):
             return "silent"
+        if worker.stalled:
+            return f"its engine has made no step for {worker.load.engine_stalled_s:.1f} s while work waits"
         return "" if worker.readiness.ready else worker.readiness.reason
 
     def _fitting(self, request: LiveRequest, now_s: float) -> list[Candidate]:

@@ -9,6 +9,9 @@ table of errors says that the cluster retries   a retry: the attempt is withdraw
 ```
 A retry needs an attempt of the request's own, one of the cluster's bucket, and time before the deadline; without one of
 them the request fails with the loss. A finished output is never replayed.
+
+Logits that are no numbers are computed once more: a worker's memory, or a block that it shares, may be the reason. If they
+come out so again, it is the model or the prompt.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ class Recovery:
         if now_s >= request.deadline_s:
             self._requests.expire(request, now_s)
             return
-        refusal = self._refusal(request)
+        refusal = self._refusal(request, error)
         if refusal is not None:
             final = error if request.probe is not None else after_attempts(error, request.machine.attempt, refusal)
             self._requests.end(request, _E.LOST, now_s, final)
@@ -95,12 +98,14 @@ class Recovery:
             request.start_over()
             self._requests.wait(request)
 
-    def _refusal(self, request: LiveRequest) -> str | None:
+    def _refusal(self, request: LiveRequest, error: PdserveError) -> str | None:
         """Why there is no next attempt; None, and one is taken out of the bucket, when there is."""
         if request.probe is not None:
             return "a probe is not retried"
         if request.remaining_tokens <= 0:
             return "all tokens were sent, but not how they end"
+        if error.code is ErrorCode.NUMERICAL_ERROR and error.code.value in request.retry_reasons:
+            return "it came to the same twice"
         if request.machine.attempt >= self._max_attempts:
             return "no more are allowed for one request"
         if not self.bucket.take():

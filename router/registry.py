@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import IncompatiblePeer
+from pdserve.core.errors import IncompatiblePeer, WorkerIdTaken
 from pdserve.core.ids import Handle, WorkerId
 from router.events import LinkId, Role, WorkerHello, WorkerLoad
 from router.live import RemoteWork
 
 NOT_YET_PROBED: Final = "waiting for a KV round trip"
+
+
+STUCK_SHARE: Final = 0.1
+"""Of the time after which an engine that makes no step is lost: from then on its worker gets nothing new. 6 s of 60 s, and
+three times the largest step where that sets the bound: what is placed in between waits for nothing."""
 
 
 @dataclass(slots=True)
@@ -52,6 +57,16 @@ class Worker:
     def serves(self) -> bool:
         """Requests of clients may be placed on it, as far as it has room."""
         return self.readiness.ready and not self.draining
+
+    @property
+    def stalled(self) -> bool:
+        """Its engine has made no step for longer than it ever should, by its own word."""
+        return 0 < self.hello.step_timeout_s * STUCK_SHARE < self.load.engine_stalled_s
+
+    @property
+    def stuck(self) -> bool:
+        """Its engine has made no step for so long that it never will."""
+        return 0 < self.hello.step_timeout_s < self.load.engine_stalled_s
 
     @property
     def requests_placed(self) -> int:
@@ -94,6 +109,23 @@ class Registry:
                     f"{name} has KV layout {_layout(hello)}, {other.hello.worker_id} has {_layout(other.hello)} "
                     "(block_size, dtype, kv_bytes_per_token; only the dtype may differ, and the bytes with it)"
                 )
+
+    def check_id(self, hello: WorkerHello, *, now_s: float, lost_s: float) -> None:
+        """Raises `WorkerIdTaken` while another process has this worker's id and was heard within `lost_s`.
+
+        A process that dials again is let in at once: it has given up its old link. One that was started anew waits until
+        the old process' connection has broken, which it does when that process dies, or has been silent for too long.
+        """
+        holder = self.find(hello.worker_id)
+        if holder is None or holder.hello.incarnation == hello.incarnation:
+            return
+        silent_s = now_s - holder.last_seen_s
+        if silent_s <= lost_s:
+            raise WorkerIdTaken(
+                f"worker_id {hello.worker_id!r} is taken: {holder.name} at {holder.hello.address}, pid {holder.hello.pid}, "
+                f"has it and was heard {silent_s:.1f} s ago; the {hello.role.value} worker at {hello.address}, "
+                f"pid {hello.pid}, is refused until that one has gone: give one of the two another worker_id, or stop it"
+            )
 
     def join(self, link: LinkId, hello: WorkerHello, *, now_s: float) -> Worker:
         """Add a checked worker. It comes with no work: one whose link broke has dropped what that link carried."""

@@ -259,6 +259,8 @@ class RouterService:
             prefix_queried_tokens=load.prefix_queried_tokens,
             prefix_hit_tokens=load.prefix_hit_tokens,
             not_ready_reason=not_ready_reason,
+            engine_stalled_s=load.engine_stalled_s,
+            numerical_errors=load.numerical_errors,
         )
 
 

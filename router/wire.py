@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import InternalBug, PdserveError
+from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, WorkerId
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, sampling_to_wire
@@ -36,6 +36,7 @@ def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
         dtype=hello.dtype,
         kv_bytes_per_token=hello.kv_bytes_per_token,
         pid=hello.pid,
+        step_timeout_s=hello.step_timeout_s,
     )
 
 
@@ -63,8 +64,14 @@ def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.Event:
         m.draining,
         m.prefix_queried_tokens,
         m.prefix_hit_tokens,
+        m.engine_stalled_s,
+        m.numerical_errors,
     )
     return ev.HeartbeatSeen(link, load)
+
+
+def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.Event:
+    return ev.WorkerLost(link, m.message[:MAX_MESSAGE_CHARS])
 
 
 def _prefill_started(link: ev.LinkId, m: prefill_pb2.PrefillStarted) -> ev.Event:
@@ -94,6 +101,7 @@ _READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.Event]]] = {
     "no_room": _no_room,
     "kv_committed": _kv_committed,
     "request_failed": _request_failed,
+    "worker_lost": _worker_lost,
 }
 
 

@@ -66,5 +66,9 @@ class StepPlan(NamedTuple):
         return sum(len(s.token_ids) for s in self.slices)
 
 
+NO_TOKEN: Final = -1
+"""Stands for a token where none could be drawn: the row's logits, or what was made of them, have no largest finite number."""
+
 Sampled = tuple[int, TokenLogprobs | None]
-"""A drawn token, with log-probabilities exactly where the parameters ask for them. A step's are in the order of its slices."""
+"""A drawn token, with log-probabilities exactly where the parameters ask for them; or `NO_TOKEN` and None.
+A step's are in the order of its slices."""

@@ -10,8 +10,7 @@ A block is referenced by holders, each a (kind, sequence) pair. Only a holder ca
 blocks of an `Inbound` holder are being written by the transport: they may not be read, lent or hashed before they are
 handed to a `Sequence`. Its prefix hits are ordinary shared references.
 
-A published block keeps its hash until it is evicted, and only blocks without any holder are evicted. So a block of an
-`Inbound` holder is one of its hits exactly if it has a hash.
+A published block keeps its hash until it is evicted, which only blocks without any holder are, or until it is withdrawn.
 """
 
 from __future__ import annotations
@@ -54,6 +53,8 @@ class BlockEvent(Enum):
     SHARE = "share"
     """One more holder: a lease over a sequence's block, or a prefix hit."""
     PUBLISH = "publish"
+    WITHDRAW = "withdraw"
+    """Nobody finds it any more: what it holds may be wrong."""
     UNHOLD = "unhold"
     """The last reference to a block without a hash is gone."""
     UNHOLD_HASHED = "unhold_hashed"
@@ -68,6 +69,7 @@ TRANSITIONS: Final[dict[tuple[BlockState, BlockEvent], BlockState]] = {
     (_S.FREE, _E.TAKE): _S.HELD,
     (_S.HELD, _E.SHARE): _S.HELD,
     (_S.HELD, _E.PUBLISH): _S.HELD,
+    (_S.HELD, _E.WITHDRAW): _S.HELD,
     (_S.HELD, _E.UNHOLD): _S.FREE,
     (_S.HELD, _E.UNHOLD_HASHED): _S.CACHED,
     (_S.HELD, _E.QUARANTINE): _S.QUARANTINED,
@@ -114,6 +116,7 @@ class BlockPool:
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: dict[BlockId, set[Holder]] = {}
         self._blocks_of: dict[Holder, list[BlockId]] = {}
+        self._hits: dict[Holder, int] = {}  # of inbound holders: their first blocks, which no read writes
         self._quarantined: dict[SeqId, list[BlockId]] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._block_with: dict[BlockHash, BlockId] = {}
@@ -170,6 +173,8 @@ class BlockPool:
         for block_id in hits:
             self._reference(block_id, holder)
         self._blocks_of[holder] = list(hits)
+        if holder.kind is HolderKind.INBOUND:
+            self._hits[holder] = len(hits)
         fresh = self.allocate(holder, count - len(hits))
         assert fresh is not None
         return Reservation(hits + fresh, len(hits))
@@ -192,6 +197,14 @@ class BlockPool:
         self._hash_of[block_id] = block_hash
         self._block_with[block_hash] = block_id
 
+    def withdraw(self, holder: Holder) -> None:
+        """Nobody finds the holder's blocks any more, its prefix hits included. Whoever else holds them keeps them."""
+        self._history.append(("withdraw", holder))
+        for block_id in self._require(holder):
+            if (block_hash := self._hash_of.pop(block_id, None)) is not None:
+                self._move(block_id, BlockEvent.WITHDRAW)
+                del self._block_with[block_hash]
+
     def share(self, owner: Holder, other: Holder) -> tuple[BlockId, ...]:
         """`other` takes a reference of its own on every block of `owner`."""
         blocks = self._require(owner)
@@ -213,11 +226,13 @@ class BlockPool:
             self._holders[block_id].remove(owner)
             self._holders[block_id].add(other)
         self._blocks_of[other] = self._blocks_of.pop(owner)
+        self._hits.pop(owner, None)
 
     def drop(self, holder: Holder) -> None:
         """The holder gives up all its references; blocks without another become cached or free. Idempotent."""
         if holder in self._blocks_of:
             self._history.append(("drop", holder))
+            self._hits.pop(holder, None)
             self._unreference(self._blocks_of.pop(holder), holder)
 
     def quarantine(self, seq_id: SeqId) -> None:
@@ -228,13 +243,14 @@ class BlockPool:
         holder = Holder(HolderKind.INBOUND, seq_id)
         blocks = self._require(holder)
         self._history.append(("quarantine", holder))
-        fresh = [block_id for block_id in blocks if block_id not in self._hash_of]
+        hits = self._hits.pop(holder, 0)
+        fresh = blocks[hits:]
         for block_id in fresh:
             self._move(block_id, BlockEvent.QUARANTINE)
             del self._holders[block_id]
         self._quarantined[seq_id] = fresh
         del self._blocks_of[holder]
-        self._unreference([block_id for block_id in blocks if block_id in self._hash_of], holder)
+        self._unreference(blocks[:hits], holder)
 
     def end_quarantine(self, seq_id: SeqId) -> None:
         """The transport says that the read has stopped."""
@@ -276,9 +292,12 @@ class BlockPool:
         assert {block: block_hash for block_hash, block in self._block_with.items()} == self._hash_of
         assert all(self._states[b] in (_S.HELD, _S.CACHED) for b in self._hash_of), "a hash on a block that may be written"
         assert all(b in self._hash_of for b in self._cached), "a cached block that nobody can find"
-        for block_id, holders in self._holders.items():
-            inbound = any(holder.kind is HolderKind.INBOUND for holder in holders)
-            assert not inbound or len(holders) == 1 or block_id in self._hash_of, "a block is shared while a read writes it"
+        for holder, blocks in self._blocks_of.items():
+            if holder.kind is HolderKind.INBOUND:
+                fresh = blocks[self._hits.get(holder, 0) :]
+                assert all(self._holders[b] == {holder} for b in fresh), "a block is shared while a read writes it"
+                assert not any(b in self._hash_of for b in fresh), "a block can be found while a read writes it"
+        assert self._hits.keys() <= self._blocks_of.keys()
 
     def _take(self) -> BlockId:
         if not self._free:

@@ -28,6 +28,8 @@ class ErrorCode(Enum):
     INCOMPATIBLE_PEER = "incompatible_peer"
     INTERNAL_BUG = "internal_bug"
     UNKNOWN_WORKER = "unknown_worker"
+    WORKER_ID_TAKEN = "worker_id_taken"
+    NUMERICAL_ERROR = "numerical_error"
 
 
 class PdserveError(Exception):
@@ -119,6 +121,18 @@ class IncompatiblePeer(PdserveError):
     """Two workers' KV layouts or versions differ; they must never be paired. An operator must act."""
 
     code = ErrorCode.INCOMPATIBLE_PEER
+
+
+class NumericalError(PdserveError):
+    """The model's logits were not finite numbers, so no token could be drawn. The cluster computes the request once more."""
+
+    code = ErrorCode.NUMERICAL_ERROR
+
+
+class WorkerIdTaken(PdserveError):
+    """Another live worker has this worker_id, and keeps it. An operator must give one of the two another id or end it."""
+
+    code = ErrorCode.WORKER_ID_TAKEN
 
 
 class InternalBug(PdserveError):

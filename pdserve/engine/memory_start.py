@@ -7,8 +7,10 @@ worker idles, and would end it, under load, when another process has taken them 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
@@ -35,10 +37,17 @@ def check_before_loading(card: ModelCard, config: EngineConfig) -> None:
         check_host(available=host.available_bytes(), weights=weights, pool=config.cpu_kv_bytes, step=0)
 
 
+class Settled(NamedTuple):
+    step_bytes: int
+    """What the largest step takes beside weights and KV."""
+    slowest_s: float
+    """How long the slowest of the largest steps took, kernels that had to be compiled included."""
+
+
 def settle(
     runner: ModelRunner, config: EngineConfig, *, later: int = 0, available: Callable[[], int] = host.available_bytes
-) -> int:
-    """Afterwards no step takes more memory than there is. Returns what the largest one takes beside weights and KV, bytes.
+) -> Settled:
+    """Afterwards no step takes more memory than there is.
 
     `later`: bytes of the device's memory that others than the engine may take.
     Raises `ConfigError` naming the settings that change it.
@@ -47,35 +56,40 @@ def settle(
     if kv.device.type == "cuda":
         return settle_on(CudaDevice(kv.device), runner, config, later=later)
     before = host.resident_bytes()
-    step = _warm_up(runner, config, _taken_here)
+    settled = _warm_up(runner, config, _taken_here)
     kept = max(0, host.resident_bytes() - before)
-    check_host(available=available(), weights=0, pool=kv.nbytes, step=max(0, step - kept), later=later)
+    check_host(available=available(), weights=0, pool=kv.nbytes, step=max(0, settled.step_bytes - kept), later=later)
     host.touch(kv.address, kv.nbytes)
-    return step
+    return settled
 
 
-def settle_on(device: Device, runner: ModelRunner, config: EngineConfig, *, later: int) -> int:
+def settle_on(device: Device, runner: ModelRunner, config: EngineConfig, *, later: int) -> Settled:
     """As `settle`, on a GPU. A pool that was measured has left what is needed; one that was set may not have."""
-    step = _warm_up(runner, config, partial(_taken_on, device))
+    settled = _warm_up(runner, config, partial(_taken_on, device))
     runner.kv.blocks.zero_()  # what the steps wrote means nothing
     device.release()
     free = device.free()
     if config.kv_cache_memory is not None:
         check_device(free=free, later=later)
-    return step
+    return settled
 
 
 Taken = Callable[[Callable[[], object]], int]
 """Runs a step and tells what it took."""
 
 
-def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> int:
+def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> Settled:
+    step_bytes, slowest_s = 0, 0.0
     try:
-        return sum(taken(partial(runner.execute, plan)) for plan in runner.largest_steps(config))
+        for plan in runner.largest_steps(config):
+            began_s = time.monotonic()
+            step_bytes += taken(partial(runner.execute, plan))
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
     except OutOfMemory as exc:
         raise ConfigError(
             "not enough memory for the largest step: lower max_num_batched_tokens, max_num_seqs or kv_cache_memory"
         ) from exc
+    return Settled(step_bytes, slowest_s)
 
 
 def _taken_here(step: Callable[[], object]) -> int:

@@ -38,3 +38,5 @@ class StepOutcome(NamedTuple):
     advanced: tuple[Advance, ...]
     preempted: tuple[SeqId, ...]
     """Sequences that lost their blocks since the last collected step; they will be recomputed."""
+    failed: tuple[SeqId, ...] = ()
+    """Sequences that ended because no token could be drawn: their logits were not finite numbers."""

@@ -50,6 +50,10 @@ class Prefixes:
             self.hit += reservation.hits * self._block_size
         return reservation
 
+    def withdraw(self, seq: Sequence) -> None:
+        """What the sequence holds may be why its logits are no numbers: nobody else is to find it."""
+        self._pool.withdraw(seq.holder)
+
     def publish(self, seq: Sequence) -> None:
         """Blocks that are full and final, and the sequence's own, can be found by others from now on."""
         full = seq.computed // self._block_size

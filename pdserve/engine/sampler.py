@@ -8,6 +8,9 @@ and its `SampleSpec` alone. Equal probabilities at the edge of a filter: lower i
 Why two programs draw the same token: a weight is float32, made of single multiplications and additions in one order,
 and rounded to a multiple of 2^-34. So sums of up to 2^19 of them are exact in float64, whatever their order, on a GPU and
 in native/draw.h alike. Ids that are less than 3e-11 times as likely as the likeliest are never drawn.
+
+Where the largest of a row is no finite number, before its edits or after, no token is drawn (`NO_TOKEN`), and no other row
+is the worse for it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.core.batch import GREEDY, Sampled, SampleSpec
+from pdserve.core.batch import GREEDY, NO_TOKEN, Sampled, SampleSpec
 from pdserve.core.logit_edits import LogitEdits
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams, uniform
@@ -46,13 +49,22 @@ def sample(
     assert best is None or len(best) == len(specs)
     others = [i for i, spec in enumerate(specs) if spec is not GREEDY and (not spec.params.plainly_greedy or spec.banned_ids)]
     if best is None:
-        best = logits.argmax(dim=-1).tolist() if len(others) < len(specs) else [0] * len(specs)  # the lowest id among equals
+        best = _best(logits).tolist() if len(others) < len(specs) else [0] * len(specs)
     taken: list[Sampled] = list(zip(best, repeat(None)))
+    if others and NO_TOKEN in best:
+        others = [i for i in others if best[i] != NO_TOKEN]
     if others:
         results = (fast or partial(_take_all, logits))(others, [specs[i] for i in others])
         for i, result in zip(others, results, strict=True):
             taken[i] = result
     return taken
+
+
+def _best(logits: Tensor) -> Tensor:
+    """[rows]: the lowest id of each row's largest, `NO_TOKEN` where that is no finite number. Torch takes what is not a number
+    for the largest."""
+    ids = logits.argmax(dim=-1, keepdim=True)
+    return torch.where(logits.gather(-1, ids).isfinite(), ids, NO_TOKEN)[:, 0]
 
 
 def _take_all(logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
@@ -67,13 +79,21 @@ def _take(logits: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
     """logits: a copy, [rows, vocab]."""
     asking = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
     raw = logits[asking]
+    edited = any(spec.edits is not None or spec.banned_ids for spec in specs)
+    usable = logits.amax(dim=1).isfinite() if edited else None  # whatever an edit makes of them
     for row, spec in zip(logits, specs, strict=True):
         _edit(row, spec)
-    ids: list[int] = logits.argmax(dim=-1).tolist()
-    drawn = [i for i, spec in enumerate(specs) if not spec.params.greedy]
+    best = _best(logits)
+    if usable is not None:
+        best = torch.where(usable, best, NO_TOKEN)
+    ids: list[int] = best.tolist()
+    drawn = [i for i, spec in enumerate(specs) if not spec.params.greedy and ids[i] != NO_TOKEN]
     if drawn:
         for i, token_id in zip(drawn, _draw(logits[drawn], [specs[i] for i in drawn]), strict=True):
             ids[i] = token_id
+    if NO_TOKEN in ids:
+        raw = raw[[k for k, i in enumerate(asking) if ids[i] != NO_TOKEN]]
+        asking = [i for i in asking if ids[i] != NO_TOKEN]
     found = _logprobs(raw, [ids[i] for i in asking], [specs[i].params.logprobs or 0 for i in asking])
     by_row = dict(zip(asking, found, strict=True))
     return [(token_id, by_row.get(i)) for i, token_id in enumerate(ids)]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 from operator import attrgetter
 
-from pdserve.core.batch import Sampled, StepPlan
+from pdserve.core.batch import NO_TOKEN, Sampled, StepPlan
 from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
@@ -194,6 +194,7 @@ class Scheduler:
         aborted, self._aborted = self._aborted, set()
         tokens: list[OutputToken] = []
         advanced: list[Advance] = []
+        failed: list[SeqId] = []
         drawn, decodes = iter(sampled), self._decodes_planned
         assert len(sampled) >= decodes, "a decode drew nothing"
         for seq, token in zip(step[:decodes], drawn, strict=False):  # no token is taken when the sequences are at an end
@@ -201,6 +202,9 @@ class Scheduler:
             seq.planned = 0
             if aborted and seq.seq_id in aborted:
                 self._forget(seq)
+                continue
+            if token[0] == NO_TOKEN:
+                self._fail(seq, failed)
                 continue
             if not computed % self._block_size:
                 self.prefix.publish(seq)
@@ -212,6 +216,9 @@ class Scheduler:
             if seq.seq_id in aborted:
                 self._forget(seq)
                 continue
+            if last is not None and last[0] == NO_TOKEN:
+                self._fail(seq, failed)
+                continue
             if seq.decoding:  # admitted with all but its last token computed
                 self.prefix.publish(seq)
             else:
@@ -220,7 +227,7 @@ class Scheduler:
                 tokens.append(self._append(seq, last))
         assert next(drawn, None) is None, "one token for each slice that asks for one, in their order"
         preempted, self._preempted = tuple(self._preempted), []
-        return StepOutcome(tuple(tokens), tuple(advanced), preempted)
+        return StepOutcome(tuple(tokens), tuple(advanced), preempted, tuple(failed))
 
     # --- what others may know
 
@@ -398,6 +405,12 @@ class Scheduler:
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq)
         return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
+
+    def _fail(self, seq: Sequence, failed: list[SeqId]) -> None:
+        """Its logits were not numbers, for which its KV may be the reason: nobody is to find that."""
+        self.prefix.withdraw(seq)
+        self._forget(seq)
+        failed.append(seq.seq_id)
 
     def _forget(self, seq: Sequence) -> None:
         """The one place where a sequence's own references end."""

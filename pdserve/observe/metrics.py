@@ -113,6 +113,8 @@ _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], 
     ("leases_held", "Leases over lent blocks.", lambda w: w.leases_held),
     ("requests_placed", "Placed by this router and not finished.", lambda w: w.requests_placed),
     ("heartbeat_age_seconds", "Since the worker was last heard.", lambda w: w.heartbeat_age_s),
+    ("engine_stalled_seconds", "Without a step of its engine while work waits.", lambda w: w.engine_stalled_s),
+    ("numerical_errors", "Sequences whose logits were not finite numbers, since its start.", lambda w: w.numerical_errors),
     ("loop_lag_ms", "How late the worker's loop runs.", lambda w: w.loop_lag_ms),
 )
 

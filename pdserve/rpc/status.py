@@ -47,6 +47,8 @@ TABLE: Final[dict[ErrorCode, StatusRow]] = {
     ErrorCode.INCOMPATIBLE_PEER: StatusRow(_G.FAILED_PRECONDITION, 500, "server_error", True, False),
     ErrorCode.INTERNAL_BUG: StatusRow(_G.INTERNAL, 500, "server_error", False, False),
     ErrorCode.UNKNOWN_WORKER: StatusRow(_G.NOT_FOUND, 404, "invalid_request_error", False, False),
+    ErrorCode.NUMERICAL_ERROR: StatusRow(_G.INTERNAL, 500, "server_error", True, False),
+    ErrorCode.WORKER_ID_TAKEN: StatusRow(_G.ALREADY_EXISTS, 409, "server_error", False, False),
 }
 
 _INVALID: Final = {
@@ -62,6 +64,8 @@ _PLAIN: Final[dict[ErrorCode, type[PdserveError]]] = {
         errors.ReplicaLost,
         errors.Unavailable,
         errors.IncompatiblePeer,
+        errors.WorkerIdTaken,
+        errors.NumericalError,
         errors.InternalBug,
     )
 }

@@ -30,6 +30,9 @@ MAX_STANDING: Final = 24
 _STANDING: Final = (
     "SimWorker.run",
     "Member.drained",
+    "Member.broken",
+    "Member._engine_stuck",
+    "Member._transfer_unhealthy",
     "Event.wait",
     "Link.run",
     "Link._read",

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from pdserve.core.batch import Sampled, SequenceSlice, StepPlan
+from pdserve.core.batch import NO_TOKEN, Sampled, SequenceSlice, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import BlockId
 from pdserve.engine.scheduler import Scheduler
@@ -31,6 +31,8 @@ class SimKv:
 
     def __init__(self, num_blocks: int, rng: random.Random, *, poison: bool) -> None:
         self.blocks = [[rng.getrandbits(40) for _ in range(BLOCK_SIZE)] for _ in range(num_blocks)]
+        self.no_numbers = False
+        """The logits of every step are none."""
         self._rng = rng
         self._poison = poison
 
@@ -56,6 +58,8 @@ class SimKv:
             position += 1
         if piece.sample is None:
             return None
+        if self.no_numbers:
+            return NO_TOKEN, None
         used = -(-position // BLOCK_SIZE)
         tags = [tag for block in table[:used] for tag in blocks[block]][:position]
         sample = piece.sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -19,9 +19,12 @@ class FaultKind(Enum):
     STALL = "stall"  # the whole process
     STALL_LOOP = "stall_loop"
     STALL_ENGINE = "stall_engine"
+    HANG_ENGINE = "hang_engine"  # for good: only the worker itself can end it
+    NO_NUMBERS = "no_numbers"  # for `lasts_s` the target's logits are none
     CUT = "cut"  # both ways between `target` and `other`
     CUT_ONE_WAY = "cut_one_way"  # from `target` to `other`
     RESET = "reset"  # connections break, nobody dies; `target` is not used
+    DUPLICATE = "duplicate"  # for `lasts_s` a second process runs under the target's worker_id
     DRAIN = "drain"  # the worker ends when it is empty, and is restarted; `other` is who asks for it, if not a signal
 
 
@@ -80,6 +83,34 @@ def draw_plan(rng: random.Random, *, until_s: float) -> FaultPlan:
     skew = rng.choice((0.0, 0.0, 0.05, 0.4))
     rates = {name: 1.0 + rng.uniform(-skew, skew) for name in ALL}
     return FaultPlan(faults, weather, reads, rates, until_s)
+
+
+def with_lost_numbers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """In a third of the plans, for a few steps or for a while."""
+    count = rng.choice((0, 0, 0, 0, 1, 3))
+    faults = [
+        Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.NO_NUMBERS, rng.choice(WORKERS), rng.choice((0.02, 0.3, 2.0)))
+        for _ in range(count)
+    ]
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def with_duplicates(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """In a third of the plans, processes that were started with an id that is in use."""
+    count = rng.choice((0, 0, 0, 0, 1, 2))
+    faults = []
+    for _ in range(count):
+        at_s = rng.uniform(0.1, plan.until_s * 0.6)
+        lasts_s = min(rng.choice((0.3, 2.0, 6.0)), plan.until_s - at_s)
+        faults.append(Fault(at_s, FaultKind.DUPLICATE, rng.choice(WORKERS), lasts_s))
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def with_hung_engines(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """In a third of the plans."""
+    count = rng.choice((0, 0, 0, 0, 1, 2))
+    faults = [Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.HANG_ENGINE, rng.choice(WORKERS)) for _ in range(count)]
+    return replace(plan, faults=(*plan.faults, *faults))
 
 
 def _fault(rng: random.Random, until_s: float) -> Fault:

@@ -21,6 +21,8 @@ class Process:
         """What the rest of the world does when this process dies, in order."""
         self.disturbed = False
         """Was killed or stopped."""
+        self.hung = False
+        """Its engine is."""
         self._stops = 0
 
     @property
@@ -55,6 +57,10 @@ class Process:
         self.engine_loop.frozen = True
         Waker(self.timeline).post(stop_s, self._thaw_engine)
 
+    def hang_engine(self) -> None:
+        """A device that never answers again."""
+        self.engine_loop.frozen = self.hung = True
+
     def stop_loop(self, stop_s: float) -> None:
         """The loop thread does not get to run; reads and the engine go on without anybody who renews a lease."""
         self.disturbed = True
@@ -65,14 +71,15 @@ class Process:
         self._stops -= 1
         if self._stops == 0:
             for thread in self.threads:
-                thread.thaw()
+                if thread is not self.engine_loop or not self.hung:
+                    thread.thaw()
 
     def _thaw_loop(self) -> None:
         if self._stops == 0:
             self.loop.thaw()
 
     def _thaw_engine(self) -> None:
-        if self._stops == 0:
+        if self._stops == 0 and not self.hung:
             self.engine_loop.thaw()
 
 

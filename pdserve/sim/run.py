@@ -13,7 +13,7 @@ from typing import Final
 from pdserve.core.sampling import Placement
 from pdserve.sim.checkers import SLACK_S, check_outcome, leftover_tasks, leftovers
 from pdserve.sim.client import CALM_DEADLINE_S, Ask, draw_ask
-from pdserve.sim.faults import Fault, FaultKind, FaultPlan, draw_plan
+from pdserve.sim.faults import Fault, FaultKind, FaultPlan, draw_plan, with_duplicates, with_hung_engines, with_lost_numbers
 from pdserve.sim.network import Weather
 from pdserve.sim.oracle import VOCAB_SIZE
 from pdserve.sim.tap import Census
@@ -49,7 +49,9 @@ class RunReport:
 def run_seed(seed: int) -> RunReport:
     """A run whose workload, cluster and faults all come from the seed."""
     rng = random.Random(f"{seed} plan")
-    plan = draw_plan(rng, until_s=FAULTS_S)
+    plan = with_duplicates(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} duplicates"))
+    plan = with_hung_engines(plan, random.Random(f"{seed} hung"))
+    plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
     shape = _with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
     shape = _with_kv_dtypes(shape, *random.Random(f"{seed} dtypes").choice(KV_DTYPES))
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
@@ -154,6 +156,10 @@ def _deadline_s(world: World, ask: Ask) -> float:
 
 
 def _settle(world: World, report: RunReport) -> None:
+    """An engine that hangs while nothing is asked of it is not noticed before something is: that one is ended here."""
+    for process in list(world.processes.values()):
+        if process.hung:
+            process.kill()
     quiet = world.timeline.run(
         lambda: world.everybody_up() and not leftovers(world) and _all_pairs_usable(world),
         until_s=world.timeline.now_s + SETTLE_S,

@@ -33,7 +33,8 @@ LAYOUT: Final = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BL
 HEARTBEAT_S: Final = 0.5
 LOST_S: Final = 2.5
 ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
-STUCK_S: Final = 8.0
+STUCK_S: Final = 8.0  # a read
+STEP_TIMEOUT_S: Final = 3.0  # a step takes 20 ms at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,11 @@ class SimWorker:
         *,
         poison: bool,
         check_steps: bool,
+        worker_id: str = "",
     ) -> None:
+        """`worker_id`: the process' name, unless it has another's."""
         self.process = process
+        self.worker_id = worker_id or process.name
         self.shape = shape
         self.incarnation = Incarnation(rng.getrandbits(64))
         self.server = FakeServer()
@@ -85,7 +89,14 @@ class SimWorker:
         self.staging = make_staging(process, self.transfer, self.kv, rng, poison=poison)
         self._network = network
         self._config = self._make_config()
-        self.member = Member(self._config, ROLES[process.role], self.engine.snapshot(), open_channel=self._open_channel)
+        self.member = Member(
+            self._config,
+            ROLES[process.role],
+            self.engine.snapshot(),
+            self.engine.submit,
+            step_timeout_s=STEP_TIMEOUT_S,
+            open_channel=self._open_channel,
+        )
         network.servers[self.address] = (process, self.server)
         pools.by_incarnation[self.incarnation] = (process, self.kv)
 
@@ -97,7 +108,7 @@ class SimWorker:
         host = self._make_host(await self.transfer.start())
         self.member.start(host, PrefillRole if self.process.role == "prefill" else DecodeRole)
         assert self.member.role is not None
-        jobs = [self.member.link.run(), self.member.drained(), self.transfer.unhealthy.wait()]
+        jobs = [self.member.link.run(), self.member.drained(), self.member.broken()]
         tasks = [asyncio.create_task(cast(Any, job)) for job in jobs]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -124,7 +135,7 @@ class SimWorker:
             agent_metadata=agent_metadata,
             address=self.address,
             server=cast(Any, self.server),
-            submit=self.engine.submit,
+            submit=self.member.submit,
             send=self.member.link.send,
             open_channel=self._open_channel,
             staging=self.staging,
@@ -133,7 +144,7 @@ class SimWorker:
     def _make_config(self) -> WorkerConfig:
         shape = self.shape
         return WorkerConfig(
-            self.process.name,
+            self.worker_id,
             "router:1",
             EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=shape.max_num_seqs, max_model_len=MAX_MODEL_LEN),
             shape.lease,

@@ -89,19 +89,22 @@ class World:
             self.router = SimRouter(process, self.network, rng, self.shape.router)
             self._spawn(process, self.router.run())
         else:
-            shape = self.shape.prefill if role == "prefill" else self.shape.decode
-            worker = SimWorker(
-                process,
-                shape,
-                self.network,
-                self.pools,
-                rng,
-                self.reached,
-                poison=self.shape.poison,
-                check_steps=self.shape.check_steps,
-            )
-            self.workers[name] = worker
-            self._spawn(process, worker.run(process.kill))
+            self.workers[name] = self._start_worker(process, name, rng)
+
+    def _start_worker(self, process: Process, worker_id: str, rng: random.Random) -> SimWorker:
+        worker = SimWorker(
+            process,
+            self.shape.prefill if process.role == "prefill" else self.shape.decode,
+            self.network,
+            self.pools,
+            rng,
+            self.reached,
+            poison=self.shape.poison,
+            check_steps=self.shape.check_steps,
+            worker_id=worker_id,
+        )
+        self._spawn(process, worker.run(process.kill))
+        return worker
 
     def _died(self, process: Process) -> None:
         """Started again after a while, under the same name and address."""
@@ -147,6 +150,12 @@ class World:
                 process.stop_loop(fault.lasts_s)
             case FaultKind.STALL_ENGINE:
                 process.stop_engine(fault.lasts_s)
+            case FaultKind.HANG_ENGINE:
+                process.hang_engine()
+            case FaultKind.NO_NUMBERS:
+                kv = self.workers[fault.target].kv
+                kv.no_numbers = True
+                self._world.post(fault.lasts_s, setattr, kv, "no_numbers", False)
             case FaultKind.CUT:
                 self._cut(fault, both=True)
             case FaultKind.CUT_ONE_WAY:
@@ -154,8 +163,19 @@ class World:
             case FaultKind.RESET:
                 for break_off in list(self.network.breaking.values()):
                     break_off()
+            case FaultKind.DUPLICATE:
+                self._duplicate(fault)
             case FaultKind.DRAIN:
                 self._drain(fault)
+
+    def _duplicate(self, fault: Fault) -> None:
+        """A process at an address of its own; nobody starts it again."""
+        self._incarnations += 1
+        name = f"{fault.target}-duplicate{self._incarnations}"
+        process = Process(self.timeline, name, self.processes[fault.target].role)
+        self._graveyard.append(process)
+        self._start_worker(process, fault.target, self._rng(name))
+        self._world.post(fault.lasts_s, process.kill)
 
     def _drain(self, fault: Fault) -> None:
         """By a signal to the worker, or asked for at the router."""

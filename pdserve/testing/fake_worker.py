@@ -90,6 +90,7 @@ class FakeWorker:
     kv_bytes_per_token: int = 1024
     vocab_size: int = 256
     incarnation: int = 1
+    step_timeout_s: float = 0.0
     heartbeat_interval_s: float = 1.0
     token_interval_s: float = 0.0  # pause after each step of all sequences
     eos_after: int | None = None  # the token of this count is an end of sequence
@@ -99,6 +100,7 @@ class FakeWorker:
     refuse_binds: int = 0  # so many of the next binds get NoRoom
     fail_next: common_pb2.ErrorReason | None = None  # the next command fails with this reason
     silent: bool = False  # no heartbeats any more
+    engine_stalled_s: float = 0.0  # what it says of its engine
     draining: bool = False  # says so in its heartbeats and refuses new work; Drain sets it
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: no tokens, no commits
 
@@ -191,6 +193,7 @@ class FakeWorker:
             dtype=self.dtype,
             kv_bytes_per_token=self.kv_bytes_per_token,
             pid=1,
+            step_timeout_s=self.step_timeout_s,
         )
 
     def _send(self, **body: Any) -> None:
@@ -218,7 +221,12 @@ class FakeWorker:
     def heartbeat(self) -> link_pb2.Heartbeat:
         held = sum(self._blocks(s) for s in self._sequences.values())
         counts = common_pb2.BlockCounts(total=self.num_blocks, free=self.num_blocks - held, held=held)
-        return link_pb2.Heartbeat(blocks=counts, running_sequences=len(self._sequences), draining=self.draining)
+        return link_pb2.Heartbeat(
+            blocks=counts,
+            running_sequences=len(self._sequences),
+            draining=self.draining,
+            engine_stalled_s=self.engine_stalled_s,
+        )
 
     def _blocks(self, sequence: _Sequence) -> int:
         growth = 0 if self.role == PREFILL else sequence.sampling.max_tokens - sequence.resumed

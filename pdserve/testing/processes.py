@@ -31,6 +31,8 @@ STOP_TIMEOUT_S: Final = 15.0
 HEAL_TIMEOUT_S: Final = 90.0  # four workers that import torch at once on two cores that do other work as well
 FRESH_S: Final = 2.0  # a heartbeat older than this is of a worker that stands still: the default interval is 1 s
 
+MODULE: Final = "PDSERVE_TESTING_MODULE"
+
 State = inference_pb2.GetClusterStateResponse
 
 
@@ -40,6 +42,7 @@ class Place:
 
     command: tuple[str, ...] = ()  # stands before the member's own, and becomes it: ("ip", "netns", "exec", NAME)
     env: Mapping[str, str] = field(default_factory=dict)
+    module: str = ""  # stands for the role's own, which it gets as `MODULE` in its environment and must run
     worker: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -173,7 +176,7 @@ class ProcessCluster:
         self._router = replace(router or RouterConfig(), http_port=0, grpc_port=0, link_port=0)
         self._worker = worker or {}
         self._env = env or {}
-        self._places = places or {}
+        self._places = dict(places or {})
         self._token = secrets.token_hex(16)
 
     @property
@@ -237,6 +240,10 @@ class ProcessCluster:
             self.processes[name].wait_ready()
         return self.processes[name]
 
+    def move(self, name: str, place: Place) -> None:
+        """From its next start on the member runs there."""
+        self._places[name] = place
+
     def start(self, name: str, *, wait: bool = True) -> Process:
         """Any member, by its name: a new process that takes the place of one that has ended."""
         if name in self.processes:
@@ -261,7 +268,8 @@ class ProcessCluster:
 
     def _spawn(self, module: str, config: Any, name: str, env: Mapping[str, str]) -> None:
         place = self._places.get(name, Place())
-        self.processes[name] = Process(module, config, self.folder, name, {**env, **place.env}, place.command)
+        environment = {**env, **place.env, MODULE: module}
+        self.processes[name] = Process(place.module or module, config, self.folder, name, environment, place.command)
 
     def logs(self) -> str:
         return "\n".join(f"--- {name}\n{process.log()[-3000:]}" for name, process in list(self.processes.items()))

@@ -6,7 +6,7 @@ the model between, a simulation with virtual time between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Final
 
 from pdserve.core.batch import Sampled, StepPlan
@@ -36,14 +36,17 @@ class EngineSteps:
         self._scheduler = scheduler
         self._pool = pool
         self._unchecked = 0
+        self._commands_taken = 0
+        self._numerical_errors = 0
 
     @property
     def has_work(self) -> bool:
         """False: only a command can change anything, so wait for one."""
         return self._scheduler.has_work
 
-    def begin(self, commands: Iterable[Command]) -> tuple[StepPlan, StepEvents | None]:
+    def begin(self, commands: Collection[Command]) -> tuple[StepPlan, StepEvents | None]:
         """The next step, and what the loop should know before it is computed. An empty plan has no `finish`."""
+        self._commands_taken += len(commands)
         reserved = tuple([result for command in commands if (result := self._apply(command)) is not None])
         plan = self._scheduler.plan()
         lent = tuple([Lent(seq_id, block_ids) for seq_id, block_ids in self._scheduler.take_admitted()])
@@ -56,10 +59,12 @@ class EngineSteps:
     def finish(self, sampled: list[Sampled]) -> StepEvents:
         outcome = self._scheduler.collect(sampled)
         self._unchecked += 1
+        self._numerical_errors += len(outcome.failed)
         return StepEvents(
             advanced=outcome.advanced,
             tokens=outcome.tokens,
             preempted=outcome.preempted,
+            failed=outcome.failed,
             snapshot=self._snapshot(),
         )
 
@@ -99,4 +104,7 @@ class EngineSteps:
             scheduler.queued_tokens,
             scheduler.prefix.queried,
             scheduler.prefix.hit,
+            self._commands_taken,
+            self._numerical_errors,
+            scheduler.has_work,
         )

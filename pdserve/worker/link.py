@@ -100,7 +100,8 @@ class Link:
                 await self._serve_once()
             except (grpc.aio.AioRpcError, ConnectionError, ReplicaLost) as exc:
                 reason = exc.details() if isinstance(exc, grpc.aio.AioRpcError) else str(exc)
-                log.warning("link to router %s lost: %s", self._router_address, reason)
+                event = "lost" if self.connected.is_set() else "not made"
+                log.warning("link to router %s %s: %s", self._router_address, event, reason)
             if self.connected.is_set():
                 pause_s = REDIAL_FIRST_S
                 self.connected.clear()

@@ -15,9 +15,10 @@ import grpc
 from pdserve.config import WorkerConfig
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import common_pb2, link_pb2
+from pdserve.worker.engine_watch import LOOK_S, EngineWatch
 from pdserve.worker.host import Host, Role, RoleFactory
 from pdserve.worker.link import Link
-from pdserve.worker.messages import EngineSnapshot, StepEvents
+from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,9 @@ class Member:
         config: WorkerConfig,
         role_number: common_pb2.Role,
         snapshot: EngineSnapshot,
+        submit: Callable[[Command], None],
         *,
+        step_timeout_s: float,
         pid: int = 0,
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
@@ -41,6 +44,8 @@ class Member:
         self._config = config
         self._role_number = role_number
         self._snapshot = snapshot
+        self._submit = submit
+        self._watch = EngineWatch(step_timeout_s)
         self._pid = pid
         self._host: Host | None = None
         self._drain_asked = asyncio.Event()
@@ -60,7 +65,13 @@ class Member:
         self._host = host
         self.role = make_role(host)
 
+    def submit(self, command: Command) -> None:
+        """To the engine. Raises `Overloaded` when it takes no commands."""
+        self._submit(command)
+        self._watch.submitted()
+
     def on_step(self, events: StepEvents) -> None:
+        self._watch.heard(events)
         if events.snapshot is not None:
             self._snapshot = events.snapshot
         if self.role is not None:
@@ -86,6 +97,38 @@ class Member:
             await asyncio.sleep(DRAIN_LOOK_S)
         await self.link.settle()
         log.info("%s has drained", self._config.worker_id)
+
+    async def broken(self) -> str:
+        """Returns why, once a part that the worker cannot do without is stuck, and the router has been told of it.
+
+        The process must end then: no thread can be stopped from outside, and what a stuck one still writes is unknown.
+        """
+        watches = [asyncio.create_task(watch) for watch in (self._engine_stuck(), self._transfer_unhealthy())]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            reason = done.pop().result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+        log.error("%s is lost: %s", self._config.worker_id, reason)
+        self.link.send(link_pb2.WorkerMessage(worker_lost=link_pb2.WorkerLost(message=reason)))
+        await self.link.settle()
+        return reason
+
+    async def _engine_stuck(self) -> str:
+        loop = asyncio.get_running_loop()
+        looked_s = loop.time()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            last_s, looked_s = looked_s, loop.time()
+            if self._watch.look(looked_s - last_s):
+                return self._watch.reason
+
+    async def _transfer_unhealthy(self) -> str:
+        transfer = self._started()[0].transfer
+        await transfer.unhealthy.wait()
+        return transfer.unhealthy_reason
 
     @property
     def empty(self) -> bool:
@@ -120,6 +163,7 @@ class Member:
             dtype=layout.dtype,
             kv_bytes_per_token=layout.bytes_per_token,
             pid=self._pid,
+            step_timeout_s=self._watch.timeout_s,
         )
 
     def _heartbeat(self) -> link_pb2.Heartbeat:
@@ -143,4 +187,6 @@ class Member:
             draining=host.draining,
             prefix_queried_tokens=snapshot.prefix_queried_tokens,
             prefix_hit_tokens=snapshot.prefix_hit_tokens,
+            engine_stalled_s=self._watch.stalled_s,
+            numerical_errors=snapshot.numerical_errors,
         )

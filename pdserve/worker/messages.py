@@ -95,6 +95,12 @@ class EngineSnapshot(NamedTuple):
     queued_tokens: int
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    commands_taken: int = 0
+    """Of all that were submitted since the start."""
+    numerical_errors: int = 0
+    """Sequences that failed for want of numbers, since the start."""
+    has_work: bool = False
+    """It goes on without a further command."""
 
 
 class StepEvents(NamedTuple):
@@ -106,4 +112,6 @@ class StepEvents(NamedTuple):
     """Of lent sequences whose prompt is not finished."""
     tokens: tuple[OutputToken, ...] = ()
     preempted: tuple[SeqId, ...] = ()
+    failed: tuple[SeqId, ...] = ()
+    """Their logits were not finite numbers; the engine has forgotten them."""
     snapshot: EngineSnapshot | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import InvalidRequest, NumericalError, PdserveError
 from pdserve.core.ids import Handle
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc import codec
@@ -32,6 +32,10 @@ def read_request(command: Prefill | Bind, host: Host) -> tuple[tuple[int, ...], 
             f"{command.resumed} of {len(prompt)} ids cannot be output of a request of {params.max_tokens}", field="resumed"
         )
     return prompt, params
+
+
+def no_numbers(host: Host) -> NumericalError:
+    return NumericalError(f"the logits of a step were not finite numbers on worker {host.config.worker_id}")
 
 
 def failed(handle: Handle, error: PdserveError) -> link_pb2.WorkerMessage:

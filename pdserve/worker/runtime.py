@@ -29,7 +29,7 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig, WorkerConfig
 from pdserve.core.blocks import BlockPool
-from pdserve.core.errors import ConfigError, InternalBug
+from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.memory_host import resident_bytes
@@ -40,6 +40,7 @@ from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
+from pdserve.worker.engine_watch import step_timeout_s
 from pdserve.worker.host import Host, RoleFactory, close_role, region_of
 from pdserve.worker.kv_staging import StagedKv, most_staged_bytes
 from pdserve.worker.mailbox import Mailbox
@@ -78,6 +79,7 @@ class RunningWorker:
         self.computes = ""
         """How steps are computed, in words; known once it has started."""
         self._step_bytes = 0
+        self._step_timeout_s = config.engine.step_timeout_s
         self.load_s = 0.0
 
     def start(self) -> RunningWorker:
@@ -109,11 +111,12 @@ class RunningWorker:
         self.load_s = time.monotonic() - began_s
         self.computes = self._runner.describe()
         log.info(
-            "%s ready at %s in %.1f s; %s; memory: %s",
+            "%s ready at %s in %.1f s; %s; a step may take %.0f s; memory: %s",
             self._config.worker_id,
             self.address,
             self.load_s,
             self.computes,
+            self._step_timeout_s,
             self.memory,
         )
         return self
@@ -180,7 +183,9 @@ class RunningWorker:
         check_before_loading(self._card, engine)
         later = self._converts(engine)
         runner = ModelRunner.load(directory, self._card, engine, later=later)
-        self._step_bytes = settle(runner, engine, later=later)
+        settled = settle(runner, engine, later=later)
+        self._step_bytes = settled.step_bytes
+        self._step_timeout_s = step_timeout_s(engine.step_timeout_s, settled.slowest_s)
         pool = BlockPool(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
@@ -237,7 +242,14 @@ class RunningWorker:
         try:
             agent_metadata = await transfer.start()
             self.address = self._bind(server)
-            member = Member(config, self._role_number, self._first_snapshot, pid=os.getpid())
+            member = Member(
+                config,
+                self._role_number,
+                self._first_snapshot,
+                self._engine.submit,
+                step_timeout_s=self._step_timeout_s,
+                pid=os.getpid(),
+            )
             host = Host(
                 config=config,
                 card=self._card,
@@ -250,14 +262,14 @@ class RunningWorker:
                 agent_metadata=agent_metadata,
                 address=self.address,
                 server=server,
-                submit=self._engine.submit,
+                submit=member.submit,
                 send=member.link.send,
                 staging=staging,
             )
             member.start(host, self._make_role)
             self._member = member
             self._events.attach()
-            await self._run_services(server, member, transfer)
+            await self._run_services(server, member)
         finally:
             self._events.detach()
             if self._member is not None and self._member.role is not None:
@@ -266,7 +278,7 @@ class RunningWorker:
             await transfer.close()
             staging.close()
 
-    async def _run_services(self, server: grpc.aio.Server, member: Member, transfer: TransferThread) -> None:
+    async def _run_services(self, server: grpc.aio.Server, member: Member) -> None:
         """Until a stop is asked for, or a part that the worker cannot do without ends."""
         assert self._stop_requested is not None
         servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
@@ -276,20 +288,22 @@ class RunningWorker:
         tasks = [
             asyncio.create_task(member.link.run(), name="link"),
             asyncio.create_task(_watch_lag(member), name="lag"),
-            asyncio.create_task(transfer.unhealthy.wait(), name="transfer"),
         ]
+        broken = asyncio.create_task(member.broken(), name="watch")
         drained = asyncio.create_task(member.drained(), name="drain")
         stop = asyncio.create_task(self._stop_requested.wait())
         self._started.set_result(None)
         try:
-            done, _ = await asyncio.wait([*tasks, stop, drained], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([*tasks, broken, stop, drained], return_when=asyncio.FIRST_COMPLETED)
+            if broken in done:
+                raise ReplicaLost(broken.result())
             for task in done - {stop, drained}:
                 task.result()  # raises what ended it
-                raise InternalBug(f"{task.get_name()} ended: {transfer.unhealthy_reason}")
+                raise InternalBug(f"{task.get_name()} ended")
         finally:
-            for task in [*tasks, stop, drained]:
+            for task in [*tasks, broken, stop, drained]:
                 task.cancel()
-            await asyncio.gather(*tasks, stop, drained, return_exceptions=True)
+            await asyncio.gather(*tasks, broken, stop, drained, return_exceptions=True)
 
     def _bind(self, server: grpc.aio.Server) -> str:
         """Raises `ConfigError` naming the settings."""

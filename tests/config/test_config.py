@@ -41,6 +41,7 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
     [
         ("engine.blok_size=1", "unknown setting engine.blok_size; known here: .*block_size"),
         ("engine.block_size=0", "engine.block_size must be at least 1, got 0"),
+        ("engine.step_timeout_s=0", "engine.step_timeout_s must be positive, got 0"),
         ("engine.block_size=true", "engine.block_size must be int, got True"),
         ("engine.kv_cache_memory=3 parsecs", "engine.kv_cache_memory: '3 parsecs' is not a size"),
         ("engine.dtype=int3", "engine.dtype must be one of auto"),

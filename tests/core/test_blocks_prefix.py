@@ -99,6 +99,20 @@ def test_a_hit_that_another_sequence_drops_stays_with_the_inbound_and_then_with_
     assert len(pool.lookup((A, B))) == 2
 
 
+def test_withdrawn_blocks_are_found_by_nobody_and_stay_with_who_holds_them():
+    pool = with_prefix(5, A, B)
+    pool.reserve(sequence(1), 3, (A, B))
+    pool.reserve(inbound(2), 3, (A, B))
+    pool.withdraw(sequence(1))
+    pool.check_invariants()
+    assert pool.lookup((A, B)) == ()
+    pool.drop(sequence(1))
+    assert (pool.counts().held, pool.counts().cached) == (3, 0)
+    pool.quarantine(SeqId(2))
+    assert (pool.counts().quarantined, pool.num_free) == (1, 4), "no read was asked to write its hits, published or not"
+    pool.check_invariants()
+
+
 def test_blocks_that_a_read_may_write_cannot_be_published():
     pool = BlockPool(2)
     pool.allocate(inbound(1), 2)
@@ -210,6 +224,15 @@ class PrefixMachine(RuleBasedStateMachine):
                 self.content[self.held[holder][position]] = name
                 if publish:
                     self.pool.publish(holder, position, BlockHash(name))
+
+    @rule(i=st.integers(0, 9))
+    def withdraw(self, i):
+        """What it holds may be wrong: from now on nobody may get any of it as a hit, as long as it is not published anew."""
+        if holder := self.pick(HolderKind.SEQUENCE, i):
+            self.pool.withdraw(holder)
+            names = self.prompts[holder.seq_id]
+            found = self.pool.lookup([BlockHash(name) for name in names])
+            assert not set(found) & set(self.held[holder])
 
     @rule(i=st.integers(0, 9))
     def lend(self, i):

@@ -202,7 +202,7 @@ def test_settling_on_a_gpu_refuses_a_set_pool_without_room_for_staging_and_the_m
         with pytest.raises(ConfigError, match="lower kv_cache_memory"):
             settle_on(device, runner, config, later=later)
     else:
-        assert settle_on(device, runner, config, later=later) == step
+        assert settle_on(device, runner, config, later=later).step_bytes == step
     assert not runner.kv.blocks.any()
     settle_on(device, runner, EngineConfig(), later=later)  # one that was measured has been sized for it
 

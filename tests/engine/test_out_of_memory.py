@@ -29,7 +29,7 @@ config = EngineConfig(
     dtype=sys.argv[1], kv_cache_dtype=sys.argv[2], kv_cache_memory=16 * MIB, device="cpu", threads=2, max_num_seqs=8
 )
 runner = ModelRunner.load(directory, ModelCard.load(directory), config)
-step = settle(runner, config)
+step = settle(runner, config).step_bytes
 kept = sys.argv[1] == "bfloat16"  # by the compiled code; torch gives all back
 wide = largest_steps(StepLimits(64, 16, 64, 60_000, 1000), gathered=0, decode_batches=())[0]
 

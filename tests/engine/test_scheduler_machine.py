@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdserve.core.batch import Sampled, StepPlan
+from pdserve.core.batch import NO_TOKEN, Sampled, StepPlan
 from pdserve.core.blocks import BlockPool, Reservation
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
@@ -21,6 +21,8 @@ from pdserve.engine.sequence import SequenceKind
 
 BLOCKS, BLOCK, EOS, VOCAB = 10, 4, 3, 23
 LIMIT = BLOCKS * BLOCK
+FAILS_EVERY = 29
+"""Of so many rows, one has logits that are no numbers."""
 
 
 def model(tokens: tuple[int, ...]) -> int:
@@ -67,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.leases: list[SeqId] = []
         self.quarantined: list[tuple[SeqId, Reservation]] = []
         self.finished: list[SeqId] = []
+        self.steps = 0
 
     def ask(self, prompt: tuple[int, ...], length: int, kind: SequenceKind) -> tuple[SeqId, SamplingParams]:
         seq_id, params = SeqId(len(self.asked)), SamplingParams(max_tokens=length)
@@ -142,7 +145,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert had_work
         assert plan.num_tokens <= self.budget
-        outcome = self.scheduler.collect(self.execute(plan))
+        sampled = self.execute(plan)
+        for i in [i for i in range(len(sampled)) if (self.steps + i) % FAILS_EVERY == 0]:
+            sampled[i] = (NO_TOKEN, None)
+        self.steps += 1
+        outcome = self.scheduler.collect(sampled)
+        for seq_id in outcome.failed:
+            del self.outputs[seq_id]
         for token in outcome.tokens:
             output = self.outputs[token.seq_id]
             assert token.output_index == len(output)

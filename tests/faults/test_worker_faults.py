@@ -1,15 +1,20 @@
-"""Workers that die or stand still under load: every request ends with the tokens of an undisturbed run."""
+"""Workers that die, stand still or hang under load: every request ends with the tokens of an undisturbed run."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
-from fault_service import BOUND_S, LOST_S, Phase, Service, assert_all_equal, wait_phase
+from fault_service import BOUND_S, LOST_S, Phase, Service, assert_all_equal, tiny, wait_phase
 
 from pdserve.testing.faults import Fault, strike
 from pdserve.testing.load import Load
-from pdserve.testing.processes import State
+from pdserve.testing.processes import Place, State
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+STEP_TIMEOUT_S = 3.0  # instead of 60; a step of the tiny model takes milliseconds
+HANGING = Place(module="pdserve.testing.hanging_worker", worker={"engine": tiny(step_timeout_s=STEP_TIMEOUT_S)})
 
 
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.value)
@@ -47,3 +52,29 @@ def test_a_worker_that_stood_still_drops_its_work_and_joins_again(service: Servi
 
 def placed_on(state: State, worker_id: str) -> bool:
     return any(w.worker_id == worker_id and w.ready for w in state.workers)
+
+
+@pytest.fixture(params=["decode-0", "prefill-0"])
+def hanging(request: pytest.FixtureRequest, service: Service) -> str:
+    """Its process hangs when it gets SIGUSR1; the one that follows it is an ordinary one."""
+    name = request.param
+    service.cluster.move(name, HANGING)
+    service.cluster.start(name)
+    service.cluster.move(name, Place())
+    service.cluster.wait_whole()
+    return str(name)
+
+
+def test_no_client_sees_an_engine_that_hangs(service: Service, hanging: str) -> None:
+    """(1) 24 requests; (2) one engine hangs in the middle of them; (3) its worker says so and ends with a failure's status,
+    so that whoever started it starts another; (4) all requests end as undisturbed; (5) it heals."""
+    cluster = service.cluster
+    process = cluster.processes[hanging]
+    with Load(cluster.grpc, service.load) as load:
+        wait_phase(cluster, load, Phase.DECODING if hanging.startswith("decode") else Phase.PREFILL)
+        process.send(signal.SIGUSR1)
+        assert_all_equal(load.finish(), service.expected)
+    assert process.popen.wait(BOUND_S) == 1
+    assert f"{hanging} is lost: the engine has made no step for" in process.log()
+    assert f"{hanging} gave itself up: the engine has made no step for" in cluster.processes["router"].log()
+    service.assert_healed()

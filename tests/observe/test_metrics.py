@@ -19,7 +19,7 @@ RECORD = RequestRecord(
 WORKER = WorkerSnapshot(
     worker_id="d", role="decode", incarnation=1, address="h:1", ready=False, blocks=BlockCounts(10, 4, 1, 3, 0),
     queued_requests=0, queued_tokens=0, running_sequences=2, leases_held=1, heartbeat_age_s=0.1, requests_placed=3,
-    loop_lag_ms=0.0, pid=1, draining=True,
+    loop_lag_ms=0.0, pid=1, draining=True, engine_stalled_s=7.5, numerical_errors=3,
 )  # fmt: skip
 EMPTY = ClusterSnapshot(1, 0, 0, ())
 
@@ -46,5 +46,7 @@ def test_the_cluster_shows_pairs_set_aside_draining_workers_and_lost_blocks() ->
     metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(WORKER,), set_aside=(pair,)))
     assert values(metrics, "pdserve_pairs_set_aside") == {(): 1.0}
     assert values(metrics, "pdserve_worker_draining") == {("decode", "d"): 1.0}
+    assert values(metrics, "pdserve_worker_engine_stalled_seconds") == {("decode", "d"): 7.5}
+    assert values(metrics, "pdserve_worker_numerical_errors") == {("decode", "d"): 3.0}
     assert values(metrics, "pdserve_worker_blocks")[("decode", "unaccounted", "d")] == 2.0
     assert values(Metrics(lambda: EMPTY), "pdserve_pairs_set_aside") == {(): 0.0}

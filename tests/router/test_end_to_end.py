@@ -415,7 +415,7 @@ def test_a_worker_that_dials_again_replaces_its_old_link_and_goes_on_with_its_re
             old = cluster.decode
             call = await started(cluster)
             cluster.workers.remove(old)
-            again = cluster.worker(DECODE, worker_id=old.worker_id, incarnation=2)
+            again = cluster.worker(DECODE, worker_id=old.worker_id, incarnation=old.incarnation)
             async with again:
                 assert [*right_ids((1, 2, 3), 1), *await rest(call)] == right_ids((1, 2, 3), 100)
                 await old.wait_for(lambda: not old.connected)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.core.errors import LeaseGone, Overloaded, ReplicaLost, TransferFailed, Unavailable
+from pdserve.core.errors import LeaseGone, NumericalError, Overloaded, ReplicaLost, TransferFailed, Unavailable
 from pdserve.core.ids import Handle
 from pdserve.core.sampling import Placement
 from router import events as ev
@@ -477,3 +477,42 @@ def test_a_stale_handle_of_an_earlier_attempt_changes_nothing() -> None:
     for event in (ev.Reserved(decode.link, handle), ev.KvCommitted(decode.link, handle, 1, 0.1, 0.1, 0.1)):
         assert stage.tell(event) == []
     finish(stage, outcome, attempts=2, binds=2)
+
+
+def fail_for_want_of_numbers(stage: Stage) -> None:
+    peer = busy(stage, ev.Role.DECODE)
+    (handle,) = peer.jobs
+    del peer.jobs[handle]
+    stage.tell(ev.RequestFailed(peer.link, handle, NumericalError("no numbers")))
+
+
+def test_logits_that_are_no_numbers_are_computed_once_more_and_not_a_third_time() -> None:
+    """A worker's memory may be the reason, or a block that was shared; the second time it is the model or the prompt."""
+    stage = pools()
+    outcome = stage.submit("r", max_tokens=8)
+    decoding(stage)
+    fail_for_want_of_numbers(stage)
+    assert not outcome.ended
+    assert not len(stage.core.pairs), "KV came through"
+    decoding(stage)
+    emitted = list(outcome.emitted)
+    fail_for_want_of_numbers(stage)
+    assert outcome.ended == ["numerical_error"]
+    assert outcome.emitted == emitted
+    assert outcome.error is not None
+    assert "after 2 attempts (it came to the same twice): no numbers" in outcome.error.message
+    assert outcome.report is not None
+    assert outcome.report.retry_reasons == ("numerical_error",)
+    stage.run()
+    stage.assert_empty()
+
+
+def test_logits_that_are_numbers_at_the_second_try_cost_a_client_nothing() -> None:
+    stage = pools()
+    outcome = stage.submit("r", max_tokens=8)
+    decoding(stage)
+    fail_for_want_of_numbers(stage)
+    stage.run()
+    assert outcome.ended == ["done"]
+    assert outcome.emitted == list(range(8))
+    stage.assert_empty()

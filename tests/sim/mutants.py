@@ -19,6 +19,7 @@ from pdserve.core.lease import LeaseEvent, LeaseState, LeaseTable
 from pdserve.core.reader import Reader, ReaderState, SendCommit
 from pdserve.engine.scheduler import Scheduler
 from pdserve.rpc.numbering import Incoming
+from pdserve.worker.engine_watch import EngineWatch
 from pdserve.worker.output import OutputStream
 from prefill_worker.role import PrefillRole
 from router.deadlines import Deadlines
@@ -222,6 +223,11 @@ def deadlines_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Deadlines, "passed", lambda self, *, now_s: iter(()))
 
 
+def a_hung_engine_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """Its loop beats, so nobody else can."""
+    patch.setattr(EngineWatch, "look", lambda self, elapsed_s: False)
+
+
 MUTANTS: tuple[Mutant, ...] = (
     used_before_the_commit_is_answered,
     gone_is_taken_for_ok,
@@ -244,4 +250,5 @@ MUTANTS: tuple[Mutant, ...] = (
     a_replay_begins_its_text_anew,
     a_ledger_entry_is_not_returned,
     deadlines_are_forgotten,
+    a_hung_engine_is_not_noticed,
 )

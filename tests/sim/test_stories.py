@@ -8,6 +8,7 @@ from dataclasses import replace
 from pdserve.core.sampling import SamplingParams
 from pdserve.sim.checkers import check_outcome
 from pdserve.sim.client import Ask, Outcome
+from pdserve.sim.faults import Fault, FaultKind
 from pdserve.sim.oracle import TOKENIZER, answer
 from pdserve.sim.run import calm_plan, draw_asks, simulate
 from pdserve.sim.tap import Census
@@ -25,6 +26,7 @@ def test_a_worker_whose_read_never_stops_is_replaced() -> None:
     assert not report.problems
     assert census.world is not None
     assert census.world.restarts > 0, "no read was stuck"
+    assert census.sent["worker_lost", "decode"] > 0, "the router hears of it before the process ends"
 
 
 def test_a_calm_cluster_answers_everything_at_the_first_try() -> None:
@@ -33,6 +35,58 @@ def test_a_calm_cluster_answers_everything_at_the_first_try() -> None:
     assert not report.problems
     assert report.outcomes == {"ok": 24}
     assert report.attempts == 0
+
+
+def test_a_second_process_with_a_live_worker_s_id_costs_no_request_a_try() -> None:
+    """They evicted each other ten times a second, and each time all their requests started over."""
+    faults = tuple(Fault(0.2, FaultKind.DUPLICATE, name, 5.5) for name in ("decode0", "prefill1"))
+    report = simulate(
+        4, Shape(), replace(calm_plan(6.0), faults=faults), draw_asks(random.Random(4), 24, until_s=6.0, unruly=False), Census()
+    )
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert report.attempts == 0
+
+
+def test_a_worker_that_dies_and_is_back_at_once_gets_its_id_back() -> None:
+    """Before the router hears that the old connection has broken, and while another process waits for the id."""
+    faults = (
+        *(Fault(at_s, FaultKind.KILL, "decode0", 0.0005) for at_s in (1.0, 2.0, 3.0)),
+        Fault(2.5, FaultKind.DUPLICATE, "decode0", 2.0),
+        Fault(1.5, FaultKind.KILL, "prefill1", 0.0005),
+    )
+    census = Census()
+    report = simulate(
+        5, Shape(), replace(calm_plan(6.0), faults=faults), draw_asks(random.Random(5), 24, until_s=6.0, unruly=False), census
+    )
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert census.world is not None
+    assert census.world.restarts == 4
+
+
+def test_a_worker_whose_engine_hangs_is_replaced_and_its_requests_end_elsewhere() -> None:
+    """Its loop beats on, so it stayed ready and held its requests until their deadlines."""
+    faults = tuple(Fault(at_s, FaultKind.HANG_ENGINE, name) for at_s, name in ((0.6, "decode0"), (1.2, "prefill1")))
+    plan = replace(calm_plan(6.0), faults=faults)
+    asks = [replace(ask, deadline_s=60.0) for ask in draw_asks(random.Random(6), 24, until_s=2.0, unruly=False)]
+    census = Census()
+    report = simulate(6, Shape(), plan, asks, census)
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert report.attempts > 0, "nothing ran on the hung ones"
+    assert census.world is not None
+    assert census.world.restarts == 2
+    assert census.sent["worker_lost", "decode"] == census.sent["worker_lost", "prefill"] == 1
+
+
+def test_logits_that_are_no_numbers_cost_a_retry_and_no_wrong_token() -> None:
+    faults = tuple(Fault(at_s, FaultKind.NO_NUMBERS, name, 0.05) for at_s, name in ((0.6, "decode0"), (0.9, "prefill1")))
+    asks = draw_asks(random.Random(7), 24, until_s=2.0, unruly=False)
+    report = simulate(7, Shape(), replace(calm_plan(6.0), faults=faults), asks, Census())
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert report.attempts > 0, "no step was hit"
 
 
 def _outcome(ids: list[int]) -> Outcome:

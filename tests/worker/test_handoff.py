@@ -319,3 +319,25 @@ def test_losing_the_router_cancels_its_work_and_the_worker_dials_again():
             again.wait_empty()
         finally:
             worker.stop()
+
+
+def test_kv_that_is_no_number_fails_its_request_is_counted_and_is_found_by_nobody(router):
+    """(1) A request decodes. (2) The worker's whole pool is overwritten. (3) The request fails by name, and a heartbeat counts
+    it. (4) The same prompt is computed anew, though its blocks had been shared."""
+    worker = start_decode(worker_config(router, "n"))
+    try:
+        decode = router.worker("n")
+        prompt, long = prompt_of(40), replace(GREEDY, max_tokens=400)
+        whole = undisturbed(router, decode, prompt, GREEDY)
+        handle = router.bind(decode, prompt, long, local_prefill=True)
+        decode.until(lambda: decode.tokens(handle))
+        worker.kv.tensor.fill_(float("nan"))
+        failed = decode.wait("RequestFailed", handle)
+        assert failed.reason == common_pb2.ERROR_REASON_NUMERICAL_ERROR
+        assert "not finite numbers on worker n" in failed.message
+        decode.wait_empty()
+        assert decode.heartbeat.numerical_errors == 1
+        assert undisturbed(router, decode, prompt, GREEDY) == whole
+    finally:
+        worker.stop()
+    assert worker.wait(0) == 0

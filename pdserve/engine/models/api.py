@@ -19,8 +19,8 @@ class Samples(Protocol):
 class Logits:
     """Of some rows of a step, until the next one.
 
-    values: [rows, vocab] float32; best: [rows], the lowest id of each row's largest; sample: a faster way to the same
-    tokens. The last two are None where the model has nothing better than `sampler`.
+    values: [rows, vocab] float32; best: [rows], the lowest id of each row's largest, or `NO_TOKEN` (`sampler`);
+    sample: a faster way to the same tokens. The last two are None where the model has nothing better than `sampler`.
     """
 
     values: Tensor

@@ -25,7 +25,8 @@ struct PdStep {
     int64_t kv_format;                                       // 0 bfloat16, 1 float32, 2 int8, 3 fp8 E4M3, 4 int4
     const float *rope;                                       // [positions, 2, head_dim]
     float *logits;                                           // [out_rows, vocab]
-    int32_t *best;                                           // [out_rows], the lowest id of the largest logit
+    int32_t *best;                                           // [out_rows], the lowest id of the largest logit; -1 where that is
+                                                             // no finite number
 };
 
 // How to take a token from one row of logits. temperature 0: the largest; top_k 0: all. What nobody asks for is zero.
@@ -47,7 +48,7 @@ struct PdRow {
 };
 
 // PDSERVE_ABI when this CPU has what the kernels need, else 0.
-#define PDSERVE_ABI 3  // changes with this file; library.py knows the same number
+#define PDSERVE_ABI 4  // changes with this file; library.py knows the same number
 int pdserve_supported(void);
 
 // Null when memory is short. `embedding` [vocab, hidden] must outlive the model.
@@ -66,6 +67,6 @@ void pdserve_model_norm(void *model, int64_t layer, int which, const float *weig
 int pdserve_model_forward(void *model, const PdStep *step);
 
 // logits: [rows, vocab], changed where a row has biases, penalties or bans; ids: [count], one for each of `rows`, no two of
-// which name the same row. 0 when memory is short. One caller at a time.
+// which name the same row; -1 where there is no largest finite number to draw from. 0 when memory is short. One caller at a time.
 int pdserve_model_sample(void *model, int64_t threads, float *logits, const PdRow *rows, int64_t count, int32_t *ids);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <numeric>
@@ -45,16 +46,31 @@ inline float largest_of(const float* logits, long count) {
     return _mm512_reduce_max_ps(top);
 }
 
-// The lowest id of the largest logit.
+constexpr int32_t kNoToken = -1;  // NO_TOKEN of core/batch.py
+
+// The same; not a number where one of them is none. The comparison waits for no other, the maximum for the one before it.
+inline float top_of(const float* logits, long count) {
+    __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __mmask16 odd = 0;
+    for (long i = 0; i < count; i += kLanes) {
+        const __m512 x = _mm512_mask_loadu_ps(top, first_lanes(count - i), logits + i);
+        odd |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        top = _mm512_max_ps(top, x);
+    }
+    return odd ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(top);
+}
+
+// The lowest id of the largest logit; kNoToken where that is no finite number.
 inline int32_t best_of(const float* logits, long count) {
-    const float best = largest_of(logits, count);
+    const float best = top_of(logits, count);
+    if (!std::isfinite(best)) return kNoToken;
     const __m512 wanted = _mm512_set1_ps(best);
     for (long i = 0; i < count; i += kLanes) {
         const __mmask16 lanes = first_lanes(count - i);
         const __mmask16 found = _mm512_mask_cmp_ps_mask(lanes, _mm512_maskz_loadu_ps(lanes, logits + i), wanted, _CMP_EQ_OQ);
         if (found) return int32_t(i + __builtin_ctz(found));
     }
-    return int32_t(count - 1);  // not a number
+    return kNoToken;  // not reached: one of them is the largest
 }
 
 inline __m512 step(__m512 sum, __m512 by, float next) { return _mm512_add_ps(_mm512_mul_ps(sum, by), _mm512_set1_ps(next)); }
@@ -196,8 +212,10 @@ inline double uniform(uint64_t seed, uint64_t index) {
 }
 
 inline int32_t draw(const float* logits, long count, const PdRow& how, DrawScratch& s) {
+    const float largest = top_of(logits, count);
+    if (!std::isfinite(largest)) return kNoToken;
     const double chance = uniform(how.seed, how.index);
-    double total = weigh(logits, count, largest_of(logits, count), how.temperature, s.weights);
+    double total = weigh(logits, count, largest, how.temperature, s.weights);
     const bool few = how.top_k > 0 && how.top_k < count;
     if (!few && how.top_p >= 1.0 && how.min_p <= 0.0) return pick(chance, total, s.weights);
     if (few) {

@@ -15,7 +15,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-_ABI: Final = 3  # of abi.h
+_ABI: Final = 4  # of abi.h
 
 
 class Shape(Structure):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 
-from pdserve.core.batch import Sampled, SampleSpec
+from pdserve.core.batch import NO_TOKEN, Sampled, SampleSpec
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.engine.native.library import ROW_BYTES, ROW_DRAW, ROW_MORE
 
@@ -40,6 +40,8 @@ class PackedRows:
         """Of each row, in order, once the call has returned."""
         taken: list[Sampled] = [(token_id, None) for token_id in self._ids]
         for i, logprobs, top_ids in self._wanted:
+            if self._ids[i] == NO_TOKEN:
+                continue
             taken[i] = (self._ids[i], TokenLogprobs(logprobs[0], tuple(zip(top_ids, logprobs[1:], strict=True))))
         return taken
 

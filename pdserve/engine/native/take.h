@@ -37,8 +37,7 @@ struct Normaliser {
     float of(float logit) const { return float(std::max(double(logit - largest) - logsum, -9999.0)); }
 };
 
-inline Normaliser normaliser(const float* logits, long count, DrawScratch& s) {
-    const float largest = largest_of(logits, count);
+inline Normaliser normaliser(const float* logits, long count, float largest, DrawScratch& s) {
     return {largest, std::log(weigh(logits, count, largest, 1.0, s.weights))};
 }
 
@@ -75,10 +74,12 @@ inline int32_t choose(float* logits, long count, const PdRow& how, DrawScratch& 
     return how.temperature > 0 ? draw(logits, count, how, s) : best_of(logits, count);
 }
 
-// The token of one row, whose logits may be changed, and its log-probabilities where they are wanted.
+// The token of one row, whose logits may be changed, and its log-probabilities where they are wanted and there is a token.
 inline int32_t take(float* logits, long count, const PdRow& how, DrawScratch& s) {
     if (how.logprobs == nullptr) return choose(logits, count, how, s);
-    const Normaliser scale = normaliser(logits, count, s);
+    const float largest = top_of(logits, count);
+    if (!std::isfinite(largest)) return kNoToken;
+    const Normaliser scale = normaliser(logits, count, largest, s);
     find_likeliest(logits, count, how.tops, s.likeliest);
     remember(logits, count, how, s.before);
     for (size_t i = 0; i < s.likeliest.size(); i++) {
@@ -86,6 +87,7 @@ inline int32_t take(float* logits, long count, const PdRow& how, DrawScratch& s)
         how.top_ids[i] = s.likeliest[i].id;
     }
     const int32_t id = choose(logits, count, how, s);
+    if (id == kNoToken) return id;
     const auto old = std::find_if(s.before.begin(), s.before.end(), [id](const Candidate& one) { return one.id == id; });
     how.logprobs[0] = scale.of(old != s.before.end() ? old->weight : logits[id]);
     return id;

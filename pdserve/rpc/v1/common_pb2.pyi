@@ -29,6 +29,8 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_INCOMPATIBLE_PEER: _ClassVar[ErrorReason]
     ERROR_REASON_INTERNAL_BUG: _ClassVar[ErrorReason]
     ERROR_REASON_UNKNOWN_WORKER: _ClassVar[ErrorReason]
+    ERROR_REASON_WORKER_ID_TAKEN: _ClassVar[ErrorReason]
+    ERROR_REASON_NUMERICAL_ERROR: _ClassVar[ErrorReason]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -59,6 +61,8 @@ ERROR_REASON_UNAVAILABLE: ErrorReason
 ERROR_REASON_INCOMPATIBLE_PEER: ErrorReason
 ERROR_REASON_INTERNAL_BUG: ErrorReason
 ERROR_REASON_UNKNOWN_WORKER: ErrorReason
+ERROR_REASON_WORKER_ID_TAKEN: ErrorReason
+ERROR_REASON_NUMERICAL_ERROR: ErrorReason
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role

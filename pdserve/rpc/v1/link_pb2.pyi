@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("number", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed")
+    __slots__ = ("number", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed", "worker_lost")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class WorkerMessage(_message.Message):
     NO_ROOM_FIELD_NUMBER: _ClassVar[int]
     KV_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FAILED_FIELD_NUMBER: _ClassVar[int]
+    WORKER_LOST_FIELD_NUMBER: _ClassVar[int]
     number: int
     hello: Hello
     heartbeat: Heartbeat
@@ -29,7 +30,8 @@ class WorkerMessage(_message.Message):
     no_room: _decode_pb2.NoRoom
     kv_committed: _decode_pb2.KvCommitted
     request_failed: RequestFailed
-    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ...) -> None: ...
+    worker_lost: WorkerLost
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
     __slots__ = ("number", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive")
@@ -66,7 +68,7 @@ class Drain(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid")
+    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +81,7 @@ class Hello(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _common_pb2.Role
     incarnation: int
@@ -91,10 +94,11 @@ class Hello(_message.Message):
     dtype: str
     kv_bytes_per_token: int
     pid: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    step_timeout_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens")
+    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "numerical_errors")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +108,8 @@ class Heartbeat(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_STALLED_S_FIELD_NUMBER: _ClassVar[int]
+    NUMERICAL_ERRORS_FIELD_NUMBER: _ClassVar[int]
     blocks: _common_pb2.BlockCounts
     queued_requests: int
     queued_tokens: int
@@ -113,7 +119,9 @@ class Heartbeat(_message.Message):
     draining: bool
     prefix_queried_tokens: int
     prefix_hit_tokens: int
-    def __init__(self, blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
+    engine_stalled_s: float
+    numerical_errors: int
+    def __init__(self, blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., numerical_errors: _Optional[int] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("rows",)
@@ -146,6 +154,12 @@ class RequestFailed(_message.Message):
     reason: _common_pb2.ErrorReason
     message: str
     def __init__(self, handle: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class WorkerLost(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)

@@ -1,0 +1,219 @@
+"""What one engine step means to the requests of a role, with the engine's side played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from decode_worker.role import DecodeRole
+from kvtransfer.api import Region
+from pdserve.config import WorkerConfig
+from pdserve.core.ids import BlockId, Incarnation, SeqId
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.engine.outcome import Advance, OutputToken
+from pdserve.rpc import codec
+from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
+from pdserve.sim.channel import FakeServer
+from pdserve.sim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
+from pdserve.sim.worker import LAYOUT
+from pdserve.worker.host import Host, Role
+from pdserve.worker.messages import Abort, Command, Lent, ReserveResult, ReturnLease, StepEvents
+from pdserve.worker.output import OutputStream
+from prefill_worker.role import PrefillRole
+
+FIRST, SECOND = 11, 12
+"""Handles; the first is the one that breaks."""
+PROMPT = (5, 6, 7)
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+@dataclass
+class Bench:
+    """A role on a host that only notes what it is told."""
+
+    role: Role
+    commands: list[Command] = field(default_factory=list)
+    said: list[Any] = field(default_factory=list)
+
+    def rows(self) -> list[tuple[int, int]]:
+        return [(row.handle, row.index) for m in self.said if m.HasField("step_batch") for row in m.step_batch.rows]
+
+    def failures(self) -> list[tuple[int, int]]:
+        failed = [m.request_failed for m in self.said if m.HasField("request_failed")]
+        return [(one.handle, one.reason) for one in failed]
+
+
+def bench(make_role: Callable[[Host], Role]) -> Bench:
+    made = Bench(cast(Any, None))
+    host = Host(
+        config=WorkerConfig("w", "router:1"),
+        card=CARD,
+        layout=LAYOUT,
+        region=Region(1 << 20, 16, LAYOUT.block_bytes),
+        tokenizer=TOKENIZER,
+        max_model_len=MAX_MODEL_LEN,
+        incarnation=Incarnation(7),
+        transfer=cast(Any, None),
+        agent_metadata=b"",
+        address="w:1",
+        server=cast(Any, FakeServer()),
+        submit=made.commands.append,
+        send=made.said.append,
+    )
+    made.role = make_role(host)
+    return made
+
+
+def bind(handle: int) -> link_pb2.RouterMessage:
+    sampling = codec.sampling_to_wire(PARAMS)
+    command = decode_pb2.Bind(handle=handle, prompt_ids=codec.pack_ids(PROMPT), sampling=sampling, local_prefill=True)
+    return link_pb2.RouterMessage(bind=command)
+
+
+def prefill(handle: int) -> link_pb2.RouterMessage:
+    sampling = codec.sampling_to_wire(PARAMS)
+    return link_pb2.RouterMessage(
+        prefill=prefill_pb2.Prefill(handle=handle, prompt_ids=codec.pack_ids(PROMPT), sampling=sampling)
+    )
+
+
+def break_at(patch: pytest.MonkeyPatch, owner: Any, name: str, broken: Callable[..., bool]) -> None:
+    real = getattr(owner, name)
+
+    def planted(self: Any, *args: Any) -> Any:
+        if broken(self, *args):
+            raise ValueError("planted")
+        return real(self, *args)
+
+    patch.setattr(owner, name, planted)
+
+
+def of_first(stream: OutputStream, *_: Any) -> bool:
+    return stream._handle == FIRST
+
+
+def tokens(index: int) -> tuple[OutputToken, ...]:
+    return tuple(OutputToken(SeqId(seq), index, 3, None) for seq in (1, 2))
+
+
+BUG = common_pb2.ERROR_REASON_INTERNAL_BUG
+
+
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 10))
+
+
+def test_a_token_whose_text_fails_costs_its_request_and_no_other_row_of_the_step(monkeypatch):
+    """(1) Two requests decode. (2) The text of one token raises. (3) That request fails; the other's row goes out, with
+    those of later steps."""
+
+    async def story() -> None:
+        decode = bench(DecodeRole)
+        for handle in (FIRST, SECOND):
+            decode.role.on_command(bind(handle))
+        decode.role.on_step(StepEvents(reserved=tuple(ReserveResult(SeqId(seq), (BlockId(seq),)) for seq in (1, 2))))
+        decode.role.on_step(StepEvents(tokens=tokens(0)))
+        break_at(monkeypatch, OutputStream, "push", of_first)
+        decode.role.on_step(StepEvents(tokens=tokens(1)))
+        decode.role.on_step(StepEvents(tokens=tokens(2)))
+        assert decode.rows() == [(FIRST, 0), (SECOND, 0), (SECOND, 1), (SECOND, 2)]
+        assert decode.failures() == [(FIRST, BUG)]
+        assert decode.commands[-1] == Abort(SeqId(1))
+        last = OutputToken(SeqId(2), 3, 3, FinishReason.LENGTH)
+        decode.role.on_step(StepEvents(tokens=(last,)))
+        assert decode.role.idle
+        await decode.role.close()
+
+    run(story)
+
+
+def test_a_reservation_that_fails_costs_its_request_and_no_other_of_the_step(monkeypatch):
+    async def story() -> None:
+        decode = bench(DecodeRole)
+        for handle in (FIRST, SECOND):
+            decode.role.on_command(bind(handle))
+        break_at(monkeypatch, DecodeRole, "_reserved", lambda role, request, result: request.handle == FIRST)
+        decode.role.on_step(
+            StepEvents(
+                reserved=tuple(ReserveResult(SeqId(seq), (BlockId(seq),)) for seq in (1, 2)),
+                tokens=(OutputToken(SeqId(2), 0, 3, None),),
+            )
+        )
+        assert [m.reserved.handle for m in decode.said if m.HasField("reserved")] == [SECOND]
+        assert decode.rows() == [(SECOND, 0)]
+        assert decode.failures() == [(FIRST, BUG)]
+        await decode.role.close()
+
+    run(story)
+
+
+@pytest.mark.parametrize("failing", ["grant", "advance", "token"])
+def test_a_prefill_that_fails_gives_its_lease_back_and_leaves_the_others_of_the_step_alone(monkeypatch, failing):
+    """Wherever in the step it fails: its blocks carry a lease's references, which go back exactly once."""
+
+    async def story() -> None:
+        lender = bench(PrefillRole)
+        for handle in (FIRST, SECOND):
+            lender.role.on_command(prefill(handle))
+        if failing == "grant":
+            break_at(monkeypatch, PrefillRole, "_ticket", lambda role, lent, prompt_len: lent.seq_id == 1)
+        elif failing == "advance":
+            break_at(monkeypatch, PrefillRole, "_advance", lambda role, request, computed: request.handle == FIRST)
+        else:
+            break_at(monkeypatch, OutputStream, "push", of_first)
+        lender.role.on_step(StepEvents(lent=tuple(Lent(SeqId(seq), (BlockId(seq),)) for seq in (1, 2))))
+        lender.role.on_step(StepEvents(advanced=tuple(Advance(SeqId(seq), 2) for seq in (1, 2))))
+        lender.role.on_step(StepEvents(tokens=tokens(0)))
+        assert lender.rows() == [(SECOND, 0)]
+        assert lender.failures() == [(FIRST, BUG)]
+        assert lender.commands.count(ReturnLease(SeqId(1))) == 1
+        assert lender.commands.count(Abort(SeqId(1))) == 1
+        assert lender.role.leases_held == 1
+        lender.role.on_link_lost()
+        assert lender.role.idle
+        assert lender.commands.count(ReturnLease(SeqId(2))) == 1
+        await lender.role.close()
+
+    run(story)
+
+
+@pytest.mark.parametrize("role", [DecodeRole, PrefillRole])
+def test_a_sequence_without_numbers_fails_its_request_and_no_other_of_the_step(role):
+    async def story() -> None:
+        worker = bench(role)
+        for handle in (FIRST, SECOND):
+            worker.role.on_command(bind(handle) if role is DecodeRole else prefill(handle))
+        worker.role.on_step(
+            StepEvents(
+                lent=() if role is DecodeRole else tuple(Lent(SeqId(seq), (BlockId(seq),)) for seq in (1, 2)),
+                reserved=tuple(ReserveResult(SeqId(seq), (BlockId(seq),)) for seq in (1, 2)) if role is DecodeRole else (),
+                failed=(SeqId(1),),
+                tokens=(OutputToken(SeqId(2), 0, 3, None),),
+            )
+        )
+        assert worker.rows() == [(SECOND, 0)]
+        assert worker.failures() == [(FIRST, common_pb2.ERROR_REASON_NUMERICAL_ERROR)]
+        assert worker.commands.count(ReturnLease(SeqId(1))) == (role is PrefillRole)
+        worker.role.on_link_lost()
+        assert worker.role.idle
+        await worker.role.close()
+
+    run(story)
+
+
+def test_a_grant_that_fails_before_there_is_a_lease_returns_the_references_too(monkeypatch):
+    async def story() -> None:
+        lender = bench(PrefillRole)
+        lender.role.on_command(prefill(FIRST))
+        break_at(monkeypatch, PrefillRole, "_grant", lambda role, request, lent: True)
+        lender.role.on_step(StepEvents(lent=(Lent(SeqId(1), (BlockId(1),)),)))
+        assert lender.commands[1:] == [Abort(SeqId(1)), ReturnLease(SeqId(1))]
+        assert lender.failures() == [(FIRST, BUG)]
+        assert lender.role.idle
+        await lender.role.close()
+
+    run(story)
