@@ -23,9 +23,9 @@ from tools.gpu.row import Row, Setup
 from tools.gpu.shapes import BLOCK_SIZE, card, random_weights
 
 KV_DTYPES = ("auto", "int8", "fp8_e4m3", "int4")
-# Of the logits' own size, as root mean squares. bfloat16 rounds by 0.4 % at each of some 30 places; what falls on the other
-# side of a rounding of int4 moves by a seventh.
-LARGEST_ERROR = {"auto": 0.03, "int8": 0.03, "fp8_e4m3": 0.05, "int4": 0.15}
+# Of the logits' own size, as root mean squares of a step: about twice the worst of bfloat16 by torch and by compiled code on
+# a CPU, which were 1.3, 2.5, 5.0 and 12.3 %. A wrong scale or a wrong block is off by the whole size.
+LARGEST_ERROR = {"auto": 0.03, "int8": 0.05, "fp8_e4m3": 0.10, "int4": 0.25}
 KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8, seed=1),
