@@ -39,7 +39,8 @@ def run(setup: Setup) -> None:
 
 def command(setup: Setup) -> list[str]:
     """Each test is a line; those that fail are told again at the end."""
-    settings = ["-v", "-rfE", "--tb=short", "-m", "not slow", "-p", "no:cacheprovider"]
+    # Without addopts: its strict markers want plugins that are there where the project was installed.
+    settings = ["-o", "addopts=", "-v", "-rfE", "--tb=short", "-m", "not slow", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist") and not setup.rehearsed:
         settings += ["-n", str(min(12, os.cpu_count() or 1))]  # each has a CUDA context of its own, and compiles
     return [sys.executable, "-m", "pytest", *settings, *(REHEARSED if setup.rehearsed else ("tests/kernels",))]
