@@ -96,7 +96,7 @@ def environment_of(part: Part, setup: Setup) -> dict[str, str]:
 def run_bounded(command: list[str], environment: dict[str, str], limit_s: float) -> tuple[int | None, str, str]:
     """Exit status, or None past the limit, and what was printed to standard output and error.
 
-    Whatever the command has started ends with it, past the limit or when this process is interrupted.
+    Whatever the command has started ends with it, also past the limit or when this process is interrupted.
     """
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
@@ -107,13 +107,12 @@ def run_bounded(command: list[str], environment: dict[str, str], limit_s: float)
         except subprocess.TimeoutExpired:
             end_group(child)
             return None, *child.communicate()
-        except BaseException:
+        finally:
             end_group(child)
-            raise
 
 
 def end_group(child: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):  # nobody is left
         os.killpg(child.pid, signal.SIGKILL)
 
 
