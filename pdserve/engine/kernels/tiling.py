@@ -29,9 +29,9 @@ def prefill_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
 
     - 128 dimensions, bfloat16: (rows + 2 * stages * positions) * dimensions * 2 B = 128 KiB, about 195 registers in each of
       256 threads: one program runs on a multiprocessor at a time. Two of half the rows would fit, but then K and V come
-      from L2 twice as often: 7.7 TB/s at half the peak of the products, more than an H200's L2 gives.
-    - 64 dimensions: 64 KiB and at most 128 registers: two programs, of which one takes exponentials, which are half of
-      the work at this size, while the other multiplies. Quantised numbers need 180 to 230 registers: one program.
+      from L2 twice as often: 7.7 TB/s at half the peak of the products, likely more than an H200's L2 gives.
+    - 64 dimensions: 64 KiB and at most 128 registers: two programs, of which one takes exponentials (at 16 a cycle about
+      as long as the products, at this size) while the other multiplies. Quantised numbers need 180 to 230: one program.
     - 256 dimensions: 160 KiB and about 250 registers: one program; quantised numbers spill up to 16 B a thread.
 
     float32 is for checking: tiles small enough for its products, which tensor cores do not take.
