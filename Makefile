@@ -109,7 +109,7 @@ SEED ?= 1
 soak: setup      ## random load and random faults for MINUTES (SEED), then what was wrong: must be nothing
 	@$(BIN)/python -m bench.soak --minutes $(MINUTES) --seed $(SEED)
 
-gpu-check:       ## the GPU path on this GPU: correctness, floors, peers in one table; needs torch and Triton, no setup
+gpu-check:       ## the GPU path on this GPU: transport, handoff, correctness, floors, peers, in one table within eight minutes; no setup
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu_check
 
 clean:           ## remove the virtual environment and caches

@@ -2,13 +2,14 @@
 
 The interpreter forgives what the compiler does not (types that change in a loop, returns within branches). A driver
 that only names the target stands in for CUDA, and launches end once the kernel is compiled. Prints a line of JSON for
-each: kernel, registers spilled, bytes of shared memory, and how its matrix products were made.
+each: kernel, registers and bytes of stack of a thread (it is 0 where nothing is spilled), bytes of shared memory, how its
+matrix products were made, and how its loops were pipelined.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -56,27 +57,41 @@ def compile_only(function: JITFunction, grid: Any) -> Any:
 
 
 def facts(kernel: Any) -> dict[str, Any]:
-    ptx = kernel.asm["ptx"]
+    ptx, loops = kernel.asm["ptx"], kernel.asm["ttgir"]
+    registers, stack_bytes = resources(kernel.asm["cubin"])
     return {
-        "spilled_bytes": spilled_bytes(ptx),
+        "registers": registers,
+        "stack_bytes": stack_bytes,
+        "threads": 32 * kernel.metadata.num_warps,
         "shared_bytes": kernel.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
+        "buffers": buffers(loops),
+        "waits": [waits(body) for body in re.findall(r"scf\.for .*?scf\.yield", loops, re.DOTALL)],
     }
 
 
-def spilled_bytes(ptx: str) -> int | None:
-    """Of registers, as ptxas says; None where it says nothing."""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    if "SPILLS" not in os.environ or not ptxas.exists():
-        return None
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+def buffers(ttgir: str) -> list[int]:
+    """How many tiles each buffer in shared memory holds that a loop reads K, V or their scales ahead into."""
+    return [int(count) for count in re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", ttgir)]
+
+
+def waits(loop: str) -> list[int]:
+    """How many loads may still be on their way after each wait of a loop."""
+    return [int(count) for count in re.findall(r"async_wait .*?num = (\d+)", loop)]
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
         file.flush()
-        command = [str(ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stderr
-    found = [int(words.split()[-1]) for words in said.split(" bytes spill stores")[:-1]]
-    return sum(found) if found else None
+        command = [str(cuobjdump), "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
 
 
 def pool(kind: KvFormat, dim: int, dtype: torch.dtype) -> PagedKv:

@@ -10,7 +10,7 @@ from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_
 
 from pdserve.engine.kernels.decode import MIN_SPLIT, choose_splits, decode
 from pdserve.engine.kernels.paged_kv import KvFormat
-from pdserve.engine.kernels.tiling import Tiling
+from pdserve.engine.kernels.tiling import Tiling, decode_tiling
 
 TILING = Tiling(rows=16, positions=16, warps=4, stages=1)
 PLAIN = KvFormat.PLAIN
@@ -104,6 +104,18 @@ def test_quantised_numbers_equal_the_definition(kind, window):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_off_by_its_rounding_only(dtype):
     check([40, 5], dtype=dtype, dim=128, group=4, splits=2)
+
+
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.mark.parametrize("kind", list(KvFormat))
+def test_the_engines_own_tiles_equal_the_definition(kind, dim):
+    """More tiles than are on their way at a time, fewer, whole ones and ends of one: compiled, these loops are pipelined."""
+    tiling = decode_tiling(dim, torch.bfloat16, 4)
+    for splits, window in ((2, 0), (1, 150)):
+        check(
+            [400, 65, 64, 1], kind=kind, dim=dim, group=4, kv_heads=2, dtype=torch.bfloat16, splits=splits, window=window,
+            tiling=tiling,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,7 +10,7 @@ from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_
 
 from pdserve.engine.kernels.paged_kv import KvFormat
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
-from pdserve.engine.kernels.tiling import Tiling
+from pdserve.engine.kernels.tiling import Tiling, prefill_tiling
 
 TILING = Tiling(rows=16, positions=16, warps=4, stages=1)
 PLAIN = KvFormat.PLAIN
@@ -73,6 +73,17 @@ def test_quantised_numbers_behind_a_window_are_not_read(kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_off_by_its_rounding_only(dtype):
     check([(20, 9), (0, 20)], dtype=dtype, group=4, dim=128)
+
+
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.mark.parametrize("kind", list(KvFormat))
+def test_the_engines_own_tiles_equal_the_definition(kind, dim):
+    """More tiles than are on their way at a time, fewer, whole ones and ends of one: compiled, these loops are pipelined."""
+    tiling = prefill_tiling(dim, torch.bfloat16, 4)
+    for window in (0, 150):
+        check(
+            [(400, 40), (0, 9), (64, 2)], kind=kind, dim=dim, group=4, dtype=torch.bfloat16, window=window, tiling=tiling,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -36,7 +36,8 @@ def runners(request):
     card = ModelCard.load(directory)
     torch_runner = ModelRunner.load(directory, card, config)
     if DEVICE.type == "cuda":
-        return torch_runner, ModelRunner.load(directory, card, EngineConfig(**settings))
+        config = EngineConfig(device="cuda", kv_cache_memory=4 * MIB, **settings)
+        return torch_runner, ModelRunner.load(directory, card, config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "triton_usable", lambda device: True)
         patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)

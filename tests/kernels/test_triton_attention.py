@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_attention, tolerance
+from kernel_cases import DEVICE, INTERPRETED, make_pool, make_sequences, poisoned, reference_attention, tolerance
 
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import KvLayout
@@ -104,3 +108,15 @@ def test_windows_and_quantised_pools_pass_through_the_backend(kind):
     found = backend.run(backend.prepare(spans), 1, query)
     wanted = reference_attention(pool.values, 1, query, sequences, window)
     assert (found.double().cpu() - wanted).abs().max() < 2e-5
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the guarded page is memory of the CPU")
+def test_no_entry_behind_the_end_of_a_block_table_is_read():
+    """Entries are asked for one tile ahead; the last tile has none after it."""
+    script = Path(__file__).with_name("guarded_table.py")
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
+    assert float(done.stdout) < tolerance(torch.float32)

@@ -1,68 +1,155 @@
-"""The attention kernels beside torch's scaled_dot_product_attention on contiguous K and V, and in every KV format."""
+"""The attention kernels beside torch's scaled_dot_product_attention on contiguous K and V, and in every KV format.
+
+Llama-3-8B's pool: 32 layers, so that blocks lie as far apart as they do in production, and each layer in its turn.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pdserve.core.ids import BlockId
+from pdserve.core.kv_layout import ceil_div
 from pdserve.engine.attention.api import Span
-from pdserve.engine.attention.triton import TritonAttention
-from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
+from pdserve.engine.attention.triton import TritonAttention, TritonStep
+from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv
+from pdserve.engine.kernels.prefill import prefill
+from pdserve.engine.kernels.tiling import Tiling, prefill_tiling
 from tools.gpu.machine import machine
-from tools.gpu.row import Row, Setup, mean_s
+from tools.gpu.pools import random_pool
+from tools.gpu.row import Row, Setup, replayed_s, rotations
 
-HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16  # of Llama-3-8B
-
-
-def make_kv(setup: Setup, kind: KvFormat, num_blocks: int) -> PagedKv:
-    """One layer of zeros, which take as long as anything else."""
-    if kind is KvFormat.PLAIN:
-        shape = (num_blocks, 1, 2, KV_HEADS, BLOCK_SIZE, DIM)
-        return plain_kv(torch.zeros(shape, dtype=torch.bfloat16, device=setup.device))
-    size = num_blocks * quantised_block_bytes(1, KV_HEADS, BLOCK_SIZE, DIM, kind)
-    memory = torch.zeros(size, dtype=torch.uint8, device=setup.device)
-    return quantised_kv(memory, num_layers=1, num_kv_heads=KV_HEADS, block_size=BLOCK_SIZE, head_dim=DIM, kind=kind)
+BLOCK_SIZE = 16
+MEMORY_SHARE = 0.4  # of the device, for one pool
+# Beside the one in use; see prefill_tiling. All have as many rows, so they take the same tiles of the query.
+OTHER_TILINGS = (Tiling(128, 32, 8, 3), Tiling(128, 64, 8, 4), Tiling(128, 128, 8, 3))
 
 
-def ours_s(setup: Setup, kind: KvFormat, sequences: int, past: int, count: int) -> float:
-    blocks = -(-(past + count) // BLOCK_SIZE)
-    order = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(0)).tolist()
-    spans = tuple(
-        Span(i * count, past, count, tuple(BlockId(b) for b in order[i * blocks : (i + 1) * blocks])) for i in range(sequences)
-    )
-    query = torch.randn((sequences * count, HEADS, DIM), device=setup.device).to(torch.bfloat16)
-    backend = TritonAttention(make_kv(setup, kind, sequences * blocks), HEADS, torch.bfloat16)
-    step = backend.prepare(spans)
-    return mean_s(lambda: backend.run(step, 0, query), setup.device)
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The shape of its attention."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    dim: int
 
 
-def torch_s(setup: Setup, sequences: int, past: int, count: int) -> float:
+LLAMA_8B = Model(32, 32, 8, 128)
+TINY = Model(2, 4, 2, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`sequences` of `past` positions get `count` tokens each."""
+
+    model: Model
+    sequences: int
+    past: int
+    count: int
+
+    @property
+    def positions(self) -> int:
+        return self.past + self.count
+
+    def kv_bytes(self, kind: KvFormat) -> float:
+        """Of the numbers of one layer."""
+        number_bytes = 2 if kind is KvFormat.PLAIN else kind.stored_dim(self.model.dim) / self.model.dim
+        return self.sequences * self.positions * 2 * self.model.kv_heads * self.model.dim * number_bytes
+
+    def pool(self, device: torch.device, kind: KvFormat) -> PagedKv:
+        blocks = self.sequences * ceil_div(self.positions, BLOCK_SIZE)
+        model = self.model
+        return random_pool(
+            device, kind, num_blocks=blocks, num_layers=model.layers, kv_heads=model.kv_heads,
+            block_size=BLOCK_SIZE, dim=model.dim,
+        )  # fmt: skip
+
+    def spans(self) -> tuple[Span, ...]:
+        """On shuffled blocks."""
+        blocks = ceil_div(self.positions, BLOCK_SIZE)
+        order = torch.randperm(self.sequences * blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        tables = [tuple(BlockId(b) for b in order[i * blocks : (i + 1) * blocks]) for i in range(self.sequences)]
+        return tuple(Span(i * self.count, self.past, self.count, table) for i, table in enumerate(tables))
+
+    def query(self, device: torch.device) -> Tensor:
+        shape = (self.sequences * self.count, self.model.heads, self.model.dim)
+        return torch.randn(shape, device=device).to(torch.bfloat16)
+
+
+def ours_s(setup: Setup, case: Case, kind: KvFormat) -> float:
+    """Of one layer, as the engine calls it."""
+    backend = TritonAttention(case.pool(setup.device, kind), case.model.heads, torch.bfloat16)
+    step, query = backend.prepare(case.spans()), case.query(setup.device)
+    return replayed_s([partial(backend.run, step, layer, query) for layer in range(case.model.layers)], setup.device)
+
+
+def torch_s(setup: Setup, case: Case) -> float:
     """K and V gathered beforehand, without cost."""
-    query = torch.randn((sequences, HEADS, count, DIM), device=setup.device).to(torch.bfloat16)
-    key, value = torch.zeros((2, sequences, KV_HEADS, past + count, DIM), dtype=torch.bfloat16, device=setup.device)
-    causal = count > 1
-    return mean_s(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True), setup.device)
+    model = case.model
+    causal = case.count > 1
+    query = torch.randn((case.sequences, model.heads, case.count, model.dim), device=setup.device).to(torch.bfloat16)
+    shape = (2, case.sequences, model.kv_heads, case.positions, model.dim)
+    copies = 1 if setup.rehearsed else rotations(round(case.kv_bytes(KvFormat.PLAIN)))
+    pairs = [torch.randn(shape, device=setup.device, dtype=torch.bfloat16).unbind(0) for _ in range(copies)]
+
+    def attend(key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+
+    return replayed_s([partial(attend, key, value) for key, value in pairs], setup.device)
 
 
-def run(setup: Setup) -> None:
-    found = machine(setup)
-    count = 20 if setup.rehearsed else 2048
-    operations = 2 * HEADS * DIM * count * (count + 1)
-    took_s, theirs_s = ours_s(setup, KvFormat.PLAIN, 1, 0, count), torch_s(setup, 1, 0, count)
-    of_peak = f"{operations / took_s / found.flops_s:.0%} of peak"
-    compared(f"prefill of {count}", took_s, theirs_s, of_peak).emit()
-    for sequences, past in ((2, 20),) if setup.rehearsed else ((1, 8191), (32, 2047), (128, 2047)):
-        theirs_s = torch_s(setup, sequences, past, 1)
-        for kind in KvFormat:
-            took_s = ours_s(setup, kind, sequences, past, 1)
-            element_bytes = 2 if kind is KvFormat.PLAIN else kind.stored_dim(DIM) / DIM
-            floor_s = sequences * (past + 1) * 2 * KV_HEADS * DIM * element_bytes / found.bytes_s
-            name = "bfloat16" if kind is KvFormat.PLAIN else kind.name.lower()
-            case = f"decode B={sequences}, {past + 1}, {name}"
-            compared(case, took_s, theirs_s, f"{floor_s / took_s:.0%} of its bytes").emit()
+def run_prefill(setup: Setup, case: Case) -> None:
+    operations = 2 * case.model.heads * case.model.dim * case.count * (case.count + 1)
+    flops_s = machine(setup).flops_s
+    took_s, theirs_s = ours_s(setup, case, KvFormat.PLAIN), torch_s(setup, case)
+    compared(f"prefill of {case.count}", took_s, theirs_s, f"{operations / took_s / flops_s:.0%} of peak").emit()
+    pool, spans, query = case.pool(setup.device, KvFormat.PLAIN), case.spans(), case.query(setup.device)
+    step = TritonAttention(pool, case.model.heads, torch.bfloat16).prepare(spans)
+    usual = prefill_tiling(case.model.dim, torch.bfloat16, case.model.heads // case.model.kv_heads)
+    for tiling in [tiling for tiling in OTHER_TILINGS if tiling != usual][: 1 if setup.rehearsed else None]:
+        other_s = replayed_s(tiled(pool, step, query, tiling), setup.device)
+        name = f"prefill, {tiling.positions} positions, {tiling.stages} stages"
+        usually = f"{took_s * 1e6:.0f} as it is"
+        Row("attention", name, f"{other_s * 1e6:.0f} us", usually, f"{took_s / other_s:.2f} x", "another tile").emit()
+
+
+def tiled(pool: PagedKv, step: TritonStep, query: Tensor, tiling: Tiling) -> list[Callable[[], None]]:
+    out = torch.empty_like(query)
+    layers = [pool.layer(i) for i in range(pool.num_layers)]
+    return [partial(prefill, query, out, pool, layer, step.tables, step.tiles, tiling) for layer in layers]
+
+
+def run_decode(setup: Setup, case: Case) -> None:
+    model = case.model
+    name = f"decode B={case.sequences}, {case.positions}"
+    if not setup.rehearsed:
+        wanted, there = case.kv_bytes(KvFormat.PLAIN) * model.layers, torch.cuda.mem_get_info()[1]
+        if wanted > MEMORY_SHARE * there:
+            Row("attention", name, "skipped", note=f"its KV takes {wanted / 1e9:.0f} GB of {there / 1e9:.0f}").emit()
+            return
+    theirs_s, bytes_s = torch_s(setup, case), machine(setup).bytes_s
+    for kind in KvFormat:
+        took_s = ours_s(setup, case, kind)
+        note = f"{case.kv_bytes(kind) / bytes_s / took_s:.0%} of its bytes"
+        compared(f"{name}, {'bfloat16' if kind is KvFormat.PLAIN else kind.name.lower()}", took_s, theirs_s, note).emit()
 
 
 def compared(case: str, ours_s: float, theirs_s: float, note: str) -> Row:
     ours, theirs = f"{ours_s * 1e6:.0f} us", f"{theirs_s * 1e6:.0f} SDPA"
     return Row("attention", case, ours, theirs, f"{theirs_s / ours_s:.2f} x", note)
+
+
+def run(setup: Setup) -> None:
+    if setup.rehearsed:
+        run_prefill(setup, Case(TINY, 1, 0, 20))
+        run_decode(setup, Case(TINY, 2, 20, 1))
+        return
+    for sequences, past in ((32, 2047), (1, 8191), (128, 2047)):
+        run_decode(setup, Case(LLAMA_8B, sequences, past, 1))
+    run_prefill(setup, Case(LLAMA_8B, 1, 0, 2048))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tools.gpu.row import Row, Setup, mean_s
+from tools.gpu.row import Row, Setup, replayed_s
 
 # Bytes of memory and bfloat16 operations a second, from NVIDIA's data sheets (SXM, without sparsity).
 NOMINAL = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 312e12)}
@@ -32,13 +32,13 @@ def copy_bytes_s(setup: Setup) -> float:
     """Bytes read and written a second by a copy that no cache holds."""
     source = torch.ones((1 << 20) if setup.rehearsed else (4 << 30), dtype=torch.uint8, device=setup.device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / mean_s(lambda: target.copy_(source), setup.device)
+    return 2 * source.nbytes / replayed_s([lambda: target.copy_(source)], setup.device)
 
 
 def product_flops_s(setup: Setup) -> float:
     size = 64 if setup.rehearsed else 8192
     a, b = (torch.randn((size, size), device=setup.device).to(torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / mean_s(lambda: a @ b, setup.device)
+    return 2 * size**3 / replayed_s([lambda: a @ b], setup.device)
 
 
 def run(setup: Setup) -> None:

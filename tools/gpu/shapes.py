@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: speed does not depend on what the numbers are."""
+"""Models of known shapes with random weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.weights import LayerWeights, LlamaWeights
+from tools.gpu.pools import fill
 from tools.gpu.row import Setup
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -19,10 +20,11 @@ BLOCK_SIZE = 16
 
 
 def card(name: str) -> ModelCard:
-    """8b: Llama-3.1-8B; 1b: Llama-3.2-1B; rehearsal: neither."""
+    """8b: Llama-3.1-8B; 1b: Llama-3.2-1B; small: for a CPU to check against; rehearsal: smaller still."""
     hidden, ffn, layers, heads, kv_heads, dim, vocab, tied = {
         "8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
         "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
+        "small": (512, 1024, 4, 8, 4, 64, 4096, True),
         "rehearsal": (64, 96, 2, 4, 2, 16, 128, True),
     }[name]
     return ModelCard(
@@ -53,14 +55,22 @@ def random_weights(shape: ModelCard, dtype: torch.dtype, device: torch.device) -
     return LlamaWeights(embedding, layers, ones, embedding if shape.tie_word_embeddings else matrix(shape.vocab_size, hidden))
 
 
-def make_runner(setup: Setup, shape: ModelCard, *, sequences: int, room: int) -> ModelRunner:
-    """For `plan`s of so many sequences with blocks for `room` tokens each; decode steps of all batch sizes are recorded."""
-    blocks = sequences * ceil_div(room, BLOCK_SIZE)
+def make_runner(
+    setup: Setup, shape: ModelCard, *, sequences: int, room: int, pools: int = 1, kv_cache_dtype: str = "auto"
+) -> ModelRunner:
+    """For `plan`s of so many sequences with blocks for `room` tokens each, in `pools` parts of the pool.
+
+    The pool is full of random numbers; decode steps of all batch sizes are recorded.
+    """
+    blocks = pools * sequences * ceil_div(room, BLOCK_SIZE)
     config = EngineConfig(
         dtype="bfloat16", device=setup.device.type, block_size=BLOCK_SIZE, max_num_seqs=sequences, max_model_len=room,
-        kv_cache_memory=blocks * shape.kv_layout(BLOCK_SIZE, "bfloat16").block_bytes,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_memory=blocks * shape.kv_layout(BLOCK_SIZE, "bfloat16", kv_cache_dtype).block_bytes,
     )  # fmt: skip
-    return ModelRunner.make(shape, config, lambda dtype, device: random_weights(shape, dtype, device))
+    runner = ModelRunner.make(shape, config, lambda dtype, device: random_weights(shape, dtype, device))
+    fill(runner.kv.paged)
+    return runner
 
 
 def plan(shape: ModelCard, sequences: range, *, start: int, count: int, room: int) -> StepPlan:

@@ -6,6 +6,11 @@ of two, and quantised numbers enter the matrix products as they are stored, whic
 scales, one a block and head and so one a position, multiply scores and weights, not K and V: block_size * head_dim
 multiplications less for each scale.
 
+Where the numbers of a tile lie is known one tile before they are asked for: entries of the block table are carried from
+one turn of the loop to the next. The compiler keeps several tiles of K and V on their way while it computes only where
+it finds their addresses in a turn without a load of that turn. With the load of the entries in between it kept one, and
+waited for it (tests/kernels/test_kernels_compile.py looks at what was compiled).
+
 A row is one query head of one token; the heads that share a KV head are rows of one tile, so K and V are read once.
 """
 
@@ -45,6 +50,12 @@ def load_numbers(base, rows, there, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr
 
 
 @triton.jit
+def table_entries(table, n, lowest, end, BLOCK_SIZE: tl.constexpr):
+    """The blocks of positions `n`: [positions] int32. Entries of positions outside [lowest, end) are not read: 0."""
+    return tl.load(table + n // BLOCK_SIZE, mask=(n >= lowest) & (n < end), other=0)
+
+
+@triton.jit
 def attend(
     query, position, maximum, total, acc,
     key, value, key_scales, value_scales, table,
@@ -62,13 +73,16 @@ def attend(
     visible to a token, else the last WINDOW. Unless MASKED, all rows see all of [begin, end), and it is whole tiles.
     Positions below `lowest` are seen by no row: their blocks may have been given away.
     """
+    offset = tl.arange(0, TILE_N)
+    entries = table_entries(table, begin + offset, lowest, end, BLOCK_SIZE)
     for start in range(begin, end, TILE_N):
-        n = start + tl.arange(0, TILE_N)
+        n = start + offset
         if MASKED:
             there = (n < end) & (n >= lowest)
         else:
             there = n >= 0
-        block = tl.load(table + n // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        block = entries.to(tl.int64)
+        entries = table_entries(table, n + TILE_N, lowest, end, BLOCK_SIZE)  # the next tile's
         rows = block * block_step + (n % BLOCK_SIZE) * STORED_DIM
         k = load_numbers(key, rows, there, FORMAT, HEAD_DIM, DIM, COMPUTE)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale_log2

@@ -25,24 +25,30 @@ class Tiling:
 
 
 def prefill_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
-    """For shared memory of 227 KiB and 64 Ki registers a multiprocessor (Hopper).
+    """For 227 KiB of shared memory and 64 Ki registers a multiprocessor (Hopper), of which this was compiled for sm_90a:
 
-    Bytes of shared memory: (rows + 2 * (stages - 1) * positions) * padded head_dim * element size; 128 x 64 at 128
-    dimensions in bfloat16 with three stages: 96 KiB, so two programs fit. Of shapes tried, these spill no registers when
-    compiled for sm_90. float32 is for checking: tiles small enough for its products, which tensor cores do not take.
+    - 128 dimensions, bfloat16: (rows + 2 * stages * positions) * dimensions * 2 B = 128 KiB, about 195 registers in each of
+      256 threads: one program runs on a multiprocessor at a time. Two of half the rows would fit, but then K and V come
+      from L2 twice as often: 7.7 TB/s at half the peak of the products, likely more than an H200's L2 gives.
+    - 64 dimensions: 64 KiB and at most 128 registers: two programs, of which one takes exponentials (at 16 a cycle about
+      as long as the products, at this size) while the other multiplies. Quantised numbers need 180 to 230: one program.
+    - 256 dimensions: 160 KiB and about 250 registers: one program; quantised numbers spill up to 16 B a thread.
+
+    float32 is for checking: tiles small enough for its products, which tensor cores do not take.
     """
     dim = next_power_of_2(head_dim)
     if dtype is torch.float32:
         return Tiling(max(32 if dim <= 128 else 16, next_power_of_2(group)), 16, 4, 1)
-    if dim <= 64:
-        return Tiling(max(128, next_power_of_2(group)), 128, 8, 3)
-    if dim <= 128:
-        return Tiling(max(128, next_power_of_2(group)), 64, 8, 3)
-    return Tiling(max(64, next_power_of_2(group)), 32, 4, 2)
+    return Tiling(max(128, next_power_of_2(group)), 64 if dim <= 128 else 32, 8, 3)
 
 
 def decode_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
-    """One token: as many rows as the group has heads, at least the 16 that tensor cores multiply at once."""
+    """One token: as many rows as the group has heads, at least the 16 that tensor cores multiply at once.
+
+    128 dimensions, bfloat16: two tiles of K and V are on their way or at work, 64 KiB, and at most 128 registers in each of
+    128 threads, so three programs fit on a multiprocessor. `choose_splits` gives it two: one tile of each is 64 KiB on
+    the way; 4.8 TB/s at a latency of 1 us need 36 KiB a multiprocessor.
+    """
     dim = next_power_of_2(head_dim)
     rows = max(16, next_power_of_2(group))
     if dtype is torch.float32:
