@@ -32,6 +32,9 @@ class GenerateInput:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
     request_id: str | None = None
+    """The router's own, if the front end has made it already: unique. Never what a client sent."""
+    correlation_id: str = ""
+    """What the client calls it: is logged and told again, and need not be unique."""
     deadline_s: float | None = None
     priority: int = 0
     placement: Placement | None = None
@@ -79,6 +82,8 @@ class Report:
     first_decode_s: float = 0.0
     retry_reasons: tuple[str, ...] = ()  # error codes: why each attempt but the first was needed
     rebinds: int = 0
+    request_id: str = ""
+    correlation_id: str = ""
 
     def values(self) -> dict[str, Any]:
         """By field name. `dataclasses.asdict` copies deeply, which takes 30 us, once or twice a request."""

@@ -84,6 +84,7 @@ class Submit:
     priority: int = 0
     placement: Placement | None = None
     cache_salt: str = ""
+    correlation_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import Any, Final
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.ids import RequestId
 from pdserve.rpc import status
 from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from router.api import Delta, Report
-from router.draining import find, follow
 from router.generation import LiveGeneration
 from router.grpc_request import generate_input, prompt_of
+from router.identity import Claim
 from router.malformed import MalformedGuard
 from router.server import bind_port, make_server, stop_server
 from router.service import RouterService
 from router.timeline import report_of, timeline
-from router.wire import cluster_state_to_wire
 
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -41,6 +40,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise
 
         try:
+            await context.send_initial_metadata(self._initial_metadata(generation, request.request_id))
             await self._stream(generation, context)
         except PdserveError as exc:
             report = report_of(generation)
@@ -48,6 +48,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await status.abort(context, exc, *told)
         finally:
             generation.close()
+
+    def _initial_metadata(self, generation: LiveGeneration, correlation_id: str) -> tuple[tuple[str, str], ...]:
+        request_id = RequestId(generation.request_id)
+        own = (
+            (status.REQUEST_ID_METADATA, request_id),
+            (status.CANCEL_TOKEN_METADATA, self._router.cancel_tokens.issue(request_id)),
+        )
+        if not correlation_id or not correlation_id.isascii():  # metadata is ASCII; the report has it as it is
+            return own
+        return (*own, (status.CORRELATION_ID_METADATA, correlation_id))
 
     async def _stream(self, generation: LiveGeneration, context: Any) -> None:
         """Write all of it. Raises `Cancelled`, out of the write that waits, for a client that stopped reading."""
@@ -76,6 +86,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return _last(generation.request_id, delta, generation.report)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
+        if not request.cancel_token:
+            missing = f"is missing: the initial metadata of Generate has it as {status.CANCEL_TOKEN_METADATA}"
+            await status.abort(context, InvalidRequest(missing, field="cancel_token"))
+        claim = self._router.cancel_tokens.check(RequestId(request.request_id), request.cancel_token)
+        if claim is not Claim.VALID:
+            return inference_pb2.CancelResponse(found=False, not_here=claim is Claim.NOT_HERE)
         return inference_pb2.CancelResponse(found=self._router.cancel(request.request_id))
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
@@ -102,22 +118,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=model.card.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
         )
-
-    async def GetClusterState(
-        self, request: inference_pb2.GetClusterStateRequest, context: Any
-    ) -> inference_pb2.GetClusterStateResponse:
-        return cluster_state_to_wire(self._router.snapshot())
-
-    async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
-        """A client that leaves, or whose deadline passes, ends only the telling."""
-        try:
-            worker = find(self._router.snapshot(), request.worker_id)
-            self._router.drain(request.worker_id)
-        except PdserveError as exc:
-            await status.abort(context, exc)
-            raise
-        async for progress in follow(self._router.snapshot, worker):
-            await context.write(inference_pb2.DrainProgress(**dataclasses.asdict(progress)))
 
 
 def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.GenerateResponse:

@@ -21,7 +21,7 @@ def generate_input(
         prompt=prompt_of(request),
         sampling=_sampling(request.sampling),
         model=request.model or None,
-        request_id=request.request_id or None,
+        correlation_id=request.request_id,
         deadline_s=_deadline_s(request, call_remaining_s, max_deadline_s),
         priority=request.priority,
         placement=_placement(request.placement),

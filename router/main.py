@@ -1,4 +1,4 @@
-"""The router process: reads its configuration, listens on three ports, says so on stdout, stops cleanly when told to."""
+"""The router process: reads its configuration, listens on four ports, says so on stdout, stops cleanly when told to."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
 from pdserve.rpc.v1 import link_pb2_grpc
+from router.grpc_admin import AdminServer
 from router.grpc_front import GrpcFront
 from router.http import serve_http
 from router.model import ServedModel
@@ -92,6 +93,10 @@ async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterato
         stack.push_async_callback(front.close)
         await front.start(settings.host, settings.grpc_port)
 
+        admin = AdminServer(service, config.cluster_token)
+        stack.push_async_callback(admin.close)
+        await admin.start(settings.admin_host, settings.admin_port_or_default)
+
         http = await serve_http(service, settings.host, settings.http_port, stalled_client_s=settings.stalled_client_s)
         stack.push_async_callback(http.close)
 
@@ -99,6 +104,7 @@ async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterato
             "event": "ready",
             "http": f"{settings.host}:{http.port}",
             "grpc": f"{settings.host}:{front.port}",
+            "admin": f"{settings.admin_host}:{admin.port}",
             "link": f"{settings.advertise_host or link_host}:{link_port}",
             "pid": os.getpid(),
         }

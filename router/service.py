@@ -24,6 +24,7 @@ from router.admission import Admission
 from router.api import GenerateInput, Prompt
 from router.core import RouterCore
 from router.generation import LiveGeneration
+from router.identity import KEY_BYTES, CancelTokens
 from router.limits import LengthLimit
 from router.link import LinkService
 from router.model import ServedModel
@@ -58,6 +59,7 @@ class RouterService:
         self.max_body_bytes = config.max_body_bytes
         self.max_deadline_s = config.max_deadline_s
         self.incarnation = Incarnation(secrets.randbits(64))
+        self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
         self.links = LinkService(cluster_token, self.tell)
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock

@@ -148,13 +148,14 @@ def _work(work: ev.Work) -> dict[str, Any]:
     }
 
 
-def cluster_state_to_wire(cluster: ClusterSnapshot) -> inference_pb2.GetClusterStateResponse:
+def cluster_state_to_wire(cluster: ClusterSnapshot, block_size: int) -> inference_pb2.GetClusterStateResponse:
     return inference_pb2.GetClusterStateResponse(
         router_incarnation=cluster.router_incarnation,
         queued_requests=cluster.queued_requests,
         running_requests=cluster.running_requests,
         workers=[_worker_state(worker) for worker in cluster.workers],
         set_aside_pairs=[_set_aside(pair) for pair in cluster.set_aside],
+        block_size=block_size,
     )
 
 

@@ -15,6 +15,9 @@ REASON_METADATA: Final = "pdserve-error-reason"
 RETRY_AFTER_METADATA: Final = "retry-after-s"
 TIMELINE_METADATA: Final = "pdserve-timeline"
 CLUSTER_TOKEN_METADATA: Final = "pdserve-cluster-token"
+REQUEST_ID_METADATA: Final = "pdserve-request-id"
+CANCEL_TOKEN_METADATA: Final = "pdserve-cancel-token"
+CORRELATION_ID_METADATA: Final = "x-request-id"  # what a client gives a request to find it again, as proxies call it
 
 DEFAULT_RETRY_AFTER_S: Final = 1.0
 """When waiting helps and the error does not say how long: a lost worker is noticed, or is back, about then."""

@@ -75,7 +75,7 @@ class _Generate:
         try:
             body = await read_body(scope, receive, self._api.max_body_bytes)
             call = self._parse(body, Request(scope).headers.get("x-request-id"))
-            reply.name(call.request_id)
+            reply.name(call.request_id, call.correlation_id)
             await self._live.run(receive, answer(self._api, call, reply))
         except BodyRefused as exc:
             await refuse_body(scope, receive, reply, exc.error)

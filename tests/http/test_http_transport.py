@@ -55,13 +55,16 @@ def test_wrong_paths_and_methods_have_openais_shape() -> None:
     asyncio.run(run())
 
 
-def test_a_request_keeps_its_id_also_when_it_fails() -> None:
+def test_a_request_keeps_its_clients_id_and_has_one_of_its_own_also_when_it_fails() -> None:
     async def run() -> None:
         async with served(FakeApi()) as base:
             for payload, status in ((BODY, 200), (STREAM, 200), ({**BODY, "model": "other"}, 404)):
                 answer = await exchange(base, post(COMPLETIONS, payload, X_Request_Id="abc-1"))
                 assert (answer.status, answer.headers["x-request-id"]) == (status, "abc-1")
+                assert len(answer.headers["pdserve-request-id"]) == 32
                 assert "date" in answer.headers
+            unnamed = await exchange(base, post(COMPLETIONS, BODY))
+            assert unnamed.headers["x-request-id"] == unnamed.headers["pdserve-request-id"]
 
     asyncio.run(run())
 

@@ -11,8 +11,9 @@ from typing import Any
 import grpc.aio
 
 from pdserve.config import EngineConfig, RouterConfig
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, link_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, link_pb2_grpc
 from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker, expected_text, token_at
+from router.grpc_admin import AdminServer
 from router.grpc_front import GrpcFront
 from router.model import ServedModel
 from router.server import bind_port, make_server, stop_server
@@ -48,6 +49,7 @@ class LocalCluster:
     channel: grpc.aio.Channel
     link_address: str
     grpc_address: str
+    admin: Any
     workers: list[FakeWorker]
 
     @property
@@ -100,6 +102,12 @@ async def read_answer(call: Any) -> Answer:
     return answer
 
 
+async def cancel_request(call: Any) -> inference_pb2.CancelRequest:
+    """What cancels the request of a running Generate call, as its initial metadata says."""
+    told = dict(await call.initial_metadata())
+    return inference_pb2.CancelRequest(request_id=told["pdserve-request-id"], cancel_token=told["pdserve-cancel-token"])
+
+
 def generate_request(ids: Sequence[int], max_tokens: int, **fields: Any) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(**fields)
     request.tokens.ids.extend(ids)
@@ -138,7 +146,12 @@ async def local_cluster(
         address = f"{HOST}:{front.port}"
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         stub = inference_pb2_grpc.InferenceStub(channel)
-        cluster = LocalCluster(service, stub, channel, f"{HOST}:{link_port}", address, [])
+        admin_server = AdminServer(service, TOKEN)
+        stack.push_async_callback(admin_server.close)
+        await admin_server.start(HOST, 0)
+        admin_channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{admin_server.port}"))
+        admin = admin_pb2_grpc.AdminStub(admin_channel)
+        cluster = LocalCluster(service, stub, channel, f"{HOST}:{link_port}", address, admin, [])
         for role in roles:
             await stack.enter_async_context(cluster.worker(role, **worker()))
         yield cluster
