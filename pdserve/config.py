@@ -151,6 +151,8 @@ class RouterConfig:
     default_deadline_s: float = 600.0
     max_deadline_s: float = 3600.0
     max_body_bytes: int = field(default=8 * MIB, metadata=_BYTES)
+    max_inflight_body_bytes: int = field(default=64 * MIB, metadata=_BYTES)  # of all large HTTP bodies on their way
+    max_connections: int = 1024  # of clients, on each of their ports; fewer where RLIMIT_NOFILE leaves fewer
     stalled_client_s: float = 30.0  # a client that takes nothing for so long is cancelled
     heartbeat_lost_s: float = 5.0
     probe_workers: bool = True  # a worker is ready only after KV went through it once, from or to a peer
@@ -177,6 +179,12 @@ class RouterConfig:
         if self.admin_port_or_default in (self.http_port, self.grpc_port) and self.admin_port_or_default:
             raise ConfigError(
                 f"router.admin_port {self.admin_port_or_default} is that of clients, router.http_port or router.grpc_port"
+            )
+        _at_least("router.max_connections", self.max_connections, 16)
+        if self.max_inflight_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"router.max_inflight_body_bytes {self.max_inflight_body_bytes} must be at least router.max_body_bytes, "
+                f"{self.max_body_bytes}: a body of that size would never be read"
             )
         _at_least("router.max_deadline_s", self.max_deadline_s, self.default_deadline_s)
         _at_least("router.pair_aside_max_s", self.pair_aside_max_s, self.pair_aside_s)

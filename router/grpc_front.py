@@ -18,7 +18,7 @@ from router.generation import LiveGeneration
 from router.grpc_request import generate_input, prompt_of
 from router.identity import Claim
 from router.malformed import MalformedGuard
-from router.server import bind_port, make_server, stop_server
+from router.server import CALLS_PER_CONNECTION, bind_port, client_options, make_server, stop_server
 from router.service import RouterService
 from router.timeline import report_of, timeline
 
@@ -144,9 +144,14 @@ def _report(report: Report) -> inference_pb2.RequestReport:
 class GrpcFront:
     """The running server. `close` it."""
 
-    def __init__(self, router: RouterService) -> None:
+    def __init__(self, router: RouterService, max_connections: int) -> None:
         self._router = router
-        self._server = make_server(max_receive_bytes=router.max_body_bytes, interceptors=[MalformedGuard(SERVICE)])
+        self._server = make_server(
+            max_receive_bytes=router.max_body_bytes,
+            interceptors=[MalformedGuard(SERVICE)],
+            options=client_options(max_connections),
+            max_calls=max_connections * CALLS_PER_CONNECTION,
+        )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._follower: asyncio.Task[None] | None = None
         self.port = 0

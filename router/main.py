@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
 from pdserve.rpc.v1 import link_pb2_grpc
+from router.descriptors import raise_limit, share_of_clients
 from router.grpc_admin import AdminServer
 from router.grpc_front import GrpcFront
 from router.http import serve_http
@@ -78,6 +80,7 @@ async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterato
     """
     settings = config.router
     link_host = settings.link_host or settings.host
+    max_connections = share_of_clients(raise_limit(), settings.max_connections)
     service = RouterService(settings, model, cluster_token=config.cluster_token)
     async with contextlib.AsyncExitStack() as stack:
         service.start()
@@ -89,7 +92,7 @@ async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterato
         stack.push_async_callback(stop_server, link_server)
         await link_server.start()
 
-        front = GrpcFront(service)
+        front = GrpcFront(service, max_connections)
         stack.push_async_callback(front.close)
         await front.start(settings.host, settings.grpc_port)
 
@@ -97,7 +100,8 @@ async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterato
         stack.push_async_callback(admin.close)
         await admin.start(settings.admin_host, settings.admin_port_or_default)
 
-        http = await serve_http(service, settings.host, settings.http_port, stalled_client_s=settings.stalled_client_s)
+        limits = dataclasses.replace(settings, max_connections=max_connections)
+        http = await serve_http(service, settings.host, settings.http_port, limits)
         stack.push_async_callback(http.close)
 
         yield {

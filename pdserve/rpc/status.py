@@ -52,6 +52,7 @@ TABLE: Final[dict[ErrorCode, StatusRow]] = {
     ErrorCode.UNKNOWN_WORKER: StatusRow(_G.NOT_FOUND, 404, "invalid_request_error", False, False),
     ErrorCode.NUMERICAL_ERROR: StatusRow(_G.INTERNAL, 500, "server_error", True, False),
     ErrorCode.WORKER_ID_TAKEN: StatusRow(_G.ALREADY_EXISTS, 409, "server_error", False, False),
+    ErrorCode.REQUEST_TIMEOUT: StatusRow(_G.DEADLINE_EXCEEDED, 408, "timeout_error", False, False),
 }
 
 _INVALID: Final = {
@@ -61,6 +62,7 @@ _PLAIN: Final[dict[ErrorCode, type[PdserveError]]] = {
     cls.code: cls
     for cls in (
         errors.DeadlineExceeded,
+        errors.RequestTimeout,
         errors.Cancelled,
         errors.LeaseGone,
         errors.TransferFailed,

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
+from typing import Any
 
+from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, UnknownModel
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
@@ -114,9 +116,9 @@ class FakeApi:
 
 
 @asynccontextmanager
-async def served(api: FakeApi, **options: float) -> AsyncIterator[str]:
+async def served(api: FakeApi, **limits: Any) -> AsyncIterator[str]:
     """A real socket for the fake router; nothing of it may be left afterwards."""
-    server = await serve_http(api, "127.0.0.1", 0, **options)
+    server = await serve_http(api, "127.0.0.1", 0, RouterConfig(**limits))
     try:
         yield f"http://127.0.0.1:{server.port}"
     finally:

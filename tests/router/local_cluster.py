@@ -21,6 +21,7 @@ from router.service import RouterService
 
 TOKEN = "secret"
 HOST = "127.0.0.1"
+MAX_CONNECTIONS = 64
 
 
 @functools.cache
@@ -140,7 +141,7 @@ async def local_cluster(
         link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, link_server)
         stack.push_async_callback(stop_server, link_server)
         await link_server.start()
-        front = GrpcFront(service)
+        front = GrpcFront(service, MAX_CONNECTIONS)
         stack.push_async_callback(front.close)
         await front.start(HOST, 0)
         address = f"{HOST}:{front.port}"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -30,11 +31,14 @@ WAIT_S = 20.0
 
 
 @contextlib.contextmanager
-def router_process(tmp_path: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+def router_process(tmp_path: Path, *args: str, descriptors: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`descriptors`: RLIMIT_NOFILE, soft and hard."""
     config = tmp_path / "router.yaml"
     config.write_text(f"cluster_token: {TOKEN}\nengine: {{model: tiny, max_model_len: 256}}\n")
     command = [sys.executable, "-m", "router", "--config", str(config), *args]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if descriptors is not None:
+        pipes["preexec_fn"] = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     process = subprocess.Popen(command, cwd=ROOT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes)
     try:
         yield process
