@@ -193,15 +193,11 @@ class StepRows:
     rows: Sequence[Row]
 
 
-Event = (
-    Submit
-    | ClientGone
-    | Tick
-    | WorkerJoined
+WorkerEvent = (
+    WorkerJoined
     | WorkerLeft
     | WorkerLost
     | HeartbeatSeen
-    | DrainAsked
     | Reserved
     | NoRoom
     | PrefillStarted
@@ -209,6 +205,9 @@ Event = (
     | RequestFailed
     | StepRows
 )
+"""By a link."""
+
+Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
 
 # Effects -----------------------------------------------------------------------------------------------------------
 

@@ -19,19 +19,16 @@ import uvloop
 from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
-from pdserve.rpc.v1 import link_pb2_grpc
 from router.descriptors import raise_limit, share_of_clients
 from router.grpc_admin import AdminServer
 from router.grpc_front import GrpcFront
 from router.http import serve_http
+from router.link_thread import LinkThread
 from router.model import ServedModel
-from router.server import bind_port, make_server, stop_server
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
 
-MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
-"""Bounds a broken worker; nothing that a working one says comes near."""
 EXIT_CONFIG: Final = 2
 
 
@@ -81,16 +78,14 @@ async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterato
     settings = config.router
     link_host = settings.link_host or settings.host
     max_connections = share_of_clients(raise_limit(), settings.max_connections)
-    service = RouterService(settings, model, cluster_token=config.cluster_token)
+    links = LinkThread(config.cluster_token)
+    service = RouterService(settings, model, links=links)
     async with contextlib.AsyncExitStack() as stack:
         service.start()
         stack.push_async_callback(service.close)
 
-        link_server = make_server(max_receive_bytes=MAX_LINK_MESSAGE_BYTES)
-        link_port = bind_port(link_server, link_host, settings.link_port, "--link-port")
-        link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, link_server)
-        stack.push_async_callback(stop_server, link_server)
-        await link_server.start()
+        stack.push_async_callback(links.close)
+        link_port = await links.start(service.tell, link_host, settings.link_port)
 
         front = GrpcFront(service, max_connections)
         stack.push_async_callback(front.close)

@@ -26,7 +26,7 @@ from router.core import RouterCore
 from router.generation import LiveGeneration
 from router.identity import KEY_BYTES, CancelTokens
 from router.limits import LengthLimit
-from router.link import LinkService
+from router.link import Links, LinkService
 from router.model import ServedModel
 from router.pairs import AsidePair
 from router.prompts import PromptEncoder
@@ -52,15 +52,17 @@ class RouterService:
         model: ServedModel,
         *,
         cluster_token: str = "",
+        links: Links | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`links`: where workers' links are served; None: on this loop, under `cluster_token`, as `LinkService`."""
         self.model = model
         self.model_name = model.name
         self.max_body_bytes = config.max_body_bytes
         self.max_deadline_s = config.max_deadline_s
         self.incarnation = Incarnation(secrets.randbits(64))
         self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
-        self.links = LinkService(cluster_token, self.tell)
+        self.links: Links = links or LinkService(cluster_token, self.tell)
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
         self._core = RouterCore(config, model.card.fingerprint)
@@ -172,7 +174,7 @@ class RouterService:
             elif isinstance(effect, ev.SendWelcome):
                 self.links.send(effect.link, welcome(self.incarnation))
             elif isinstance(effect, ev.CloseLink):
-                self.links.close(effect.link, effect.error)
+                self.links.hang_up(effect.link, effect.error)
             elif isinstance(effect, ev.EmitDone):
                 self._ended(effect.request_id, effect, None)
             elif isinstance(effect, ev.EmitFailed):

@@ -11,12 +11,12 @@ from typing import Any
 import grpc.aio
 
 from pdserve.config import EngineConfig, RouterConfig
-from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, link_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker, expected_text, token_at
 from router.grpc_admin import AdminServer
 from router.grpc_front import GrpcFront
+from router.link_thread import LinkThread
 from router.model import ServedModel
-from router.server import bind_port, make_server, stop_server
 from router.service import RouterService
 
 TOKEN = "secret"
@@ -132,15 +132,13 @@ async def local_cluster(
 
     Workers are not probed unless asked: many tests count what a worker was sent.
     """
-    service = RouterService(RouterConfig(**({"probe_workers": False} | config)), tiny_model(), cluster_token=TOKEN)
+    links = LinkThread(TOKEN)
+    service = RouterService(RouterConfig(**({"probe_workers": False} | config)), tiny_model(), links=links)
     async with contextlib.AsyncExitStack() as stack:
         service.start()
         stack.push_async_callback(service.close)
-        link_server = make_server(max_receive_bytes=1 << 20)
-        link_port = bind_port(link_server, HOST, 0, "--link-port")
-        link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, link_server)
-        stack.push_async_callback(stop_server, link_server)
-        await link_server.start()
+        stack.push_async_callback(links.close)
+        link_port = await links.start(service.tell, HOST, 0)
         front = GrpcFront(service, MAX_CONNECTIONS)
         stack.push_async_callback(front.close)
         await front.start(HOST, 0)
