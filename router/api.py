@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement
+
+if TYPE_CHECKING:
+    from router.parser import RequestParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class RouterApi(Protocol):
 
     model_name: str
     max_body_bytes: int
+    parser: RequestParser
 
     async def submit(self, request: GenerateInput) -> Generation:
         """Check, tokenise, queue. Raises `InvalidRequest`, `UnknownModel`, `Overloaded`, `DeadlineExceeded`."""
@@ -122,6 +126,9 @@ class RouterApi(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text; of a special one the way it is written. Empty for an id without a token."""
+
+    @property
+    def max_prompt_tokens(self) -> int: ...
 
     @property
     def ready(self) -> bool:

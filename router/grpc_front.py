@@ -13,34 +13,37 @@ from pdserve.core.ids import RequestId
 from pdserve.rpc import status
 from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-from router.api import Delta, Report
+from router.api import Delta, GenerateInput, Report
+from router.body_budget import BodyBudget
 from router.generation import LiveGeneration
 from router.grpc_request import generate_input, prompt_of
 from router.identity import Claim
-from router.malformed import MalformedGuard
+from router.malformed import LargeMessage, MalformedGuard
+from router.parse import Job, Kind, Parsed, TokenizeInput
 from router.server import CALLS_PER_CONNECTION, bind_port, client_options, make_server, stop_server
 from router.service import RouterService
 from router.timeline import report_of, timeline
 
+LARGE: Final = frozenset({"Generate", "Tokenize"})
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, router: RouterService) -> None:
         self._router = router
+        self._budget = BodyBudget(router.max_inflight_body_bytes)
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+    async def Generate(self, request: inference_pb2.GenerateRequest | LargeMessage, context: Any) -> None:
         """The handler's task is cancelled when the client leaves: closing then cancels the request at once."""
         try:
-            generation = await self._router.submit(
-                generate_input(request, call_remaining_s=context.time_remaining(), max_deadline_s=self._router.max_deadline_s)
-            )
+            asked = await self._asked(request, context.time_remaining())
+            generation = await self._router.submit(asked)
         except PdserveError as exc:
             await status.abort(context, exc)
             raise
 
         try:
-            await context.send_initial_metadata(self._initial_metadata(generation, request.request_id))
+            await context.send_initial_metadata(self._initial_metadata(generation, asked.correlation_id))
             await self._stream(generation, context)
         except PdserveError as exc:
             report = report_of(generation)
@@ -48,6 +51,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await status.abort(context, exc, *told)
         finally:
             generation.close()
+
+    async def _asked(
+        self, request: inference_pb2.GenerateRequest | LargeMessage, call_remaining_s: float | None
+    ) -> GenerateInput:
+        longest, deadline_s = self._router.max_prompt_tokens, self._router.max_deadline_s
+        if not isinstance(request, LargeMessage):
+            return generate_input(
+                request, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
+            )
+        job = Job(Kind.GENERATE, request.data, longest, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s)
+        parsed = await self._parse(job)
+        assert isinstance(parsed, GenerateInput)
+        return parsed
+
+    async def _parse(self, job: Job) -> Parsed:
+        with self._budget.share() as share:
+            share.grow(len(job.data))
+            return await self._router.parser.parse(job)
 
     def _initial_metadata(self, generation: LiveGeneration, correlation_id: str) -> tuple[tuple[str, str], ...]:
         request_id = RequestId(generation.request_id)
@@ -94,9 +115,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return inference_pb2.CancelResponse(found=False, not_here=claim is Claim.NOT_HERE)
         return inference_pb2.CancelResponse(found=self._router.cancel(request.request_id))
 
-    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest | LargeMessage, context: Any
+    ) -> inference_pb2.TokenizeResponse:
+        longest = self._router.max_prompt_tokens
         try:
-            ids = await self._router.tokenize(request.model or None, prompt_of(request))
+            if isinstance(request, LargeMessage):
+                parsed = await self._parse(Job(Kind.TOKENIZE, request.data, longest))
+                assert isinstance(parsed, TokenizeInput)
+            else:
+                parsed = TokenizeInput(request.model or None, prompt_of(request, longest))
+            ids = await self._router.tokenize(parsed.model, parsed.prompt)
         except PdserveError as exc:
             await status.abort(context, exc)
             raise
@@ -148,7 +177,7 @@ class GrpcFront:
         self._router = router
         self._server = make_server(
             max_receive_bytes=router.max_body_bytes,
-            interceptors=[MalformedGuard(SERVICE)],
+            interceptors=[MalformedGuard(SERVICE, LARGE)],
             options=client_options(max_connections),
             max_calls=max_connections * CALLS_PER_CONNECTION,
         )

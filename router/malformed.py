@@ -1,38 +1,54 @@
-"""Requests whose bytes are no message of ours: the client's fault, so it is told INVALID_ARGUMENT.
+"""Requests as bytes: what is no message of ours is the client's fault, so it is told INVALID_ARGUMENT.
 
-gRPC itself would answer UNKNOWN and log a traceback for each, which is a gift to whoever sends garbage.
+gRPC itself would answer UNKNOWN and log a traceback for each, which is a gift to whoever sends garbage. What is large is
+handed on unread, as `LargeMessage`, to the methods that read it elsewhere; others have no use for so much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import InvalidRequest, RequestTooLarge
 from pdserve.rpc import status
+from router.parser import INLINE_BYTES
+
+_TOO_LARGE: Final = f"is over the limit of {INLINE_BYTES} bytes of this method"
+
+
+@dataclass(frozen=True, slots=True)
+class LargeMessage:
+    """The bytes of a message that is too large to be read on the loop."""
+
+    data: bytes
 
 
 class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """For one service, whose methods all take one message and are coroutines."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, large: frozenset[str] = frozenset()) -> None:
+        """`large`: the methods that take a `LargeMessage`."""
         self._prefix = f"/{service}/"
+        self._large = large
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
         if handler is None or not details.method.startswith(self._prefix):
             return handler
+        takes_large = details.method.removeprefix(self._prefix) in self._large
         name = "unary_stream" if handler.response_streaming else "unary_unary"
-        return handler._replace(
-            request_deserializer=_lenient(handler.request_deserializer), **{name: _checked(getattr(handler, name))}
-        )
+        parse = _lenient(handler.request_deserializer, takes_large=takes_large)
+        return handler._replace(request_deserializer=parse, **{name: _checked(getattr(handler, name))})
 
 
-def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _lenient(parse: Callable[[bytes], Any], *, takes_large: bool) -> Callable[[bytes], Any]:
     def parse_or_error(data: bytes) -> Any:
+        if len(data) > INLINE_BYTES:
+            return LargeMessage(data) if takes_large else RequestTooLarge(_TOO_LARGE, field="request")
         try:
             return parse(data)
         except DecodeError:

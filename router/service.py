@@ -29,6 +29,7 @@ from router.limits import LengthLimit
 from router.link import Links, LinkService
 from router.model import ServedModel
 from router.pairs import AsidePair
+from router.parser import RequestParser
 from router.prompts import PromptEncoder
 from router.record import record_of
 from router.registry import Worker
@@ -67,6 +68,8 @@ class RouterService:
         self._clock = clock
         self._core = RouterCore(config, model.card.fingerprint)
         self._limit = LengthLimit(model, self._core.registry)
+        self.parser = RequestParser(config.max_body_bytes)
+        self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
         self._admission = Admission(config, model, self._limit, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
         self._metrics = Metrics(self.snapshot)
@@ -90,6 +93,7 @@ class RouterService:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
         self._encoder.close()
+        self.parser.close()
 
     # What front ends call ----------------------------------------------------------------------------------------------
 
@@ -135,6 +139,11 @@ class RouterService:
     @property
     def max_model_len(self) -> int:
         return self._limit.max_model_len
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """One token of output must fit behind."""
+        return self._limit.max_model_len - 1
 
     def metrics(self) -> bytes:
         return self._metrics.render()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from starlette.applications import Starlette
@@ -15,21 +14,20 @@ from starlette.types import Receive, Scope, Send
 from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalBug, PdserveError, UnknownModel
-from pdserve.rpc.status import TABLE
+from pdserve.rpc.status import CORRELATION_ID_METADATA, TABLE
 from router.api import RouterApi
+from router.body_budget import BodyBudget
 from router.http.body import BodyRefused, read_body, refuse_body
-from router.http.body_budget import BodyBudget
 from router.http.live import LiveRequests
 from router.http.reply import Reply
 from router.http.server import HttpServer, start_server
 from router.openai.answer import answer
 from router.openai.errors import encode_json, error_headers, error_payload
-from router.openai.request import Call, parse_chat, parse_completion
+from router.openai.request import Call
+from router.parse import Job, Kind
 
 DEFAULT_LIMITS: Final = RouterConfig()
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-
-Parse = Callable[[bytes, str | None], Call]
 
 __all__ = ["HttpServer", "build_app", "serve_http"]
 
@@ -49,8 +47,8 @@ def _app(api: RouterApi, live: LiveRequests, limits: RouterConfig) -> Starlette:
     info = _Info(api)
     budget = BodyBudget(limits.max_inflight_body_bytes)
     routes = [
-        Route("/v1/completions", _Generate(api, live, budget, parse_completion), methods=["POST"]),
-        Route("/v1/chat/completions", _Generate(api, live, budget, parse_chat), methods=["POST"]),
+        Route("/v1/completions", _Generate(api, live, budget, Kind.COMPLETION), methods=["POST"]),
+        Route("/v1/chat/completions", _Generate(api, live, budget, Kind.CHAT), methods=["POST"]),
         Route("/v1/models", info.models),
         Route("/v1/models/{model:path}", info.model),
         Route("/health", info.health),
@@ -68,18 +66,20 @@ def _app(api: RouterApi, live: LiveRequests, limits: RouterConfig) -> Starlette:
 class _Generate:
     """An ASGI endpoint that runs generations. Not a Starlette handler: those cost several calls for each token."""
 
-    def __init__(self, api: RouterApi, live: LiveRequests, budget: BodyBudget, parse: Parse) -> None:
+    def __init__(self, api: RouterApi, live: LiveRequests, budget: BodyBudget, kind: Kind) -> None:
         self._api = api
         self._live = live
         self._budget = budget
-        self._parse = parse
+        self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
         try:
             with self._budget.share() as share:
                 body = await read_body(scope, receive, self._api.max_body_bytes, share)
-                call = self._parse(body, Request(scope).headers.get("x-request-id"))
+                header_id = Request(scope).headers.get(CORRELATION_ID_METADATA)
+                call = await self._api.parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id))
+                assert isinstance(call, Call)
             reply.name(call.request_id, call.correlation_id)
             await self._live.run(receive, answer(self._api, call, reply))
         except BodyRefused as exc:

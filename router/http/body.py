@@ -8,7 +8,7 @@ from typing import Final
 from starlette.types import Receive, Scope
 
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge
-from router.http.body_budget import BodyShare
+from router.body_budget import BodyShare
 from router.http.reply import Reply
 
 BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
@@ -34,6 +34,8 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, share: BodyS
         raise _too_large(max_bytes)
     body = bytearray()
     try:
+        if declared.isdigit():
+            share.grow(int(declared))  # whole, or not at all: nobody who has begun is turned away for who comes later
         async with asyncio.timeout(BODY_TIMEOUT_S):
             more = True
             while more:

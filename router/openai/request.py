@@ -14,7 +14,7 @@ from pdserve.core.sampling import Placement
 from router.api import GenerateInput, Prompt
 from router.identity import new_request_id
 from router.openai.json import Fields, parse_object, refuse, show
-from router.openai.prompt import read_messages, read_prompts
+from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_sampling
 from router.openai.unsupported import refuse_unsupported
 
@@ -36,11 +36,11 @@ class Call:
     """What the client calls it."""
 
 
-def parse_completion(body: bytes, header_id: str | None) -> Call:
+def parse_completion(body: bytes, header_id: str | None, max_prompt_tokens: int = ANY_NUMBER) -> Call:
     """`/v1/completions`. Raises `InvalidRequest` naming the field."""
     fields = Fields(parse_object(body))
     refuse_unsupported(fields, "completion")
-    return _call(fields, header_id, read_prompts(fields), chat=False)
+    return _call(fields, header_id, read_prompts(fields, max_prompt_tokens), chat=False)
 
 
 def parse_chat(body: bytes, header_id: str | None) -> Call:

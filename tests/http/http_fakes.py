@@ -14,6 +14,7 @@ from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api import Delta, GenerateInput, Prompt, Report
 from router.http import serve_http
+from router.parser import RequestParser
 
 MODEL = "org/tiny"
 WORDS = ("Hal", "lo ", "wör", "ld", " 世界", "!\n", '"quoted"', "\u2028", "end")
@@ -79,6 +80,8 @@ class FakeApi:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateInput] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
+    parser: RequestParser = field(default_factory=lambda: RequestParser(8 << 20))
+    max_prompt_tokens: int = 4095
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -123,4 +126,5 @@ async def served(api: FakeApi, **limits: Any) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.port}"
     finally:
         await asyncio.wait_for(server.close(), 30)
+        api.parser.close()
     assert all(generation.closed for generation in api.generations)

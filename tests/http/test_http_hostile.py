@@ -12,8 +12,8 @@ from raw_http import TIMEOUT_S, Answer, connect, exchange, head, post, read_answ
 
 import router.http.app
 import router.http.body
+from router.body_budget import FREE_BYTES, BodyBudget
 from router.http import protocol
-from router.http.body_budget import FREE_BYTES, BodyBudget
 from router.http.connections import ConnectionTable
 from router.http.upgrade import declined
 
@@ -141,7 +141,7 @@ def test_large_bodies_share_a_budget_and_small_ones_get_in_all_the_same(monkeypa
             for _, writer in holders:
                 writer.write(head("POST", COMPLETIONS, content_length=length) + b" " * (length - 1))
                 await writer.drain()
-            await taken(2 * (length - 1 - FREE_BYTES))
+            await taken(2 * (length - FREE_BYTES))
             refused = await exchange(base, post(COMPLETIONS, b" " * length))
             assert (refused.status, refused.error["code"]) == (429, "overloaded")
             assert refused.headers["retry-after"] == "1"

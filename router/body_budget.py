@@ -1,4 +1,4 @@
-"""The memory that all bodies in progress may take together. Owner: one HTTP server."""
+"""The memory that all large requests in progress may take together. Owner: one front end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BodyShare:
         self.taken_bytes = 0
 
     def grow(self, length: int) -> None:
-        """The body has `length` bytes now. Raises `Overloaded` when there is no room for them."""
+        """The body has `length` bytes, or says that it will. Raises `Overloaded` when there is no room for them."""
         more = max(0, length - FREE_BYTES) - self.taken_bytes
         if more <= 0:
             return
