@@ -14,7 +14,6 @@ import struct
 import sys
 from array import array
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from pdserve.core.errors import InvalidRequest
@@ -25,8 +24,6 @@ LENGTH: Final = struct.Struct(">Q")  # before each pickle, both ways
 NICENESS: Final = 10  # tokens of running requests go first
 BASE_BYTES: Final = 512 << 20
 BYTES_PER_BYTE: Final = 64  # of address space; measured at most 30 a byte of JSON, for a list of empty lists
-KEEP_BYTES: Final = 256 << 20
-"""A process that has grown beyond it ends after its answer: Python gives little back."""
 
 
 def pack(result: Any) -> Any:
@@ -70,13 +67,7 @@ def main() -> None:
         del frame
         sink.write(LENGTH.pack(len(reply)) + reply)
         sink.flush()
-        if _resident_bytes() > KEEP_BYTES:
-            return
         gc.collect(0)  # what exceptions tied together
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

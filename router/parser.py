@@ -113,7 +113,7 @@ class RequestParser:
         return bytes(received[LENGTH.size :])
 
     def _ready_child(self) -> subprocess.Popen[bytes]:
-        if self._child is not None and self._child.poll() is not None:  # it had grown, and has made room
+        if self._child is not None and self._child.poll() is not None:  # killed from outside
             self._drop()
         if self._child is None:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
