@@ -134,5 +134,9 @@ class RouterApi(Protocol):
     def ready(self) -> bool:
         """A request that arrives now would be served."""
 
+    @property
+    def not_ready_reason(self) -> str:
+        """Why not; empty when ready."""
+
     def metrics(self) -> bytes:
         """Prometheus text."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
-from pdserve.core.sampling import SEED_LIMIT
+from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from router import events as ev
@@ -64,6 +64,8 @@ class RouterService:
         self.incarnation = Incarnation(secrets.randbits(64))
         self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
         self.links: Links = links or LinkService(cluster_token, self.tell)
+        apart = config.placement == Placement.DISAGGREGATED.value
+        self._needed_roles = (ev.Role.DECODE, ev.Role.PREFILL) if apart else (ev.Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
         self._core = RouterCore(config, model.card.fingerprint)
@@ -125,9 +127,18 @@ class RouterService:
 
     @property
     def ready(self) -> bool:
-        now_s = self._clock()
-        decoders = self._core.registry.of_role(ev.Role.DECODE)
-        return any(not self._core.placer.not_ready_reason(worker, now_s=now_s) for worker in decoders)
+        return not self.not_ready_reason
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why a request that names no placement would not be served now; empty when it would."""
+        for role in self._needed_roles:
+            if not any(self._serves(worker) for worker in self._core.registry.of_role(role)):
+                return f"no {role.value} worker is ready"
+        return ""
+
+    def _serves(self, worker: Worker) -> bool:
+        return not self._core.placer.not_ready_reason(worker, now_s=self._clock())
 
     async def next_ready(self, known: bool) -> bool:
         """Wait until `ready` is no longer what is known, and return it. For one waiter."""

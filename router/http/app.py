@@ -109,7 +109,7 @@ class _Info:
     async def health(self, _: Request) -> Response:
         if self._api.ready:
             return _json({"status": "ready"})
-        return _json({"status": "unavailable", "reason": "no worker is ready that could serve a request"}, 503)
+        return _json({"status": "unavailable", "reason": self._api.not_ready_reason}, 503)
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._api.metrics(), media_type=METRICS_TYPE)

@@ -44,7 +44,10 @@ class Reply:
 
     async def json(self, status: int, payload: Any, headers: Headers | None = None, *, more: bool = False) -> None:
         """`more`: leave the response open after its body, for who has to read on before the connection may close."""
-        body = encode_json(payload)
+        await self.encoded(status, encode_json(payload), headers, more=more)
+
+    async def encoded(self, status: int, body: bytes, headers: Headers | None = None, *, more: bool = False) -> None:
+        """As `json`, of what is JSON already."""
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         told = [(TIMELINE_METADATA.encode(), timeline(self._report).encode())] if self._report else []
         await self._start(status, own + told + (headers or []))

@@ -114,6 +114,10 @@ class FakeApi:
             return self.words[token_id].encode()
         return "ö".encode()[:1] if token_id == len(self.words) else b""
 
+    @property
+    def not_ready_reason(self) -> str:
+        return "" if self.ready else "no decode worker is ready"
+
     def metrics(self) -> bytes:
         return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"
 

@@ -166,3 +166,18 @@ def test_health_follows_the_workers() -> None:
             assert b"pdserve_" in (await exchange(base, head("GET", "/metrics"))).body
 
     run(story())
+
+
+def test_health_asks_for_both_pools_where_all_prompts_are_computed_apart() -> None:
+    """With `placement: disaggregated` a decode pool alone serves nobody; it was called ready."""
+
+    async def story() -> None:
+        async with http_cluster(placement="disaggregated") as (cluster, base):
+            assert (await exchange(base, head("GET", "/health"))).status == 200
+            await cluster.prefill.stop()
+            while (answer := await exchange(base, head("GET", "/health"))).status != 503:  # noqa: ASYNC110 - bounded by `run`
+                await asyncio.sleep(0.01)
+            assert answer.json == {"status": "unavailable", "reason": "no prefill worker is ready"}
+            assert (await exchange(base, post(COMPLETIONS, {"prompt": [1], "max_tokens": 1}))).status == 503
+
+    run(story())
