@@ -53,10 +53,14 @@ class LinkThread:
 
     # On the main loop --------------------------------------------------------------------------------------------------
 
-    async def start(self, deliver: Deliver, host: str, port: int) -> int:
-        """Listen, and return the port. `deliver` is called on this loop. Raises `ConfigError` naming --link-port."""
+    async def start(self, deliver: Deliver, host: str, port: int, on_broken: Callable[[], object] = lambda: None) -> int:
+        """Listen, and return the port. Raises `ConfigError` naming --link-port.
+
+        `deliver` is called on this loop, and `on_broken` if the thread ends by a bug: then no worker can be reached.
+        """
         assert self._thread is None
         self._deliver = deliver
+        self._on_broken = on_broken
         self._main = asyncio.get_running_loop()
         ready: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(host, port, ready), name="links", daemon=True)
@@ -68,8 +72,8 @@ class LinkThread:
         if self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread is not None:
-            await asyncio.wait_for(asyncio.wrap_future(self._ended), CLOSE_TIMEOUT_S)
-            self._thread.join()
+            await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=CLOSE_TIMEOUT_S)  # how it ended was logged
+            self._thread.join(CLOSE_TIMEOUT_S)
             self._take_heard()
 
     def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
@@ -106,8 +110,11 @@ class LinkThread:
                 runner.run(self._serve(host, port, ready))
             self._ended.set_result(None)
         except BaseException as exc:
+            logger.critical("the thread of workers' links broke", exc_info=exc)
             self._ended.set_exception(exc)
-            raise
+            assert self._main is not None
+            with contextlib.suppress(RuntimeError):  # the main loop has ended as well
+                self._main.call_soon_threadsafe(self._on_broken)
 
     async def _serve(self, host: str, port: int, ready: concurrent.futures.Future[int]) -> None:
         self._stop = asyncio.Event()
@@ -125,8 +132,8 @@ class LinkThread:
         try:
             await self._stop.wait()
         finally:
-            await stop_server(server)
             self._loop = None
+            await stop_server(server)
 
     def _hear(self, event: ev.WorkerEvent) -> None:
         assert self._main is not None

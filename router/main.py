@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 import uvloop
@@ -63,15 +63,18 @@ async def _run(config: RouterProcessConfig, model: ServedModel, *, exit_with_par
     async with contextlib.AsyncExitStack() as stack:
         if exit_with_parent:
             await stack.enter_async_context(_stdin_watched(stop))
-        ready = await stack.enter_async_context(serve(config, model))
+        ready = await stack.enter_async_context(serve(config, model, on_broken=stop.set))
         print(json.dumps(ready), flush=True)
         await stop.wait()
         logger.info("stopping")
 
 
 @contextlib.asynccontextmanager
-async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterator[dict[str, object]]:
-    """A running router; yields what is printed when it listens. Everything is closed on every way out.
+async def serve(
+    config: RouterProcessConfig, model: ServedModel, *, on_broken: Callable[[], object] = lambda: None
+) -> AsyncIterator[dict[str, object]]:
+    """A running router; yields what is printed when it listens. Everything is closed on every way out. `on_broken` is called
+    when it cannot go on: whoever started it should start another.
 
     Raises `ConfigError` for a port that is taken, naming its flag.
     """
@@ -85,7 +88,7 @@ async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterato
         stack.push_async_callback(service.close)
 
         stack.push_async_callback(links.close)
-        link_port = await links.start(service.tell, link_host, settings.link_port)
+        link_port = await links.start(service.tell, link_host, settings.link_port, on_broken)
 
         front = GrpcFront(service, max_connections)
         stack.push_async_callback(front.close)

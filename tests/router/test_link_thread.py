@@ -130,3 +130,23 @@ def test_a_port_that_is_taken_is_named_and_leaves_no_thread() -> None:
             await second.close()
 
     run(story())
+
+
+def test_a_thread_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(server: Any) -> None:
+        await server.stop(None)
+        raise AssertionError("planted")
+
+    async def story() -> None:
+        links, told = LinkThread(""), asyncio.Event()
+        await links.start(lambda event: None, "127.0.0.1", 0, told.set)
+        assert links._loop is not None
+        monkeypatch.setattr(link_thread, "stop_server", broken)
+        assert links._stop is not None
+        links._loop.call_soon_threadsafe(links._stop.set)
+        await told.wait()
+        await links.close()
+
+    with caplog.at_level("CRITICAL"):
+        run(story())
+    assert "thread of workers' links broke" in caplog.text
