@@ -2,21 +2,27 @@
 
 gRPC itself would answer UNKNOWN and log a traceback for each, which is a gift to whoever sends garbage. What is large is
 handed on unread, as `LargeMessage`, to the methods that read it elsewhere; others have no use for so much.
+
+gRPC also waits for a message for as long as its client likes, with a call's place taken. On the wire a call with one message
+is a stream of one, so it is taken as that, and the wait has an end.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from pdserve.core.errors import InvalidRequest, RequestTooLarge
+from pdserve.core.errors import InvalidRequest, PdserveError, RequestTimeout, RequestTooLarge
 from pdserve.rpc import status
 from router.parser import INLINE_BYTES
 
+RECEIVE_TIMEOUT_S: Final = 60.0  # as router.http.body: 8 MiB at 1 Mbit/s
 _TOO_LARGE: Final = f"is over the limit of {INLINE_BYTES} bytes of this method"
 
 
@@ -40,9 +46,12 @@ class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         if handler is None or not details.method.startswith(self._prefix):
             return handler
         takes_large = details.method.removeprefix(self._prefix) in self._large
-        name = "unary_stream" if handler.response_streaming else "unary_unary"
         parse = _lenient(handler.request_deserializer, takes_large=takes_large)
-        return handler._replace(request_deserializer=parse, **{name: _checked(getattr(handler, name))})
+        if handler.response_streaming:
+            make, method = grpc.stream_stream_rpc_method_handler, handler.unary_stream
+        else:
+            make, method = grpc.stream_unary_rpc_method_handler, handler.unary_unary
+        return make(_checked(method), parse, handler.response_serializer)
 
 
 def _lenient(parse: Callable[[bytes], Any], *, takes_large: bool) -> Callable[[bytes], Any]:
@@ -58,9 +67,21 @@ def _lenient(parse: Callable[[bytes], Any], *, takes_large: bool) -> Callable[[b
 
 
 def _checked(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def run(request: Any, context: Any) -> Any:
-        if isinstance(request, InvalidRequest):
+    async def run(_: Any, context: Any) -> Any:
+        request = await _received(context)
+        if isinstance(request, PdserveError):
             await status.abort(context, request)
         return await method(request, context)
 
     return run
+
+
+async def _received(context: Any) -> Any:
+    """The one message, or an error in its place."""
+    try:
+        request = await asyncio.wait_for(context.read(), RECEIVE_TIMEOUT_S)
+    except TimeoutError:
+        return RequestTimeout(f"request: not complete after {RECEIVE_TIMEOUT_S:g} s")
+    if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
+        return InvalidRequest("is missing: this method takes one message", field="request")
+    return request
