@@ -15,7 +15,7 @@ from email.utils import formatdate
 from typing import Any, Final
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.http import refusal, upgrade
 from router.http.connections import ConnectionTable
@@ -47,6 +47,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._between_bytes = 0
         self._trailer_bytes = 0
         self._declined = False  # the parser stops at this head, which offers another protocol
+        self._running: RequestResponseCycle | None = None  # the one that is being answered; others may have come behind it
         self._timer: asyncio.TimerHandle | None = None
 
     # The connection ----------------------------------------------------------------------------------------------------
@@ -62,7 +63,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._table.forget(self)
         self._disarm()
         self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        if self._running is not None and self._running is not self.cycle:  # uvicorn tells only the last that came
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def give_way(self) -> None:
         self.transport.abort()
@@ -88,7 +97,8 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
-            self._decline_upgrade(data[exc.args[0] :])
+            if not self._over:  # which bounds how deep this goes: by the requests that may pile up
+                self._decline_upgrade(data[exc.args[0] :])
         except httptools.HttpParserError:
             if not self._over:
                 self.send_400_response("Invalid HTTP request received.")

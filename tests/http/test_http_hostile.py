@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -230,11 +231,47 @@ def test_requests_piled_up_behind_one_end_the_connection() -> None:
         async with served(api) as base:
             reader, writer = await connect(base)
             writer.write(post(COMPLETIONS, BODY) + head("GET", "/health") * (protocol.MAX_PIPELINED + 1))
-            assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
             writer.close()
             api.gate.set()
 
     asyncio.run(run())
+
+
+def test_a_client_that_leaves_with_requests_piled_up_ends_the_one_that_runs() -> None:
+    """The last that came was told, and the one that ran went on for nobody."""
+
+    async def run() -> None:
+        api = FakeApi()
+        api.gate.clear()
+        async with served(api) as base:
+            _, writer = await connect(base)
+            writer.write(post(COMPLETIONS, BODY) + post(COMPLETIONS, BODY) + head("GET", "/health"))
+            async with asyncio.timeout(TIMEOUT_S):
+                await api.submitted.wait()
+                writer.transport.abort()
+                await api.closed.wait()
+            assert len(api.generations) == 1
+            assert not api.generations[0].finished
+
+    asyncio.run(run())
+
+
+def test_thousands_of_offers_at_once_end_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        api = FakeApi()
+        api.gate.clear()
+        async with served(api) as base:
+            reader, writer = await connect(base)
+            offer = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+            writer.write(post(COMPLETIONS, BODY) + offer * 3000)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
+            writer.close()
+
+    asyncio.run(run())
+    assert "Recursion" not in caplog.text
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["one packet", "body in a second packet"])
