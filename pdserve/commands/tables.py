@@ -86,7 +86,7 @@ def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str
 def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
     """The pools, then why a worker takes nothing, then which pairs are not used for a while.
 
-    block_size: given, it says on a wide terminal how many tokens each pool holds.
+    A wide terminal also shows how many tokens each pool holds.
     """
     why = [
         Text(f"{worker.worker_id} is not ready: {worker.not_ready_reason}")
