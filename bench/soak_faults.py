@@ -16,7 +16,7 @@ from typing import Final
 
 import grpc
 
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
 from pdserve.testing.processes import ProcessCluster
 
 MEAN_PAUSE_S: Final = 3.0  # between faults: a worker takes about 5 s to start again, so faults overlap
@@ -136,7 +136,7 @@ class Injector:
         elif kind in (Kind.WORKER_SHORT_STOP, Kind.ROUTER_SHORT_STOP):
             self._pause(name, self._rng.uniform(*SHORT_STOP_S))
         elif kind is Kind.WORKER_DRAIN:
-            threading.Thread(target=_drain, args=(self._cluster.grpc, name), daemon=True).start()
+            threading.Thread(target=_drain, args=(self._cluster.admin, name), daemon=True).start()
         else:
             process.send(signal.SIGTERM)
             if kind is Kind.WORKER_SIGTERM_TWICE:
@@ -162,7 +162,7 @@ def _drain(address: str, name: str) -> None:
     """An operator's call. It may fail with the router it is made to."""
     with grpc.insecure_channel(address) as channel:
         try:
-            for _ in inference_pb2_grpc.InferenceStub(channel).Drain(inference_pb2.DrainRequest(worker_id=name), timeout=60):
+            for _ in admin_pb2_grpc.AdminStub(channel).Drain(inference_pb2.DrainRequest(worker_id=name), timeout=60):
                 pass
         except grpc.RpcError:
             pass

@@ -41,12 +41,12 @@ def head_template(image: str) -> Manifest:
     return _template([{**container, "ports": ports, **_tcp_probes(GCS_PORT)}])
 
 
-def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, router: str) -> Manifest:
+def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, router: str, token_secret: str) -> Manifest:
     """One worker a pod: Ray starts our actor in it because only it offers the pool's resource.
 
     The pod's SIGTERM goes to Ray, which does not pass it on and ends our worker after a while. So the worker is drained
-    before, by a hook that asks `router` (host:port of its gRPC) and leaves a mark that the node goes: then Ray finds the
-    worker lost with the node and starts it on another pod.
+    before, by a hook that asks `router` (host:port of its administration) and leaves a mark that the node goes: then Ray
+    finds the worker lost with the node and starts it on another pod.
     """
     on_gpu = pool.num_gpus > 0
     kv_mib = 0 if on_gpu else math.ceil(engine.cpu_kv_bytes / MIB)  # else it is the device's memory
@@ -60,6 +60,7 @@ def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, route
         **_container("ray-worker", image, resources),
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            _cluster_token(token_secret),
             {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": RAY_DRAIN_S},
         ],
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", script]}}},
@@ -99,7 +100,8 @@ def router_template(image: str, *, head: str, token_secret: str, ports: dict[str
         "command": ["/bin/bash", "-c", script],
         "env": [
             {"name": "RAY_AUTH_MODE", "value": "token"},
-            {"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": {"name": token_secret, "key": "auth_token"}}},
+            {"name": "RAY_AUTH_TOKEN", "valueFrom": _token(token_secret)},
+            _cluster_token(token_secret),
         ],
         "ports": [{"containerPort": port, "name": name} for name, port in ports.items()],
         "volumeMounts": [{"name": "config", "mountPath": "/etc/pdserve", "readOnly": True}],
@@ -118,6 +120,15 @@ def _router_probes() -> Manifest:
     alive = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": PROBE_PERIOD_S, "timeoutSeconds": 5}
     start = {**alive, "failureThreshold": START_LIMIT_S // PROBE_PERIOD_S}
     return {"startupProbe": start, "readinessProbe": health, "livenessProbe": {**alive, "failureThreshold": 6}}
+
+
+def _token(secret: str) -> Manifest:
+    return {"secretKeyRef": {"name": secret, "key": "auth_token"}}
+
+
+def _cluster_token(secret: str) -> Manifest:
+    """Ray's own token is ours as well: whoever has it can run code on every worker anyway."""
+    return {"name": "PDSERVE_CLUSTER_TOKEN", "valueFrom": _token(secret)}
 
 
 def _tcp_probes(port: int) -> Manifest:

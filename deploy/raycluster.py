@@ -7,12 +7,13 @@
     RayCluster NAME           the head, and one group of pods for each pool, whose replicas are the pool's
     Deployment NAME-router    the driver `pdserve up` and the router it runs
     Service NAME              http and grpc, for clients
-    Service NAME-link         where workers dial the router, ready or not: it is ready only once they are there
+    Service NAME-link         where workers dial the router and pods have them drained, ready or not: it is ready only
+                              once they are there
     NetworkPolicy NAME-workers, NAME-router   nobody else reaches the pods; clients, which are the pods with the label
                               pdserve/client: NAME, reach http and grpc
 
-KubeRay 1.5.1 or newer makes the token (Secret NAME) that Ray's processes authenticate with. Workers are Ray actors,
-started by the driver: changing a pool means applying a new manifest, which replaces the router's pod.
+KubeRay 1.5.1 or newer makes the token (Secret NAME) that Ray's processes authenticate with, and ours as well. Workers
+are Ray actors, started by the driver: changing a pool means applying a new manifest, which replaces the router's pod.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ from typing import Any, Final
 import yaml
 
 from deploy import network, pods
-from pdserve.config import ClusterConfig, PoolConfig, load
+from pdserve.config import ADMIN_PORT, ClusterConfig, PoolConfig, load
 from pdserve.core.errors import ConfigError
 
 Manifest = dict[str, Any]
 
 DEFAULT_NAME: Final = "pdserve"
-FIXED_PORTS: Final = {"http": 8000, "grpc": 50051, "link": 50052}  # of a configuration that says "any free one"
+FIXED_PORTS: Final = {
+    "http": 8000,
+    "grpc": 50051,
+    "link": 50052,
+    "admin": ADMIN_PORT,
+}  # of a configuration that says "any free one"
 LOG_DIR: Final = "/tmp/pdserve-logs"  # the same in every pod, and writable in every pod
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, what a Service may be called
 MAX_NAME: Final = 40  # KubeRay makes longer names from it, and a label ends at 63
@@ -52,7 +58,12 @@ def render(config: ClusterConfig, *, image: str, name: str) -> list[Manifest]:
         _ray_cluster(config, image, name),
         _router(config, image, name, text),
         _service(name, name, {"http": config.router.http_port, "grpc": config.router.grpc_port}),
-        _service(f"{name}-link", name, {"link": config.router.link_port}, publishNotReadyAddresses=True),
+        _service(
+            f"{name}-link",
+            name,
+            {"link": config.router.link_port, "admin": config.router.admin_port_or_default},
+            publishNotReadyAddresses=True,
+        ),
         network.worker_policy(_metadata(f"{name}-workers", name, "ray"), name, _labels(name, "router")),
         network.router_policy(_metadata(f"{name}-router", name, "router"), name, _labels(name, "router")),
     ]
@@ -68,6 +79,8 @@ def on_kubernetes(config: ClusterConfig, name: str) -> ClusterConfig:
         http_port=config.router.http_port or FIXED_PORTS["http"],
         grpc_port=config.router.grpc_port or FIXED_PORTS["grpc"],
         link_port=config.router.link_port or FIXED_PORTS["link"],
+        admin_host="0.0.0.0",
+        admin_port=config.router.admin_port_or_default or FIXED_PORTS["admin"],
     )
     return dataclasses.replace(
         config,
@@ -103,7 +116,7 @@ def changed(config: Any) -> Manifest:
 
 def _ray_cluster(config: ClusterConfig, image: str, name: str) -> Manifest:
     roles = {"prefill": config.prefill, "decode": config.decode}
-    router = f"{name}:{config.router.grpc_port}"
+    router = f"{name}-link:{config.router.admin_port_or_default}"
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -115,12 +128,14 @@ def _ray_cluster(config: ClusterConfig, image: str, name: str) -> Manifest:
                 "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
                 "template": pods.head_template(image),
             },
-            "workerGroupSpecs": [_group(role, pool, config, image, router) for role, pool in roles.items() if pool.replicas],
+            "workerGroupSpecs": [
+                _group(role, pool, config, image, name, router) for role, pool in roles.items() if pool.replicas
+            ],
         },
     }
 
 
-def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str, router: str) -> Manifest:
+def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str, name: str, router: str) -> Manifest:
     """One pod for each worker, each offering exactly what one worker of the pool asks Ray for."""
     custom = pool.resources or {f"pd_{role}": 1.0}
     return {
@@ -129,7 +144,7 @@ def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str, route
         "minReplicas": pool.replicas,
         "maxReplicas": pool.replicas,
         "rayStartParams": pods.ray_start_params(pool, custom),
-        "template": pods.worker_template(image, pool, config.engine_for(pool), router=router),
+        "template": pods.worker_template(image, pool, config.engine_for(pool), router=router, token_secret=name),
     }
 
 
@@ -138,6 +153,7 @@ def _router(config: ClusterConfig, image: str, name: str, config_text: str) -> M
         "http": config.router.http_port,
         "grpc": config.router.grpc_port,
         "link": config.router.link_port,
+        "admin": config.router.admin_port_or_default,
     }
     template = pods.router_template(image, head=f"{name}-head-svc", token_secret=name, ports=ports, config_map=f"{name}-config")
     digest = hashlib.sha256(config_text.encode()).hexdigest()[:16]

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 import grpc
 
 from pdserve.core.errors import PdserveError
 from pdserve.rpc import status
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 Message = TypeVar("Message")
+Metadata = tuple[tuple[str, str], ...]
 
 CALL_TIMEOUT_S: Final = 10.0  # of calls that only look something up
 # A generation has no deadline of its own here: a router that hangs is found by pings. Its transport answers them
@@ -42,15 +43,16 @@ class CallFailed(PdserveError):
 class Stream(Generic[Message]):
     """One streaming call. Iterate it to its end or `cancel` it, from any thread."""
 
-    def __init__(self, call: Any, address: str) -> None:
+    def __init__(self, call: Any, address: str, hint: str) -> None:
         self._call = call
         self._address = address
+        self._hint = hint
 
     def __iter__(self) -> Iterator[Message]:
         try:
             yield from self._call
         except grpc.RpcError as exc:
-            raise _explain(exc, self._address) from exc
+            raise _explain(exc, self._address, self._hint) from exc
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -59,15 +61,16 @@ class Stream(Generic[Message]):
 Answer = Stream[inference_pb2.GenerateResponse]
 
 
-class InferenceClient:
-    """One connection to a router at host:port. Thread-safe; close it."""
+class _Client:
+    """One connection to a port of a router, at host:port. Thread-safe; close it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, hint: str) -> None:
+        """`hint`: what to do when nothing answers there."""
         self.address = address
+        self._hint = hint
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
-    def __enter__(self) -> InferenceClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
@@ -77,38 +80,59 @@ class InferenceClient:
         """Cancel what is still running."""
         self._channel.close()
 
+    def _look_up(self, method: Any, request: Any, timeout_s: float, metadata: Metadata = ()) -> Any:
+        try:
+            return method(request, timeout=timeout_s, metadata=metadata)
+        except grpc.RpcError as exc:
+            raise _explain(exc, self.address, self._hint) from exc
+
+
+class InferenceClient(_Client):
+    """Of the clients' port."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, "is `pdserve up` running there? (--address HOST:PORT)")
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
     def generate(self, request: inference_pb2.GenerateRequest) -> Answer:
-        return Answer(self._stub.Generate(request), self.address)
-
-    def drain(self, worker_id: str) -> Stream[inference_pb2.DrainProgress]:
-        """Begins with the call; ending the stream does not end the drain."""
-        return Stream(self._stub.Drain(inference_pb2.DrainRequest(worker_id=worker_id)), self.address)
-
-    def cluster_state(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetClusterStateResponse:
-        request = inference_pb2.GetClusterStateRequest()
-        response: inference_pb2.GetClusterStateResponse = self._look_up(self._stub.GetClusterState, request, timeout_s)
-        return response
+        return Answer(self._stub.Generate(request), self.address, self._hint)
 
     def model_info(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetModelInfoResponse:
         request = inference_pb2.GetModelInfoRequest()
         response: inference_pb2.GetModelInfoResponse = self._look_up(self._stub.GetModelInfo, request, timeout_s)
         return response
 
-    def _look_up(self, method: Any, request: Any, timeout_s: float) -> Any:
-        try:
-            return method(request, timeout=timeout_s)
-        except grpc.RpcError as exc:
-            raise _explain(exc, self.address) from exc
+
+class AdminClient(_Client):
+    """Of the administration's port."""
+
+    def __init__(self, address: str, cluster_token: str = "") -> None:
+        """`cluster_token`: needed where the router listens for others than its own machine."""
+        super().__init__(address, "is `pdserve up` running there, and this its admin port? (--address HOST:PORT)")
+        self._stub = admin_pb2_grpc.AdminStub(self._channel)
+        self._metadata: Metadata = ((status.CLUSTER_TOKEN_METADATA, cluster_token),) if cluster_token else ()
+
+    def drain(self, worker_id: str) -> Stream[inference_pb2.DrainProgress]:
+        """Begins with the call; ending the stream does not end the drain."""
+        request = inference_pb2.DrainRequest(worker_id=worker_id)
+        return Stream(self._stub.Drain(request, metadata=self._metadata), self.address, self._hint)
+
+    def cluster_state(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetClusterStateResponse:
+        request = inference_pb2.GetClusterStateRequest()
+        response: inference_pb2.GetClusterStateResponse = self._look_up(
+            self._stub.GetClusterState, request, timeout_s, self._metadata
+        )
+        return response
 
 
-def _explain(exc: Any, address: str) -> CallFailed:
-    """One line out of a gRPC error (a `grpc.Call` as well), with a hint where one helps."""
+def _explain(exc: Any, address: str, hint: str) -> CallFailed:
+    """One line out of a gRPC error (a `grpc.Call` as well), with the hint where it helps."""
     code: grpc.StatusCode = exc.code()
     details = " ".join((exc.details() or "").split())
     trailing = dict(exc.trailing_metadata() or ())
     reason = trailing.get(status.REASON_METADATA)
     if code is grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in NOTHING_LISTENS):
-        message = f"nothing answers at {address}; is `pdserve up` running there? (--address HOST:PORT)"
+        message = f"nothing answers at {address}; {hint}"
     elif code is grpc.StatusCode.UNAVAILABLE and reason is None:
         message = f"the connection to {address} broke: {details}"
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED and reason is None:

@@ -17,11 +17,13 @@ from typing import Any, Final, TypeVar
 import yaml
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import is_loopback
 from pdserve.core.sampling import Placement
 
 MIB: Final = 1 << 20
 CPU_BATCHED_TOKENS: Final = 512
 CUDA_BATCHED_TOKENS: Final = 8192  # as vLLM's on GPUs of the Hopper class: a chunk of 512 leaves most of such a GPU idle
+ADMIN_PORT: Final = 50053
 CPU_KV_BYTES: Final = 256 * MIB  # unless kv_cache_memory says otherwise: 11,648 tokens of SmolLM2-135M in bfloat16
 DTYPES: Final = ("auto", "bfloat16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -137,6 +139,8 @@ class RouterConfig:
     host: str = "127.0.0.1"
     http_port: int = 8000  # 0: any free port
     grpc_port: int = 50051
+    admin_host: str = "127.0.0.1"  # drains and the cluster's state; off loopback each call needs the cluster's token
+    admin_port: int | None = None  # None: 50053, or any free one if grpc_port is 0
     link_host: str | None = None  # where workers dial in; None: `host`
     link_port: int = 0
     advertise_host: str | None = None  # what workers are told to dial; None: `link_host`
@@ -147,6 +151,8 @@ class RouterConfig:
     default_deadline_s: float = 600.0
     max_deadline_s: float = 3600.0
     max_body_bytes: int = field(default=8 * MIB, metadata=_BYTES)
+    max_inflight_body_bytes: int = field(default=64 * MIB, metadata=_BYTES)  # of all large HTTP bodies on their way
+    max_connections: int = 1024  # of clients, on each of their ports; fewer where RLIMIT_NOFILE leaves fewer
     stalled_client_s: float = 30.0  # a client that takes nothing for so long is cancelled
     heartbeat_lost_s: float = 5.0
     probe_workers: bool = True  # a worker is ready only after KV went through it once, from or to a peer
@@ -160,8 +166,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.placement not in [p.value for p in Placement]:
             raise ConfigError(f"router.placement must be auto, disaggregated or colocated, got {self.placement!r}")
-        for name in ("http_port", "grpc_port", "link_port"):
-            if not 0 <= getattr(self, name) <= 65535:
+        for name in ("http_port", "grpc_port", "link_port", "admin_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigError(f"router.{name} must be from 0 to 65535, got {getattr(self, name)}")
         _at_least("router.colocate_below_tokens", self.colocate_below_tokens, 0)
         for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes"):
@@ -170,8 +176,24 @@ class RouterConfig:
             _positive(f"router.{name}", getattr(self, name))
         for name, low in (("max_attempts", 1), ("retry_share", 0), ("retry_burst", 0), ("recovery_wait_s", 0)):
             _at_least(f"router.{name}", getattr(self, name), low)
+        if self.admin_port_or_default in (self.http_port, self.grpc_port) and self.admin_port_or_default:
+            raise ConfigError(
+                f"router.admin_port {self.admin_port_or_default} is that of clients, router.http_port or router.grpc_port"
+            )
+        _at_least("router.max_connections", self.max_connections, 16)
+        if self.max_inflight_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"router.max_inflight_body_bytes {self.max_inflight_body_bytes} must be at least router.max_body_bytes, "
+                f"{self.max_body_bytes}: a body of that size would never be read"
+            )
         _at_least("router.max_deadline_s", self.max_deadline_s, self.default_deadline_s)
         _at_least("router.pair_aside_max_s", self.pair_aside_max_s, self.pair_aside_s)
+
+    @property
+    def admin_port_or_default(self) -> int:
+        if self.admin_port is not None:
+            return self.admin_port
+        return ADMIN_PORT if self.grpc_port else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +272,13 @@ class RouterProcessConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cluster_token: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.cluster_token and not is_loopback(self.router.admin_host):
+            raise ConfigError(
+                f"router.admin_host {self.router.admin_host!r} is reached by others, so cluster_token must not be empty: "
+                "anybody could drain the cluster"
+            )
 
 
 Config = TypeVar("Config")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -13,11 +12,12 @@ from pdserve.core.ids import RequestId
 from pdserve.core.sampling import SamplingParams
 from router.api import ChatMessage, GenerateInput, Prompt
 from router.events import Submit
+from router.identity import new_request_id
 from router.limits import LengthLimit
 from router.model import ServedModel
 from router.prompts import PromptEncoder
 
-MAX_REQUEST_ID_BYTES: Final = 128
+MAX_CORRELATION_ID_BYTES: Final = 128
 MAX_CACHE_SALT_BYTES: Final = 128
 PRIORITY_LIMIT: Final = 100
 
@@ -40,7 +40,7 @@ class Admission:
     async def admit(self, request: GenerateInput, *, arrived_s: float) -> Submit:
         """Checked and tokenised. Raises `InvalidRequest`, `UnknownModel`, `DeadlineExceeded`, `Overloaded`."""
         self.check_model(request.model)
-        request_id = _request_id(request.request_id)
+        _check_correlation_id(request.correlation_id)
         deadline_s = self._deadline_s(request.deadline_s)
         if not -PRIORITY_LIMIT <= request.priority <= PRIORITY_LIMIT:
             raise InvalidRequest(
@@ -52,7 +52,7 @@ class Admission:
         prompt_ids = await self._encoder.encode(request.prompt)
         self._check_length(request.prompt, prompt_ids)
         return Submit(
-            request_id=request_id,
+            request_id=RequestId(request.request_id or new_request_id()),
             prompt_ids=prompt_ids,
             sampling=self._sampling(request.sampling, len(prompt_ids)),
             arrived_s=arrived_s,
@@ -60,6 +60,7 @@ class Admission:
             priority=request.priority,
             placement=request.placement,
             cache_salt=request.cache_salt,
+            correlation_id=request.correlation_id,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -113,14 +114,12 @@ class Admission:
                 raise InvalidRequest(f"token id {token_id} is not in [0, {vocab_size - 1}]", field=field)
 
 
-def _request_id(asked: str | None) -> RequestId:
-    if not asked:
-        return RequestId(uuid.uuid4().hex)
-    if len(asked.encode(errors="replace")) > MAX_REQUEST_ID_BYTES:
-        raise InvalidRequest(f"must have at most {MAX_REQUEST_ID_BYTES} bytes", field="request_id")
-    if not asked.isprintable():
+def _check_correlation_id(given: str) -> None:
+    """It is written to the log. The field has the name that clients know."""
+    if len(given.encode(errors="replace")) > MAX_CORRELATION_ID_BYTES:
+        raise InvalidRequest(f"must have at most {MAX_CORRELATION_ID_BYTES} bytes", field="request_id")
+    if not given.isprintable():
         raise InvalidRequest("must be printable", field="request_id")
-    return RequestId(asked)
 
 
 _INT_FIELDS: Final = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement
+
+if TYPE_CHECKING:
+    from router.parser import RequestParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,9 @@ class GenerateInput:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
     request_id: str | None = None
+    """The router's own, if the front end has made it already: unique. Never what a client sent."""
+    correlation_id: str = ""
+    """What the client calls it: is logged and told again, and need not be unique."""
     deadline_s: float | None = None
     priority: int = 0
     placement: Placement | None = None
@@ -79,6 +85,8 @@ class Report:
     first_decode_s: float = 0.0
     retry_reasons: tuple[str, ...] = ()  # error codes: why each attempt but the first was needed
     rebinds: int = 0
+    request_id: str = ""
+    correlation_id: str = ""
 
     def values(self) -> dict[str, Any]:
         """By field name. `dataclasses.asdict` copies deeply, which takes 30 us, once or twice a request."""
@@ -107,6 +115,7 @@ class RouterApi(Protocol):
 
     model_name: str
     max_body_bytes: int
+    parser: RequestParser
 
     async def submit(self, request: GenerateInput) -> Generation:
         """Check, tokenise, queue. Raises `InvalidRequest`, `UnknownModel`, `Overloaded`, `DeadlineExceeded`."""
@@ -119,8 +128,15 @@ class RouterApi(Protocol):
         """What a token adds to a text; of a special one the way it is written. Empty for an id without a token."""
 
     @property
+    def max_prompt_tokens(self) -> int: ...
+
+    @property
     def ready(self) -> bool:
         """A request that arrives now would be served."""
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why not; empty when ready."""
 
     def metrics(self) -> bytes:
         """Prometheus text."""

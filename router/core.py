@@ -16,7 +16,6 @@ from pdserve.core.errors import (
     DeadlineExceeded,
     IncompatiblePeer,
     InternalBug,
-    InvalidRequest,
     ReplicaLost,
     UnknownWorker,
     WorkerIdTaken,
@@ -117,7 +116,7 @@ class RouterCore:
 
     def _submit(self, submit: Submit, now_s: float) -> None:
         if self.is_live(submit.request_id):
-            raise InvalidRequest(f"{submit.request_id!r} is running already", field="request_id")
+            raise InternalBug(f"request id {submit.request_id!r} was given twice")
         if submit.deadline_s <= now_s:
             raise DeadlineExceeded("deadline_s had passed before the request could be queued")
         request = self.requests.make(submit)

@@ -84,6 +84,7 @@ class Submit:
     priority: int = 0
     placement: Placement | None = None
     cache_salt: str = ""
+    correlation_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +193,11 @@ class StepRows:
     rows: Sequence[Row]
 
 
-Event = (
-    Submit
-    | ClientGone
-    | Tick
-    | WorkerJoined
+WorkerEvent = (
+    WorkerJoined
     | WorkerLeft
     | WorkerLost
     | HeartbeatSeen
-    | DrainAsked
     | Reserved
     | NoRoom
     | PrefillStarted
@@ -208,6 +205,9 @@ Event = (
     | RequestFailed
     | StepRows
 )
+"""By a link."""
+
+Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
 
 # Effects -----------------------------------------------------------------------------------------------------------
 

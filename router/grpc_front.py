@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import Any, Final
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.ids import RequestId
 from pdserve.rpc import status
 from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-from router.api import Delta, Report
-from router.draining import find, follow
+from router.api import Delta, GenerateInput, Report
+from router.body_budget import BodyBudget
 from router.generation import LiveGeneration
 from router.grpc_request import generate_input, prompt_of
-from router.malformed import MalformedGuard
-from router.server import bind_port, make_server, stop_server
+from router.identity import Claim
+from router.malformed import LargeMessage, MalformedGuard
+from router.parse import Job, Kind, Parsed, TokenizeInput
+from router.server import CALLS_PER_CONNECTION, bind_port, client_options, make_server, stop_server
 from router.service import RouterService
 from router.timeline import report_of, timeline
-from router.wire import cluster_state_to_wire
 
+LARGE: Final = frozenset({"Generate", "Tokenize"})
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, router: RouterService) -> None:
         self._router = router
+        self._budget = BodyBudget(router.max_inflight_body_bytes)
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+    async def Generate(self, request: inference_pb2.GenerateRequest | LargeMessage, context: Any) -> None:
         """The handler's task is cancelled when the client leaves: closing then cancels the request at once."""
         try:
-            generation = await self._router.submit(
-                generate_input(request, call_remaining_s=context.time_remaining(), max_deadline_s=self._router.max_deadline_s)
-            )
+            asked = await self._asked(request, context.time_remaining())
+            generation = await self._router.submit(asked)
         except PdserveError as exc:
             await status.abort(context, exc)
             raise
 
         try:
+            await context.send_initial_metadata(self._initial_metadata(generation, asked.correlation_id))
             await self._stream(generation, context)
         except PdserveError as exc:
             report = report_of(generation)
@@ -48,6 +51,34 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await status.abort(context, exc, *told)
         finally:
             generation.close()
+
+    async def _asked(
+        self, request: inference_pb2.GenerateRequest | LargeMessage, call_remaining_s: float | None
+    ) -> GenerateInput:
+        longest, deadline_s = self._router.max_prompt_tokens, self._router.max_deadline_s
+        if not isinstance(request, LargeMessage):
+            return generate_input(
+                request, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
+            )
+        job = Job(Kind.GENERATE, request.data, longest, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s)
+        parsed = await self._parse(job)
+        assert isinstance(parsed, GenerateInput)
+        return parsed
+
+    async def _parse(self, job: Job) -> Parsed:
+        with self._budget.share() as share:
+            share.grow(len(job.data))
+            return await self._router.parser.parse(job)
+
+    def _initial_metadata(self, generation: LiveGeneration, correlation_id: str) -> tuple[tuple[str, str], ...]:
+        request_id = RequestId(generation.request_id)
+        own = (
+            (status.REQUEST_ID_METADATA, request_id),
+            (status.CANCEL_TOKEN_METADATA, self._router.cancel_tokens.issue(request_id)),
+        )
+        if not correlation_id or not correlation_id.isascii():  # metadata is ASCII; the report has it as it is
+            return own
+        return (*own, (status.CORRELATION_ID_METADATA, correlation_id))
 
     async def _stream(self, generation: LiveGeneration, context: Any) -> None:
         """Write all of it. Raises `Cancelled`, out of the write that waits, for a client that stopped reading."""
@@ -76,11 +107,25 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return _last(generation.request_id, delta, generation.report)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
+        if not request.cancel_token:
+            missing = f"is missing: the initial metadata of Generate has it as {status.CANCEL_TOKEN_METADATA}"
+            await status.abort(context, InvalidRequest(missing, field="cancel_token"))
+        claim = self._router.cancel_tokens.check(RequestId(request.request_id), request.cancel_token)
+        if claim is not Claim.VALID:
+            return inference_pb2.CancelResponse(found=False, not_here=claim is Claim.NOT_HERE)
         return inference_pb2.CancelResponse(found=self._router.cancel(request.request_id))
 
-    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest | LargeMessage, context: Any
+    ) -> inference_pb2.TokenizeResponse:
+        longest = self._router.max_prompt_tokens
         try:
-            ids = await self._router.tokenize(request.model or None, prompt_of(request))
+            if isinstance(request, LargeMessage):
+                parsed = await self._parse(Job(Kind.TOKENIZE, request.data, longest))
+                assert isinstance(parsed, TokenizeInput)
+            else:
+                parsed = TokenizeInput(request.model or None, prompt_of(request, longest))
+            ids = await self._router.tokenize(parsed.model, parsed.prompt)
         except PdserveError as exc:
             await status.abort(context, exc)
             raise
@@ -102,22 +147,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=model.card.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
         )
-
-    async def GetClusterState(
-        self, request: inference_pb2.GetClusterStateRequest, context: Any
-    ) -> inference_pb2.GetClusterStateResponse:
-        return cluster_state_to_wire(self._router.snapshot())
-
-    async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
-        """A client that leaves, or whose deadline passes, ends only the telling."""
-        try:
-            worker = find(self._router.snapshot(), request.worker_id)
-            self._router.drain(request.worker_id)
-        except PdserveError as exc:
-            await status.abort(context, exc)
-            raise
-        async for progress in follow(self._router.snapshot, worker):
-            await context.write(inference_pb2.DrainProgress(**dataclasses.asdict(progress)))
 
 
 def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.GenerateResponse:
@@ -144,9 +173,14 @@ def _report(report: Report) -> inference_pb2.RequestReport:
 class GrpcFront:
     """The running server. `close` it."""
 
-    def __init__(self, router: RouterService) -> None:
+    def __init__(self, router: RouterService, max_connections: int) -> None:
         self._router = router
-        self._server = make_server(max_receive_bytes=router.max_body_bytes, interceptors=[MalformedGuard(SERVICE)])
+        self._server = make_server(
+            max_receive_bytes=router.max_body_bytes,
+            interceptors=[MalformedGuard(SERVICE, LARGE)],
+            options=client_options(max_connections),
+            max_calls=max_connections * CALLS_PER_CONNECTION,
+        )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._follower: asyncio.Task[None] | None = None
         self.port = 0

@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc.aio
 
@@ -28,7 +28,16 @@ HELLO_TIMEOUT_S: Final = 5.0
 MAX_OUTBOUND: Final = 4096
 """Commands that wait to be written to one worker: several for each request it could hold."""
 
-Deliver = Callable[[ev.Event], None]
+Deliver = Callable[[ev.WorkerEvent], None]
+
+
+class Links(Protocol):
+    """What the core says to workers. For a link that has gone nothing happens: the core hears of that by itself."""
+
+    def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
+        """Queue a command."""
+
+    def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None: ...
 
 
 class Link:
@@ -54,9 +63,9 @@ class Link:
         self.error = self.error or error
         self._closed.set()
 
-    async def run(self, context: Any, deliver: Deliver) -> None:
+    async def run(self, context: Any, deliver: Deliver, answers: Callable[[], bool]) -> None:
         """Until the worker hangs up, the link is closed or either direction breaks."""
-        jobs = (self._read(context, deliver), self._write(context), self._closed.wait())
+        jobs = (self._read(context, deliver, answers), self._write(context), self._closed.wait())
         tasks = [asyncio.ensure_future(job) for job in jobs]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -67,13 +76,15 @@ class Link:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, context: Any, deliver: Deliver) -> None:
+    async def _read(self, context: Any, deliver: Deliver, answers: Callable[[], bool]) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
             if not self._numbers_in.is_new(message.number):
                 continue
             event = event_from_wire(self.link_id, message)
             if event is not None and not self._closed.is_set():
                 deliver(event)
+            if type(event) is ev.HeartbeatSeen and answers():
+                self.send(link_pb2.RouterMessage(alive=link_pb2.Alive()))
 
     async def _write(self, context: Any) -> None:
         while True:
@@ -83,10 +94,12 @@ class Link:
 
 
 class LinkService(link_pb2_grpc.WorkerLinkServicer):
-    def __init__(self, cluster_token: str, deliver: Deliver) -> None:
-        """`deliver` takes every event, on the loop; its effects come back through `send` and `close`."""
+    def __init__(self, cluster_token: str, deliver: Deliver, answers: Callable[[], bool] = lambda: False) -> None:
+        """`deliver` takes every event, on the loop; its effects come back through `send` and `hang_up`. While `answers()`,
+        heartbeats are answered here; otherwise that is the core's."""
         self._token = cluster_token.encode()
         self._deliver = deliver
+        self._answers = answers
         self._links: dict[ev.LinkId, Link] = {}
         self._count = 0
 
@@ -96,7 +109,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         if link is not None:
             link.send(message)
 
-    def close(self, link_id: ev.LinkId, error: PdserveError) -> None:
+    def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
         link = self._links.get(link_id)
         if link is not None:
             link.close(error)
@@ -112,7 +125,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         try:
             self._deliver(ev.WorkerJoined(link.link_id, hello))
             logger.info("link %d: %s at %s", link.link_id, link.worker, hello.address)
-            await link.run(context, self._deliver)
+            await link.run(context, self._deliver, self._answers)
         except (InternalBug, ReplicaLost) as exc:
             link.close(exc)
         finally:

@@ -75,6 +75,7 @@ class LiveRequest:
     times: Times
     probe: Probe | None = None
     cache_salt: str = ""
+    correlation_id: str = ""
     placement: Placement = Placement.AUTO
     placement_reason: str = ""
     emitted: list[int] = field(default_factory=list)
@@ -112,6 +113,7 @@ class LiveRequest:
             times=Times(submit.arrived_s),
             probe=probe,
             cache_salt=submit.cache_salt,
+            correlation_id=submit.correlation_id,
             work_ids=submit.prompt_ids,
         )
 
@@ -183,6 +185,8 @@ class LiveRequest:
             first_decode_s=_span(arrived_s, last.first_decode_s),
             retry_reasons=self.retry_reasons,
             rebinds=self.rebinds,
+            request_id=self.request_id,
+            correlation_id=self.correlation_id,
         )
 
 

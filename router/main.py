@@ -1,16 +1,17 @@
-"""The router process: reads its configuration, listens on three ports, says so on stdout, stops cleanly when told to."""
+"""The router process: reads its configuration, listens on four ports, says so on stdout, stops cleanly when told to."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 import uvloop
@@ -18,17 +19,16 @@ import uvloop
 from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
-from pdserve.rpc.v1 import link_pb2_grpc
+from router.descriptors import raise_limit, share_of_clients
+from router.grpc_admin import AdminServer
 from router.grpc_front import GrpcFront
 from router.http import serve_http
+from router.link_thread import LinkThread
 from router.model import ServedModel
-from router.server import bind_port, make_server, stop_server
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
 
-MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
-"""Bounds a broken worker; nothing that a working one says comes near."""
 EXIT_CONFIG: Final = 2
 
 
@@ -63,42 +63,50 @@ async def _run(config: RouterProcessConfig, model: ServedModel, *, exit_with_par
     async with contextlib.AsyncExitStack() as stack:
         if exit_with_parent:
             await stack.enter_async_context(_stdin_watched(stop))
-        ready = await stack.enter_async_context(serve(config, model))
+        ready = await stack.enter_async_context(serve(config, model, on_broken=stop.set))
         print(json.dumps(ready), flush=True)
         await stop.wait()
         logger.info("stopping")
 
 
 @contextlib.asynccontextmanager
-async def serve(config: RouterProcessConfig, model: ServedModel) -> AsyncIterator[dict[str, object]]:
-    """A running router; yields what is printed when it listens. Everything is closed on every way out.
+async def serve(
+    config: RouterProcessConfig, model: ServedModel, *, on_broken: Callable[[], object] = lambda: None
+) -> AsyncIterator[dict[str, object]]:
+    """A running router; yields what is printed when it listens. Everything is closed on every way out. `on_broken` is called
+    when it cannot go on: whoever started it should start another.
 
     Raises `ConfigError` for a port that is taken, naming its flag.
     """
     settings = config.router
     link_host = settings.link_host or settings.host
-    service = RouterService(settings, model, cluster_token=config.cluster_token)
+    max_connections = share_of_clients(raise_limit(), settings.max_connections)
+    links = LinkThread(config.cluster_token)
+    service = RouterService(settings, model, links=links)
     async with contextlib.AsyncExitStack() as stack:
         service.start()
         stack.push_async_callback(service.close)
 
-        link_server = make_server(max_receive_bytes=MAX_LINK_MESSAGE_BYTES)
-        link_port = bind_port(link_server, link_host, settings.link_port, "--link-port")
-        link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, link_server)
-        stack.push_async_callback(stop_server, link_server)
-        await link_server.start()
+        stack.push_async_callback(links.close)
+        link_port = await links.start(service.tell, link_host, settings.link_port, on_broken)
 
-        front = GrpcFront(service)
+        front = GrpcFront(service, max_connections)
         stack.push_async_callback(front.close)
         await front.start(settings.host, settings.grpc_port)
 
-        http = await serve_http(service, settings.host, settings.http_port, stalled_client_s=settings.stalled_client_s)
+        admin = AdminServer(service, config.cluster_token)
+        stack.push_async_callback(admin.close)
+        await admin.start(settings.admin_host, settings.admin_port_or_default)
+
+        limits = dataclasses.replace(settings, max_connections=max_connections)
+        http = await serve_http(service, settings.host, settings.http_port, limits)
         stack.push_async_callback(http.close)
 
         yield {
             "event": "ready",
             "http": f"{settings.host}:{http.port}",
             "grpc": f"{settings.host}:{front.port}",
+            "admin": f"{settings.admin_host}:{admin.port}",
             "link": f"{settings.advertise_host or link_host}:{link_port}",
             "pid": os.getpid(),
         }

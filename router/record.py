@@ -35,4 +35,5 @@ def record_of(request_id: RequestId, report: Report, outcome: FinishReason | Pds
         message=str(outcome) if failed else "",
         retry_reasons=report.retry_reasons,
         rebinds=report.rebinds,
+        correlation_id=report.correlation_id,
     )

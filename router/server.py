@@ -21,17 +21,42 @@ _KEEPALIVE: Final = (
 STOP_GRACE_S: Final = 0.5
 
 
+CALLS_PER_CONNECTION: Final = 4
+"""On average, over all connections: a busy client multiplexes, many hold one stream. Calls beyond that are refused before
+their message is read."""
+MAX_STREAMS: Final = 1024  # of one connection: as many as the queue holds by default
+MAX_METADATA_BYTES: Final = 16 << 10  # twice gRPC's default; ours take 200 bytes
+IDLE_MS: Final = 300_000  # a connection without a call; clients connect again by themselves
+
+
+def client_options(max_connections: int) -> list[tuple[str, int]]:
+    """Of a server whose clients are not trusted."""
+    return [
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.server_handshake_timeout_ms", 20_000),
+    ]
+
+
 def make_server(
-    *, max_receive_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = ()
+    *,
+    max_receive_bytes: int,
+    interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+    options: Sequence[tuple[str, int]] = (),
+    max_calls: int | None = None,
 ) -> grpc.aio.Server:
-    """Messages that are sent have no limit: they are ours."""
-    options = [
+    """Messages that are sent have no limit: they are ours. `max_calls` at a time; None: any number."""
+    all_options = [
         ("grpc.so_reuseport", 0),  # else two routers would share a port and each get half of the calls
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
         *_KEEPALIVE,
+        *options,
     ]
-    return grpc.aio.server(options=options, interceptors=list(interceptors))
+    return grpc.aio.server(options=all_options, interceptors=list(interceptors), maximum_concurrent_rpcs=max_calls)
 
 
 def bind_port(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
-from pdserve.core.sampling import SEED_LIMIT
+from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from router import events as ev
@@ -24,10 +24,12 @@ from router.admission import Admission
 from router.api import GenerateInput, Prompt
 from router.core import RouterCore
 from router.generation import LiveGeneration
+from router.identity import KEY_BYTES, CancelTokens
 from router.limits import LengthLimit
-from router.link import LinkService
+from router.link import Links, LinkService
 from router.model import ServedModel
 from router.pairs import AsidePair
+from router.parser import RequestParser
 from router.prompts import PromptEncoder
 from router.record import record_of
 from router.registry import Worker
@@ -51,18 +53,25 @@ class RouterService:
         model: ServedModel,
         *,
         cluster_token: str = "",
+        links: Links | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`links`: where workers' links are served; None: on this loop, under `cluster_token`, as `LinkService`."""
         self.model = model
         self.model_name = model.name
         self.max_body_bytes = config.max_body_bytes
         self.max_deadline_s = config.max_deadline_s
         self.incarnation = Incarnation(secrets.randbits(64))
-        self.links = LinkService(cluster_token, self.tell)
+        self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
+        self.links: Links = links or LinkService(cluster_token, self.tell)
+        apart = config.placement == Placement.DISAGGREGATED.value
+        self._needed_roles = (ev.Role.DECODE, ev.Role.PREFILL) if apart else (ev.Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
         self._core = RouterCore(config, model.card.fingerprint)
         self._limit = LengthLimit(model, self._core.registry)
+        self.parser = RequestParser(config.max_body_bytes)
+        self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
         self._admission = Admission(config, model, self._limit, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
         self._metrics = Metrics(self.snapshot)
@@ -86,6 +95,7 @@ class RouterService:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
         self._encoder.close()
+        self.parser.close()
 
     # What front ends call ----------------------------------------------------------------------------------------------
 
@@ -117,9 +127,18 @@ class RouterService:
 
     @property
     def ready(self) -> bool:
-        now_s = self._clock()
-        decoders = self._core.registry.of_role(ev.Role.DECODE)
-        return any(not self._core.placer.not_ready_reason(worker, now_s=now_s) for worker in decoders)
+        return not self.not_ready_reason
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why a request that names no placement would not be served now; empty when it would."""
+        for role in self._needed_roles:
+            if not any(self._serves(worker) for worker in self._core.registry.of_role(role)):
+                return f"no {role.value} worker is ready"
+        return ""
+
+    def _serves(self, worker: Worker) -> bool:
+        return not self._core.placer.not_ready_reason(worker, now_s=self._clock())
 
     async def next_ready(self, known: bool) -> bool:
         """Wait until `ready` is no longer what is known, and return it. For one waiter."""
@@ -131,6 +150,11 @@ class RouterService:
     @property
     def max_model_len(self) -> int:
         return self._limit.max_model_len
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """One token of output must fit behind."""
+        return self._limit.max_model_len - 1
 
     def metrics(self) -> bytes:
         return self._metrics.render()
@@ -170,7 +194,7 @@ class RouterService:
             elif isinstance(effect, ev.SendWelcome):
                 self.links.send(effect.link, welcome(self.incarnation))
             elif isinstance(effect, ev.CloseLink):
-                self.links.close(effect.link, effect.error)
+                self.links.hang_up(effect.link, effect.error)
             elif isinstance(effect, ev.EmitDone):
                 self._ended(effect.request_id, effect, None)
             elif isinstance(effect, ev.EmitFailed):

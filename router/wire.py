@@ -40,7 +40,7 @@ def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
     )
 
 
-def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.Event | None:
+def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.WorkerEvent | None:
     """None for a message that a newer worker knows and we do not. Raises `InternalBug` for a second Hello."""
     kind = message.WhichOneof("body")
     if kind == "step_batch":  # by far the most
@@ -52,7 +52,7 @@ def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.Even
     return _READERS[kind](link, getattr(message, kind))
 
 
-def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.Event:
+def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.WorkerEvent:
     blocks = BlockCounts(m.blocks.total, m.blocks.free, m.blocks.cached, m.blocks.held, m.blocks.quarantined)
     load = ev.WorkerLoad(
         blocks,
@@ -70,31 +70,31 @@ def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.Event:
     return ev.HeartbeatSeen(link, load)
 
 
-def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.Event:
+def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.WorkerEvent:
     return ev.WorkerLost(link, m.message[:MAX_MESSAGE_CHARS])
 
 
-def _prefill_started(link: ev.LinkId, m: prefill_pb2.PrefillStarted) -> ev.Event:
+def _prefill_started(link: ev.LinkId, m: prefill_pb2.PrefillStarted) -> ev.WorkerEvent:
     return ev.PrefillStarted(link, Handle(m.handle), lease_id_from_wire(m.lease_id), m.ttl_s, m.ticket)
 
 
-def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.Event:
+def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.WorkerEvent:
     return ev.Reserved(link, Handle(m.handle))
 
 
-def _no_room(link: ev.LinkId, m: decode_pb2.NoRoom) -> ev.Event:
+def _no_room(link: ev.LinkId, m: decode_pb2.NoRoom) -> ev.WorkerEvent:
     return ev.NoRoom(link, Handle(m.handle), m.blocks_needed, m.blocks_free)
 
 
-def _kv_committed(link: ev.LinkId, m: decode_pb2.KvCommitted) -> ev.Event:
+def _kv_committed(link: ev.LinkId, m: decode_pb2.KvCommitted) -> ev.WorkerEvent:
     return ev.KvCommitted(link, Handle(m.handle), m.kv_bytes, m.transfer_s, m.commit_s, m.exposed_transfer_s)
 
 
-def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.Event:
+def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.WorkerEvent:
     return ev.RequestFailed(link, Handle(m.handle), _error(m.reason, m.message))
 
 
-_READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.Event]]] = {
+_READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.WorkerEvent]]] = {
     "heartbeat": _heartbeat,
     "prefill_started": _prefill_started,
     "reserved": _reserved,
@@ -148,13 +148,14 @@ def _work(work: ev.Work) -> dict[str, Any]:
     }
 
 
-def cluster_state_to_wire(cluster: ClusterSnapshot) -> inference_pb2.GetClusterStateResponse:
+def cluster_state_to_wire(cluster: ClusterSnapshot, block_size: int) -> inference_pb2.GetClusterStateResponse:
     return inference_pb2.GetClusterStateResponse(
         router_incarnation=cluster.router_incarnation,
         queued_requests=cluster.queued_requests,
         running_requests=cluster.running_requests,
         workers=[_worker_state(worker) for worker in cluster.workers],
         set_aside_pairs=[_set_aside(pair) for pair in cluster.set_aside],
+        block_size=block_size,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Final
 
-from pdserve.client import CallFailed, InferenceClient
+from pdserve.client import AdminClient, CallFailed
 from pdserve.cluster import plan, processes, router_process
 from pdserve.cluster.actor import WorkerReport
 from pdserve.cluster.backoff import Backoff
@@ -54,13 +54,15 @@ class Cluster:
         listener: Listener = ignore,
         router_command: Sequence[str] = router_process.COMMAND,
         entries: Mapping[str, str] = plan.WORKER_ENTRIES,
+        cluster_token: str = "",
     ) -> None:
+        """`cluster_token`: known also to those who administer the cluster from elsewhere; empty: a secret of this process."""
         self.config = config
         self._stop = stop
         self._listener = listener
         self._router_command = router_command
         self._entries = entries
-        self._token = secrets.token_hex(32)
+        self._token = cluster_token or secrets.token_hex(32)
         self._folders: Folders | None = None
         self._router: RouterProcess | None = None
         self._ray: RaySession | None = None
@@ -130,14 +132,14 @@ class Cluster:
         self._pool = WorkerPool(plans, self._listener)
         self._pool.launch()
         self._pool.wait_loaded(self._stop)
-        self._wait_joined(endpoints.grpc, [item.worker_id for item in plans])
+        self._wait_joined(endpoints.admin, [item.worker_id for item in plans])
         self._listener(PartReady(Part.WORKERS, time.monotonic() - self._began[Part.WORKERS]))
 
     def _wait_joined(self, address: str, expected: Sequence[str]) -> None:
         """Until the router calls every worker ready."""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         waiting = list(expected)
-        with InferenceClient(reachable(address)) as client:
+        with AdminClient(reachable(address), self._token) as client:
             while waiting:
                 if time.monotonic() > deadline:
                     raise ClusterError(f"{', '.join(waiting)} did not join the router; see {self.folders.logs}")
@@ -223,7 +225,7 @@ def reachable(address: str) -> str:
     return f"127.0.0.1:{port}" if host in plan.WILDCARD_HOSTS else address
 
 
-def _ready_workers(client: InferenceClient) -> set[str]:
+def _ready_workers(client: AdminClient) -> set[str]:
     """Ids of the workers that take requests; none while the router does not answer."""
     try:
         return {worker.worker_id for worker in client.cluster_state().workers if worker.ready}

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pdserve import config
 from pdserve.cluster.errors import ClusterError, Interrupted
@@ -38,6 +38,7 @@ class Endpoints:
     http: str
     grpc: str
     link: str
+    admin: str
     pid: int
 
 
@@ -100,7 +101,7 @@ class RouterProcess:
             raise self._failure()
         try:
             ready = json.loads(line)
-            endpoints = Endpoints(ready["http"], ready["grpc"], ready["link"], ready["pid"])
+            endpoints = Endpoints(ready["http"], ready["grpc"], ready["link"], ready["admin"], ready["pid"])
         except (ValueError, KeyError, TypeError) as exc:
             raise ClusterError(f"the router said {line!r} instead of its addresses") from exc
         self.settings = dataclasses.replace(self.settings, router=_at_ports(self.settings.router, endpoints))
@@ -157,8 +158,10 @@ def _read_lines(stream: IO[bytes], lines: queue.SimpleQueue[tuple[float, str | N
 
 def _at_ports(router: config.RouterConfig, endpoints: Endpoints) -> config.RouterConfig:
     """So that a router started anew listens where clients and workers know it."""
-    ports = {name: int(getattr(endpoints, name).rpartition(":")[2]) for name in ("http", "grpc", "link")}
-    return dataclasses.replace(router, http_port=ports["http"], grpc_port=ports["grpc"], link_port=ports["link"])
+    ports: dict[str, Any] = {
+        f"{name}_port": int(getattr(endpoints, name).rpartition(":")[2]) for name in ("http", "grpc", "link", "admin")
+    }
+    return dataclasses.replace(router, **ports)
 
 
 def _environment() -> dict[str, str]:

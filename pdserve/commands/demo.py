@@ -39,6 +39,7 @@ DEFAULTS: Final = {
     "http_port": 0,
     "grpc_port": 0,
     "link_port": 0,
+    "admin_port": 0,
     "prefill": 1,
     "decode": 2,
     "placement": "disaggregated",
@@ -147,7 +148,8 @@ def _remember(cluster: Cluster, seen: Seen) -> None:
     if cluster.folders.logs_are_ours:
         seen.logs += [cluster.folders.logs]
     if cluster.endpoints:
-        seen.addresses += [reachable(a) for a in (cluster.endpoints.http, cluster.endpoints.grpc, cluster.endpoints.link)]
+        found = cluster.endpoints
+        seen.addresses += [reachable(address) for address in (found.http, found.grpc, found.link, found.admin)]
     seen.addresses += [worker.address for worker in cluster.reports]
     seen.processes += descendants([os.getpid()])
 

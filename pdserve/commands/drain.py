@@ -7,35 +7,33 @@ from typing import TYPE_CHECKING
 import click
 
 from pdserve.commands.failures import FAILED, INTERRUPTED, one_line_errors, report
-from pdserve.commands.requests import DEFAULT_ADDRESS
+from pdserve.commands.requests import admin_options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pdserve.client import InferenceClient, Stream
+    from pdserve.client import AdminClient, Stream
     from pdserve.rpc.v1 import inference_pb2
 
 
 @click.command()
 @click.argument("worker", required=False)
-@click.option(
-    "--address", "--router", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT", help="gRPC address of the router."
-)
+@admin_options
 @click.option("--on-host", metavar="HOST", help="Instead of WORKER: all workers at this address; none is fine too.")
 @click.option("--no-wait", is_flag=True, help="Return as soon as the drain has begun.")
 @one_line_errors
-def drain(worker: str | None, address: str, on_host: str | None, no_wait: bool) -> int:
+def drain(worker: str | None, address: str, cluster_token: str, on_host: str | None, no_wait: bool) -> int:
     """Drain WORKER: it takes nothing new, finishes what it has, hands over the KV it lent, and leaves.
 
     Ends when the worker has left. Ctrl-C ends only the watching: the worker goes on draining.
     """
-    from pdserve.client import InferenceClient
+    from pdserve.client import AdminClient
     from pdserve.commands.console import make_console
 
     if (worker is None) == (on_host is None):
         raise click.UsageError("give either WORKER or --on-host")
     console = make_console()
-    with InferenceClient(address) as client:
+    with AdminClient(address, cluster_token) as client:
         names = [worker] if worker is not None else _on_host(client, on_host or "")
         calls = {name: client.drain(name) for name in names}  # all at once; then one after the other is watched
         try:
@@ -46,7 +44,7 @@ def drain(worker: str | None, address: str, on_host: str | None, no_wait: bool) 
     return 0 if all(left) else FAILED
 
 
-def _on_host(client: InferenceClient, host: str) -> list[str]:
+def _on_host(client: AdminClient, host: str) -> list[str]:
     workers = client.cluster_state().workers
     return [worker.worker_id for worker in workers if worker.address.rpartition(":")[0].strip("[]") == host]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @request_options
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message through the model's chat template.")
 @click.option("--system", help="With --chat: the system's message.")
-@click.option("--request-id", default="", help="Unique among running requests (default: the router makes one).")
+@click.option("--request-id", default="", help="What you call it, to find it in the router's log; need not be unique.")
 @click.option("--logprobs", type=UINT32, help="With --json: log-probabilities, and those of the N likeliest tokens (up to 20).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
 @click.option("--stats", is_flag=True, help="A summary on standard error.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from pdserve.commands.settings import PLACEMENTS
+from pdserve.config import ADMIN_PORT
 
 if TYPE_CHECKING:
     from pdserve.rpc.v1 import inference_pb2
@@ -16,6 +17,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 Messages = list[tuple[str, str]]  # (role, content)
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
+DEFAULT_ADMIN_ADDRESS: Final = f"127.0.0.1:{ADMIN_PORT}"
 UINT32: Final = click.IntRange(0, (1 << 32) - 1)
 BIAS_HELP: Final = "Added to the logit of this token id (-100 to 100); may be repeated."
 SCALARS: Final[tuple[tuple[str, Any, str], ...]] = (
@@ -47,6 +49,21 @@ def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 def address_option(command: Command) -> Command:
     text = "gRPC address of the router."
     return click.option("--address", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT", help=text)(command)
+
+
+def admin_options(command: Command) -> Command:
+    """Where the administration of the router listens, and what it asks for off loopback."""
+    command = click.option(
+        "--cluster-token",
+        default="",
+        envvar="PDSERVE_CLUSTER_TOKEN",
+        show_envvar=True,
+        help="Of the router, where its admin port is not on loopback. Others see arguments: better set the variable.",
+    )(command)
+    text = "Admin address of the router."
+    return click.option(
+        "--address", "--router", default=DEFAULT_ADMIN_ADDRESS, show_default=True, metavar="HOST:PORT", help=text
+    )(command)
 
 
 def request_options(command: Command) -> Command:

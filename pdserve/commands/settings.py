@@ -43,6 +43,7 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
     (("--host",), "router.host", str, "Where clients connect (default 127.0.0.1)."),
     (("--http-port", "--port"), "router.http_port", PORT, "HTTP (default 8000); 0: any, and then gRPC takes any as well."),
     (("--grpc-port",), "router.grpc_port", PORT, "gRPC (default 50051); 0: any."),
+    (("--admin-port",), "router.admin_port", PORT, "For `pdserve status` and `drain` (default 50053); 0: any."),
     (("--link-port",), "router.link_port", PORT, "Where workers dial the router (default 0: any)."),
     (("--max-model-len",), "engine.max_model_len", POSITIVE, "Prompt and output tokens of one request."),
     (("--max-num-seqs",), "engine.max_num_seqs", POSITIVE, "Sequences that one worker runs at once."),

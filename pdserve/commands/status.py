@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING
 import click
 
 from pdserve.commands.failures import one_line_errors
-from pdserve.commands.requests import address_option
+from pdserve.commands.requests import admin_options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pdserve.client import InferenceClient
+    from pdserve.client import AdminClient
 
 INTERVAL_S = 1.0  # workers report once a second
 
 
 @click.command()
-@address_option
+@admin_options
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="The state as one JSON object.")
 @one_line_errors
-def status(address: str, watch: bool, as_json: bool) -> int:
+def status(address: str, cluster_token: str, watch: bool, as_json: bool) -> int:
     """Show what the cluster is doing."""
-    from pdserve.client import InferenceClient
+    from pdserve.client import AdminClient
     from pdserve.commands import tables
     from pdserve.commands.console import make_console
 
     console = make_console()
-    with InferenceClient(address) as client:
+    with AdminClient(address, cluster_token) as client:
         state = client.cluster_state()
         if as_json:
             from google.protobuf.json_format import MessageToDict
@@ -41,21 +41,20 @@ def status(address: str, watch: bool, as_json: bool) -> int:
         elif watch:
             _watch(client, console)
         else:
-            console.print(tables.status(state, console.width, client.model_info().block_size))
+            console.print(tables.status(state, console.width))
     return 0
 
 
-def _watch(client: InferenceClient, console: Console) -> None:
+def _watch(client: AdminClient, console: Console) -> None:
     """Draw anew every second, in place on a terminal; Ctrl-C is the way out, so it is not an error."""
     from rich.live import Live
 
     from pdserve.commands import tables
 
     try:
-        block_size = client.model_info().block_size
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                now = tables.status(client.cluster_state(), console.width, block_size)
+                now = tables.status(client.cluster_state(), console.width)
                 if console.is_terminal:
                     live.update(now, refresh=True)
                 else:

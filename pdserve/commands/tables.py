@@ -83,10 +83,10 @@ def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str
     ]
 
 
-def status(state: inference_pb2.GetClusterStateResponse, width: int, block_size: int = 0) -> Group:
+def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
     """The pools, then why a worker takes nothing, then which pairs are not used for a while.
 
-    block_size: given, it says on a wide terminal how many tokens each pool holds.
+    A wide terminal also shows how many tokens each pool holds.
     """
     why = [
         Text(f"{worker.worker_id} is not ready: {worker.not_ready_reason}")
@@ -94,7 +94,7 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int, block_size:
         if worker.not_ready_reason and not worker.ready
     ]
     aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
-    return Group(_pools(state, width, block_size), *why, *aside)
+    return Group(_pools(state, width), *why, *aside)
 
 
 def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
@@ -107,7 +107,7 @@ def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
     return made
 
 
-def _pools(state: inference_pb2.GetClusterStateResponse, width: int, block_size: int) -> Table:
+def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
     """Pools, queues and KV use at this moment. On less than `WIDE` columns: no bar, no role, no rare blocks that are all 0."""
     title = f"router: {state.queued_requests} queued, {state.running_requests} running"
     counts = {
@@ -122,8 +122,8 @@ def _pools(state: inference_pb2.GetClusterStateResponse, width: int, block_size:
         "heartbeat": [f"{worker.heartbeat_age_s:.1f} s" for worker in state.workers],
     }
     wide = width >= WIDE
-    if wide and block_size:
-        counts = {"KV tokens": [f"{worker.blocks.total * block_size:,}" for worker in state.workers], **counts}
+    if wide and state.block_size:
+        counts = {"KV tokens": [f"{worker.blocks.total * state.block_size:,}" for worker in state.workers], **counts}
     shown = {name: cells for name, cells in counts.items() if wide or name not in RARE or any(cell != "0" for cell in cells)}
     names = tuple(shown) if wide else tuple(SHORT.get(name, name) for name in shown)
     made = table(title, ("worker", "role", "ready", "KV use") if wide else ("worker", "ready", "KV"), names)

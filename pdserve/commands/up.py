@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @cluster_options
+@click.option(
+    "--cluster-token",
+    default="",
+    envvar="PDSERVE_CLUSTER_TOKEN",
+    show_envvar=True,
+    help="Between router and workers, and of who drains from elsewhere (default: a new secret).",
+)
 @one_line_errors
-def up(**flags: Any) -> int:
+def up(cluster_token: str, **flags: Any) -> int:
     """Start a router and both pools; run until SIGINT or SIGTERM (a second one stops at once).
 
     Stopping cancels what still runs; to take workers out one by one without losing anything, use `pdserve drain`.
@@ -31,10 +38,10 @@ def up(**flags: Any) -> int:
     from pdserve.commands.stopping import StopSignals
 
     with StopSignals() as stop:
-        return stop.run(functools.partial(_serve, config, stop))
+        return stop.run(functools.partial(_serve, config, stop, cluster_token))
 
 
-def _serve(config: ClusterConfig, stop: StopSignals) -> int:
+def _serve(config: ClusterConfig, stop: StopSignals, cluster_token: str) -> int:
     """Start, supervise, close. 0 also when the wish to stop came while starting."""
     from pdserve.cluster.errors import Interrupted
     from pdserve.cluster.launch import Cluster
@@ -44,7 +51,7 @@ def _serve(config: ClusterConfig, stop: StopSignals) -> int:
     console = make_console()
     view = StartView(console, after_ray=stop.reclaim)
     try:
-        with Cluster(config, stop=stop.event, listener=view) as cluster:
+        with Cluster(config, stop=stop.event, listener=view, cluster_token=cluster_token) as cluster:
             stop.at_once = cluster.kill
             _start(cluster, view, console)
             cluster.supervise()
@@ -70,6 +77,7 @@ def _start(cluster: Cluster, view: StartView, console: Console) -> None:
     console.print(f"model  {info.model}, {dtypes}, up to {info.max_model_len} tokens a request")
     console.print(f"HTTP   http://{endpoints.http}/v1")
     console.print(f"gRPC   {endpoints.grpc}")
+    console.print(f"admin  {endpoints.admin}")
     console.print(f"logs   {cluster.folders.logs}")
     try_it = f"pdserve generate --address {reachable(endpoints.grpc)} --chat 'Why is the sky blue?'"
     console.print(f"try    {try_it}")

@@ -30,6 +30,7 @@ class ErrorCode(Enum):
     UNKNOWN_WORKER = "unknown_worker"
     WORKER_ID_TAKEN = "worker_id_taken"
     NUMERICAL_ERROR = "numerical_error"
+    REQUEST_TIMEOUT = "request_timeout"
 
 
 class PdserveError(Exception):
@@ -69,6 +70,12 @@ class RequestTooLarge(InvalidRequest):
     """The body is over the byte limit."""
 
     code = ErrorCode.REQUEST_TOO_LARGE
+
+
+class RequestTimeout(PdserveError):
+    """The client sent its request too slowly, or stopped in the middle."""
+
+    code = ErrorCode.REQUEST_TIMEOUT
 
 
 class Overloaded(PdserveError):

@@ -28,6 +28,7 @@ class RequestRecord:
     binds: int
     message: str = ""  # of the error
     retry_reasons: tuple[str, ...] = ()  # error codes: why each attempt but the first was needed
+    correlation_id: str = ""  # what the client called it
     rebinds: int = 0  # decode workers lost in the handoff, whose lease another one took over
 
     def line(self) -> str:
@@ -40,6 +41,8 @@ class RequestRecord:
             f"tpot_ms={_ms(self.tpot_s)} total_ms={_ms(self.total_s)} kv_bytes={self.kv_bytes} "
             f"exposed_transfer_ms={_ms(self.exposed_transfer_s)} attempts={self.attempts} binds={self.binds}"
         )
+        if self.correlation_id:
+            text += f" correlation_id={self.correlation_id!r}"
         return f"{text} error={self.message!r}" if self.message else text
 
 

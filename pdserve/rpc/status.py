@@ -15,6 +15,9 @@ REASON_METADATA: Final = "pdserve-error-reason"
 RETRY_AFTER_METADATA: Final = "retry-after-s"
 TIMELINE_METADATA: Final = "pdserve-timeline"
 CLUSTER_TOKEN_METADATA: Final = "pdserve-cluster-token"
+REQUEST_ID_METADATA: Final = "pdserve-request-id"
+CANCEL_TOKEN_METADATA: Final = "pdserve-cancel-token"
+CORRELATION_ID_METADATA: Final = "x-request-id"  # what a client gives a request to find it again, as proxies call it
 
 DEFAULT_RETRY_AFTER_S: Final = 1.0
 """When waiting helps and the error does not say how long: a lost worker is noticed, or is back, about then."""
@@ -49,6 +52,7 @@ TABLE: Final[dict[ErrorCode, StatusRow]] = {
     ErrorCode.UNKNOWN_WORKER: StatusRow(_G.NOT_FOUND, 404, "invalid_request_error", False, False),
     ErrorCode.NUMERICAL_ERROR: StatusRow(_G.INTERNAL, 500, "server_error", True, False),
     ErrorCode.WORKER_ID_TAKEN: StatusRow(_G.ALREADY_EXISTS, 409, "server_error", False, False),
+    ErrorCode.REQUEST_TIMEOUT: StatusRow(_G.DEADLINE_EXCEEDED, 408, "timeout_error", False, False),
 }
 
 _INVALID: Final = {
@@ -58,6 +62,7 @@ _PLAIN: Final[dict[ErrorCode, type[PdserveError]]] = {
     cls.code: cls
     for cls in (
         errors.DeadlineExceeded,
+        errors.RequestTimeout,
         errors.Cancelled,
         errors.LeaseGone,
         errors.TransferFailed,

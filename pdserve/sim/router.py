@@ -14,6 +14,7 @@ from pdserve.sim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from pdserve.sim.process import Process
 from pdserve.sim.worker import LAYOUT, LOST_S
 from router.core import RouterCore
+from router.link import LinkService
 from router.model import ServedModel
 from router.service import RouterService
 
@@ -44,6 +45,7 @@ class SimRouter:
         service = RouterService(self._config, MODEL, clock=self.process.loop.time)
         service.incarnation = self._incarnation  # drawn from the seed
         server = FakeServer()
+        assert isinstance(service.links, LinkService)
         link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, server)
         self._network.servers[ADDRESS] = (self.process, server)
         service.start()

@@ -24,7 +24,7 @@ from typing import Any, Final
 import grpc
 
 from pdserve.config import EngineConfig, RouterConfig, RouterProcessConfig, WorkerConfig, dump
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
 
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 15.0
@@ -173,7 +173,7 @@ class ProcessCluster:
         self.prefill = prefill
         self.decode = decode
         self.processes: dict[str, Process] = {}
-        self._router = replace(router or RouterConfig(), http_port=0, grpc_port=0, link_port=0)
+        self._router = replace(router or RouterConfig(), http_port=0, grpc_port=0, link_port=0, admin_port=0)
         self._worker = worker or {}
         self._env = env or {}
         self._places = dict(places or {})
@@ -216,9 +216,9 @@ class ProcessCluster:
     def _start(self) -> None:
         self.start_router()
         ready = self.processes["router"].ready
-        self.http, self.grpc, self.link = ready["http"], ready["grpc"], ready["link"]
-        ports = [int(address.rpartition(":")[2]) for address in (self.http, self.grpc, self.link)]
-        self._router = replace(self._router, http_port=ports[0], grpc_port=ports[1], link_port=ports[2])
+        self.http, self.grpc, self.link, self.admin = (ready[name] for name in ("http", "grpc", "link", "admin"))
+        ports = [int(address.rpartition(":")[2]) for address in (self.http, self.grpc, self.link, self.admin)]
+        self._router = replace(self._router, http_port=ports[0], grpc_port=ports[1], link_port=ports[2], admin_port=ports[3])
         for name in self.worker_names:
             self.start_worker(name, wait=False)
         for name in self.worker_names:
@@ -276,8 +276,8 @@ class ProcessCluster:
 
     def state(self, timeout_s: float = 10.0) -> State:
         """Raises grpc.RpcError when the router does not answer."""
-        with grpc.insecure_channel(self.grpc) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
+        with grpc.insecure_channel(self.admin) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)
             state: State = stub.GetClusterState(inference_pb2.GetClusterStateRequest(), timeout=timeout_s)
             return state
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from starlette.applications import Starlette
@@ -13,41 +12,43 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pdserve import __version__
+from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalBug, PdserveError, UnknownModel
-from pdserve.rpc.status import TABLE
+from pdserve.rpc.status import CORRELATION_ID_METADATA, TABLE
 from router.api import RouterApi
+from router.body_budget import BodyBudget
 from router.http.body import BodyRefused, read_body, refuse_body
 from router.http.live import LiveRequests
 from router.http.reply import Reply
 from router.http.server import HttpServer, start_server
 from router.openai.answer import answer
 from router.openai.errors import encode_json, error_headers, error_payload
-from router.openai.request import Call, parse_chat, parse_completion
+from router.openai.request import Call
+from router.parse import Job, Kind
 
-STALLED_CLIENT_S: Final = 30.0  # as RouterConfig.stalled_client_s
+DEFAULT_LIMITS: Final = RouterConfig()
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-
-Parse = Callable[[bytes, str | None], Call]
 
 __all__ = ["HttpServer", "build_app", "serve_http"]
 
 
-async def serve_http(api: RouterApi, host: str, port: int, *, stalled_client_s: float = STALLED_CLIENT_S) -> HttpServer:
+async def serve_http(api: RouterApi, host: str, port: int, limits: RouterConfig = DEFAULT_LIMITS) -> HttpServer:
     """Listen (port 0: any free one) and serve until the result is closed. Raises `ConfigError` naming the flag."""
     live = LiveRequests()
-    return await start_server(_app(api, live), live, host, port, stalled_client_s)
+    return await start_server(_app(api, live, limits), live, host, port, limits)
 
 
 def build_app(api: RouterApi) -> Starlette:
     """The application alone, for any ASGI server."""
-    return _app(api, LiveRequests())
+    return _app(api, LiveRequests(), DEFAULT_LIMITS)
 
 
-def _app(api: RouterApi, live: LiveRequests) -> Starlette:
+def _app(api: RouterApi, live: LiveRequests, limits: RouterConfig) -> Starlette:
     info = _Info(api)
+    budget = BodyBudget(limits.max_inflight_body_bytes)
     routes = [
-        Route("/v1/completions", _Generate(api, live, parse_completion), methods=["POST"]),
-        Route("/v1/chat/completions", _Generate(api, live, parse_chat), methods=["POST"]),
+        Route("/v1/completions", _Generate(api, live, budget, Kind.COMPLETION), methods=["POST"]),
+        Route("/v1/chat/completions", _Generate(api, live, budget, Kind.CHAT), methods=["POST"]),
         Route("/v1/models", info.models),
         Route("/v1/models/{model:path}", info.model),
         Route("/health", info.health),
@@ -65,17 +66,21 @@ def _app(api: RouterApi, live: LiveRequests) -> Starlette:
 class _Generate:
     """An ASGI endpoint that runs generations. Not a Starlette handler: those cost several calls for each token."""
 
-    def __init__(self, api: RouterApi, live: LiveRequests, parse: Parse) -> None:
+    def __init__(self, api: RouterApi, live: LiveRequests, budget: BodyBudget, kind: Kind) -> None:
         self._api = api
         self._live = live
-        self._parse = parse
+        self._budget = budget
+        self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
         try:
-            body = await read_body(scope, receive, self._api.max_body_bytes)
-            call = self._parse(body, Request(scope).headers.get("x-request-id"))
-            reply.name(call.request_id)
+            with self._budget.share() as share:
+                body = await read_body(scope, receive, self._api.max_body_bytes, share)
+                header_id = Request(scope).headers.get(CORRELATION_ID_METADATA)
+                call = await self._api.parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id))
+                assert isinstance(call, Call)
+            reply.name(call.request_id, call.correlation_id)
             await self._live.run(receive, answer(self._api, call, reply))
         except BodyRefused as exc:
             await refuse_body(scope, receive, reply, exc.error)
@@ -104,7 +109,7 @@ class _Info:
     async def health(self, _: Request) -> Response:
         if self._api.ready:
             return _json({"status": "ready"})
-        return _json({"status": "unavailable", "reason": "no worker is ready that could serve a request"}, 503)
+        return _json({"status": "unavailable", "reason": self._api.not_ready_reason}, 503)
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._api.metrics(), media_type=METRICS_TYPE)

@@ -7,10 +7,12 @@ from typing import Final
 
 from starlette.types import Receive, Scope
 
-from pdserve.core.errors import Cancelled, DeadlineExceeded, PdserveError, RequestTooLarge
+from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge
+from router.body_budget import BodyShare
 from router.http.reply import Reply
 
 BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
+SILENCE_S: Final = 10.0  # of a client in the middle of its body: a link that is lost for so long is lost
 LINGER_S: Final = 2.0
 """How long a refused body is read and thrown away after the answer. Closing at once would reset the connection, and
 the client, still sending, would see the reset instead of the answer."""
@@ -24,21 +26,27 @@ class BodyRefused(Exception):
         self.error = error
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body. Raises `BodyRefused` for one that is too large or comes too slowly, as soon as either is known."""
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, share: BodyShare) -> bytes:
+    """The whole body. Raises `BodyRefused` for one that is too large, for which there is no room, or that comes too slowly,
+    as soon as that is known."""
     declared = _header(scope, b"content-length")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     try:
+        if declared.isdigit():
+            share.grow(int(declared))  # whole, or not at all: nobody who has begun is turned away for who comes later
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            while await _read_part(receive, body):
+            more = True
+            while more:
+                more = await _read_part_in_time(receive, body)
                 if len(body) > max_bytes:
                     raise _too_large(max_bytes)
+                share.grow(len(body))
     except TimeoutError as exc:
-        raise BodyRefused(DeadlineExceeded(f"body: not complete after {BODY_TIMEOUT_S:g} s")) from exc
-    if len(body) > max_bytes:
-        raise _too_large(max_bytes)
+        raise BodyRefused(RequestTimeout(f"body: not complete after {BODY_TIMEOUT_S:g} s")) from exc
+    except Overloaded as exc:
+        raise BodyRefused(exc) from exc
     return bytes(body)
 
 
@@ -48,6 +56,14 @@ async def refuse_body(scope: Scope, receive: Receive, reply: Reply, error: Pdser
     if _header(scope, b"expect").lower() != b"100-continue":  # else the client waits for our leave to send
         await _discard(receive)
     await reply.end()
+
+
+async def _read_part_in_time(receive: Receive, body: bytearray) -> bool:
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await _read_part(receive, body)
+    except TimeoutError as exc:
+        raise BodyRefused(RequestTimeout(f"body: nothing came for {SILENCE_S:g} s")) from exc
 
 
 async def _read_part(receive: Receive, body: bytearray) -> bool:

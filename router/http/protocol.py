@@ -1,8 +1,10 @@
 """uvicorn's HTTP/1.1 protocol with bounds on what a client may do before its request is complete.
 
-httptools bounds neither the size of a request's head nor the time it takes to arrive, so that a connection could
-hold memory, or itself, for ever. Here a head has a size and a time. The Date header is made when a request asks
-for one and not by a timer, so an idle server does nothing.
+httptools bounds neither the size of a head or of trailers nor the time that they take to arrive, so that a connection could
+hold memory, or itself, for ever. Here everything that is not body has a size and a time; bodies are bounded where they are
+read (`router.http.body`). An offer to speak another protocol is declined as RFC 9110 section 7.8 allows: by an answer to
+the request in HTTP/1.1. The Date header is made when a request asks for one and not by a timer, so an idle server does
+nothing.
 """
 
 from __future__ import annotations
@@ -12,62 +14,217 @@ import time
 from email.utils import formatdate
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from router.http import refusal, upgrade
+from router.http.connections import ConnectionTable
+from router.http.refusal import Refusal
 
 MAX_HEAD_BYTES: Final = 64 << 10  # h11's limit, which uvicorn has with its other parser
+MAX_HEADERS: Final = 100  # Apache's LimitRequestFields, and h2o's and Go's order of magnitude
+MAX_TRAILER_BYTES: Final = 8 << 10  # nginx's for one large header; we use none, so they are counted and dropped
+MAX_BETWEEN_BYTES: Final = 64 << 10  # of chunk extensions and trailers with no byte of body among them
+MAX_PIPELINED: Final = 16  # requests behind the one that is being answered; each costs some KiB before it is looked at
 HEAD_TIMEOUT_S: Final = 30.0
+LINGER_S: Final = 2.0  # as router.http.body
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """`_head_bytes` counts a head from its second read on: the first, up to 256 KiB, may hold the body before it."""
+    """`_head_bytes` counts a head from its second read on: the first, up to 256 KiB, may hold the body before it. Of what is
+    complete in it, `_kept_bytes` counts every byte."""
 
-    _head_open = True
-    _head_begins = True
-    _head_bytes = 0
-    _head_timer: asyncio.TimerHandle | None = None
+    def __init__(self, table: ConnectionTable, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._table = table
+        self._over = False  # refused: nothing that still comes is looked at
+        self._head_open = True
+        self._head_begins = True
+        self._head_bytes = 0
+        self._kept_bytes = 0
+        self._body_open = False
+        self._body_came = False  # in this read
+        self._between_bytes = 0
+        self._trailer_bytes = 0
+        self._declined = False  # the parser stops at this head, which offers another protocol
+        self._running: RequestResponseCycle | None = None  # the one that is being answered; others may have come behind it
+        self._timer: asyncio.TimerHandle | None = None
+
+    # The connection ----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm()
+        if self._table.admit(self):
+            self._arm(HEAD_TIMEOUT_S, self._head_late)
+        else:  # without lingering: those who are refused must not fill the descriptors
+            self._refuse(refusal.too_many_connections(self._table.max_connections), linger=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._table.forget(self)
         self._disarm()
+        self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        if self._running is not None and self._running is not self.cycle:  # uvicorn tells only the last that came
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def give_way(self) -> None:
+        self.transport.abort()
+
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if not self._head_open:
+        if self._over:
             return
-        self._head_bytes = 0 if self._head_begins else self._head_bytes + len(data)
-        self._head_begins = False
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse_head()
+        self._body_came = False
+        self._feed(data)
+        if self._over or self.transport.is_closing():
+            return
+        if self._head_open:
+            self._head_bytes = 0 if self._head_begins else self._head_bytes + len(data)
+            self._head_begins = False
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(refusal.head_too_large(f"{MAX_HEAD_BYTES} bytes"))
+        elif self._body_open:
+            self._between_bytes = 0 if self._body_came else self._between_bytes + len(data)
+            if self._between_bytes > MAX_BETWEEN_BYTES:
+                self._refuse(refusal.trailers_too_large(MAX_TRAILER_BYTES))
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as exc:
+            if not self._over:  # which bounds how deep this goes: by the requests that may pile up
+                self._decline_upgrade(data[exc.args[0] :])
+        except httptools.HttpParserError:
+            if not self._over:
+                self.send_400_response("Invalid HTTP request received.")
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """The same head again without the offer, and what came behind it."""
+        self._declined = False
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(refusal.no_tunnel())
+            return
+        head = upgrade.declined(method, self.url, self.parser.get_http_version(), self.headers)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._feed(head + rest)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(refusal.malformed(msg))
+
+    # What the parser finds ---------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._head_open = self._head_begins = True
-        self._arm()
+        self._kept_bytes = self._trailer_bytes = 0
+        self._unset_keepalive_if_required()
+        self._arm(HEAD_TIMEOUT_S, self._head_late)
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        if self._fits(len(url)):
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        length = len(name) + len(value)
+        if not self._head_open:
+            self._trailer_bytes += length
+            if self._trailer_bytes > MAX_TRAILER_BYTES:
+                self._refuse(refusal.trailers_too_large(MAX_TRAILER_BYTES))
+        elif self._fits(length):
+            super().on_header(name, value)
+            if len(self.headers) > MAX_HEADERS:
+                self._refuse(refusal.head_too_large(f"{MAX_HEADERS} headers"))
+
     def on_headers_complete(self) -> None:
+        self._declined = self.parser.should_upgrade()
+        if self._over or self._declined:
+            return
         self._head_open = False
+        self._body_open = True
+        self._between_bytes = 0
         self._disarm()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._over = True
+            self.transport.abort()  # an answer could not overtake those before it
+            return
+        self._table.serves(self)
         self._refresh_date()
         super().on_headers_complete()
 
-    def _refuse_head(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            self.send_400_response("The request's head is too large.")
-        else:  # pipelined behind an answer that is being written
+    def on_body(self, body: bytes) -> None:
+        self._body_came = True
+        if not self._over:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._over or self._declined:
+            return
+        self._body_open = False
+        super().on_message_complete()
+        if self.cycle.response_complete:  # it was answered before it was complete
+            self._disarm()
+            self._table.waits(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._body_open and self.cycle.response_complete:
+            self._arm(LINGER_S, self.transport.abort)
+        elif self.cycle.response_complete:
+            self._table.waits(self)
+
+    # Refusing ----------------------------------------------------------------------------------------------------------
+
+    def _fits(self, length: int) -> bool:
+        self._kept_bytes += length
+        if self._kept_bytes > MAX_HEAD_BYTES:
+            self._refuse(refusal.head_too_large(f"{MAX_HEAD_BYTES} bytes"))
+        return not self._over
+
+    def _head_late(self) -> None:
+        if self._head_bytes or not self._head_begins:
+            self._refuse(refusal.head_too_slow(HEAD_TIMEOUT_S))
+        else:  # it never said anything
             self.transport.abort()
 
-    def _arm(self) -> None:
+    def _refuse(self, why: Refusal, *, linger: bool = True) -> None:
+        """Answer and end. What the client still sends is read and dropped for a while, so that it sees the answer and not
+        that its data were thrown back."""
+        if self._over:
+            return
+        self._over = True
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            answering = cycle.response_started or bool(self.pipeline) or self._head_open  # an answer would be out of turn
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if answering:
+                self.transport.abort()
+                return
+        self._refresh_date()
+        self.transport.write(why.encode(self.server_state.default_headers))
+        if linger:
+            self.transport.write_eof()
+            self._arm(LINGER_S, self.transport.abort)
+        else:
+            self.transport.close()
+
+    def _arm(self, delay_s: float, action: Any) -> None:
         self._disarm()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+        self._timer = self.loop.call_later(delay_s, action)
 
     def _disarm(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _refresh_date(self) -> None:
         state: Any = self.server_state

@@ -7,7 +7,7 @@ from typing import Any, Final
 from starlette.types import Send
 
 from pdserve.core.errors import PdserveError
-from pdserve.rpc.status import TABLE, TIMELINE_METADATA
+from pdserve.rpc.status import CORRELATION_ID_METADATA, REQUEST_ID_METADATA, TABLE, TIMELINE_METADATA
 from router.api import Report
 from router.openai.errors import encode_json, error_headers, error_payload
 from router.timeline import report_json, timeline
@@ -31,9 +31,12 @@ class Reply:
         self.started = False
         self._ended = False
 
-    def name(self, request_id: str) -> None:
-        """Answers carry the request's id from now on."""
-        self._headers = [(b"x-request-id", request_id.encode("ascii"))]
+    def name(self, request_id: str, correlation_id: str) -> None:
+        """Answers carry both from now on; a client that gave no id of its own finds ours in its place."""
+        self._headers = [
+            (REQUEST_ID_METADATA.encode(), request_id.encode("ascii")),
+            (CORRELATION_ID_METADATA.encode(), (correlation_id or request_id).encode("ascii")),
+        ]
 
     def served(self, report: Report) -> None:
         """How the request went: whatever is said from now on says so, the answer or its error."""
@@ -41,7 +44,10 @@ class Reply:
 
     async def json(self, status: int, payload: Any, headers: Headers | None = None, *, more: bool = False) -> None:
         """`more`: leave the response open after its body, for who has to read on before the connection may close."""
-        body = encode_json(payload)
+        await self.encoded(status, encode_json(payload), headers, more=more)
+
+    async def encoded(self, status: int, body: bytes, headers: Headers | None = None, *, more: bool = False) -> None:
+        """As `json`, of what is JSON already."""
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         told = [(TIMELINE_METADATA.encode(), timeline(self._report).encode())] if self._report else []
         await self._start(status, own + told + (headers or []))

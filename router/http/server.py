@@ -9,9 +9,12 @@ from typing import Any, Final
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
+from router.http.connections import ConnectionTable
 from router.http.live import LiveRequests
 from router.http.protocol import GuardedProtocol
 
@@ -51,20 +54,21 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
-async def start_server(app: ASGIApp, live: LiveRequests, host: str, port: int, stalled_client_s: float) -> HttpServer:
+async def start_server(app: ASGIApp, live: LiveRequests, host: str, port: int, limits: RouterConfig) -> HttpServer:
     """Raises `ConfigError` naming the flag when the address cannot be had."""
-    sock = await _listen(host, port, stalled_client_s)
+    sock = await _listen(host, port, limits.stalled_client_s)
     try:
         config = uvicorn.Config(
-            app, http=GuardedProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,
+            app, http=HttpToolsProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,
             proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         config.load()
         state = ServerState()
+        table = ConnectionTable(limits.max_connections)
         loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
-            return GuardedProtocol(config=config, server_state=state, app_state={}, _loop=loop)
+            return GuardedProtocol(table, config=config, server_state=state, app_state={}, _loop=loop)
 
         server = await loop.create_server(protocol, sock=sock, backlog=BACKLOG)
     except BaseException:

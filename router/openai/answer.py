@@ -11,8 +11,9 @@ from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.sampling import FinishReason
 from router.api import Generation, RouterApi
 from router.http.reply import Reply
-from router.openai.chunks import DONE, ChunkFormat, Envelope, extension, usage
-from router.openai.logprobs import LogprobsFormat, logprobs_format
+from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, extension, usage, with_logprobs
+from router.openai.errors import encode_json
+from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
 from router.openai.request import Call
 from router.timeline import report_of
 
@@ -24,7 +25,8 @@ class _Output:
     text: str
     tokens: int
     finish_reason: FinishReason
-    logprobs: dict[str, Any] | None
+    logprobs: bytes
+    """JSON."""
 
 
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
@@ -76,6 +78,8 @@ async def _pump(generation: Generation, format_: ChunkFormat, logprobs: Logprobs
         if delta.text or finish_reason or logprobs or format_.continuous_usage:
             told = logprobs.of(delta.ids, delta.logprobs) if logprobs else None
             chunk = format_.chunk(delta.text, finish_reason, told)
+            if logprobs:
+                await asyncio.sleep(0)  # as in `_collect`
         if format_.continuous_usage:
             chunk = format_.with_usage(chunk, usage(generation.prompt_len, tokens))
         if finish_reason:
@@ -93,22 +97,29 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Se
     outputs = await _together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; the body has
         reply.served(generations[0].report)
-    choices = [envelope.choice(i, out.text, out.finish_reason, out.logprobs) for i, out in enumerate(outputs)]
+    choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
     totals = usage(sum(g.prompt_len for g in generations), sum(out.tokens for out in outputs))
     rest = extension([g.report for g in generations])
-    await reply.json(200, envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
+    body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
+    await reply.encoded(200, with_logprobs(body, [out.logprobs for out in outputs]))
 
 
 async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _Output:
-    deltas = [delta async for delta in generation]
-    finish_reason = deltas[-1].finish_reason if deltas else None
+    """Log-probabilities are written as they come: those of a long answer take a second together."""
+    texts: list[str] = []
+    tokens = 0
+    finish_reason = None
+    told = JoinedLists()
+    async for delta in generation:
+        texts.append(delta.text)
+        tokens += len(delta.ids)
+        finish_reason = delta.finish_reason
+        if logprobs is not None:
+            told.add(logprobs.of(delta.ids, delta.logprobs))
+            await asyncio.sleep(0)  # what has been waiting to be taken is taken without a pause
     if finish_reason is None:
         raise _unfinished(generation)
-    told = None
-    ids = [token_id for delta in deltas for token_id in delta.ids]
-    if logprobs is not None:
-        told = logprobs.of(ids, [one for delta in deltas for one in delta.logprobs])
-    return _Output("".join(delta.text for delta in deltas), len(ids), finish_reason, told)
+    return _Output("".join(texts), tokens, finish_reason, told.encode())
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:

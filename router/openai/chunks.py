@@ -19,6 +19,8 @@ from router.timeline import report_json
 
 DONE: Final = b"data: [DONE]\n\n"
 _TEXT_MARK: Final = "\x00text\x00"  # stands for the text while the constant parts are cut out
+LOGPROBS_MARK: Final = "\x00logprobs\x00"
+_LOGPROBS_PLACE: Final = b'"logprobs":' + encode_json(LOGPROBS_MARK)
 _FINISH_MARK: Final = "\x00finish\x00"
 _NO_LOGPROBS: Final = b'"logprobs":null'
 _FINISH_JSON: Final[dict[FinishReason | None, bytes]] = {
@@ -60,16 +62,25 @@ class Envelope:
     def whole_type(self) -> str:
         return "chat.completion" if self._call.chat else "text_completion"
 
-    def choice(
-        self, index: int, text: str, finish_reason: FinishReason, logprobs: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """One choice of an answer that is not streamed."""
+    def choice(self, index: int, text: str, finish_reason: FinishReason, logprobs: str) -> dict[str, Any]:
+        """One choice of an answer that is not streamed; `logprobs` stands for what `with_logprobs` puts there."""
         content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._call.chat else {"text": text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason.value}
 
     def usage_chunk(self, totals: dict[str, int], reports: list[Report]) -> bytes:
         """The chunk after the last one of every choice: no choices, the usage of all, and how each was served."""
         return event(self.wrap(self.chunk_type, choices=[], usage=totals, **extension(reports)))
+
+
+def with_logprobs(body: bytes, logprobs: list[bytes]) -> bytes:
+    """The encoded answer with the JSON of each choice in the place of its mark, in order. No text that a model writes can
+    hold a mark's name: quotes within a string are escaped."""
+    parts = body.split(_LOGPROBS_PLACE)
+    assert len(parts) == len(logprobs) + 1
+    joined = [parts[0]]
+    for told, part in zip(logprobs, parts[1:], strict=True):
+        joined += (b'"logprobs":', told, part)
+    return b"".join(joined)
 
 
 def extension(reports: list[Report]) -> dict[str, Any]:

@@ -10,8 +10,32 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pdserve.core.logprobs import TokenLogprobs
+from router.openai.errors import encode_json
 
 TokenBytes = Callable[[int], bytes]
+
+
+class JoinedLists:
+    """Objects of one shape, encoded one after the other as one in which their lists follow each other."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[bytes]] = {}
+        self._fixed: dict[str, bytes] = {}
+
+    def add(self, told: dict[str, Any]) -> None:
+        for name, value in told.items():
+            if not isinstance(value, list):
+                self._fixed[name] = encode_json(value)
+            elif value:
+                self._parts.setdefault(name, []).append(encode_json(value)[1:-1])
+            else:
+                self._parts.setdefault(name, [])
+
+    def encode(self) -> bytes:
+        """`null` when there was nothing."""
+        lists = {name: b"[" + b",".join(parts) + b"]" for name, parts in self._parts.items()}
+        members = [b'"%s":%s' % (name.encode(), value) for name, value in (lists | self._fixed).items()]
+        return b"{" + b",".join(members) + b"}" if members else b"null"
 
 
 class LogprobsFormat(Protocol):

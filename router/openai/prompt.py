@@ -10,14 +10,19 @@ from router.api import ChatMessage, Prompt
 from router.openai.json import Fields, integer, kind, refuse, section, show, text
 
 MAX_PROMPTS: Final = 256  # of one body; each is a request of its own in the router's bounded queue
+MAX_PARTS: Final = MAX_MESSAGES  # of one message
+ANY_NUMBER: Final = 1 << 31
 TOKEN_ID_LIMIT: Final = 1 << 32  # ids travel as uint32; the router checks them against the vocabulary
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """OpenAI renamed `system` to `developer`; models' templates know the old name."""
 
 
-def read_prompts(fields: Fields) -> tuple[Prompt, ...]:
-    """`prompt`: "text", [ids], ["text", ...] or [[ids], ...]; one entry for each choice of the answer."""
+def read_prompts(fields: Fields, max_tokens: int = ANY_NUMBER) -> tuple[Prompt, ...]:
+    """`prompt`: "text", [ids], ["text", ...] or [[ids], ...]; one entry for each choice of the answer.
+
+    More than `max_tokens` ids in one are refused by their number, before they are looked at.
+    """
     value = fields.raw("prompt")
     if value is None:
         raise refuse("prompt", "is missing")
@@ -28,19 +33,21 @@ def read_prompts(fields: Fields) -> tuple[Prompt, ...]:
     if not value:
         raise refuse("prompt", "must not be empty")
     if not isinstance(value[0], (str, list)):
-        return (_token_ids(value, "prompt"),)
+        return (_token_ids(value, "prompt", max_tokens),)
     if len(value) > MAX_PROMPTS:
         raise refuse("prompt", f"holds {len(value)} prompts; at most {MAX_PROMPTS} are allowed")
     if isinstance(value[0], str):
         return tuple(text(item, f"prompt[{i}]") for i, item in enumerate(value))
-    return tuple(_token_ids(item, f"prompt[{i}]") for i, item in enumerate(value))
+    return tuple(_token_ids(item, f"prompt[{i}]", max_tokens) for i, item in enumerate(value))
 
 
-def _token_ids(value: Any, field: str) -> tuple[int, ...]:
+def _token_ids(value: Any, field: str, max_tokens: int) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise refuse(field, f"must be a list of token ids, got {kind(value)}")
     if not value:
         raise refuse(field, "must hold at least one token id")
+    if len(value) > max_tokens:
+        raise refuse(field, f"has {len(value)} tokens; at most {max_tokens} fit max_model_len {max_tokens + 1}")
     if not all(type(item) is int for item in value):
         i = next(i for i, item in enumerate(value) if type(item) is not int)
         raise refuse(f"{field}[{i}]", f"must be a token id, got {kind(value[i])}")
@@ -50,11 +57,13 @@ def _token_ids(value: Any, field: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def read_token_ids(fields: Fields, name: str) -> tuple[int, ...] | None:
+def read_token_ids(fields: Fields, name: str, max_count: int) -> tuple[int, ...] | None:
     """A list of token ids that may be empty."""
     values = fields.array(name)
     if values is None:
         return None
+    if len(values) > max_count:
+        raise refuse(name, f"has {len(values)} ids; at most {max_count} are allowed")
     for i, value in enumerate(values):
         number = integer(value, f"{name}[{i}]")
         if not 0 <= number < TOKEN_ID_LIMIT:
@@ -88,6 +97,8 @@ def _message(value: Any, field: str) -> ChatMessage:
 def _content(value: Any, field: str) -> str:
     """Text, or the texts of a list of parts, one a line (as vLLM joins them)."""
     if isinstance(value, list):
+        if len(value) > MAX_PARTS:
+            raise refuse(field, f"has {len(value)} parts; at most {MAX_PARTS} are allowed")
         return "\n".join(_part(part, f"{field}[{i}]") for i, part in enumerate(value))
     if not isinstance(value, str):
         raise refuse(field, f"must be a string or a list of parts, got {kind(value)}")

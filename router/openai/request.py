@@ -7,18 +7,18 @@ model or on sampling are the router's, so that gRPC and HTTP clients meet the sa
 from __future__ import annotations
 
 import re
-import secrets
 from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.core.sampling import Placement
 from router.api import GenerateInput, Prompt
+from router.identity import new_request_id
 from router.openai.json import Fields, parse_object, refuse, show
-from router.openai.prompt import read_messages, read_prompts
+from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_sampling
 from router.openai.unsupported import refuse_unsupported
 
-_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
+_CORRELATION_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,20 @@ class Call:
 
     chat: bool
     request_id: str
+    """The router's own, unique."""
     inputs: tuple[GenerateInput, ...]
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    correlation_id: str = ""
+    """What the client calls it."""
 
 
-def parse_completion(body: bytes, header_id: str | None) -> Call:
+def parse_completion(body: bytes, header_id: str | None, max_prompt_tokens: int = ANY_NUMBER) -> Call:
     """`/v1/completions`. Raises `InvalidRequest` naming the field."""
     fields = Fields(parse_object(body))
     refuse_unsupported(fields, "completion")
-    return _call(fields, header_id, read_prompts(fields), chat=False)
+    return _call(fields, header_id, read_prompts(fields, max_prompt_tokens), chat=False)
 
 
 def parse_chat(body: bytes, header_id: str | None) -> Call:
@@ -50,18 +53,20 @@ def parse_chat(body: bytes, header_id: str | None) -> Call:
 def _call(fields: Fields, header_id: str | None, prompts: tuple[Prompt, ...], *, chat: bool) -> Call:
     stream = fields.boolean("stream") or False
     include_usage, continuous_usage = _stream_options(fields, stream)
-    request_id = _request_id(fields, header_id)
+    request_id = new_request_id()
+    correlation_id = _correlation_id(fields, header_id)
     common = GenerateInput(
         prompt=prompts[0],
         sampling=read_sampling(fields, chat=chat),
         model=fields.text("model"),
         request_id=request_id,
+        correlation_id=correlation_id,
         deadline_s=fields.number("deadline_s"),
         priority=fields.integer("priority") or 0,
         placement=_placement(fields),
         cache_salt=fields.text("cache_salt") or "",
     )
-    return Call(chat, request_id, _inputs(common, prompts), stream, include_usage, continuous_usage)
+    return Call(chat, request_id, _inputs(common, prompts), stream, include_usage, continuous_usage, correlation_id)
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[GenerateInput, ...]:
@@ -89,13 +94,13 @@ def _placement(fields: Fields) -> Placement | None:
     return Placement(value)
 
 
-def _request_id(fields: Fields, header_id: str | None) -> str:
-    """The body's `request_id`, else the X-Request-Id header, else a new random one."""
+def _correlation_id(fields: Fields, header_id: str | None) -> str:
+    """The body's `request_id`, else the X-Request-Id header, else nothing."""
     name, value = "request_id", fields.text("request_id")
     if value is None:
         name, value = "X-Request-Id", header_id
     if value is None:
-        return secrets.token_hex(16)
-    if not _REQUEST_ID.fullmatch(value):
+        return ""
+    if not _CORRELATION_ID.fullmatch(value):
         raise refuse(name, f"must be 1 to 128 printable ASCII characters without spaces, got {show(value)}")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from pdserve.core.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
+from pdserve.core.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from router.openai.json import Fields, refuse, section, show, text
 from router.openai.prompt import read_token_ids
 
@@ -24,7 +24,7 @@ def read_sampling(fields: Fields, *, chat: bool) -> dict[str, Any]:
         "min_p": fields.number("min_p"),
         "seed": _seed(fields),
         "stop": _stop(fields),
-        "stop_token_ids": read_token_ids(fields, "stop_token_ids"),
+        "stop_token_ids": read_token_ids(fields, "stop_token_ids", MAX_STOP_TOKEN_IDS),
         "min_tokens": fields.integer("min_tokens"),
         "ignore_eos": fields.boolean("ignore_eos"),
         "presence_penalty": fields.number("presence_penalty"),
@@ -60,6 +60,8 @@ def _stop(fields: Fields) -> tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, list):
+        if len(value) > MAX_STOP_STRINGS:
+            raise refuse("stop", f"has {len(value)} strings; at most {MAX_STOP_STRINGS} are allowed")
         return tuple(text(item, f"stop[{i}]") for i, item in enumerate(value))
     return (text(value, "stop"),)
 

@@ -29,5 +29,5 @@ def endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
 
 @pytest.fixture(scope="session")
 def address(endpoints: Endpoints) -> str:
-    """host:port of its gRPC."""
+    """host:port of its gRPC, which answers for its administration as well."""
     return endpoints.grpc

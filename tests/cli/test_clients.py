@@ -102,7 +102,7 @@ def test_a_router_that_hangs_does_not_hang_its_clients_for_ever(tmp_path: Path, 
     try:
         endpoints = router.wait_ready(threading.Event())
         with InferenceClient(endpoints.grpc) as client:
-            client.cluster_state()
+            client.model_info()
             os.kill(endpoints.pid, signal.SIGSTOP)
             answer = client.generate(build(text="hello"))
             watchdog = threading.Timer(45.0, answer.cancel)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pdserve.cli import main
-from pdserve.client import InferenceClient
+from pdserve.client import AdminClient
 from pdserve.cluster.router_process import Endpoints
 
 WAIT_S = 20.0
@@ -41,7 +41,7 @@ def linked(endpoints: Endpoints, worker_id: str, *, stubborn: bool = False) -> I
 
     thread = threading.Thread(target=serve)
     thread.start()
-    with InferenceClient(endpoints.grpc) as client:
+    with AdminClient(endpoints.admin) as client:
         for _ in range(1000):
             if worker_id in {worker.worker_id for worker in client.cluster_state().workers}:
                 break
@@ -61,7 +61,7 @@ def linked(endpoints: Endpoints, worker_id: str, *, stubborn: bool = False) -> I
 
 def test_it_ends_when_the_worker_has_left(endpoints: Endpoints) -> None:
     with linked(endpoints, "decode-7") as told:
-        result = run("decode-7", "--router", endpoints.grpc)
+        result = run("decode-7", "--router", endpoints.admin)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
         "decode-7: waits for 2 requests, 30 blocks",
@@ -72,21 +72,21 @@ def test_it_ends_when_the_worker_has_left(endpoints: Endpoints) -> None:
 
 def test_not_waiting_ends_while_the_worker_still_drains(endpoints: Endpoints) -> None:
     with linked(endpoints, "decode-8", stubborn=True):
-        result = run("decode-8", "--address", endpoints.grpc, "--no-wait")
+        result = run("decode-8", "--address", endpoints.admin, "--no-wait")
     assert (result.exit_code, result.stdout) == (0, "decode-8 is draining; `pdserve status` shows it\n")
 
 
 def test_an_unknown_worker_is_one_line_that_names_those_that_are_there(endpoints: Endpoints) -> None:
-    result = run("moon", "--router", endpoints.grpc)
+    result = run("moon", "--router", endpoints.admin)
     assert result.exit_code == 1
     assert result.stderr == "error: worker_id: 'moon' is not linked; linked: decode-0 (NOT_FOUND)\n"
 
 
 def test_a_host_is_drained_of_all_its_workers_and_of_nobody_elses(endpoints: Endpoints) -> None:
     with linked(endpoints, "decode-5") as first, linked(endpoints, "prefill-5") as second:
-        assert run("--on-host", "10.9.8.6", "--router", endpoints.grpc).exit_code == 0
+        assert run("--on-host", "10.9.8.6", "--router", endpoints.admin).exit_code == 0
         assert not first.is_set()
-        result = run("--on-host", "10.9.8.7", "--router", endpoints.grpc)
+        result = run("--on-host", "10.9.8.7", "--router", endpoints.admin)
     assert result.exit_code == 0
     assert first.is_set()
     assert second.is_set()

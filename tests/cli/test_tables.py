@@ -123,6 +123,6 @@ def test_status_says_how_many_tokens_a_pool_holds_where_there_is_room(width: int
     )
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
-        console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker]), width, block_size=16))
+        console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker], block_size=16), width))
     assert ("524,288" in captured.get()) == (width == 140)
     assert "…" not in captured.get()

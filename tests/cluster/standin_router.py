@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 from pdserve import config
-from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 
 WORDS = ("two ", "pools ", "share ", "one ", "cache")
 KV_BYTES = 360 << 10
@@ -49,7 +49,7 @@ class Registry:
                 del self.workers[hello["worker_id"]]
 
 
-class Inference(inference_pb2_grpc.InferenceServicer):
+class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServicer):
     def __init__(self, registry: Registry, settings: config.RouterProcessConfig) -> None:
         self.registry = registry
         self.settings = settings
@@ -66,7 +66,7 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             )
             for name, hello in sorted(self.registry.workers.items())
         ]
-        return inference_pb2.GetClusterStateResponse(workers=workers)
+        return inference_pb2.GetClusterStateResponse(workers=workers, block_size=16)
 
     def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:
         return inference_pb2.GetModelInfoResponse(model="scripted", block_size=16, max_model_len=1600, dtype="bfloat16")
@@ -125,11 +125,14 @@ def main() -> None:
         raise SystemExit(2) from None
     registry = Registry(router.host, router.link_port)
     server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
-    inference_pb2_grpc.add_InferenceServicer_to_server(Inference(registry, settings), server)
+    service = Inference(registry, settings)
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(service, server)
     port = server.add_insecure_port(f"{router.host}:{router.grpc_port}")
+    admin = server.add_insecure_port(f"{router.admin_host}:{router.admin_port_or_default}")
     server.start()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    addresses = {"http": http.getsockname()[1], "grpc": port, "link": registry.listener.getsockname()[1]}
+    addresses = {"http": http.getsockname()[1], "grpc": port, "link": registry.listener.getsockname()[1], "admin": admin}
     ready = {name: f"{router.host}:{number}" for name, number in addresses.items()}
     print(json.dumps({"event": "ready", **ready, "pid": os.getpid()}), flush=True)
     sys.stdin.buffer.read()  # until the parent is gone

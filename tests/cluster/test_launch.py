@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.client import InferenceClient
+from pdserve.client import AdminClient
 from pdserve.cluster import plan
 from pdserve.cluster.events import Event, Part, PartReady, RouterBack, RouterLost, WorkerChanged, WorkerPhase
 from pdserve.cluster.launch import Cluster
@@ -121,8 +122,8 @@ def test_dead_router_comes_back_at_the_same_addresses(running: Running) -> None:
     running.wait_event(lambda event: isinstance(event, RouterBack))
     back = running.cluster.endpoints
     assert back is not None
-    assert (back.http, back.grpc, back.link) == (endpoints.http, endpoints.grpc, endpoints.link)
-    with InferenceClient(endpoints.grpc) as client:
+    assert dataclasses.replace(back, pid=0) == dataclasses.replace(endpoints, pid=0)
+    with AdminClient(endpoints.admin) as client:
         deadline = time.monotonic() + WAIT_S
         while not client.cluster_state().workers and time.monotonic() < deadline:
             time.sleep(0.05)

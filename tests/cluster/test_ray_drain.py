@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.client import InferenceClient
+from pdserve.client import AdminClient
 from pdserve.cluster import processes
 
 pytestmark = pytest.mark.ray
@@ -19,9 +19,9 @@ def test_up_says_who_drained_and_does_not_start_it_again(run_command: Any) -> No
     (2) The last decode worker drains: nothing can be served any more, which is an error."""
     command = run_command("up", "--port", "0", "--decode", "2")
     command.wait_for("ready; Ctrl-C stops it")
-    address = re.search(r"^gRPC +(\S+)", command.text, re.MULTILINE)
+    address = re.search(r"^admin +(\S+)", command.text, re.MULTILINE)
     assert address is not None
-    with InferenceClient(address[1]) as client:
+    with AdminClient(address[1]) as client:
         pids = {worker.worker_id: worker.pid for worker in client.cluster_state().workers}
         (leaving,) = [p for p in processes.descendants([command.child.pid]) if p.pid == pids["decode-1"]]
         assert list(client.drain("decode-1"))[-1].done

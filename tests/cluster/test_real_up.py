@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.client import InferenceClient
+from pdserve.client import AdminClient, InferenceClient
 from pdserve.cluster import processes
 from pdserve.commands.requests import build
 from pdserve.rpc.v1 import inference_pb2
@@ -39,12 +39,12 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
     (4) KV moves again. (5) Ctrl-C: exit 0, nothing left."""
     command = run_command(*UP, *FREE, program=REAL, PYTHONPATH=str(ROOT), RAY_ADDRESS="192.0.2.1:6379")
     command.wait_for("ready; Ctrl-C stops it")
-    with InferenceClient(grpc_address(command.text)) as client:
+    with InferenceClient(address(command.text, "gRPC")) as client, AdminClient(address(command.text, "admin")) as admin:
         first = generate(client)
         assert first.report.kv_bytes > 0
-        before = worker(client, "decode-0")
+        before = worker(admin, "decode-0")
         os.kill(before.pid, signal.SIGKILL)
-        after = wait_for(lambda: again(client, before))
+        after = wait_for(lambda: again(admin, before))
         assert after.pid != before.pid
         second = generate(client)
         assert second.report.kv_bytes == first.report.kv_bytes
@@ -60,11 +60,15 @@ def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> N
     again. (3) What comes later is served by the other."""
     command = run_command(*UP, *FREE, "--decode", "2", program=REAL, PYTHONPATH=str(ROOT))
     command.wait_for("ready; Ctrl-C stops it")
-    with InferenceClient(grpc_address(command.text)) as client, ThreadPoolExecutor(STREAMS) as pool:
+    with (
+        InferenceClient(address(command.text, "gRPC")) as client,
+        AdminClient(address(command.text, "admin")) as admin,
+        ThreadPoolExecutor(STREAMS) as pool,
+    ):
         asked = [build(text="Hello", max_tokens=TOKENS, temperature=0.0, ignore_eos=True) for _ in range(STREAMS)]
         answers = [pool.submit(lambda request=request: list(client.generate(request))) for request in asked]
-        wait_for(lambda: worker(client, "decode-1").requests_placed > 0)
-        progress = list(client.drain("decode-1"))
+        wait_for(lambda: worker(admin, "decode-1").requests_placed > 0)
+        progress = list(admin.drain("decode-1"))
         assert progress[0].requests_placed > 0
         assert progress[-1].done
         ends = [answer.result(BOUND_S)[-1] for answer in answers]
@@ -73,7 +77,7 @@ def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> N
         assert {end.report.decode_worker for end in ends} == {"decode-0", "decode-1"}
         command.wait_for("decode-1 drained and left")
         assert generate(client).report.decode_worker == "decode-0"
-        assert [each.worker_id for each in client.cluster_state().workers] == ["prefill-0", "decode-0"]
+        assert [each.worker_id for each in admin.cluster_state().workers] == ["prefill-0", "decode-0"]
     command.signal(signal.SIGINT)
     assert command.end() == 0, command.text
     assert "restarting" not in command.text
@@ -183,7 +187,7 @@ def test_the_same_yaml_visits_a_running_ray_and_leaves_it_running(run_command: A
     command = run_command(*UP, *FREE, *example, program=REAL, **environment)
     command.wait_for("ready; Ctrl-C stops it")
     assert len(ray_head.workers()) == 2
-    with InferenceClient(grpc_address(command.text)) as client:
+    with InferenceClient(address(command.text, "gRPC")) as client:
         assert generate(client).report.kv_bytes > 0
     command.signal(signal.SIGINT)
     assert command.end() == 0, command.text
@@ -193,8 +197,8 @@ def test_the_same_yaml_visits_a_running_ray_and_leaves_it_running(run_command: A
     socket.create_connection(("127.0.0.1", ray_head.port), timeout=5.0).close()
 
 
-def grpc_address(text: str) -> str:
-    return re.search(r"^gRPC +(\S+)", text, re.MULTILINE)[1]  # type: ignore[index]
+def address(text: str, port: str) -> str:
+    return re.search(rf"^{port} +(\S+)", text, re.MULTILINE)[1]  # type: ignore[index]
 
 
 def generate(client: InferenceClient) -> inference_pb2.GenerateResponse:
@@ -203,14 +207,14 @@ def generate(client: InferenceClient) -> inference_pb2.GenerateResponse:
     return last
 
 
-def worker(client: InferenceClient, worker_id: str) -> inference_pb2.WorkerState:
-    (found,) = [state for state in client.cluster_state().workers if state.worker_id == worker_id]
+def worker(admin: AdminClient, worker_id: str) -> inference_pb2.WorkerState:
+    (found,) = [state for state in admin.cluster_state().workers if state.worker_id == worker_id]
     return found
 
 
-def again(client: InferenceClient, before: inference_pb2.WorkerState) -> inference_pb2.WorkerState | None:
+def again(admin: AdminClient, before: inference_pb2.WorkerState) -> inference_pb2.WorkerState | None:
     """The same worker id in a new process, once it takes requests."""
-    for state in client.cluster_state().workers:
+    for state in admin.cluster_state().workers:
         if state.worker_id == before.worker_id and state.ready and state.incarnation != before.incarnation:
             return state
     return None

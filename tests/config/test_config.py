@@ -39,6 +39,9 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "names"),
     [
+        ("router.max_body_bytes=65MiB", r"router\.max_inflight_body_bytes .* router\.max_body_bytes"),
+        ("router.max_connections=15", r"router\.max_connections must be at least 16"),
+        ("router.admin_port=50051", r"router\.admin_port .* router\.grpc_port"),
         ("engine.blok_size=1", "unknown setting engine.blok_size; known here: .*block_size"),
         ("engine.block_size=0", "engine.block_size must be at least 1, got 0"),
         ("engine.step_timeout_s=0", "engine.step_timeout_s must be positive, got 0"),

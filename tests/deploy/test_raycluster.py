@@ -107,22 +107,29 @@ def test_the_config_map_holds_the_configuration(config: ClusterConfig, tmp_path:
     assert loaded.address == "auto"
     assert loaded.lease == config.lease
     assert dataclasses.replace(loaded.engine, threads=0) == dataclasses.replace(config.engine, threads=0)
-    assert 0 not in (loaded.router.http_port, loaded.router.grpc_port, loaded.router.link_port)
+    assert 0 not in (loaded.router.http_port, loaded.router.grpc_port, loaded.router.link_port, loaded.router.admin_port)
 
 
 def test_a_workers_pod_is_drained_before_ray_is_told_to_end() -> None:
     """The hook names the router's Service, finds the worker by the pod's own address, and has the time that a drain may
     take."""
-    found = objects(ClusterConfig(router=RouterConfig(grpc_port=7777)))
+    found = objects(ClusterConfig(router=RouterConfig(admin_port=7777)))
+    router = found["Deployment/pd-router"]["spec"]["template"]["spec"]["containers"][0]
     for group in found["RayCluster/pd"]["spec"]["workerGroupSpecs"]:
         spec = group["template"]["spec"]
         container = spec["containers"][0]
         shell, flag, script = container["lifecycle"]["preStop"]["exec"]["command"]
         assert (shell, flag) == ("/bin/sh", "-c")
-        assert script == f'touch {NODE_LEAVING}; exec pdserve drain --on-host "$POD_IP" --router pd:7777'
+        assert script == f'touch {NODE_LEAVING}; exec pdserve drain --on-host "$POD_IP" --router pd-link:7777'
+        assert token_of(container) == token_of(router)
         assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container["env"]
         assert spec["terminationGracePeriodSeconds"] > WorkerConfig("w", "r:1").drain_timeout_s
-    assert found["Service/pd"]["spec"]["ports"][1]["port"] == 7777
+    assert found["Service/pd-link"]["spec"]["ports"][1] == {"name": "admin", "port": 7777, "targetPort": "admin"}
+
+
+def token_of(container: dict[str, Any]) -> Any:
+    (variable,) = [variable for variable in container["env"] if variable["name"] == "PDSERVE_CLUSTER_TOKEN"]
+    return variable["valueFrom"]["secretKeyRef"]
 
 
 def test_each_pool_is_a_group_that_offers_what_its_workers_ask_for() -> None:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from fault_service import BOUND_S, Phase, Service, assert_all_equal, wait_phase
 
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
 from pdserve.testing.load import Load
 from pdserve.testing.processes import ProcessCluster
 
@@ -26,12 +26,12 @@ class DrainCall(threading.Thread):
         super().__init__(daemon=True)
         self.progress: list[inference_pb2.DrainProgress] = []
         self.error: grpc.RpcError | None = None
-        self._address = cluster.grpc
+        self._address = cluster.admin
         self._worker_id = worker_id
 
     def run(self) -> None:
         with grpc.insecure_channel(self._address) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
+            stub = admin_pb2_grpc.AdminStub(channel)
             try:
                 for step in stub.Drain(inference_pb2.DrainRequest(worker_id=self._worker_id), timeout=BOUND_S):
                     self.progress.append(step)

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
+from typing import Any
 
+from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, UnknownModel
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api import Delta, GenerateInput, Prompt, Report
 from router.http import serve_http
+from router.parser import RequestParser
 
 MODEL = "org/tiny"
 WORDS = ("Hal", "lo ", "wör", "ld", " 世界", "!\n", '"quoted"', "\u2028", "end")
@@ -77,6 +80,8 @@ class FakeApi:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateInput] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
+    parser: RequestParser = field(default_factory=lambda: RequestParser(8 << 20))
+    max_prompt_tokens: int = 4095
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -109,16 +114,21 @@ class FakeApi:
             return self.words[token_id].encode()
         return "ö".encode()[:1] if token_id == len(self.words) else b""
 
+    @property
+    def not_ready_reason(self) -> str:
+        return "" if self.ready else "no decode worker is ready"
+
     def metrics(self) -> bytes:
         return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"
 
 
 @asynccontextmanager
-async def served(api: FakeApi, **options: float) -> AsyncIterator[str]:
+async def served(api: FakeApi, **limits: Any) -> AsyncIterator[str]:
     """A real socket for the fake router; nothing of it may be left afterwards."""
-    server = await serve_http(api, "127.0.0.1", 0, **options)
+    server = await serve_http(api, "127.0.0.1", 0, RouterConfig(**limits))
     try:
         yield f"http://127.0.0.1:{server.port}"
     finally:
         await asyncio.wait_for(server.close(), 30)
+        api.parser.close()
     assert all(generation.closed for generation in api.generations)

@@ -166,3 +166,40 @@ def test_health_follows_the_workers() -> None:
             assert b"pdserve_" in (await exchange(base, head("GET", "/metrics"))).body
 
     run(story())
+
+
+def test_health_asks_for_both_pools_where_all_prompts_are_computed_apart() -> None:
+    """With `placement: disaggregated` a decode pool alone serves nobody; it was called ready."""
+
+    async def story() -> None:
+        async with http_cluster(placement="disaggregated") as (cluster, base):
+            assert (await exchange(base, head("GET", "/health"))).status == 200
+            await cluster.prefill.stop()
+            while (answer := await exchange(base, head("GET", "/health"))).status != 503:  # noqa: ASYNC110 - bounded by `run`
+                await asyncio.sleep(0.01)
+            assert answer.json == {"status": "unavailable", "reason": "no prefill worker is ready"}
+            assert (await exchange(base, post(COMPLETIONS, {"prompt": [1], "max_tokens": 1}))).status == 503
+
+    run(story())
+
+
+def test_concurrent_requests_with_one_x_request_id_all_run() -> None:
+    """A proxy gives one id to all requests of a trace. The second got 400."""
+
+    async def story() -> None:
+        async with http_cluster() as (cluster, base):
+            for worker in cluster.workers:
+                worker.token_interval_s = 0.01
+            asks = [post(COMPLETIONS, {"prompt": [1, 2, i], "max_tokens": 10}, X_Request_Id="trace-4711") for i in range(4)]
+            answers = await asyncio.gather(*(exchange(base, ask) for ask in asks))
+            assert [answer.status for answer in answers] == [200] * 4
+            assert {answer.headers["x-request-id"] for answer in answers} == {"trace-4711"}
+            own = [answer.headers["pdserve-request-id"] for answer in answers]
+            assert len(set(own)) == 4
+            for answer, request_id in zip(answers, own, strict=True):
+                timeline = answer.json["pdserve"]
+                assert (timeline["request_id"], timeline["correlation_id"]) == (request_id, "trace-4711")
+                assert answer.json["id"] == f"cmpl-{request_id}"
+            await cluster.assert_idle()
+
+    run(story())

@@ -172,9 +172,10 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
 def test_request_ids() -> None:
     body = json.dumps({"prompt": ["a", "b"]}).encode()
     call = parse_completion(body, "from-header")
-    assert [request.request_id for request in call.inputs] == ["from-header-0", "from-header-1"]
-    assert completion(request_id="mine").request_id == "mine"
-    assert completion().request_id != completion().request_id
+    assert [request.request_id for request in call.inputs] == [f"{call.request_id}-0", f"{call.request_id}-1"]
+    assert {request.correlation_id for request in call.inputs} == {call.correlation_id} == {"from-header"}
+    assert completion(request_id="mine").correlation_id == "mine"
+    assert len({completion(request_id="mine").request_id for _ in range(2)}) == 2
     with pytest.raises(InvalidRequest, match=r"^X-Request-Id: "):
         parse_completion(body, "a b")
 

@@ -55,13 +55,16 @@ def test_wrong_paths_and_methods_have_openais_shape() -> None:
     asyncio.run(run())
 
 
-def test_a_request_keeps_its_id_also_when_it_fails() -> None:
+def test_a_request_keeps_its_clients_id_and_has_one_of_its_own_also_when_it_fails() -> None:
     async def run() -> None:
         async with served(FakeApi()) as base:
             for payload, status in ((BODY, 200), (STREAM, 200), ({**BODY, "model": "other"}, 404)):
                 answer = await exchange(base, post(COMPLETIONS, payload, X_Request_Id="abc-1"))
                 assert (answer.status, answer.headers["x-request-id"]) == (status, "abc-1")
+                assert len(answer.headers["pdserve-request-id"]) == 32
                 assert "date" in answer.headers
+            unnamed = await exchange(base, post(COMPLETIONS, BODY))
+            assert unnamed.headers["x-request-id"] == unnamed.headers["pdserve-request-id"]
 
     asyncio.run(run())
 
@@ -194,43 +197,31 @@ def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             reader, writer = await connect(base)
             writer.write(head("POST", COMPLETIONS, content_length=100) + b"{")
             answer = await read_answer(reader)
-            assert (answer.status, answer.headers["connection"]) == (504, "close")
+            assert (answer.status, answer.headers["connection"]) == (408, "close")
             assert await asyncio.wait_for(reader.read(), 10) == b""
             writer.close()
 
     asyncio.run(run())
 
 
-def test_a_head_is_bounded_in_time_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who said nothing at all is hung up on; who began is told why."""
     monkeypatch.setattr(router.http.protocol, "HEAD_TIMEOUT_S", 0.2)
 
     async def run() -> None:
         async with served(FakeApi()) as base:
-            for start in (b"", b"GET / HTTP/1.1\r\nx: "):
-                reader, writer = await connect(base)
-                writer.write(start)
-                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                    await asyncio.wait_for(reader.readexactly(1), 10)
-                writer.close()
+            reader, writer = await connect(base)
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await asyncio.wait_for(reader.readexactly(1), 10)
+            writer.close()
+            reader, writer = await connect(base)
+            writer.write(b"GET / HTTP/1.1\r\nx: ")
+            answer = await read_answer(reader)
+            assert (answer.status, answer.error["code"], answer.headers["connection"]) == (408, "request_timeout", "close")
+            assert "0.2 s" in answer.error["message"]
+            writer.close()
 
     asyncio.run(run())
-    monkeypatch.undo()
-
-    async def run_large() -> None:
-        async with served(FakeApi()) as base:
-            _, writer = await connect(base)
-            writer.write(b"GET / HTTP/1.1\r\nx: ")
-            try:
-                for _ in range(1000):
-                    writer.write(b"y" * 65536)
-                    await asyncio.wait_for(writer.drain(), 10)
-                pytest.fail("a head of 64 MB was accepted")
-            except ConnectionError:
-                pass
-            writer.close()
-            assert (await exchange(base, head("GET", "/health"))).status == 200
-
-    asyncio.run(run_large())
 
 
 def test_a_client_that_takes_nothing_is_dropped() -> None:

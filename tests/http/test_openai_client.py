@@ -30,7 +30,7 @@ def test_chat_whole() -> None:
             )  # fmt: skip
         assert answer.choices[0].message.content == "".join(WORDS[:3])
         assert answer.choices[0].finish_reason == "length"
-        assert answer.id == "chatcmpl-mine"
+        assert answer.id == f"chatcmpl-{api.requests[0].request_id}"
         assert answer.usage is not None
         assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 4)
         assert answer.model_extra is not None
@@ -38,7 +38,7 @@ def test_chat_whole() -> None:
         assert answer.model_extra["pdserve"]["placement"] == "disaggregated"
         request = api.requests[0]
         assert request.prompt == (ChatMessage("user", "Say hello"),)
-        assert (request.placement, request.deadline_s, request.request_id) == (Placement.COLOCATED, 5.0, "mine")
+        assert (request.placement, request.deadline_s, request.correlation_id) == (Placement.COLOCATED, 5.0, "mine")
         assert request.sampling == {
             "max_tokens": 3, "temperature": 0.0, "top_k": 0, "min_p": 0.1, "seed": 2**64 - 1, "stop": ("x", "y"),
         }  # fmt: skip

@@ -66,6 +66,9 @@ class OpenStream:
             self.report = part.report
         return ids
 
+    def initial_metadata(self) -> dict[str, str]:
+        return dict(self._call.initial_metadata())
+
     def cancel(self) -> None:
         self._call.cancel()
 
@@ -106,7 +109,9 @@ def ended(cluster: ProcessCluster, request_id: str) -> str:
     lines: list[str] = []
 
     def written(_: object) -> bool:
-        lines[:] = [line for line in cluster.processes["router"].log().splitlines() if f" request={request_id} " in line]
+        lines[:] = [
+            line for line in cluster.processes["router"].log().splitlines() if f" correlation_id={request_id!r}" in line
+        ]
         return bool(lines)
 
     cluster.wait_state(written, BOUND_S)

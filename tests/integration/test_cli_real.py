@@ -77,11 +77,11 @@ def test_chat_answers_piped_lines_in_turn(cluster):
 
 
 def test_status_shows_both_pools(cluster):
-    table = run("status", cluster.grpc)
+    table = run("status", cluster.admin)
     assert table.returncode == 0, table.stderr
     assert "prefill-0" in table.stdout
     assert "decode-0" in table.stdout
-    state = json.loads(run("status", cluster.grpc, "--json").stdout)
+    state = json.loads(run("status", cluster.admin, "--json").stdout)
     assert [worker["role"] for worker in state["workers"]] == ["ROLE_PREFILL", "ROLE_DECODE"]
     assert all(worker["ready"] and worker["blocks"]["unaccounted"] == 0 for worker in state["workers"])
 

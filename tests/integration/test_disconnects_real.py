@@ -26,6 +26,7 @@ from real_service import (
     wait_prefilling,
 )
 
+from pdserve.rpc.status import CANCEL_TOKEN_METADATA, REQUEST_ID_METADATA
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.testing.client import generate, generate_all, request
 from pdserve.testing.processes import ProcessCluster, is_empty
@@ -70,14 +71,14 @@ def test_a_cancelled_prefill_frees_both_sides(cluster):
 
 def test_cancel_by_id_from_another_connection(cluster):
     message = request("hello there", APART, max_tokens=LONG_OUTPUT, **GREEDY)
-    message.request_id = "mine"
-
     with OpenStream(cluster, message) as stream, grpc.insecure_channel(cluster.grpc) as channel:
         stream.read(1)
         wait_holding(cluster)
         other = inference_pb2_grpc.InferenceStub(channel)
-        found = [other.Cancel(inference_pb2.CancelRequest(request_id=name), timeout=10).found for name in ("mine", "nobody's")]
-        assert found == [True, False]
+        told = stream.initial_metadata()
+        mine = inference_pb2.CancelRequest(request_id=told[REQUEST_ID_METADATA], cancel_token=told[CANCEL_TOKEN_METADATA])
+        nobodys = inference_pb2.CancelRequest(request_id="nobody's", cancel_token=mine.cancel_token)
+        assert [other.Cancel(request, timeout=10).found for request in (nobodys, mine)] == [False, True]
         assert stream.failure().code() is grpc.StatusCode.CANCELLED
     wait_empty(cluster)
 

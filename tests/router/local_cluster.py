@@ -11,15 +11,17 @@ from typing import Any
 import grpc.aio
 
 from pdserve.config import EngineConfig, RouterConfig
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, link_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker, expected_text, token_at
+from router.grpc_admin import AdminServer
 from router.grpc_front import GrpcFront
+from router.link_thread import LinkThread
 from router.model import ServedModel
-from router.server import bind_port, make_server, stop_server
 from router.service import RouterService
 
 TOKEN = "secret"
 HOST = "127.0.0.1"
+MAX_CONNECTIONS = 64
 
 
 @functools.cache
@@ -48,6 +50,7 @@ class LocalCluster:
     channel: grpc.aio.Channel
     link_address: str
     grpc_address: str
+    admin: Any
     workers: list[FakeWorker]
 
     @property
@@ -100,6 +103,12 @@ async def read_answer(call: Any) -> Answer:
     return answer
 
 
+async def cancel_request(call: Any) -> inference_pb2.CancelRequest:
+    """What cancels the request of a running Generate call, as its initial metadata says."""
+    told = dict(await call.initial_metadata())
+    return inference_pb2.CancelRequest(request_id=told["pdserve-request-id"], cancel_token=told["pdserve-cancel-token"])
+
+
 def generate_request(ids: Sequence[int], max_tokens: int, **fields: Any) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(**fields)
     request.tokens.ids.extend(ids)
@@ -123,22 +132,25 @@ async def local_cluster(
 
     Workers are not probed unless asked: many tests count what a worker was sent.
     """
-    service = RouterService(RouterConfig(**({"probe_workers": False} | config)), tiny_model(), cluster_token=TOKEN)
+    links = LinkThread(TOKEN)
+    service = RouterService(RouterConfig(**({"probe_workers": False} | config)), tiny_model(), links=links)
     async with contextlib.AsyncExitStack() as stack:
         service.start()
         stack.push_async_callback(service.close)
-        link_server = make_server(max_receive_bytes=1 << 20)
-        link_port = bind_port(link_server, HOST, 0, "--link-port")
-        link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, link_server)
-        stack.push_async_callback(stop_server, link_server)
-        await link_server.start()
-        front = GrpcFront(service)
+        stack.push_async_callback(links.close)
+        link_port = await links.start(service.tell, HOST, 0)
+        front = GrpcFront(service, MAX_CONNECTIONS)
         stack.push_async_callback(front.close)
         await front.start(HOST, 0)
         address = f"{HOST}:{front.port}"
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         stub = inference_pb2_grpc.InferenceStub(channel)
-        cluster = LocalCluster(service, stub, channel, f"{HOST}:{link_port}", address, [])
+        admin_server = AdminServer(service, TOKEN)
+        stack.push_async_callback(admin_server.close)
+        await admin_server.start(HOST, 0)
+        admin_channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{admin_server.port}"))
+        admin = admin_pb2_grpc.AdminStub(admin_channel)
+        cluster = LocalCluster(service, stub, channel, f"{HOST}:{link_port}", address, admin, [])
         for role in roles:
             await stack.enter_async_context(cluster.worker(role, **worker()))
         yield cluster

@@ -107,23 +107,6 @@ async def read(call: Any) -> None:
         pass
 
 
-def test_a_request_id_may_be_used_again_but_not_at_once() -> None:
-    async def story() -> None:
-        async with local_cluster() as cluster:
-            cluster.decode.gate.clear()
-            call = cluster.stub.Generate(generate_request((1,), 5, request_id="same"))
-            await anext(aiter(call))
-            code, _, message = await failure(cluster.generate((1,), 5, request_id="same"))
-            assert code is INVALID
-            assert "request_id" in message
-            cluster.decode.gate.set()
-            await read(call)
-            assert (await cluster.generate((1,), 5, request_id="same")).ids == right_ids((1,), 5)
-            await cluster.assert_idle()
-
-    run(story())
-
-
 def test_an_oversized_message_is_refused_and_the_others_are_served() -> None:
     async def story() -> None:
         async with local_cluster(max_body_bytes=1 << 20) as cluster:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, Unavailable
 from pdserve.core.ids import Handle, RequestId
 from pdserve.core.request import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
 from pdserve.core.sampling import Placement
@@ -188,7 +188,7 @@ def test_requests_for_which_there_is_no_worker_are_refused_at_once() -> None:
     with pytest.raises(DeadlineExceeded):
         stage.submit("r", deadline_s=0.0)
     stage.submit("r")
-    with pytest.raises(InvalidRequest, match="request_id"):
+    with pytest.raises(InternalBug, match="given twice"):
         stage.submit("r")
     assert stage.core.num_requests == 1
 

@@ -18,7 +18,7 @@ from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker, logprobs_at
 from router.api import GenerateInput
 
-from .local_cluster import LocalCluster, generate_request, local_cluster, read_answer, right_ids, right_text
+from .local_cluster import LocalCluster, cancel_request, generate_request, local_cluster, read_answer, right_ids, right_text
 
 TIMEOUT_S = 30.0
 
@@ -96,12 +96,11 @@ def test_a_worker_that_tells_no_logprobs_where_they_are_asked_for_fails_the_requ
 def test_disaggregated_tokens_come_in_order_with_a_full_report() -> None:
     async def story() -> None:
         async with local_cluster() as cluster:
-            call = cluster.stub.Generate(generate_request((1, 2, 3), 20, request_id="mine"))
+            call = cluster.stub.Generate(generate_request((1, 2, 3), 20))
             answer = await read_answer(call)
             assert answer.ids == right_ids((1, 2, 3), 20)
             assert answer.text == right_text((1, 2, 3), 20)
             assert answer.last is not None
-            assert answer.last.request_id == "mine"
             assert answer.last.finish_reason == common_pb2.FINISH_REASON_LENGTH
             assert (answer.last.usage.prompt_tokens, answer.last.usage.output_tokens) == (3, 20)
             report = answer.report
@@ -180,16 +179,16 @@ def test_a_client_that_leaves_frees_both_workers(roles: tuple[Any, ...], how: st
         async with local_cluster(roles) as cluster:
             for worker in cluster.workers:
                 worker.token_interval_s = 0.02
-            call = cluster.stub.Generate(generate_request((1, 2, 3), 200, request_id="r"))
+            call = cluster.stub.Generate(generate_request((1, 2, 3), 200))
             assert (await anext(aiter(call))).index == 0
             if how == "disconnect":
                 call.cancel()
             else:
-                assert (await cluster.stub.Cancel(inference_pb2.CancelRequest(request_id="r"))).found
+                assert (await cluster.stub.Cancel(await cancel_request(call))).found
                 assert (await failure(rest(call)))[:2] == (grpc.StatusCode.CANCELLED, "cancelled")
             await cluster.assert_idle()
             assert cluster.decode.cancelled
-            assert not (await cluster.stub.Cancel(inference_pb2.CancelRequest(request_id="r"))).found
+            assert not (await cluster.stub.Cancel(await cancel_request(call))).found
 
     run(story())
 
@@ -451,7 +450,8 @@ def test_state_info_tokenize_and_metrics() -> None:
             assert (info.dtype, info.kv_cache_dtype) == ("bfloat16", "bfloat16")
             ids = (await cluster.stub.Tokenize(inference_pb2.TokenizeRequest(text="hello there"))).ids
             assert list(ids) == cluster.service.model.tokenizer.encode("hello there")
-            state = await cluster.stub.GetClusterState(inference_pb2.GetClusterStateRequest())
+            state = await cluster.admin.GetClusterState(inference_pb2.GetClusterStateRequest())
+            assert state.block_size == cluster.service.model.layout.block_size
             assert [(w.worker_id, w.ready, w.pid, w.blocks.total) for w in state.workers] == [
                 ("prefill-0", True, 1, 1024),
                 ("decode-0", True, 1, 1024),

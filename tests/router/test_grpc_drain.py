@@ -15,8 +15,8 @@ import router.draining
 from pdserve.core.blocks import BlockCounts
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from pdserve.rpc.status import REASON_METADATA
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-from router.grpc_front import GrpcFront
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
+from router.grpc_admin import AdminServer
 
 TIMEOUT_S = 30.0
 BUSY = WorkerSnapshot(
@@ -27,16 +27,9 @@ BUSY = WorkerSnapshot(
 
 
 class ScriptedRouter:
-    max_body_bytes = 1 << 20
-    ready = True
-
     def __init__(self) -> None:
         self.workers: tuple[WorkerSnapshot, ...] = (BUSY, dataclasses.replace(BUSY, worker_id="decode-2"))
         self.drained: list[str] = []
-
-    async def next_ready(self, known: bool) -> bool:
-        await asyncio.Event().wait()
-        return not known
 
     def snapshot(self) -> ClusterSnapshot:
         return ClusterSnapshot(1, 0, 0, self.workers)
@@ -48,13 +41,13 @@ class ScriptedRouter:
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[ScriptedRouter, Any]]:
     scripted: Any = ScriptedRouter()
-    front = GrpcFront(scripted)
-    await front.start("127.0.0.1", 0)
+    server = AdminServer(scripted, "secret")
+    await server.start("127.0.0.1", 0)
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{front.port}") as channel:
-            yield scripted, inference_pb2_grpc.InferenceStub(channel)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            yield scripted, admin_pb2_grpc.AdminStub(channel)
     finally:
-        await front.close()
+        await server.close()
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m router` as others start it: one ready line, three ports, a clean end."""
+"""`python -m router` as others start it: one ready line, four ports, a clean end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker
 
 from .local_cluster import TOKEN, generate_request, read_answer, right_ids, tiny_model
@@ -30,11 +31,14 @@ WAIT_S = 20.0
 
 
 @contextlib.contextmanager
-def router_process(tmp_path: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+def router_process(tmp_path: Path, *args: str, descriptors: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`descriptors`: RLIMIT_NOFILE, soft and hard."""
     config = tmp_path / "router.yaml"
     config.write_text(f"cluster_token: {TOKEN}\nengine: {{model: tiny, max_model_len: 256}}\n")
     command = [sys.executable, "-m", "router", "--config", str(config), *args]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if descriptors is not None:
+        pipes["preexec_fn"] = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     process = subprocess.Popen(command, cwd=ROOT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes)
     try:
         yield process
@@ -81,7 +85,9 @@ async def _serve_some(ready: dict[str, Any]) -> None:
         stub = inference_pb2_grpc.InferenceStub(channel)
         answer = await read_answer(stub.Generate(generate_request((1, 2, 3), 5)))
         assert answer.ids == right_ids((1, 2, 3), 5)
-        assert len((await stub.GetClusterState(inference_pb2.GetClusterStateRequest())).workers) == 2
+        async with grpc.aio.insecure_channel(ready["admin"]) as admin_channel:
+            admin = admin_pb2_grpc.AdminStub(admin_channel)
+            assert len((await admin.GetClusterState(inference_pb2.GetClusterStateRequest())).workers) == 2
         body = json.dumps({"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5, "stream": True}).encode()
         url = f"http://{ready['http']}/v1/completions"
         request = urllib.request.Request(url, body, {"content-type": "application/json"})
@@ -120,7 +126,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         assert process.wait(timeout=5) == 0
 
 
-@pytest.mark.parametrize("name", ["http", "grpc", "link"])
+@pytest.mark.parametrize("name", ["http", "grpc", "link", "admin"])
 def test_a_busy_port_is_named_by_its_flag(tmp_path: Path, name: str) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))

@@ -80,7 +80,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestReport(_message.Message):
-    __slots__ = ("placement", "placement_reason", "prefill_worker", "decode_worker", "queue_s", "reserve_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s", "attempts", "binds", "prefill_start_s", "prefill_end_s", "kv_committed_s", "first_decode_s")
+    __slots__ = ("placement", "placement_reason", "prefill_worker", "decode_worker", "queue_s", "reserve_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s", "attempts", "binds", "prefill_start_s", "prefill_end_s", "kv_committed_s", "first_decode_s", "request_id", "correlation_id")
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_REASON_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,8 @@ class RequestReport(_message.Message):
     PREFILL_END_S_FIELD_NUMBER: _ClassVar[int]
     KV_COMMITTED_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CORRELATION_ID_FIELD_NUMBER: _ClassVar[int]
     placement: _common_pb2.Placement
     placement_reason: str
     prefill_worker: str
@@ -121,19 +123,25 @@ class RequestReport(_message.Message):
     prefill_end_s: float
     kv_committed_s: float
     first_decode_s: float
-    def __init__(self, placement: _Optional[_Union[_common_pb2.Placement, str]] = ..., placement_reason: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., queue_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., attempts: _Optional[int] = ..., binds: _Optional[int] = ..., prefill_start_s: _Optional[float] = ..., prefill_end_s: _Optional[float] = ..., kv_committed_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ...) -> None: ...
+    request_id: str
+    correlation_id: str
+    def __init__(self, placement: _Optional[_Union[_common_pb2.Placement, str]] = ..., placement_reason: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., queue_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., attempts: _Optional[int] = ..., binds: _Optional[int] = ..., prefill_start_s: _Optional[float] = ..., prefill_end_s: _Optional[float] = ..., kv_committed_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ..., request_id: _Optional[str] = ..., correlation_id: _Optional[str] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "cancel_token")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_TOKEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    cancel_token: str
+    def __init__(self, request_id: _Optional[str] = ..., cancel_token: _Optional[str] = ...) -> None: ...
 
 class CancelResponse(_message.Message):
-    __slots__ = ("found",)
+    __slots__ = ("found", "not_here")
     FOUND_FIELD_NUMBER: _ClassVar[int]
+    NOT_HERE_FIELD_NUMBER: _ClassVar[int]
     found: bool
-    def __init__(self, found: _Optional[bool] = ...) -> None: ...
+    not_here: bool
+    def __init__(self, found: _Optional[bool] = ..., not_here: _Optional[bool] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat")
@@ -184,18 +192,20 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers", "set_aside_pairs")
+    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers", "set_aside_pairs", "block_size")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SET_ASIDE_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     queued_requests: int
     running_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     set_aside_pairs: _containers.RepeatedCompositeFieldContainer[SetAsidePair]
-    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., set_aside_pairs: _Optional[_Iterable[_Union[SetAsidePair, _Mapping]]] = ...) -> None: ...
+    block_size: int
+    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., set_aside_pairs: _Optional[_Iterable[_Union[SetAsidePair, _Mapping]]] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class SetAsidePair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "reason", "remaining_s", "failures")

@@ -54,30 +54,21 @@ class InferenceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
-        self.GetClusterState = channel.unary_unary(
-                '/pdserve.rpc.v1.Inference/GetClusterState',
-                request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateRequest.SerializeToString,
-                response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateResponse.FromString,
-                _registered_method=True)
-        self.Drain = channel.unary_stream(
-                '/pdserve.rpc.v1.Inference/Drain',
-                request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
-                response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
-                _registered_method=True)
 
 
 class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the tokens of one request. Cancelling the call cancels the request.
+        """Streams the tokens of one request. Cancelling the call cancels the request. Initial metadata, sent when the request
+        is admitted: "pdserve-request-id", "pdserve-cancel-token" and, where the client gave one, "x-request-id".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a request by its id, from any connection. OK with found = false when it is not running.
+        """Cancels a request from any connection. OK with found = false when it is not running, or the token is not its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,20 +82,6 @@ class InferenceServicer:
 
     def GetModelInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetClusterState(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Takes a worker out of service without losing anything: it admits nothing more, finishes, and exits. Streams its
-        progress until it has left. Ending the call does not end the drain. NOT_FOUND for an unknown worker.
-        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -131,16 +108,6 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetModelInfoRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetModelInfoResponse.SerializeToString,
-            ),
-            'GetClusterState': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetClusterState,
-                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateRequest.FromString,
-                    response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateResponse.SerializeToString,
-            ),
-            'Drain': grpc.unary_stream_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.FromString,
-                    response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -251,60 +218,6 @@ class Inference:
             '/pdserve.rpc.v1.Inference/GetModelInfo',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetModelInfoResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetClusterState(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pdserve.rpc.v1.Inference/GetClusterState',
-            pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateRequest.SerializeToString,
-            pdserve_dot_rpc_dot_v1_dot_inference__pb2.GetClusterStateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/pdserve.rpc.v1.Inference/Drain',
-            pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
-            pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
             options,
             channel_credentials,
             insecure,

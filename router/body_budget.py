@@ -1,0 +1,49 @@
+"""The memory that all large requests in progress may take together. Owner: one front end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from pdserve.core.errors import Overloaded
+
+FREE_BYTES: Final = 64 << 10
+"""Of each body, not counted: a connection buffers as much anyway, and small requests get in however many large ones are on
+their way."""
+RETRY_AFTER_S: Final = 1.0
+
+
+class BodyBudget:
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.taken_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        """Of one body, from its first byte until nothing needs it any more."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self.taken_bytes -= share.taken_bytes
+
+
+class BodyShare:
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.taken_bytes = 0
+
+    def grow(self, length: int) -> None:
+        """The body has `length` bytes, or says that it will. Raises `Overloaded` when there is no room for them."""
+        more = max(0, length - FREE_BYTES) - self.taken_bytes
+        if more <= 0:
+            return
+        limit = self._budget.max_bytes
+        if self._budget.taken_bytes + more > limit:
+            raise Overloaded(
+                f"body: large bodies in progress reach the limit of {limit} bytes (router.max_inflight_body_bytes)",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._budget.taken_bytes += more
+        self.taken_bytes += more

@@ -1,0 +1,24 @@
+"""A request that offers to go on in another protocol, as one that does not: what RFC 9110 section 7.8 lets a server do.
+
+httptools takes every offer for accepted and stops at the head, body or not. Java's HttpClient and `curl --http2` offer
+HTTP/2 with each first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+_OFFER: Final = {b"upgrade", b"http2-settings"}  # headers, and options of Connection, of this hop alone
+
+
+def declined(method: bytes, url: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The head without the offer. `headers` have lower-case names, and no value holds an end of line: they were parsed."""
+    lines = [b"%s %s HTTP/%s" % (method, url, version.encode())]
+    for name, value in headers:
+        if name == b"connection":
+            options = [option.strip() for option in value.split(b",")]
+            value = b", ".join(option for option in options if option.lower() not in _OFFER)
+        if name not in _OFFER and (value or name != b"connection"):
+            lines.append(name + b": " + value)
+    return b"\r\n".join([*lines, b"", b""])

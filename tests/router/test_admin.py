@@ -1,0 +1,88 @@
+"""Who may administer: whoever is on the router's machine; from elsewhere, who has the cluster's token."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from pdserve.client import AdminClient, CallFailed
+from pdserve.config import RouterConfig, RouterProcessConfig
+from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import is_loopback
+from pdserve.rpc.v1 import inference_pb2
+from router import grpc_admin
+from router.grpc_admin import AdminServer
+
+from .local_cluster import TOKEN, local_cluster
+
+
+def test_a_stranger_on_the_clients_port_can_neither_drain_nor_look_at_the_cluster() -> None:
+    async def story() -> None:
+        async with asyncio.timeout(30), local_cluster() as cluster:
+            asks = {
+                "Drain": inference_pb2.DrainRequest(worker_id="decode-0"),
+                "GetClusterState": inference_pb2.GetClusterStateRequest(),
+            }
+            for service in ("Inference", "Admin"):
+                for method, request in asks.items():
+                    call = cluster.channel.unary_unary(
+                        f"/pdserve.rpc.v1.{service}/{method}", request_serializer=type(request).SerializeToString
+                    )
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await call(request)
+                    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert not any(worker.draining for worker in cluster.service.snapshot().workers)
+
+    asyncio.run(story())
+
+
+def test_off_loopback_each_call_needs_the_clusters_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port is bound to loopback here all the same: a test is no reason to listen for others."""
+    monkeypatch.setattr(grpc_admin, "is_loopback", lambda host: False)
+
+    async def story() -> None:
+        async with asyncio.timeout(30), local_cluster() as cluster:
+            server = AdminServer(cluster.service, TOKEN)
+            await server.start("127.0.0.1", 0)
+            try:
+                await asyncio.to_thread(_ask, f"127.0.0.1:{server.port}")
+                await cluster.decode.wait_for(lambda: cluster.decode.draining)
+            finally:
+                await server.close()
+
+    asyncio.run(story())
+
+
+def _ask(address: str) -> None:
+    for token in ("", "wrong"):
+        with AdminClient(address, token) as stranger:
+            for ask in (stranger.cluster_state, lambda: list(stranger.drain("prefill-0"))):
+                with pytest.raises(CallFailed) as caught:
+                    ask()
+                assert caught.value.status is grpc.StatusCode.UNAUTHENTICATED
+    with AdminClient(address, TOKEN) as operator:
+        assert not any(worker.draining for worker in operator.cluster_state().workers)
+        call = operator.drain("decode-0")
+        next(iter(call))
+        call.cancel()
+
+
+def test_an_admin_port_for_others_needs_a_token_and_a_port_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"router\.admin_host .* cluster_token"):
+        RouterProcessConfig(RouterConfig(admin_host="0.0.0.0"))
+    RouterProcessConfig(RouterConfig(admin_host="0.0.0.0"), cluster_token="t")
+    with pytest.raises(ConfigError, match=r"router\.admin_port 50051 .* router\.grpc_port"):
+        RouterConfig(admin_port=50051)
+    assert RouterConfig(grpc_port=0).admin_port_or_default == 0
+    assert RouterConfig().admin_port_or_default == 50053
+
+
+@pytest.mark.parametrize(
+    ("host", "only_here"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("[::1]", True), ("localhost", True), ("0.0.0.0", False),
+     ("::", False), ("10.0.0.1", False), ("node-7", False)],
+)  # fmt: skip
+def test_which_hosts_only_this_machine_reaches(host: str, only_here: bool) -> None:
+    assert is_loopback(host) is only_here

@@ -1,0 +1,158 @@
+"""Floods of large requests against a real router process: they are answered, and workers' links do not notice.
+
+A body of 8 MiB held the loop for up to 0.8 s; after sixteen the workers gave the router up for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.rpc.v1 import common_pb2, inference_pb2, link_pb2
+from pdserve.testing.footprint import footprint
+from pdserve.worker.link import Link
+
+from .local_cluster import TOKEN, tiny_model
+from .test_process import PORTS, ready_line, router_process
+
+BOUND_S = 120.0
+AT_ONCE = 16
+MIB = 1 << 20
+SIZE = 8 * MIB - 64
+LOST_S = 3.0  # stricter than the default of 5 s, and above what a busy machine does to a process
+
+
+class RealLink:
+    """A worker's own end of the link, as workers run it, with heartbeats and nothing behind it."""
+
+    def __init__(self, address: str, role: common_pb2.Role, name: str) -> None:
+        self.lost = 0
+        hello = link_pb2.Hello(
+            worker_id=name, role=role, incarnation=7, address="127.0.0.1:1", block_size=16, num_blocks=100,
+            model_fingerprint=tiny_model().card.fingerprint, max_model_len=256, max_num_seqs=8, dtype="bf16",
+            kv_bytes_per_token=10, pid=1,
+        )  # fmt: skip
+        self.link = Link(
+            address,
+            TOKEN,
+            lambda: hello,
+            link_pb2.Heartbeat,
+            heartbeat_interval_s=0.2,
+            router_lost_s=LOST_S,
+            on_command=lambda message: None,
+            on_lost=self._on_lost,
+        )
+
+    def _on_lost(self) -> None:
+        self.lost += 1
+
+    @property
+    def answers(self) -> int:
+        """To heartbeats, of this stream."""
+        return self.link._answers
+
+
+@contextlib.contextmanager
+def posts(address: str, bodies: list[bytes]) -> Iterator[list[socket.socket]]:
+    """All but the last byte of each is there when this is entered."""
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        for body in bodies:
+            one = stack.enter_context(socket.create_connection((host, int(port)), BOUND_S))
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            with contextlib.suppress(ConnectionError):  # it may have been refused by now
+                one.sendall(head + body[:-1])
+            sockets.append(one)
+        yield sockets
+
+
+def flood_http(address: str, body: bytes) -> list[int]:
+    """The statuses."""
+    with posts(address, [body] * AT_ONCE) as sockets:
+        for one in sockets:
+            with contextlib.suppress(ConnectionError):
+                one.send(body[-1:])
+        return [int(one.recv(4096).split()[1]) for one in sockets]
+
+
+def flood_grpc(address: str, message: bytes) -> list[grpc.StatusCode]:
+    with grpc.insecure_channel(address) as channel:
+        generate = channel.unary_stream("/pdserve.rpc.v1.Inference/Generate")  # bytes in, bytes out
+        return [call.code() for call in [generate(message, timeout=BOUND_S) for _ in range(AT_ONCE)]]
+
+
+def json_flood() -> bytes:
+    return b'{"x":[' + b"[]," * ((SIZE - 16) // 3) + b"[]]}"
+
+
+def protobuf_flood() -> bytes:
+    request = inference_pb2.GenerateRequest(text="hello")
+    request.sampling.stop.extend([""] * (SIZE // 2 - 16))
+    return request.SerializeToString()
+
+
+def test_no_worker_is_lost_and_heartbeats_go_on_while_large_requests_flood_in(tmp_path: Path) -> None:
+    """(1) Two real links beat. (2) Sixteen bodies of 8 MiB end at once over HTTP, and as many messages over gRPC. (3) Each is
+    answered with its own refusal; (4) no link broke meanwhile, and the router's memory is bounded."""
+
+    async def story(ready: dict[str, Any], pid: int) -> None:
+        links = [
+            RealLink(ready["link"], common_pb2.ROLE_PREFILL, "prefill-0"),
+            RealLink(ready["link"], common_pb2.ROLE_DECODE, "decode-0"),
+        ]
+        running = [asyncio.create_task(one.link.run()) for one in links]
+        try:
+            async with asyncio.timeout(BOUND_S):
+                await asyncio.gather(*(one.link.connected.wait() for one in links))
+                before, rss = [one.answers for one in links], footprint(pid).rss_bytes
+                began_s = time.monotonic()
+                statuses, codes = await asyncio.gather(
+                    asyncio.to_thread(flood_http, ready["http"], json_flood()),
+                    asyncio.to_thread(flood_grpc, ready["grpc"], protobuf_flood()),
+                )
+                took_s = time.monotonic() - began_s
+                beats = [one.answers - answers for one, answers in zip(links, before, strict=True)]
+                print(f"flood took {took_s:.1f} s; answers to heartbeats meanwhile: {beats}")  # for who measures
+                assert set(statuses) <= {400, 429}, statuses
+                assert 400 in statuses
+                expected = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+                assert set(codes) <= expected, codes
+                assert [one.lost for one in links] == [0, 0]
+                assert all(count > 0 for count in beats)
+                assert footprint(pid).rss_bytes - rss < 512 * MIB
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    with router_process(tmp_path, *PORTS, "--set", f"router.heartbeat_lost_s={LOST_S}") as process:
+        ready = ready_line(process)
+        asyncio.run(story(ready, process.pid))
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=15)
+        assert "was silent" not in err
+        assert "Traceback" not in err, err[-3000:]
+
+
+@pytest.mark.parametrize("count", [255, 256])
+def test_a_large_request_is_read_as_a_small_one_is(tmp_path: Path, count: int) -> None:
+    """Ids beyond what fits are refused by their number; what fits goes on to be placed, for which nobody is here."""
+    with router_process(tmp_path, *PORTS) as process:
+        ready = ready_line(process)
+        body = json.dumps({"prompt": [1] * count, "user": "u" * MIB, "max_tokens": 1}).encode()
+        with posts(ready["http"], [body]) as (one,):
+            one.send(body[-1:])
+            answer = one.recv(65536).decode()
+        assert answer.split()[1] == ("503" if count == 255 else "400"), answer
+        assert count == 255 or "has 256 tokens; at most 255" in answer

@@ -1,0 +1,51 @@
+"""Calls whose message does not come: they are given up, so that they do not take the places of others for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from pdserve.rpc.status import REASON_METADATA
+from router import malformed
+
+from .local_cluster import local_cluster
+
+
+@pytest.mark.parametrize("method", ["Generate", "GetModelInfo"])
+def test_a_call_without_its_message_is_given_up(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(malformed, "RECEIVE_TIMEOUT_S", 0.2)
+
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def story() -> None:
+        async with asyncio.timeout(30), local_cluster() as cluster:
+            call = cluster.channel.stream_stream(f"/pdserve.rpc.v1.Inference/{method}")(nothing())
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert dict(caught.value.trailing_metadata() or ())[REASON_METADATA] == "request_timeout"
+            assert "0.2 s" in (caught.value.details() or "")
+            await cluster.assert_idle()
+
+    asyncio.run(story())
+
+
+def test_a_call_that_ends_before_its_message_is_invalid() -> None:
+    async def none() -> AsyncIterator[bytes]:
+        return
+        yield b""
+
+    async def story() -> None:
+        async with asyncio.timeout(30), local_cluster() as cluster:
+            call = cluster.channel.stream_stream("/pdserve.rpc.v1.Inference/Generate")(none())
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "request: is missing" in (caught.value.details() or "")
+
+    asyncio.run(story())
