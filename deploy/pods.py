@@ -19,7 +19,7 @@ START_LIMIT_S: Final = 300  # a first start may convert or download a model
 TERMINATION_GRACE_S: Final = 30  # `pdserve up` stops all its processes in less than 10
 RAY_DRAIN_S: Final = "1"
 """Ray would wait 30 s for a node with an actor to become idle, which it never does; 0 would not even mark the node as
-leaving, and the worker's loss would count as one of its restarts."""
+leaving, and the worker's loss would count as one of its restarts of the hour."""
 _WORKER_DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(WorkerConfig)}  # `pdserve up` sets none
 DRAIN_GRACE_S: Final = math.ceil(_WORKER_DEFAULTS["drain_timeout_s"]) + TERMINATION_GRACE_S
 """Of a worker's pod: its preStop hook drains the worker, and counts into this."""
@@ -62,6 +62,7 @@ def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, route
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             _cluster_token(token_secret),
             {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": RAY_DRAIN_S},
+            {"name": "RAY_worker_niceness", "value": "0"},  # Ray's default is 15: other pods of the node would go first
         ],
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", script]}}},
         **_tcp_probes(RAYLET_PORT),
@@ -74,12 +75,12 @@ def cpus_of(pool: PoolConfig, engine: EngineConfig) -> int:
     return max(1, math.ceil(pool.num_cpus), engine.threads)
 
 
-def ray_start_params(pool: PoolConfig, custom: dict[str, float]) -> dict[str, str]:
+def ray_start_params(pool: PoolConfig) -> dict[str, str]:
     """Arguments of `ray start` on a pool's pods. KubeRay wants the JSON of custom resources quoted once more."""
     params = {
         "num-cpus": str(math.ceil(pool.num_cpus)),
         "node-manager-port": str(RAYLET_PORT),
-        "resources": json.dumps(json.dumps(custom)),
+        "resources": json.dumps(json.dumps(pool.resources)),
     }
     if pool.num_gpus:
         params["num-gpus"] = str(math.ceil(pool.num_gpus))

@@ -48,7 +48,7 @@ MAX_NAME: Final = 40  # KubeRay makes longer names from it, and a label ends at 
 
 
 def render(config: ClusterConfig, *, image: str, name: str) -> list[Manifest]:
-    """All objects, in an order that can be applied. Raises `ConfigError` for a name that Kubernetes refuses."""
+    """All objects, in an order that can be applied. Raises `ConfigError` for a name or labels that fit no pod."""
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
         raise ConfigError(f"--name must be lower-case letters, digits and dashes, at most {MAX_NAME}, got {name!r}")
     config = on_kubernetes(config, name)
@@ -82,15 +82,23 @@ def on_kubernetes(config: ClusterConfig, name: str) -> ClusterConfig:
         admin_host="0.0.0.0",
         admin_port=config.router.admin_port_or_default or FIXED_PORTS["admin"],
     )
+    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if pool.labels:
+            raise ConfigError(f"{role}.labels: on Kubernetes each pool has pods of its own; leave it out")
     return dataclasses.replace(
         config,
         address="auto",
         advertise_host=None,
         log_dir=config.log_dir or LOG_DIR,
         router=router,
-        prefill=_with_threads(config, config.prefill),
-        decode=_with_threads(config, config.decode),
+        prefill=_on_own_pods("prefill", _with_threads(config, config.prefill)),
+        decode=_on_own_pods("decode", _with_threads(config, config.decode)),
     )
+
+
+def _on_own_pods(role: str, pool: PoolConfig) -> PoolConfig:
+    """A resource that only the pool's pods offer, each for one worker: Ray knows no other bond between them."""
+    return pool if pool.resources else dataclasses.replace(pool, resources={f"pd_{role}": 1.0})
 
 
 def _with_threads(config: ClusterConfig, pool: PoolConfig) -> PoolConfig:
@@ -137,13 +145,12 @@ def _ray_cluster(config: ClusterConfig, image: str, name: str) -> Manifest:
 
 def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str, name: str, router: str) -> Manifest:
     """One pod for each worker, each offering exactly what one worker of the pool asks Ray for."""
-    custom = pool.resources or {f"pd_{role}": 1.0}
     return {
         "groupName": role,
         "replicas": pool.replicas,
         "minReplicas": pool.replicas,
         "maxReplicas": pool.replicas,
-        "rayStartParams": pods.ray_start_params(pool, custom),
+        "rayStartParams": pods.ray_start_params(pool),
         "template": pods.worker_template(image, pool, config.engine_for(pool), router=router, token_secret=name),
     }
 

@@ -18,6 +18,7 @@ import yaml
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import is_loopback
+from pdserve.core.labels import LabelSelector, check_key
 from pdserve.core.sampling import Placement
 
 MIB: Final = 1 << 20
@@ -31,6 +32,7 @@ QUANTIZATIONS: Final = ("int8", "int4")
 KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16", "fp8_e4m3", "int8", "int4")
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_SUCCESSORS: Final = {"max_restarts": "max_restarts_per_hour (it was a total over the worker's life)"}  # of settings removed
 _BYTES: Final = {"unit": "bytes"}  # metadata of fields that also take a text such as 256MiB
 
 
@@ -203,15 +205,22 @@ class PoolConfig:
     replicas: int = 1
     num_cpus: float = 0.0  # of Ray, a worker: 0 on one small machine, where 1-CPU actors would wait for ever
     num_gpus: float = 0.0
-    resources: dict[str, float] = field(default_factory=dict)  # empty: {pd_prefill: 1} or {pd_decode: 1}
-    max_restarts: int = 3
+    resources: dict[str, float] = field(default_factory=dict)  # custom ones that a node must offer for each worker; empty: none
+    labels: dict[str, str] = field(default_factory=dict)  # that a node must have, as x, !x or in(x, y); empty: any node
+    max_restarts_per_hour: int = 6  # of one worker: one more death within the hour is for good
     engine: dict[str, Any] = field(default_factory=dict)  # overrides of `engine`, by name
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "num_cpus", "num_gpus", "max_restarts"):
+        for name in ("replicas", "num_cpus", "num_gpus", "max_restarts_per_hour"):
             _at_least(name, getattr(self, name), 0)
         for name, amount in self.resources.items():
             _positive(f"resources.{name}", amount)
+        for name, selector in self.labels.items():
+            try:
+                check_key(name)
+                LabelSelector.parse(selector)
+            except ValueError as exc:
+                raise ConfigError(f"labels.{name}: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +366,8 @@ def _build(cls: type[Config], data: dict[str, Any], prefix: str) -> Config:
     in_bytes = {f.name for f in dataclasses.fields(cls) if f.metadata == _BYTES}  # type: ignore[arg-type]
     for name, value in data.items():
         path = f"{prefix}.{name}" if prefix else str(name)
+        if name not in known and name in _SUCCESSORS:
+            raise ConfigError(f"{path} is gone; its successor is {_SUCCESSORS[name]}")
         if name not in known:
             raise ConfigError(f"unknown setting {path}; known here: {', '.join(sorted(known))}")
         if name in in_bytes and isinstance(value, str):

@@ -45,6 +45,7 @@ class WorkerHello:
     pid: int = 0
     step_timeout_s: float = 0.0
     """For so long its engine may make no step while work waits; 0: it does not say."""
+    niceness: int = 0  # of its process: above 0, ordinary processes of its machine go first
 
     @property
     def kv_tokens(self) -> int:

@@ -279,6 +279,7 @@ class RouterService:
             requests_placed=worker.requests_placed,
             loop_lag_ms=load.loop_lag_ms,
             pid=hello.pid,
+            niceness=hello.niceness,
             draining=worker.draining,
             prefix_queried_tokens=load.prefix_queried_tokens,
             prefix_hit_tokens=load.prefix_hit_tokens,

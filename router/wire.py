@@ -37,6 +37,7 @@ def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
         kv_bytes_per_token=hello.kv_bytes_per_token,
         pid=hello.pid,
         step_timeout_s=hello.step_timeout_s,
+        niceness=hello.niceness,
     )
 
 
@@ -193,6 +194,7 @@ def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
         requests_placed=worker.requests_placed,
         loop_lag_ms=worker.loop_lag_ms,
         pid=worker.pid,
+        niceness=worker.niceness,
         draining=worker.draining,
         prefix_queried_tokens=worker.prefix_queried_tokens,
         prefix_hit_tokens=worker.prefix_hit_tokens,

@@ -1,7 +1,8 @@
 """What runs inside a worker's Ray process: the worker itself, a watch over it, and its log file.
 
 Imported by the process that Ray spawns; torch and NIXL are imported only by the worker's own module, after that.
-A Ray restart runs `__init__` again: a new worker with a new incarnation, which dials the router by itself.
+Making the actor does little, so that its first answer tells that it has a place; `load` then starts the worker. A worker
+that died gets a new actor, hence a new incarnation, which dials the router by itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,10 @@ import ray
 from pdserve.cluster.guard import NODE_LEAVING, Guard
 from pdserve.cluster.plan import WorkerPlan, on_this_node
 from pdserve.config import WorkerConfig
+from pdserve.core.niceness import niced
 from pdserve.observe.logs import setup_logging
 from pdserve.worker.memory import MemoryReport
 
-RESTART_PAUSE_S = 1.0  # so that a worker that dies at once does not use up its restarts in a moment
 log = logging.getLogger(__name__)
 
 
@@ -44,6 +46,14 @@ class RunningWorker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where Ray put a worker, once its process runs there."""
+
+    node_id: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """A started worker as its process describes it; `*_s` say where its start went."""
 
@@ -53,6 +63,7 @@ class WorkerReport:
     pid: int
     memory: MemoryReport
     computes: str
+    niceness: int  # of its process; Ray's own default is 15, which yields to every ordinary process of the machine
     process_s: float  # asked of Ray to our first line (same machine's clock only)
     import_s: float
     load_s: float
@@ -61,24 +72,37 @@ class WorkerReport:
 class WorkerActor:
     """A plain actor: the worker starts its own threads. `watch` blocks one of Ray's; see `CONCURRENCY`."""
 
-    CONCURRENCY = 3  # watch, report, stop
+    CONCURRENCY = 3  # watch, load, stop
 
     def __init__(self, plan: WorkerPlan, asked_at: float) -> None:
-        began = time.time()
+        self._process_s = time.time() - asked_at
         _log_to(Path(plan.log_dir) / f"{plan.worker_id}.log")
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            log.warning("%s is started again", plan.worker_id)
-            time.sleep(RESTART_PAUSE_S)
+        self._plan = plan
+        self._loading = threading.Lock()
+        self._report: WorkerReport | None = None
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        if self._niceness > 0:
+            log.warning("%s", niced([plan.worker_id], self._niceness))
+
+    def place(self) -> Place:
+        return Place(ray.get_runtime_context().get_node_id(), _node_host())
+
+    def load(self) -> WorkerReport:
+        """Start the worker, or only describe it once it is started: a caller who lost the connection asks again."""
+        with self._loading:
+            if self._report is None:
+                self._report = self._load()
+            return self._report
+
+    def _load(self) -> WorkerReport:
+        plan, began = self._plan, time.time()
         config = on_this_node(plan, _node_host())
         module, _, function = plan.entry.partition(":")
         start = getattr(importlib.import_module(module), function)
         imported = time.time()
         self._worker = _start(start, config)
-        self._report = self._describe(plan, began - asked_at, imported - began, time.time() - imported)
         self._guard = Guard(self._worker, node_leaves=lambda: plan.node_address and NODE_LEAVING.exists())
-
-    def report(self) -> WorkerReport:
-        return self._report
+        return self._describe(imported - began, time.time() - imported)
 
     def watch(self) -> bool:
         """Return once the worker has drained (True) or was told to stop. If the process dies first, the caller's call
@@ -90,15 +114,16 @@ class WorkerActor:
         self._guard.stop()
         self._worker.stop(timeout_s)
 
-    def _describe(self, plan: WorkerPlan, process_s: float, import_s: float, load_s: float) -> WorkerReport:
+    def _describe(self, import_s: float, load_s: float) -> WorkerReport:
         return WorkerReport(
-            worker_id=plan.worker_id,
-            role=plan.role,
+            worker_id=self._plan.worker_id,
+            role=self._plan.role,
             address=self._worker.address,
             pid=os.getpid(),
             memory=self._worker.memory,
             computes=self._worker.computes,
-            process_s=process_s,
+            niceness=self._niceness,
+            process_s=self._process_s,
             import_s=import_s,
             load_s=load_s,
         )

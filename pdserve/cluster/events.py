@@ -17,9 +17,11 @@ class Part(Enum):
 
 class WorkerPhase(Enum):
     STARTING = "starting"  # Ray has been asked for its process
+    WAITING = "waiting for a node"  # none has room for it now; the detail says what is missing
+    LOADING = "loading"  # its process runs
     LOADED = "loaded"  # the model is in memory and the services are up
     READY = "ready"  # the router may place requests on it
-    RESTARTING = "restarting"  # its process died and Ray starts another
+    RESTARTING = "restarting"  # its process died; another follows after a wait
     DRAINED = "drained and left"  # an operator asked for it: nobody starts it again
     DEAD = "dead"  # for good
 

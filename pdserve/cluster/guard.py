@@ -1,7 +1,7 @@
 """The watch over one worker inside its Ray process: who ends the process, and whether another one follows.
 
-A process that ends by itself is started again by Ray, also with status 0, while restarts last. So a worker that broke
-ends its process, and one that has drained only says so: whoever started it then removes it for good.
+A process that ends by itself is taken for a worker that died, and another is started. So a worker that broke ends its
+process, and one that has drained only says so: whoever started it then removes it for good.
 
 A node that gets SIGTERM does not pass it on: Ray tells its scheduler that the node drains, waits for a while, then ends
 the processes, whatever they do (measured with Ray 2.60). On Kubernetes the pod's preStop hook therefore drains the

@@ -125,11 +125,11 @@ class Cluster:
             router_address=plan.dial_address(endpoints.link, settings.router, session.node_host),
             cluster_token=self._token,
             log_dir=self.folders.logs,
-            nodes=session.nodes,
+            nodes=session.nodes(),
             entries=self._entries,
         )
         self._begin(Part.WORKERS)
-        self._pool = WorkerPool(plans, self._listener)
+        self._pool = WorkerPool(plans, self._listener, look=session.look)
         self._pool.launch()
         self._pool.wait_loaded(self._stop)
         self._wait_joined(endpoints.admin, [item.worker_id for item in plans])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from pdserve.checkpoint.card import resolve_kv_dtype
-from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, RouterProcessConfig, WorkerConfig
+from pdserve.cluster.nodes import CPU, GPU, Needs, Node, spread
+from pdserve.config import ClusterConfig, EngineConfig, RouterConfig, RouterProcessConfig, WorkerConfig
 from pdserve.core.kv_layout import DTYPE_BITS
+from pdserve.core.labels import LabelSelector
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -32,10 +34,11 @@ class WorkerPlan:
     role: str
     entry: str
     config: WorkerConfig
-    max_restarts: int
+    max_restarts_per_hour: int
     num_cpus: float
     num_gpus: float
     resources: dict[str, float]
+    labels: dict[str, str]  # selectors of the node's; none for a private Ray, which has one node
     env: dict[str, str]
     log_dir: str
     node_address: bool  # bind and advertise the node's own address, which only the worker's process can know
@@ -45,6 +48,11 @@ class WorkerPlan:
     def worker_id(self) -> str:
         return self.config.worker_id
 
+    @property
+    def needs(self) -> Needs:
+        amounts = {CPU: self.num_cpus, GPU: self.num_gpus, **self.resources}
+        return Needs({name: amount for name, amount in amounts.items() if amount}, self.labels)
+
 
 def plan_workers(
     config: ClusterConfig,
@@ -52,11 +60,10 @@ def plan_workers(
     router_address: str,
     cluster_token: str,
     log_dir: Path,
-    nodes: int = 1,
+    nodes: Sequence[Node] = (),
     entries: Mapping[str, str] = WORKER_ENTRIES,
 ) -> tuple[WorkerPlan, ...]:
-    """Every worker of both pools, prefill first. `nodes` is the number of machines they spread over."""
-    count = config.prefill.replicas + config.decode.replicas
+    """Every worker of both pools, prefill first. `nodes` are those they spread over; none: a private Ray's only one."""
     local = config.address == "local"
     plans = []
     for role, pool in ((PREFILL, config.prefill), (DECODE, config.decode)):
@@ -74,29 +81,33 @@ def plan_workers(
                     role=role,
                     entry=entries[role],
                     config=worker,
-                    max_restarts=pool.max_restarts,
+                    max_restarts_per_hour=pool.max_restarts_per_hour,
                     num_cpus=pool.num_cpus,
                     num_gpus=pool.num_gpus,
-                    resources=resources_of(role, pool),
+                    resources=dict(pool.resources),
+                    labels={} if local else {name: str(LabelSelector.parse(text)) for name, text in pool.labels.items()},
                     env=_environment(local),
                     log_dir=str(log_dir),
                     node_address=not local,
-                    share=-(-count // max(1, nodes)),
+                    share=1,
                 )
             )
-    return tuple(plans)
+    shares = shares_of([plan.needs for plan in plans], nodes)
+    return tuple(dataclasses.replace(plan, share=share) for plan, share in zip(plans, shares, strict=True))
 
 
-def resources_of(role: str, pool: PoolConfig) -> dict[str, float]:
-    """Ray's custom resources of one worker of the pool."""
-    return dict(pool.resources) or {f"pd_{role}": 1.0}
+def shares_of(workers: Sequence[Needs], nodes: Sequence[Node]) -> list[int]:
+    """How many workers are expected on the node of each. For one that has no node yet: as if all were spread evenly."""
+    chosen = spread(workers, nodes)
+    even = -(-len(workers) // max(1, len(nodes)))
+    return [even if node_id is None else chosen.count(node_id) for node_id in chosen]
 
 
 def local_resources(config: ClusterConfig) -> dict[str, float]:
     """What a private Ray must offer so that every worker fits."""
     total: dict[str, float] = {}
-    for role, pool in ((PREFILL, config.prefill), (DECODE, config.decode)):
-        for name, amount in resources_of(role, pool).items():
+    for pool in (config.prefill, config.decode):
+        for name, amount in pool.resources.items():
             total[name] = total.get(name, 0.0) + amount * pool.replicas
     return {name: amount for name, amount in total.items() if amount > 0}
 

@@ -1,8 +1,11 @@
-"""The workers of both pools as Ray actors: started together, watched without polling them, stopped.
+"""The workers of both pools as Ray actors: started together, watched without polling them, started again, stopped.
 
-One call per worker, `watch`, stays open for as long as the worker's process lives. Ray fails it when the process
-dies, and its error tells a death that Ray heals from one that is for good. When it returns, the worker has drained:
-its process is ended for good, its node's place is free.
+One call to each worker stays open: `place` until its process runs, `load` while it starts, then `watch` for as long as it
+lives. Ray fails the call when the process dies. When `watch` returns, the worker has drained: its process is ended for
+good, its node's place is free.
+
+Ray itself starts no worker again: it would count deaths over the worker's whole life, and at once. Here each worker has
+so many restarts an hour, with waits that double (docs/design/0017-joining-a-ray-cluster.md).
 """
 
 from __future__ import annotations
@@ -10,76 +13,56 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pdserve.cluster.actor import WorkerActor, WorkerReport
+from pdserve.cluster.actor import Place, WorkerActor, WorkerReport
 from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.cluster.events import Listener, WorkerChanged, WorkerPhase
+from pdserve.cluster.member import Member, State
+from pdserve.cluster.nodes import View, spread, waits_for, without_node
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.core.errors import ConfigError
 
-START_TIMEOUT_S = 300.0  # a first start may convert or download a model
-LOOK_S = 0.2  # how soon a wish to stop is noticed while waiting
-STOP_TIMEOUT_S = 3.0
-
-
-@dataclass(slots=True)
-class _Member:
-    plan: WorkerPlan
-    actor: Any
-    pending: Any  # reference of its open call: `report` while it starts, then `watch`
-    report: WorkerReport | None = None
-    restarting: bool = False  # Ray fails each call to it meanwhile: one death is told once
-    gone: bool = False  # for good
+START_TIMEOUT_S: Final = 300.0  # a first start may convert or download a model
+PLACE_TIMEOUT_S: Final = 900.0  # a machine with GPUs takes minutes to be rented and to start
+LOOK_S: Final = 0.2  # how soon a wish to stop is noticed while waiting
+EXPLAIN_S: Final = 1.0  # between looks at the nodes, while a worker has no place
+STOP_TIMEOUT_S: Final = 3.0
 
 
 class WorkerPool:
-    """Owned and called by one thread, the one that joined Ray."""
+    """Owned and called by one thread, the one that joined Ray. `look` at the nodes; None: a private Ray, where all fit."""
 
-    def __init__(self, plans: Sequence[WorkerPlan], listener: Listener) -> None:
-        self._plans = plans
+    def __init__(
+        self, plans: Sequence[WorkerPlan], listener: Listener, *, look: Callable[[], View | None] | None = None
+    ) -> None:
         self._listener = listener
-        self._members: list[_Member] = []
+        self._members = [Member(plan) for plan in plans]
+        self._look = look
+        self._explained_s = 0.0
 
     def launch(self) -> None:
         """Ask Ray for every worker; returns at once."""
-        for plan in self._plans:
-            actor: Any = ray.remote(WorkerActor).options(**_options(plan)).remote(plan, time.time())
-            self._members.append(_Member(plan, actor, actor.report.remote()))
-            self._tell(plan, WorkerPhase.STARTING)
+        for member, node_id in zip(self._members, self._nodes_of(self._members), strict=True):
+            self._ask(member, node_id)
 
-    def wait_loaded(self, stop: threading.Event, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_loaded(self, stop: threading.Event) -> None:
         """Wait until every worker has loaded its model. Raises `Interrupted`, `ConfigError` or `ClusterError`."""
-        deadline = time.monotonic() + timeout_s
-        while waiting := [member for member in self._members if member.report is None]:
+        while waiting := [member for member in self._members if member.first_start]:
             if stop.is_set():
                 raise Interrupted
-            if time.monotonic() > deadline:
-                names = ", ".join(member.plan.worker_id for member in waiting)
-                raise ClusterError(f"{names}: not started after {timeout_s:.0f} s; {_lacking(waiting)}")
-            for member in self._answered(waiting, LOOK_S):
-                try:
-                    self._loaded(member, ray.get(member.pending))
-                except RayError as exc:
-                    raise _failed_start(member.plan, exc) from exc
+            for member in waiting:
+                _check_time(member)
+            self._look_once(LOOK_S)
 
     def check(self) -> None:
         """Look once, without waiting, whether a worker died, came back or left; tells the listener."""
-        for member in self._answered([member for member in self._members if not member.gone], 0.0):
-            try:
-                answer = ray.get(member.pending)
-            except RayError as exc:
-                self._lost(member, exc)
-                continue
-            if isinstance(answer, WorkerReport):
-                self._loaded(member, answer)
-            elif answer:
-                self._drained(member)
+        self._look_once(0.0)
 
     @property
     def reports(self) -> tuple[WorkerReport, ...]:
@@ -89,68 +72,132 @@ class WorkerPool:
     @property
     def all_gone(self) -> tuple[str, ...]:
         """Roles of which no worker will come back."""
-        roles = dict.fromkeys(plan.role for plan in self._plans)
-        return tuple(role for role in roles if all(m.gone for m in self._members if m.plan.role == role))
+        roles = dict.fromkeys(member.plan.role for member in self._members)
+        return tuple(role for role in roles if all(m.state is State.GONE for m in self._members if m.plan.role == role))
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop all at once, within the bound, then end their processes for good. Idempotent."""
         members, self._members = self._members, []
-        calls = [member.actor.stop.remote(timeout_s) for member in members if member.report is not None]
+        calls = [member.actor.stop.remote(timeout_s) for member in members if member.state is State.RUNNING]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=timeout_s + 1.0)
         for member in members:
-            ray.kill(member.actor, no_restart=True)
+            _end(member)
 
-    def _answered(self, members: Iterable[_Member], timeout_s: float) -> list[_Member]:
+    def _look_once(self, timeout_s: float) -> None:
+        now = time.monotonic()
+        for member in self._members:
+            if member.state is State.BACKING_OFF and now >= member.again_s:
+                self._ask(member, *self._nodes_of([member]))
+        for member in self._answered([member for member in self._members if member.pending is not None], timeout_s):
+            self._heard(member)
+        if now - self._explained_s >= EXPLAIN_S:
+            self._explained_s = now
+            self._explain([member for member in self._members if member.state is State.PLACING])
+
+    def _nodes_of(self, asked: Sequence[Member]) -> list[str | None]:
+        """Nodes for workers that ask for nothing that Ray counts, which it would put anywhere; None: Ray's choice."""
+        view = self._look() if self._look is not None else None
+        if view is None:
+            return [None] * len(asked)
+        there = [member.node_id for member in self._members if member.node_id is not None]
+        chosen = spread([member.plan.needs for member in asked], view.nodes, there)
+        return [None if member.plan.needs.amounts else node for member, node in zip(asked, chosen, strict=True)]
+
+    def _ask(self, member: Member, node_id: str | None) -> None:
+        actor = ray.remote(WorkerActor).options(**_options(member.plan, node_id, spread=self._look is not None))
+        member.asked(actor.remote(member.plan, time.time()), node_id, time.monotonic())
+        self._tell(member, WorkerPhase.STARTING)
+
+    def _answered(self, members: Iterable[Member], timeout_s: float) -> list[Member]:
         by_reference = {member.pending: member for member in members}
         if not by_reference:
+            time.sleep(timeout_s)
             return []
-        done, _ = ray.wait(list(by_reference), num_returns=1, timeout=timeout_s)
+        done, _ = ray.wait(list(by_reference), num_returns=1 if timeout_s else len(by_reference), timeout=timeout_s)
         return [by_reference[reference] for reference in done]
 
-    def _loaded(self, member: _Member, report: WorkerReport) -> None:
-        member.report = report
-        member.restarting = False
-        member.pending = member.actor.watch.remote()
-        self._tell(member.plan, WorkerPhase.LOADED)
-
-    def _lost(self, member: _Member, exc: RayError) -> None:
-        member.report = None
-        if isinstance(exc, ActorUnavailableError):
-            member.pending = member.actor.report.remote()  # answered once Ray has started it again; may fail until then
-            if not member.restarting:
-                member.restarting = True
-                self._tell(member.plan, WorkerPhase.RESTARTING)
+    def _heard(self, member: Member) -> None:
+        try:
+            answer = ray.get(member.pending)
+        except ActorUnavailableError:
+            member.ask_again()  # the connection was lost; Ray will tell when the process is
+        except RayError as exc:
+            self._lost(member, exc)
         else:
-            member.gone = True
-            self._tell(member.plan, WorkerPhase.DEAD, f"see {member.plan.log_dir}/{member.plan.worker_id}.log")
+            self._said(member, answer)
 
-    def _drained(self, member: _Member) -> None:
-        """Its process is still there, empty: Ray would start another if it ended by itself."""
-        member.report = None
-        member.gone = True
-        ray.kill(member.actor, no_restart=True)
-        self._tell(member.plan, WorkerPhase.DRAINED)
+    def _said(self, member: Member, answer: Place | WorkerReport | bool) -> None:
+        if isinstance(answer, Place):
+            member.placed(answer, time.monotonic())
+            self._tell(member, WorkerPhase.LOADING, f"on {answer.host}" if member.plan.node_address else "")
+        elif isinstance(answer, WorkerReport):
+            member.loaded(answer, time.monotonic())
+            self._tell(member, WorkerPhase.LOADED)
+        elif answer:  # it has drained; its process is still there, empty
+            _end(member)
+            member.gone(time.monotonic())
+            self._tell(member, WorkerPhase.DRAINED)
 
-    def _tell(self, plan: WorkerPlan, phase: WorkerPhase, detail: str = "") -> None:
-        self._listener(WorkerChanged(plan.worker_id, phase, detail))
+    def _lost(self, member: Member, exc: RayError) -> None:
+        """A worker that cannot even start once is a wrong setting or machine, which starting it again would not mend."""
+        node_left = isinstance(exc, ActorUnschedulableError) or (isinstance(exc, RayActorError) and exc.preempted)
+        if member.first_start and not node_left:
+            raise _failed_start(member.plan, exc) from exc
+        _end(member)
+        log = f"see {member.plan.log_dir}/{member.worker_id}.log"
+        delay_s = member.died(time.monotonic(), counts=not node_left)
+        if delay_s is None:
+            self._tell(member, WorkerPhase.DEAD, f"given up, {member.restarts_used}; {log}")
+        else:
+            why = "its node left" if node_left else member.restarts_used
+            self._tell(member, WorkerPhase.RESTARTING, f"in {delay_s:g} s, {why}; {log}")
+
+    def _explain(self, placing: Sequence[Member]) -> None:
+        """Tell what those wait for that have no place, whenever it changes."""
+        view = self._look() if self._look is not None and placing else None
+        if view is None:
+            return
+        placed = [(m.node_id, m.plan.needs) for m in self._members if m.node_id and m.state is not State.PLACING]
+        waits = without_node([member.plan.needs for member in placing], view)
+        for member, wait in zip(placing, waits, strict=True):
+            alike = sum(each for other, each in zip(placing, waits, strict=True) if other.plan.role == member.plan.role)
+            needs = member.plan.needs
+            why = waits_for(member.plan.role, needs, view, placed=placed, waiting=alike) if wait else None
+            if member.waits_for_now(why):
+                self._tell(member, WorkerPhase.WAITING, str(why))
+
+    def _tell(self, member: Member, phase: WorkerPhase, detail: str = "") -> None:
+        self._listener(WorkerChanged(member.worker_id, phase, detail))
 
 
-def _options(plan: WorkerPlan) -> dict[str, Any]:
+def _options(plan: WorkerPlan, node_id: str | None, *, spread: bool) -> dict[str, Any]:
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False) if node_id else "SPREAD"
     return {
         "num_cpus": plan.num_cpus,
         "num_gpus": plan.num_gpus,
         "resources": plan.resources,
-        "max_restarts": plan.max_restarts,
+        **({"label_selector": plan.labels} if plan.labels else {}),
+        **({"scheduling_strategy": strategy} if spread else {}),
+        "max_restarts": 0,
         "max_task_retries": 0,  # a `watch` that were retried would hide the death it waits for
         "max_concurrency": WorkerActor.CONCURRENCY,
         "runtime_env": {"env_vars": plan.env},
     }
 
 
-def _lacking(waiting: Sequence[_Member]) -> str:
-    needs = sorted({f"{name}: {amount:g}" for m in waiting for name, amount in m.plan.resources.items()})
-    return f"does a node of the Ray cluster offer {{{', '.join(needs)}}}?"
+def _end(member: Member) -> None:
+    """Its process, if it still runs: one whose worker could not start does."""
+    if member.actor is not None:
+        ray.kill(member.actor, no_restart=True)
+
+
+def _check_time(member: Member) -> None:
+    """Raises `ClusterError` for a worker that waits too long for a place, or loads for too long."""
+    limit_s = PLACE_TIMEOUT_S if member.state is State.PLACING else START_TIMEOUT_S
+    if time.monotonic() - member.since_s > limit_s:
+        why = member.waits_for or f"see {member.plan.log_dir}"
+        raise ClusterError(f"{member.worker_id}: not started after {limit_s:.0f} s; {why}")
 
 
 def _failed_start(plan: WorkerPlan, exc: RayError) -> ConfigError | ClusterError:
@@ -160,6 +207,6 @@ def _failed_start(plan: WorkerPlan, exc: RayError) -> ConfigError | ClusterError
         match = re.match(r"\s*(?:[\w.]+\.)?(\w+): (.*)", lines[-1]) if lines else None
         if match and match[1] == "ConfigError":
             return ConfigError(match[2])
-        if match and getattr(exc, "actor_init_failed", False):
+        if match and (isinstance(exc, RayTaskError) or getattr(exc, "actor_init_failed", False)):
             return ClusterError(f"{plan.worker_id} cannot start: {match[1]}: {match[2]}; see {plan.log_dir}")
     return ClusterError(f"{plan.worker_id} died while starting; see {plan.log_dir}/{plan.worker_id}.log")

@@ -13,21 +13,26 @@ import os
 import secrets
 import shutil
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import ray
+from ray._private import services
 
-from pdserve.cluster import processes
+from pdserve.cluster import processes, ray_nodes
 from pdserve.cluster.errors import ClusterError
+from pdserve.cluster.nodes import Node, View
 from pdserve.cluster.plan import local_resources
+from pdserve.cluster.ray_token import send_token_if_asked
 from pdserve.config import ClusterConfig
 
 LOCAL_HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 STOP_TIMEOUT_S = 5.0
 DIAL_TIMEOUT_S = 5.0
+NICENESS: Final = "RAY_worker_niceness"  # read by Ray's node when it starts; its default is 15
 
 
 class RaySession:
@@ -41,33 +46,43 @@ class RaySession:
     def connect(cls, config: ClusterConfig, private: Path) -> RaySession:
         """Start or join Ray. `private` is the folder of a Ray of our own. Raises `ClusterError`."""
         local = config.address == "local"
-        if config.address not in ("local", "auto"):
-            _dial(config)
         session = cls(private if local else None, ExitStack())
         session._set_environment(local)
         try:
             ray.init(**(_own(config, private) if local else _visit(config)))
-        except (RuntimeError, OSError, ValueError, ray.exceptions.RayError) as exc:
+        except (RuntimeError, OSError, OverflowError, ValueError, ray.exceptions.RayError) as exc:
             session.close()
             raise ClusterError(_explain(config, exc)) from exc
+        except ClusterError:
+            session.close()
+            raise
         return session
 
     def _set_environment(self, local: bool) -> None:
-        """No usage statistics; for a private Ray a token of its own, or Ray would leave one in the home folder.
+        """No usage statistics; for a private Ray a token of its own, or Ray would leave one in the home folder, and workers
+        that share the cores as any other process does, unless the operator says otherwise.
 
-        Ray reads its token once in a process, so ours stays until the process ends.
+        Ray reads its token once in a process, so ours stays until the process ends. Its mode, which Ray writes into the
+        environment, does not.
         """
         wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        if local:
+            wanted[NICENESS] = os.environ.get(NICENESS, "0")
         if local and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        for name, value in wanted.items():
+        for name in (*wanted, "RAY_AUTH_MODE"):
             self._restore.callback(_set, name, os.environ.get(name))
-            os.environ[name] = value
+        os.environ.update(wanted)
         logging.getLogger("ray").setLevel(logging.ERROR)
 
     @property
-    def nodes(self) -> int:
-        return len([node for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
+    def look(self) -> Callable[[], View | None] | None:
+        """At the nodes of the cluster that was joined; a private Ray has one, where every worker fits."""
+        return None if self._private else ray_nodes.look
+
+    def nodes(self) -> tuple[Node, ...]:
+        view = self.look() if self.look else None
+        return view.nodes if view else ()
 
     @property
     def node_host(self) -> str:
@@ -120,22 +135,31 @@ def _own(config: ClusterConfig, private: Path) -> dict[str, Any]:
 
 
 def _visit(config: ClusterConfig) -> dict[str, Any]:
-    return {"address": config.address, "log_to_driver": False, "logging_level": logging.ERROR}
+    """`auto` becomes the address that Ray itself would take, so that both kinds are joined in the same way."""
+    address = services.canonicalize_bootstrap_address(config.address)
+    if address is None:
+        raise ConnectionError("no Ray runs on this machine")
+    _dial(address)
+    send_token_if_asked(address)
+    return {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
 
 
-def _dial(config: ClusterConfig) -> None:
+def _dial(address: str) -> None:
     """Ray itself would try an address that nobody answers for more than a minute, deaf to signals."""
-    host, _, port = config.address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), DIAL_TIMEOUT_S).close()
-    except (OSError, OverflowError) as exc:
-        raise ClusterError(_explain(config, exc)) from exc
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), DIAL_TIMEOUT_S).close()
 
 
 def _explain(config: ClusterConfig, exc: Exception) -> str:
     reason = " ".join(str(exc).split())[:300]
     if config.address == "local":
         return f"cannot start Ray: {reason}"
-    if isinstance(exc.__cause__, ray.exceptions.AuthenticationError):  # Ray's own message hides it behind a lost connection
-        return f"cannot join Ray at {config.address}: it wants its token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN(_PATH)"
-    return f"cannot join Ray at {config.address}: {reason}; start one with `ray start --head`, or use --address local"
+    address = os.environ.get("RAY_ADDRESS", "auto") if config.address == "auto" else config.address
+    said = f"cannot join Ray at {address}"
+    if any(
+        isinstance(each, ray.exceptions.AuthenticationError) for each in (exc, exc.__cause__)
+    ):  # Ray hides it behind another
+        return f"{said}: it wants its token; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+    if "when trying to resolve node to connect to" in reason:
+        return f"{said}: this machine is none of its nodes; make it one with `ray start --address={address}`"
+    return f"{said}: {reason}; start one with `ray start --head`, or use --address local"

@@ -35,7 +35,7 @@ class StartView:
         self._console = console
         self._live: Live | None = None
         self._parts: dict[Part, float | None] = {}
-        self._workers: dict[str, WorkerPhase] = {}
+        self._workers: dict[str, WorkerChanged] = {}
         self._spinner = Spinner("dots")
         self._began = time.monotonic()
         self.seconds: dict[Part, float] = {}
@@ -59,7 +59,7 @@ class StartView:
             if event.part is Part.RAY:
                 self._after_ray()
         elif isinstance(event, WorkerChanged):
-            self._workers[event.worker_id] = event.phase
+            self._workers[event.worker_id] = event
         if self._live is None:
             self._say(event)
 
@@ -72,14 +72,19 @@ class StartView:
         grid = Table.grid(padding=(0, 1))
         for part, seconds in self._parts.items():
             grid.add_row(self._spinner if seconds is None else Text("✓", "green"), part.value, _seconds(seconds))
-        for worker_id, phase in self._workers.items():
-            done = phase is WorkerPhase.READY
-            grid.add_row(Text("✓", "green") if done else self._spinner, f"  {worker_id}", Text(phase.value, "dim"))
+        for worker_id, event in self._workers.items():
+            done = event.phase is WorkerPhase.READY
+            said = Text(_worker_says(event), "yellow" if event.phase is WorkerPhase.WAITING else "dim", overflow="fold")
+            grid.add_row(Text("✓", "green") if done else self._spinner, f"  {worker_id}", said)
         yield grid
 
 
 def _seconds(seconds: float | None) -> Text:
     return Text("" if seconds is None else f"{seconds:.1f} s", "dim")
+
+
+def _worker_says(event: WorkerChanged) -> str:
+    return event.phase.value + (f"; {event.detail}" if event.detail else "")
 
 
 def _sentence(event: Event) -> str:
@@ -88,7 +93,7 @@ def _sentence(event: Event) -> str:
     if isinstance(event, PartReady):
         return f"{event.part.value} ready after {event.seconds:.1f} s"
     if isinstance(event, WorkerChanged):
-        return f"{event.worker_id} {event.phase.value}" + (f"; {event.detail}" if event.detail else "")
+        return f"{event.worker_id} {_worker_says(event)}"
     if isinstance(event, RouterLost):
         return f"the router died ({event.detail}); starting it again in {event.delay_s:.1f} s"
     if isinstance(event, LogsKept):

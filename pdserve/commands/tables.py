@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.config import MIB
+from pdserve.core.niceness import niced
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -62,13 +63,25 @@ def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 def pool(reports: Sequence[WorkerReport]) -> Group:
     """The workers as they started: where they are, where their memory goes (MiB), what the KV pools hold, and how steps
     are computed."""
-    made = table("", ("worker", "role", "address"), ("weights", "largest step", "KV pool", "rest"))
+    nice = any(report.niceness > 0 for report in reports)
+    sizes = ("weights", "largest step", "KV pool", "rest")
+    made = table("", ("worker", "role", "address"), (*sizes, "nice") if nice else sizes)
     for report in reports:
         memory = report.memory
         parts = (memory.weights_bytes, memory.step_bytes, memory.kv_bytes, memory.rest_bytes)
-        made.add_row(report.worker_id, report.role, report.address, *(f"{part / MIB:,.0f} MiB" for part in parts))
+        cells = [f"{part / MIB:,.0f} MiB" for part in parts]
+        made.add_row(report.worker_id, report.role, report.address, *cells, *([str(report.niceness)] if nice else []))
     pools = _by_role(reports, lambda report: report.memory.pool(), " each")
-    return Group(made, *pools, *_by_role(reports, lambda report: report.computes))
+    return Group(made, *pools, *_by_role(reports, lambda report: report.computes), *_niced(reports))
+
+
+def _niced(workers: Iterable[WorkerReport | inference_pb2.WorkerState]) -> list[Text]:
+    """A line for all workers of the same niceness that yield to ordinary processes."""
+    alike: dict[int, list[str]] = {}
+    for worker in workers:
+        if worker.niceness > 0:
+            alike.setdefault(worker.niceness, []).append(worker.worker_id)
+    return [Text(niced(worker_ids, niceness), "yellow") for niceness, worker_ids in alike.items()]
 
 
 def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str], of_several: str = "") -> list[Text]:
@@ -84,7 +97,7 @@ def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str
 
 
 def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
-    """The pools, then why a worker takes nothing, then which pairs are not used for a while.
+    """The pools, then why a worker takes nothing, which ones are niced, and which pairs are not used for a while.
 
     A wide terminal also shows how many tokens each pool holds.
     """
@@ -94,7 +107,7 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
         if worker.not_ready_reason and not worker.ready
     ]
     aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
-    return Group(_pools(state, width), *why, *aside)
+    return Group(_pools(state, width), *why, *_niced(state.workers), *aside)
 
 
 def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:

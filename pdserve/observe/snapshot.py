@@ -29,6 +29,7 @@ class WorkerSnapshot:
     not_ready_reason: str = ""  # empty: ready
     engine_stalled_s: float = 0.0  # without a step while work waits
     numerical_errors: int = 0  # sequences whose logits were not finite numbers, since the worker's start
+    niceness: int = 0  # of its process
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,7 @@ class FakeWorker:
             kv_bytes_per_token=self.kv_bytes_per_token,
             pid=1,
             step_timeout_s=self.step_timeout_s,
+            niceness=15,
         )
 
     def _send(self, **body: Any) -> None:

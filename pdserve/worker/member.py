@@ -37,6 +37,7 @@ class Member:
         *,
         step_timeout_s: float,
         pid: int = 0,
+        niceness: int = 0,
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         self.role: Role | None = None
@@ -47,6 +48,7 @@ class Member:
         self._submit = submit
         self._watch = EngineWatch(step_timeout_s)
         self._pid = pid
+        self._niceness = niceness
         self._host: Host | None = None
         self._drain_asked = asyncio.Event()
         self.link = Link(
@@ -164,6 +166,7 @@ class Member:
             kv_bytes_per_token=layout.bytes_per_token,
             pid=self._pid,
             step_timeout_s=self._watch.timeout_s,
+            niceness=self._niceness,
         )
 
     def _heartbeat(self) -> link_pb2.Heartbeat:

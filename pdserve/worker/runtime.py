@@ -249,6 +249,7 @@ class RunningWorker:
                 self._engine.submit,
                 step_timeout_s=self._step_timeout_s,
                 pid=os.getpid(),
+                niceness=os.getpriority(os.PRIO_PROCESS, 0),
             )
             host = Host(
                 config=config,

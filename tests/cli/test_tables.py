@@ -64,6 +64,16 @@ def test_status_says_who_drains_and_why_one_is_not_ready() -> None:
     assert "decode-0 is not ready" not in shown
 
 
+def test_status_says_which_workers_are_niced_and_what_to_do() -> None:
+    workers = [
+        inference_pb2.WorkerState(worker_id=f"decode-{n}", ready=True, niceness=nice) for n, nice in enumerate((15, 0, 15))
+    ]
+    shown = " ".join(_shown(inference_pb2.GetClusterStateResponse(workers=workers), 160).split())
+    assert "decode-0, decode-2: niceness 15" in shown
+    assert "RAY_worker_niceness=0" in shown
+    assert "niceness" not in _shown(inference_pb2.GetClusterStateResponse(workers=workers[1:2]))
+
+
 def test_blocks_that_nobody_accounts_for_are_red() -> None:
     counts = common_pb2.BlockCounts(total=10, unaccounted=3)
     worker = inference_pb2.WorkerState(worker_id="decode-0", ready=True, blocks=counts)
@@ -90,9 +100,9 @@ def test_pairs_set_aside_say_why_and_for_how_long() -> None:
     assert "set aside" not in _shown(inference_pb2.GetClusterStateResponse())
 
 
-def _report(worker_id: str, role: str, memory: MemoryReport) -> WorkerReport:
+def _report(worker_id: str, role: str, memory: MemoryReport, niceness: int = 0) -> WorkerReport:
     return WorkerReport(
-        worker_id, role, "127.0.0.1:34567", 1, memory, "compiled bfloat16", process_s=0.0, import_s=0.0, load_s=0.0
+        worker_id, role, "127.0.0.1:34567", 1, memory, "compiled bfloat16", niceness, process_s=0.0, import_s=0.0, load_s=0.0
     )
 
 
@@ -126,3 +136,17 @@ def test_status_says_how_many_tokens_a_pool_holds_where_there_is_room(width: int
         console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker], block_size=16), width))
     assert ("524,288" in captured.get()) == (width == 140)
     assert "…" not in captured.get()
+
+
+def test_the_start_says_which_workers_are_niced_and_what_to_do() -> None:
+    size = MemoryReport(257 << 20, 43 << 20, 256 << 20, 190 << 20, 728, 16, 8192)
+    console = Console(width=80, highlight=False)
+    for niceness in (0, 15):
+        with console.capture() as captured:
+            console.print(tables.pool([_report("prefill-0", "prefill", size), _report("decode-0", "decode", size, niceness)]))
+        shown = captured.get()
+        assert ("nice" in shown) == (niceness > 0)
+    assert "decode-0: niceness 15" in shown
+    assert "RAY_worker_niceness=0" in shown
+    assert " 15 \n" in shown
+    assert "…" not in shown

@@ -123,7 +123,8 @@ def main() -> None:
     except OSError:
         print(f"error: --http-port {router.http_port} is in use", file=sys.stderr)
         raise SystemExit(2) from None
-    registry = Registry(router.host, router.link_port)
+    link_host = router.link_host or router.host
+    registry = Registry(link_host, router.link_port)
     server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
     service = Inference(registry, settings)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
@@ -132,8 +133,9 @@ def main() -> None:
     admin = server.add_insecure_port(f"{router.admin_host}:{router.admin_port_or_default}")
     server.start()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    addresses = {"http": http.getsockname()[1], "grpc": port, "link": registry.listener.getsockname()[1], "admin": admin}
+    addresses = {"http": http.getsockname()[1], "grpc": port, "admin": admin}
     ready = {name: f"{router.host}:{number}" for name, number in addresses.items()}
+    ready["link"] = f"{link_host}:{registry.listener.getsockname()[1]}"
     print(json.dumps({"event": "ready", **ready, "pid": os.getpid()}), flush=True)
     sys.stdin.buffer.read()  # until the parent is gone
     os._exit(0)

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
@@ -51,5 +52,7 @@ def start(config: WorkerConfig) -> Worker:
         raise ConfigError("model: nothing is called 'missing'; give a directory")
     if config.engine.model == "broken":
         raise OSError("broken")
+    if Path(os.environ.get("STANDIN_BROKEN", "/nowhere")).exists():
+        raise OSError("broken meanwhile")
     time.sleep(float(os.environ.get("STANDIN_LOAD_S", "0")))
     return Worker(config)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.client import AdminClient
-from pdserve.cluster import plan
+from pdserve.cluster import plan, processes
 from pdserve.cluster.events import Event, Part, PartReady, RouterBack, RouterLost, WorkerChanged, WorkerPhase
 from pdserve.cluster.launch import Cluster
 from pdserve.config import ClusterConfig, PoolConfig, RouterConfig
@@ -47,10 +47,17 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    """A supervised cluster of one prefill worker, which may restart once, and one decode worker."""
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there, no worker can start."""
+    return tmp_path_factory.mktemp("launch") / "broken"
+
+
+@pytest.fixture(scope="module")
+def running(broken: Path) -> Iterator[Running]:
+    """A supervised cluster of one prefill worker, which may restart twice an hour, and one decode worker."""
     router = RouterConfig(http_port=0, grpc_port=0)
-    config = ClusterConfig(router=router, prefill=PoolConfig(max_restarts=1), decode=PoolConfig(max_restarts=0))
+    twice, never = PoolConfig(max_restarts_per_hour=2), PoolConfig(max_restarts_per_hour=0)
+    config = ClusterConfig(router=router, prefill=twice, decode=never)
     stop = threading.Event()
     started = threading.Event()
     holder: list[Running] = []
@@ -60,6 +67,7 @@ def running() -> Iterator[Running]:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("PYTHONPATH", str(HERE))
+                patch.setenv("STANDIN_BROKEN", str(broken))
                 patch.setenv("RAY_ADDRESS", "192.0.2.1:1")  # address: local must not look at it
                 cluster = Cluster(
                     config,
@@ -99,8 +107,16 @@ def test_every_part_and_worker_reports(running: Running) -> None:
     assert {path.name for path in running.cluster.folders.logs.iterdir()} >= {"prefill-0.log", "decode-0.log", "router.log"}
 
 
-def test_dead_worker_is_restarted_by_ray_and_then_reported_dead(running: Running) -> None:
-    """(1) Kill the prefill worker: Ray starts it anew. (2) Kill it again: its one restart is used up."""
+def test_workers_ran_behind_every_ordinary_process(running: Running) -> None:
+    """Ray's nodes start workers at niceness 15 unless told otherwise."""
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, report.pid) for report in running.cluster.reports} == {ours}
+    assert {report.niceness for report in running.cluster.reports} == {ours}
+
+
+def test_a_worker_that_dies_again_and_again_is_started_later_each_time_and_given_up(running: Running, broken: Path) -> None:
+    """(1) Kill the prefill worker: it is started anew. (2) It dies, and cannot start any more: the next start waits longer.
+    (3) That fails as well: its restarts of the hour are used up, which is said once, with the setting and the log."""
     first = running.pid("prefill-0")
     os.kill(first, signal.SIGKILL)
     running.wait_worker("prefill-0", WorkerPhase.RESTARTING)
@@ -109,8 +125,20 @@ def test_dead_worker_is_restarted_by_ray_and_then_reported_dead(running: Running
     assert second != first
     told = [e.phase for e in running.events if isinstance(e, WorkerChanged) and e.worker_id == "prefill-0"]
     assert told.count(WorkerPhase.RESTARTING) == 1  # however long it took
+    broken.touch()
     os.kill(second, signal.SIGKILL)
     running.wait_worker("prefill-0", WorkerPhase.DEAD)
+    broken.unlink()
+    told = [e for e in running.events if isinstance(e, WorkerChanged) and e.worker_id == "prefill-0"]
+    waits = [event.detail.partition(",")[0] for event in told if event.phase is WorkerPhase.RESTARTING]
+    assert waits == ["in 1 s", "in 2 s"]
+    assert "2 of 2 restarts within the hour (prefill.max_restarts_per_hour)" in told[-1].detail
+    assert "prefill-0.log" in told[-1].detail
+    running.wait_event(lambda _: len(actors()) == 1)  # the decode worker's
+
+
+def actors() -> list[processes.Process]:
+    return [each for each in processes.descendants([os.getpid()]) if each.command.startswith("ray::WorkerActor")]
 
 
 def test_dead_router_comes_back_at_the_same_addresses(running: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,32 +10,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.cluster import plan
-from pdserve.cluster.backoff import LONGEST_S, Backoff
+from pdserve.cluster.nodes import Node
 from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig
 
 
-def workers(config: ClusterConfig, nodes: int = 1) -> tuple[plan.WorkerPlan, ...]:
+def workers(config: ClusterConfig, nodes: Sequence[Node] = ()) -> tuple[plan.WorkerPlan, ...]:
     return plan.plan_workers(config, router_address="h:1", cluster_token="t", log_dir=Path("logs"), nodes=nodes)
 
 
 def test_each_pool_gets_its_workers_with_its_own_engine() -> None:
     config = ClusterConfig(
         prefill=PoolConfig(replicas=1, engine={"max_num_batched_tokens": 2048}),
-        decode=PoolConfig(replicas=2, resources={"big": 0.5}, max_restarts=7),
+        decode=PoolConfig(replicas=2, resources={"big": 0.5}, max_restarts_per_hour=7),
     )
     prefill, first, second = workers(config)
     assert [worker.worker_id for worker in (prefill, first, second)] == ["prefill-0", "decode-0", "decode-1"]
     assert prefill.config.engine.max_num_batched_tokens == 2048
     assert first.config.engine.max_num_batched_tokens is None
-    assert prefill.resources == {"pd_prefill": 1.0}
+    assert prefill.resources == {}, "an empty section once meant resources that no plain node offers"
     assert first.resources == {"big": 0.5}
-    assert first.max_restarts == 7
+    assert first.max_restarts_per_hour == 7
     assert {worker.config.cluster_token for worker in (prefill, first, second)} == {"t"}
 
 
 @given(prefill=st.integers(0, 5), decode=st.integers(1, 5))
 def test_a_private_ray_offers_what_its_workers_need(prefill: int, decode: int) -> None:
-    config = ClusterConfig(prefill=PoolConfig(replicas=prefill), decode=PoolConfig(replicas=decode))
+    config = ClusterConfig(
+        prefill=PoolConfig(replicas=prefill, resources={"big": 0.5, "fast": 2}),
+        decode=PoolConfig(replicas=decode, resources={"big": 1}, labels={"pool": "decode"}),
+    )
+    assert not any(worker.labels for worker in workers(config)), "one node cannot be of all kinds"
     needed: dict[str, float] = {}
     for worker in workers(config):
         for name, amount in worker.resources.items():
@@ -45,8 +50,19 @@ def test_a_private_ray_offers_what_its_workers_need(prefill: int, decode: int) -
 @given(count=st.integers(1, 20), nodes=st.integers(1, 20))
 def test_workers_share_a_nodes_cores(count: int, nodes: int) -> None:
     config = ClusterConfig(address="auto", prefill=PoolConfig(replicas=0), decode=PoolConfig(replicas=count))
-    share = workers(config, nodes)[0].share
+    share = workers(config, [node(str(number)) for number in range(nodes)])[0].share
     assert share * nodes >= count > (share - 1) * nodes
+
+
+def test_workers_that_are_pinned_to_one_node_share_its_cores_alone() -> None:
+    """Counted over all nodes, four of them took the cores of one machine four times."""
+    nodes = [node("a", pool="prefill"), node("b", pool="decode"), node("c"), node("d")]
+    prefill, decode = (PoolConfig(replicas=count, labels={"pool": role}) for role, count in (("prefill", 1), ("decode", 4)))
+    assert [w.share for w in workers(ClusterConfig(address="auto", prefill=prefill, decode=decode), nodes)] == [1, 4, 4, 4, 4]
+
+
+def node(name: str, **labels: str) -> Node:
+    return Node(name, f"host-{name}", {}, {}, labels)
 
 
 def test_threads_follow_what_was_asked_for() -> None:
@@ -102,11 +118,3 @@ def test_only_a_router_of_a_real_cluster_listens_for_workers_beyond_loopback() -
     assert link_host(ClusterConfig()) is None
     assert link_host(ClusterConfig(address="auto")) == "10.0.0.7"
     assert link_host(ClusterConfig(address="auto", router=RouterConfig(link_host="10.1.1.1"))) == "10.1.1.1"
-
-
-def test_backoff_grows_and_gives_up_and_forgets() -> None:
-    backoff = Backoff(tries=3, window_s=10.0)
-    delays = [backoff.next_delay_s(0.0) for _ in range(4)]
-    assert delays == [0.2, 0.4, 0.8, None]
-    assert backoff.next_delay_s(11.0) == 0.2
-    assert all((delay or 0.0) <= LONGEST_S for delay in (Backoff(tries=50).next_delay_s(0.0) for _ in range(20)))

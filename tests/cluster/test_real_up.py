@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import secrets
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +30,7 @@ STREAMS, TOKENS = 8, 400
 
 
 def test_up_serves_heals_and_stops(run_command: Any) -> None:
-    """(1) It comes up, whatever RAY_ADDRESS says. (2) KV moves. (3) A killed decode worker is started again by Ray.
+    """(1) It comes up, whatever RAY_ADDRESS says. (2) KV moves. (3) A killed decode worker is started again.
     (4) KV moves again. (5) Ctrl-C: exit 0, nothing left."""
     command = run_command(*UP, *FREE, program=REAL, PYTHONPATH=str(ROOT), RAY_ADDRESS="192.0.2.1:6379")
     command.wait_for("ready; Ctrl-C stops it")
@@ -43,6 +38,7 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
         first = generate(client)
         assert first.report.kv_bytes > 0
         before = worker(admin, "decode-0")
+        assert os.getpriority(os.PRIO_PROCESS, before.pid) == before.niceness == os.getpriority(os.PRIO_PROCESS, 0)
         os.kill(before.pid, signal.SIGKILL)
         after = wait_for(lambda: again(admin, before))
         assert after.pid != before.pid
@@ -56,15 +52,19 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
 
 
 def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> None:
-    """(1) Streams run on both decode workers. (2) One worker drains: `up` says so, every stream ends whole, none was tried
-    again. (3) What comes later is served by the other."""
-    command = run_command(*UP, *FREE, "--decode", "2", program=REAL, PYTHONPATH=str(ROOT))
+    """(1) Streams run on both decode workers, niced since the operator wants it, which is told. (2) One worker drains: `up`
+    says so, every stream ends whole, none was tried again. (3) What comes later is served by the other."""
+    command = run_command(*UP, *FREE, "--decode", "2", program=REAL, PYTHONPATH=str(ROOT), RAY_worker_niceness="1")
     command.wait_for("ready; Ctrl-C stops it")
+    assert "prefill-0, decode-0, decode-1: niceness" in command.text
     with (
         InferenceClient(address(command.text, "gRPC")) as client,
         AdminClient(address(command.text, "admin")) as admin,
         ThreadPoolExecutor(STREAMS) as pool,
     ):
+        niced = [each.niceness for each in admin.cluster_state().workers]
+        assert niced == [os.getpriority(os.PRIO_PROCESS, each.pid) for each in admin.cluster_state().workers]
+        assert min(niced) > os.getpriority(os.PRIO_PROCESS, 0)
         asked = [build(text="Hello", max_tokens=TOKENS, temperature=0.0, ignore_eos=True) for _ in range(STREAMS)]
         answers = [pool.submit(lambda request=request: list(client.generate(request))) for request in asked]
         wait_for(lambda: worker(admin, "decode-1").requests_placed > 0)
@@ -106,95 +106,6 @@ def test_a_busy_http_port_is_one_line_that_names_its_flag(run_command: Any) -> N
     assert "Traceback" not in command.text
     assert not processes.wait_gone(command.seen, 5.0), command.text
     assert not list(command.temporary.iterdir()), "a wrong setting leaves nothing behind, logs neither"
-
-
-@pytest.fixture
-def ray_head(short_tmp: Path) -> Iterator[RayHead]:
-    head = RayHead(short_tmp / "ray")
-    try:
-        wait_for(head.answers)
-        yield head
-    finally:
-        head.close()
-
-
-class RayHead:
-    """A Ray of the operator's, that `up` only visits: its ports and its folder are its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port, client_port = free_ports(2)
-        self.output = folder.with_suffix(".out")
-        self.environment = {
-            "RAY_AUTH_MODE": "token",  # Ray itself turns it on for visitors only where they name no address
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "PYTHONPATH": str(ROOT),  # of the workers, which its nodes start
-            "OMP_NUM_THREADS": "1",
-        }
-        arguments = {
-            "--port": self.port,
-            "--ray-client-server-port": client_port,
-            "--dashboard-agent-listen-port": 0,
-            "--node-ip-address": "127.0.0.1",
-            "--temp-dir": folder,
-            "--num-cpus": 0,
-            "--object-store-memory": 80 << 20,
-            "--include-dashboard": "false",
-            "--resources": json.dumps({"pd_prefill": 1, "pd_decode": 1}),
-        }
-        flags = [f"{name}={value}" for name, value in arguments.items()]
-        with self.output.open("wb") as file:
-            self.child = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *flags],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment},
-                start_new_session=True,
-            )
-
-    def answers(self) -> bool:
-        assert self.child.poll() is None, self.output.read_text()
-        return "Ray runtime started" in self.output.read_text()
-
-    def workers(self) -> list[str]:
-        """Command lines of the actors that its node runs."""
-        named = [process.command for process in processes.descendants([self.child.pid])]
-        return [command for command in named if command.startswith("ray::WorkerActor")]
-
-    def close(self) -> None:
-        """Only what it started itself: other Rays of this machine are not ours."""
-        started = processes.descendants([self.child.pid])
-        self.child.terminate()
-        try:
-            self.child.wait(20.0)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
-            self.child.wait()
-        processes.kill(processes.wait_gone(started, 10.0))
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ones: all are held while they are asked for."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
-
-
-def test_the_same_yaml_visits_a_running_ray_and_leaves_it_running(run_command: Any, ray_head: RayHead) -> None:
-    """`address: auto` is the one line that differs between one machine and a Ray cluster."""
-    example = ("--config", str(ROOT / "examples" / "cluster.yaml"), "--address", "auto")
-    environment = {**ray_head.environment, "RAY_ADDRESS": f"127.0.0.1:{ray_head.port}"}
-    command = run_command(*UP, *FREE, *example, program=REAL, **environment)
-    command.wait_for("ready; Ctrl-C stops it")
-    assert len(ray_head.workers()) == 2
-    with InferenceClient(address(command.text, "gRPC")) as client:
-        assert generate(client).report.kv_bytes > 0
-    command.signal(signal.SIGINT)
-    assert command.end() == 0, command.text
-    command.assert_nothing_left()
-    wait_for(lambda: not ray_head.workers())
-    assert ray_head.answers()
-    socket.create_connection(("127.0.0.1", ray_head.port), timeout=5.0).close()
 
 
 def address(text: str, port: str) -> str:

@@ -123,6 +123,7 @@ def test_a_workers_pod_is_drained_before_ray_is_told_to_end() -> None:
         assert script == f'touch {NODE_LEAVING}; exec pdserve drain --on-host "$POD_IP" --router pd-link:7777'
         assert token_of(container) == token_of(router)
         assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container["env"]
+        assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"], "Ray would start the worker at 15"
         assert spec["terminationGracePeriodSeconds"] > WorkerConfig("w", "r:1").drain_timeout_s
     assert found["Service/pd-link"]["spec"]["ports"][1] == {"name": "admin", "port": 7777, "targetPort": "admin"}
 
@@ -146,6 +147,19 @@ def test_each_pool_is_a_group_that_offers_what_its_workers_ask_for() -> None:
     assert [group["groupName"] for group in objects(CONFIGS["colocated"])["RayCluster/pd"]["spec"]["workerGroupSpecs"]] == [
         "decode"
     ]
+
+
+def test_the_configuration_asks_for_what_the_pods_offer() -> None:
+    """Workers that asked for nothing would run on any pod, the head's too."""
+    found = objects(ClusterConfig())
+    config = yaml.safe_load(found["ConfigMap/pd-config"]["data"]["cluster.yaml"])
+    for group in found["RayCluster/pd"]["spec"]["workerGroupSpecs"]:
+        assert custom_resources(group) == config[group["groupName"]]["resources"] == {f"pd_{group['groupName']}": 1.0}
+
+
+def test_labels_of_nodes_are_refused_for_pods() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.labels: on Kubernetes"):
+        render(ClusterConfig(decode=PoolConfig(labels={"pool": "decode"})), image="i", name="n")
 
 
 def custom_resources(group: dict[str, Any]) -> Any:

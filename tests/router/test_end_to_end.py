@@ -456,6 +456,7 @@ def test_state_info_tokenize_and_metrics() -> None:
                 ("prefill-0", True, 1, 1024),
                 ("decode-0", True, 1, 1024),
             ]
+            assert {worker.niceness for worker in state.workers} == {15}
             text = cluster.service.metrics().decode()
             for line in (
                 'pdserve_requests_total{outcome="length"} 1.0',

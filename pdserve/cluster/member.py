@@ -1,0 +1,115 @@
+"""One worker of a pool over all its processes: the one that is asked for, starts or runs now, and when the next is due.
+
+PLACING -> LOADING -> RUNNING -> BACKING_OFF -> PLACING ..., and GONE from wherever it dies too often, or drains. It calls
+the actor that it is handed, and nothing else of Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+from pdserve.cluster.actor import Place, WorkerReport
+from pdserve.cluster.backoff import Backoff
+from pdserve.cluster.plan import WorkerPlan
+
+HOUR_S: Final = 3600.0
+FIRST_WAIT_S: Final = 1.0
+LONGEST_WAIT_S: Final = 60.0
+SETTING: Final = "max_restarts_per_hour"
+
+
+class State(Enum):
+    NEW = "new"
+    PLACING = "placing"  # Ray was asked for a process
+    LOADING = "loading"
+    RUNNING = "running"
+    BACKING_OFF = "backing off"  # it died; another is asked for at `again_s`
+    GONE = "gone"  # for good
+
+
+_NEXT: Final = {
+    State.NEW: {State.PLACING},
+    State.PLACING: {State.LOADING, State.BACKING_OFF, State.GONE},
+    State.LOADING: {State.RUNNING, State.BACKING_OFF, State.GONE},
+    State.RUNNING: {State.RUNNING, State.BACKING_OFF, State.GONE},  # itself: asked again after a lost connection
+    State.BACKING_OFF: {State.PLACING},
+    State.GONE: set[State](),
+}
+
+
+@dataclass(slots=True)
+class Member:
+    plan: WorkerPlan
+    state: State = State.NEW
+    actor: Any = None
+    pending: Any = None  # reference of the one open call; None while there is no process
+    node_id: str | None = None
+    report: WorkerReport | None = None  # of the process that runs
+    first_start: bool = True  # until it has loaded once
+    since_s: float = 0.0  # in this state
+    again_s: float = 0.0
+    waits_for: str | None = None  # at the last look, while it has no place
+    said: str | None = None  # of that
+    _backoff: Backoff = field(init=False)
+
+    def __post_init__(self) -> None:
+        tries = self.plan.max_restarts_per_hour
+        self._backoff = Backoff(tries=tries, window_s=HOUR_S, first_s=FIRST_WAIT_S, longest_s=LONGEST_WAIT_S)
+
+    @property
+    def worker_id(self) -> str:
+        return self.plan.worker_id
+
+    @property
+    def restarts_used(self) -> str:
+        """Of this hour, as it was at the last death."""
+        return (
+            f"{self._backoff.used} of {self.plan.max_restarts_per_hour} restarts within the hour ({self.plan.role}.{SETTING})"
+        )
+
+    def asked(self, actor: Any, node_id: str | None, now_s: float) -> None:
+        self._to(State.PLACING, now_s)
+        self.actor, self.node_id, self.waits_for, self.said = actor, node_id, None, None
+        self.pending = actor.place.remote()
+
+    def waits_for_now(self, why: str | None) -> bool:
+        """Whether to say it: it is new, and was so at the look before, since a look may be late by a moment."""
+        news = why is not None and why == self.waits_for and why != self.said
+        self.waits_for = why
+        self.said = why if news else self.said
+        return news
+
+    def placed(self, place: Place, now_s: float) -> None:
+        self._to(State.LOADING, now_s)
+        self.node_id = place.node_id
+        self.pending = self.actor.load.remote()
+
+    def loaded(self, report: WorkerReport, now_s: float) -> None:
+        self._to(State.RUNNING, now_s)
+        self.report, self.first_start = report, False
+        self.pending = self.actor.watch.remote()
+
+    def ask_again(self) -> None:
+        """The call failed, and perhaps not the process: `place` and `load` give the same answer twice."""
+        self.pending = self.actor.place.remote() if self.state is State.PLACING else self.actor.load.remote()
+
+    def died(self, now_s: float, *, counts: bool) -> float | None:
+        """The wait before its next process; None: it is gone for good. counts: against its restarts of the hour."""
+        delay_s = self._backoff.next_delay_s(now_s) if counts else FIRST_WAIT_S
+        self._without_process(State.GONE if delay_s is None else State.BACKING_OFF, now_s)
+        self.again_s = now_s + (delay_s or 0.0)
+        return delay_s
+
+    def gone(self, now_s: float) -> None:
+        """It has drained, or is stopped."""
+        self._without_process(State.GONE, now_s)
+
+    def _without_process(self, state: State, now_s: float) -> None:
+        self._to(state, now_s)
+        self.actor = self.pending = self.report = self.node_id = None
+
+    def _to(self, state: State, now_s: float) -> None:
+        assert state in _NEXT[self.state], f"{self.worker_id}: {self.state.value} -> {state.value}"
+        self.state, self.since_s = state, now_s

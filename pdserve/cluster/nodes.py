@@ -1,0 +1,159 @@
+"""Which nodes of a Ray cluster suit a worker, and what a worker that has no place yet waits for. Pure.
+
+Ray says nothing about an actor that it cannot place: it waits, as it should where an autoscaler or a person may add a
+node. So the same rules are applied here, to be able to tell what is missing and which command brings it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.labels import LabelSelector, match_all
+
+CPU: Final = "CPU"  # Ray's names of what `ray start --num-cpus` and `--num-gpus` offer
+GPU: Final = "GPU"
+_FLAGS: Final = {CPU: "--num-cpus", GPU: "--num-gpus"}
+_SETTINGS: Final = {CPU: "num_cpus", GPU: "num_gpus"}
+ROUNDING: Final = 1e-4  # Ray counts resources in ten-thousandths
+
+
+Request = tuple[frozenset[tuple[str, float]], frozenset[tuple[str, LabelSelector]]]
+"""What a worker asks for, in a form that can be compared with what Ray says is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What one worker asks of its node: amounts by Ray's names, none of them 0, and selectors of labels."""
+
+    amounts: Mapping[str, float]
+    labels: Mapping[str, str]
+
+    def __str__(self) -> str:
+        parts = [f"{name}: {amount:g}" for name, amount in self.amounts.items()]
+        parts += [f"{name}={selector}" for name, selector in self.labels.items()]
+        return ", ".join(parts) or "nothing but a node"
+
+    @property
+    def request(self) -> Request:
+        selectors = {(name, LabelSelector.parse(text)) for name, text in self.labels.items()}
+        return frozenset(self.amounts.items()), frozenset(selectors)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A living node as Ray describes it: what it offers in all, and what of that nobody uses now."""
+
+    node_id: str
+    host: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A Ray cluster at one moment. `pending`: requests that have no node yet, one for each worker; `autoscaled`: something
+    adds nodes; `coming`: the kinds of nodes it starts; `hopeless`: the amounts of requests for which it has no kind."""
+
+    address: str
+    nodes: tuple[Node, ...]
+    pending: tuple[Request, ...] = ()
+    autoscaled: bool = False
+    coming: tuple[str, ...] = ()
+    hopeless: tuple[Mapping[str, float], ...] = ()
+    takes_token: bool = False
+
+
+def covers(offered: Mapping[str, float], amounts: Mapping[str, float]) -> bool:
+    return all(offered.get(name, 0.0) + ROUNDING / 2 >= amount for name, amount in amounts.items())
+
+
+def spread(workers: Sequence[Needs], nodes: Sequence[Node], there: Iterable[str] = ()) -> list[str | None]:
+    """The node of each worker if they are spread evenly over those that suit them; None: none has room for it.
+
+    there: node ids of the workers that have a place already, one for each.
+    """
+    left = {node.node_id: dict(node.free) for node in nodes}
+    counts = Counter(there)
+    chosen: list[str | None] = []
+    for needs in workers:
+        suit = [n for n in nodes if match_all(needs.labels, n.labels) and covers(left[n.node_id], needs.amounts)]
+        node = min(suit, key=lambda node: counts[node.node_id], default=None)
+        chosen.append(node.node_id if node else None)
+        if node:
+            counts[node.node_id] += 1
+            _take(left[node.node_id], needs.amounts)
+    return chosen
+
+
+def without_node(asked: Sequence[Needs], view: View) -> list[bool]:
+    """Which of these have no node yet. What a worker whose process is being started takes is used already, by itself."""
+    left = Counter(view.pending)
+    waits = []
+    for needs in reversed(asked):  # of workers that ask alike, the first get a node first
+        waits.append(left[needs.request] > 0)
+        left[needs.request] -= 1
+    return waits[::-1]
+
+
+def waits_for(role: str, needs: Needs, view: View, *, placed: Sequence[tuple[str, Needs]], waiting: int) -> str | None:
+    """Why a worker has no place, and what mends it; None: there is room, its process is being started.
+
+    placed: (node id, needs) of our workers that have one. waiting: how many workers of the role have none.
+    """
+    if not view.nodes:
+        return "the Ray cluster has no living node"
+    labelled = [node for node in view.nodes if match_all(needs.labels, node.labels)]
+    if any(covers(node.free, needs.amounts) for node in labelled):
+        return None
+    if busy := [node for node in labelled if covers(_without(node, placed), needs.amounts)]:
+        return f"it needs {needs}, which others use on {', '.join(sorted({node.host for node in busy}))}"
+    offered = any(covers(node.total, needs.amounts) for node in labelled)
+    said = f"it needs {needs}, which " + ("our other workers use up" if offered else "no node of the Ray cluster offers")
+    change = f"change {_settings(role, needs)}"
+    if not view.autoscaled:
+        return f"{said}. Start one with: {start_command(needs, view, waiting)} ; or {change}"
+    if any(dict(amounts) == dict(needs.amounts) for amounts in view.hopeless):
+        return f"{said}, nor has the autoscaler a kind of node that does: add one to its configuration, or {change}"
+    return f"{said}; the autoscaler " + (f"starts {', '.join(view.coming)}" if view.coming else "was asked for one")
+
+
+def start_command(needs: Needs, view: View, workers: int) -> str:
+    """The command that makes a machine a node with room for so many such workers, which has the token, if one is taken."""
+    words = ["RAY_worker_niceness=0", *(["RAY_AUTH_MODE=token"] if view.takes_token else [])]
+    words += ["ray", "start", f"--address={view.address}"]
+    words += [f"{flag}={needs.amounts[name] * workers:g}" for name, flag in _FLAGS.items() if name in needs.amounts]
+    custom = {name: amount * workers for name, amount in needs.amounts.items() if name not in _FLAGS}
+    if custom:
+        words.append(f"--resources={json.dumps(custom)}")
+    labels = {name: LabelSelector.parse(text).example for name, text in needs.labels.items()}
+    if pairs := [f"{name}={value}" for name, value in labels.items() if value is not None]:
+        words.append(f"--labels={','.join(pairs)}")
+    return shlex.join(words)
+
+
+def _settings(role: str, needs: Needs) -> str:
+    """The settings that ask for it."""
+    names = [_SETTINGS[name] for name in _FLAGS if name in needs.amounts]
+    names += ["resources"] if needs.amounts.keys() - _FLAGS.keys() else []
+    names += ["labels"] if needs.labels else []
+    return " and ".join(f"{role}.{name}" for name in names)
+
+
+def _without(node: Node, placed: Sequence[tuple[str, Needs]]) -> dict[str, float]:
+    """What the node would offer us if nobody but us used it."""
+    left = dict(node.total)
+    for node_id, needs in placed:
+        if node_id == node.node_id:
+            _take(left, needs.amounts)
+    return left
+
+
+def _take(left: dict[str, float], amounts: Mapping[str, float]) -> None:
+    for name, amount in amounts.items():
+        left[name] = left.get(name, 0.0) - amount

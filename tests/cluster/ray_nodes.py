@@ -1,0 +1,72 @@
+"""Nodes of a Ray cluster on this machine, started by `ray start` as an operator types it, and ended without `ray stop`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pdserve.cluster import processes
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 60.0
+
+
+class RayNode:
+    """One `ray start`; what it prints is in `output`. Ports and folder of its own, so that several Rays share a machine."""
+
+    def __init__(self, command: str, folder: Path, *, name: str, environment: dict[str, str], **flags: object) -> None:
+        """command: as in a shell, variables first. flags: added to it, underscores for dashes."""
+        words = shlex.split(command)
+        variables = dict(word.split("=", 1) for word in words[: words.index("ray")])
+        arguments = words[words.index("ray") + 1 :]
+        common = {"dashboard_agent_listen_port": 0, "node_ip_address": "127.0.0.1", "temp_dir": folder}
+        common |= {"object_store_memory": 80 << 20, **flags}
+        arguments += ["--block", *(f"--{flag.replace('_', '-')}={value}" for flag, value in common.items())]
+        self.output = folder.parent / f"{name}.out"
+        with self.output.open("wb") as file:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", "ray.scripts.scripts", *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'cluster'}", **environment, **variables},
+                start_new_session=True,
+            )
+
+    def wait_started(self) -> RayNode:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "Ray runtime started" not in self.output.read_text():
+            assert self.child.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
+        return self
+
+    def processes(self) -> list[processes.Process]:
+        return processes.descendants([self.child.pid])
+
+    def actors(self) -> list[str]:
+        """Command lines of the actors that it runs."""
+        return [process.command for process in self.processes() if process.command.startswith("ray::WorkerActor")]
+
+    def close(self) -> None:
+        """Only what it started itself: other Rays of this machine are not ours."""
+        started = self.processes()
+        self.child.terminate()
+        try:
+            self.child.wait(20.0)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        processes.kill(processes.wait_gone(started, 10.0))
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ones: all are held while they are asked for."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
