@@ -67,6 +67,8 @@ class WorkerLoad:
     prefix_hit_tokens: int = 0
     engine_stalled_s: float = 0.0
     numerical_errors: int = 0
+    last_handle: int = 0
+    """The last command that these counts include."""
 
 
 # Events ------------------------------------------------------------------------------------------------------------
@@ -166,6 +168,8 @@ class RequestFailed:
     link: LinkId
     handle: Handle
     error: PdserveError
+    pair_failed: bool = False
+    """Of a decode worker: KV did not come from its lender, by the fault of either or of the way between them."""
 
 
 class Row(Protocol):

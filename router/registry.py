@@ -39,14 +39,17 @@ class Worker:
     last_seen_s: float
     load: WorkerLoad
     work: dict[Handle, RemoteWork] = field(default_factory=dict)
-    placed_tokens: int = 0
-    """Prompt tokens sent since the last heartbeat, which does not know them."""
+    on_the_way: dict[Handle, int] = field(default_factory=dict)
+    """Prompt tokens of work that was sent to it and that no heartbeat has counted yet, in the order of sending."""
+    on_the_way_tokens: int = 0
     refused_blocks: int | None = None
     """It said NoRoom to a bind of so many blocks, and nothing was heard since that shows room."""
     turned_away: bool = False
     """It refused work that it would take at other times, and has sent no heartbeat since."""
     draining: bool = False
     """Gets nothing new; what it has goes on."""
+    claimed_by: LinkId | None = None
+    """A worker that waits for a probe with this one: the next room here is the probe's."""
     readiness: Readiness = field(default_factory=Readiness)
 
     @property
@@ -75,11 +78,28 @@ class Worker:
 
     @property
     def queued_tokens(self) -> int:
-        return self.load.queued_tokens + self.placed_tokens
+        return self.load.queued_tokens + self.on_the_way_tokens
+
+    @property
+    def has_room(self) -> bool:
+        """For one more sequence, as far as this router knows."""
+        return len(self.work) < self.hello.max_num_seqs and self.refused_blocks is None and not self.turned_away
+
+    def sent(self, handle: Handle, tokens: int) -> None:
+        """A prompt to compute went to it."""
+        self.on_the_way[handle] = tokens
+        self.on_the_way_tokens += tokens
+
+    def ended(self, handle: Handle) -> None:
+        """This work is over, or was withdrawn."""
+        self.work.pop(handle, None)
+        self.on_the_way_tokens -= self.on_the_way.pop(handle, 0)
+        self.refused_blocks = None  # something was freed there
 
     def saw_heartbeat(self, load: WorkerLoad) -> None:
         self.load = load
-        self.placed_tokens = 0
+        while self.on_the_way and (oldest := next(iter(self.on_the_way))) <= load.last_handle:
+            self.on_the_way_tokens -= self.on_the_way.pop(oldest)
         self.turned_away = False
         self.draining = self.draining or load.draining
         if self.refused_blocks is not None and load.blocks.free + load.blocks.cached >= self.refused_blocks:

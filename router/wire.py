@@ -66,6 +66,7 @@ def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.Event:
         m.prefix_hit_tokens,
         m.engine_stalled_s,
         m.numerical_errors,
+        m.last_handle,
     )
     return ev.HeartbeatSeen(link, load)
 
@@ -91,7 +92,7 @@ def _kv_committed(link: ev.LinkId, m: decode_pb2.KvCommitted) -> ev.Event:
 
 
 def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.Event:
-    return ev.RequestFailed(link, Handle(m.handle), _error(m.reason, m.message))
+    return ev.RequestFailed(link, Handle(m.handle), _error(m.reason, m.message), m.pair_failed)
 
 
 _READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.Event]]] = {

@@ -90,7 +90,9 @@ class Sequence:
         self._stops = _set_of(self.stop_ids)
         self._min_tokens = self.params.min_tokens
         self._plain = self.params.plainly_greedy and not self._min_tokens
-        self.longest = min(self.prompt_len + self.params.max_tokens, self.rule.max_model_len)
+        self.longest = self.prompt_len + self.params.max_tokens
+        if self.kind is not SequenceKind.LENT:  # its one token ends nothing here: the reader holds what follows
+            self.longest = min(self.longest, self.rule.max_model_len)
 
     @property
     def remaining(self) -> int:

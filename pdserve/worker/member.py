@@ -57,7 +57,7 @@ class Member:
             heartbeat_interval_s=config.heartbeat_interval_s,
             router_lost_s=config.router_lost_s,
             on_command=self._on_command,
-            on_lost=lambda: self._started()[1].on_link_lost(),
+            on_lost=self._on_link_lost,
             open_channel=open_channel,
         )
 
@@ -147,6 +147,11 @@ class Member:
         else:
             self._started()[1].on_command(message)
 
+    def _on_link_lost(self) -> None:
+        host, role = self._started()
+        role.on_link_lost()
+        host.counted.forget()
+
     def _hello(self) -> link_pb2.Hello:
         host, _ = self._started()
         layout = host.layout
@@ -189,4 +194,5 @@ class Member:
             prefix_hit_tokens=snapshot.prefix_hit_tokens,
             engine_stalled_s=self._watch.stalled_s,
             numerical_errors=snapshot.numerical_errors,
+            last_handle=host.counted.last_handle(snapshot.last_seq_id),
         )

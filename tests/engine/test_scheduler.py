@@ -284,3 +284,20 @@ def test_a_budget_below_the_sequence_limit_limits_the_sequences():
         plan, _ = step(scheduler)
         assert plan.num_tokens <= 2
     assert_empty(scheduler)
+
+
+def test_a_prefill_worker_whose_limit_is_one_token_short_does_not_end_the_answer():
+    """A prompt of 19 tokens fits a limit of 20 with its first token, and the reader has room for the rest. Ended by that
+    limit, its answer was one token, by LENGTH, with nothing said."""
+    scheduler = make(num_blocks=5, budget=32, max_len=20)
+    seq = add(scheduler, 1, 19, kind=SequenceKind.LENT, max_tokens=50)
+    _, outcome = step(scheduler)
+    assert outcome is not None
+    assert [(t.token_id, t.finish_reason) for t in outcome.tokens] == [(7, None)]
+    scheduler.return_lease(seq)
+    one = add(scheduler, 2, 19, kind=SequenceKind.LENT, max_tokens=1)
+    _, outcome = step(scheduler)
+    assert outcome is not None
+    assert [t.finish_reason for t in outcome.tokens] == [FinishReason.LENGTH], "by its own max_tokens it does"
+    scheduler.return_lease(one)
+    assert_empty(scheduler)
