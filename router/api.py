@@ -79,6 +79,7 @@ class Report:
     first_decode_s: float = 0.0
     retry_reasons: tuple[str, ...] = ()  # error codes: why each attempt but the first was needed
     rebinds: int = 0
+    exact: bool = True
 
     def values(self) -> dict[str, Any]:
         """By field name. `dataclasses.asdict` copies deeply, which takes 30 us, once or twice a request."""

@@ -64,7 +64,7 @@ _S, _E = RequestState, RequestEvent
 
 class RouterCore:
     def __init__(self, config: RouterConfig, model_fingerprint: str) -> None:
-        self.registry = Registry(model_fingerprint)
+        self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
         self.waiting = WaitingRequests(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self.requests = Requests(self.registry, self.waiting)
         self.ledger = self.requests.ledger

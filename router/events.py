@@ -45,6 +45,8 @@ class WorkerHello:
     pid: int = 0
     step_timeout_s: float = 0.0
     """For so long its engine may make no step while work waits; 0: it does not say."""
+    quantization: str = ""
+    """Of its weights; empty: none."""
 
     @property
     def kv_tokens(self) -> int:

@@ -88,6 +88,8 @@ class LiveRequest:
     retry_reasons: tuple[str, ...] = ()
     """Error codes: why each attempt but the first was needed."""
     rebinds: int = 0
+    exact: bool = True
+    """Whenever a part of it was placed, all workers computed alike."""
     unplaceable_since_s: float | None = None
     """Queued, and no worker is there that could serve it."""
     prefill: RemoteWork | None = None
@@ -183,6 +185,7 @@ class LiveRequest:
             first_decode_s=_span(arrived_s, last.first_decode_s),
             retry_reasons=self.retry_reasons,
             rebinds=self.rebinds,
+            exact=self.exact,
         )
 
 

@@ -109,8 +109,11 @@ class Worker:
 class Registry:
     """Workers by link; at most one link for each worker id. Iteration is in the order of joining."""
 
-    def __init__(self, model_fingerprint: str) -> None:
+    def __init__(self, model_fingerprint: str, *, allow_mixed_quantization: bool = False) -> None:
         self._model_fingerprint = model_fingerprint
+        self._allow_mixed_quantization = allow_mixed_quantization
+        self.exact = True
+        """Those who are linked hold weights and KV in the same numbers: a token does not depend on who computes it."""
         self._by_link: dict[LinkId, Worker] = {}
         self._longest: dict[Role, int] = {}
 
@@ -124,7 +127,14 @@ class Registry:
         if hello.kv_tokens <= 0:
             raise IncompatiblePeer(f"{name} has no KV blocks: {hello.num_blocks} of {hello.block_size} tokens")
         for other in self._by_link.values():
-            if other.hello.worker_id != hello.worker_id and not _same_blocks(other.hello, hello):
+            if other.hello.worker_id == hello.worker_id:
+                continue
+            if other.hello.quantization != hello.quantization and not self._allow_mixed_quantization:
+                raise IncompatiblePeer(
+                    f"{name} has weights in quantization {hello.quantization or 'none'}, {other.hello.worker_id} in "
+                    f"{other.hello.quantization or 'none'}; router.allow_mixed_quantization: true allows it"
+                )
+            if not _same_blocks(other.hello, hello):
                 raise IncompatiblePeer(
                     f"{name} has KV layout {_layout(hello)}, {other.hello.worker_id} has {_layout(other.hello)} "
                     "(block_size, dtype, kv_bytes_per_token; only the dtype may differ, and the bytes with it)"
@@ -152,14 +162,14 @@ class Registry:
         assert self.find(hello.worker_id) is None
         idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
         worker = self._by_link[link] = Worker(link, hello, now_s, idle)
-        self._note_longest(hello.role)
+        self._note_change(hello.role)
         return worker
 
     def leave(self, link: LinkId) -> Worker | None:
         """Remove; None when it had left already."""
         worker = self._by_link.pop(link, None)
         if worker is not None:
-            self._note_longest(worker.hello.role)
+            self._note_change(worker.hello.role)
         return worker
 
     def get(self, link: LinkId) -> Worker | None:
@@ -173,7 +183,8 @@ class Registry:
         they may come back. None: there was none yet."""
         return self._longest.get(role)
 
-    def _note_longest(self, role: Role) -> None:
+    def _note_change(self, role: Role) -> None:
+        self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
         if lengths:
             self._longest[role] = max(lengths)

@@ -72,6 +72,7 @@ class Requests:
         self._handles += 1
         work = RemoteWork(Handle(self._handles), worker.link, worker.hello.role, request)
         worker.work[work.handle] = work
+        request.exact = request.exact and self.registry.exact
         return work
 
     def drop(self, work: RemoteWork) -> Worker | None:

@@ -37,6 +37,7 @@ def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
         kv_bytes_per_token=hello.kv_bytes_per_token,
         pid=hello.pid,
         step_timeout_s=hello.step_timeout_s,
+        quantization=hello.quantization,
     )
 
 
@@ -156,6 +157,7 @@ def cluster_state_to_wire(cluster: ClusterSnapshot) -> inference_pb2.GetClusterS
         running_requests=cluster.running_requests,
         workers=[_worker_state(worker) for worker in cluster.workers],
         set_aside_pairs=[_set_aside(pair) for pair in cluster.set_aside],
+        exact=cluster.exact,
     )
 
 
@@ -197,4 +199,5 @@ def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
         prefix_queried_tokens=worker.prefix_queried_tokens,
         prefix_hit_tokens=worker.prefix_hit_tokens,
         not_ready_reason=worker.not_ready_reason,
+        quantization=worker.quantization,
     )

@@ -29,6 +29,7 @@ class WorkerSnapshot:
     not_ready_reason: str = ""  # empty: ready
     engine_stalled_s: float = 0.0  # without a step while work waits
     numerical_errors: int = 0  # sequences whose logits were not finite numbers, since the worker's start
+    quantization: str = ""  # of its weights; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +50,4 @@ class ClusterSnapshot:
     running_requests: int
     workers: tuple[WorkerSnapshot, ...]
     set_aside: tuple[PairSnapshot, ...] = ()
+    exact: bool = True  # all workers hold weights and KV in the same numbers

@@ -154,7 +154,7 @@ class Member:
 
     def _hello(self) -> link_pb2.Hello:
         host, _ = self._started()
-        layout = host.layout
+        layout, engine = host.layout, self._config.engine
         return link_pb2.Hello(
             worker_id=self._config.worker_id,
             role=self._role_number,
@@ -164,11 +164,12 @@ class Member:
             block_size=layout.block_size,
             num_blocks=host.region.num_blocks,
             max_model_len=host.max_model_len,
-            max_num_seqs=self._config.engine.max_num_seqs,
+            max_num_seqs=min(engine.max_num_seqs, engine.max_num_batched_tokens or engine.max_num_seqs),  # a token each a step
             dtype=layout.dtype,
             kv_bytes_per_token=layout.bytes_per_token,
             pid=self._pid,
             step_timeout_s=self._watch.timeout_s,
+            quantization=engine.quantization or "",
         )
 
     def _heartbeat(self) -> link_pb2.Heartbeat:

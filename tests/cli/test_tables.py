@@ -126,3 +126,12 @@ def test_status_says_how_many_tokens_a_pool_holds_where_there_is_room(width: int
         console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker]), width, block_size=16))
     assert ("524,288" in captured.get()) == (width == 140)
     assert "…" not in captured.get()
+
+
+def test_status_says_when_tokens_depend_on_where_a_request_runs() -> None:
+    worker = inference_pb2.WorkerState(worker_id="decode-0", ready=True)
+    for exact in (True, False):
+        console = Console(width=80, highlight=False)
+        with console.capture() as captured:
+            console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker], exact=exact), 80))
+        assert ("exact: false" in captured.get()) is not exact

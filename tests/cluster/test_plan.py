@@ -110,3 +110,9 @@ def test_backoff_grows_and_gives_up_and_forgets() -> None:
     assert delays == [0.2, 0.4, 0.8, None]
     assert backoff.next_delay_s(11.0) == 0.2
     assert all((delay or 0.0) <= LONGEST_S for delay in (Backoff(tries=50).next_delay_s(0.0) for _ in range(20)))
+
+
+def test_workers_beat_as_often_as_their_router_expects() -> None:
+    """It could not be set, and a router could be told to give workers up sooner than they speak."""
+    config = ClusterConfig(router=RouterConfig(heartbeat_interval_s=0.25, heartbeat_lost_s=1.5))
+    assert {(w.config.heartbeat_interval_s, w.config.router_lost_s) for w in workers(config)} == {(0.25, 1.5)}
