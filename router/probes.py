@@ -63,7 +63,10 @@ class Probes:
             elif not readiness.probes and not worker.draining and now_s >= readiness.try_after_s:
                 self._try(worker, now_s)
         for prefill, decode in self._pairs.in_doubt():
-            self._settle_doubt(prefill, decode, now_s)
+            if self._enabled:
+                self._settle_doubt(prefill, decode, now_s)
+            else:
+                self._pairs.forget_doubt(prefill, decode)
 
     def start_claimed(self, now_s: float) -> None:
         """Where there is room now that a probe waits for, it goes before everybody."""
