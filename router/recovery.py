@@ -67,6 +67,8 @@ class Recovery:
         error = event.error
         if work.role is Role.DECODE and work.request.prefill is not None:
             self._blame_pair(work.request.prefill, work, event, now_s)
+        if error.code is ErrorCode.DEADLINE_EXCEEDED:
+            self.doubt_pair(work.request, now_s)
         worker = self._requests.drop(work)
         if worker is not None and error.code in _TURNED_AWAY:
             worker.turned_away = True
@@ -100,7 +102,6 @@ class Recovery:
         """Begin the next attempt, or fail the request with `error`."""
         request.loss = error
         if now_s >= request.deadline_s:
-            self.doubt_pair(request, now_s)
             self._requests.expire(request, now_s)
             return
         refusal = self._refusal(request, error)
