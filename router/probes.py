@@ -132,7 +132,11 @@ class Probes:
         return self._pairs.usable(prefill.hello, decode.hello, now_s=now_s)
 
     def _start(self, decode: Worker, prefill: Worker | None, now_s: float) -> None:
-        request = self._make(decode.hello, Probe(decode.link, None if prefill is None else prefill.link), now_s)
+        longest = decode.hello.max_model_len - 2
+        if prefill is not None:
+            longest = min(longest, prefill.hello.max_model_len - 1)
+        probe = Probe(decode.link, None if prefill is None else prefill.link)
+        request = self._make(max(1, min(decode.hello.block_size + 1, longest)), probe, now_s)
         for worker in (decode, prefill):
             if worker is not None:
                 worker.readiness.probes += 1
@@ -140,10 +144,9 @@ class Probes:
         placement = Placement.COLOCATED if prefill is None else Placement.DISAGGREGATED
         self._dispatcher.bind(request, decode, placement, Reason.REQUESTED, now_s)
 
-    def _make(self, hello: WorkerHello, probe: Probe, now_s: float) -> LiveRequest:
-        """One full block and a token of the next: both must arrive for the right second token."""
+    def _make(self, prompt_len: int, probe: Probe, now_s: float) -> LiveRequest:
+        """One full block and a token of the next, where both hold as much: both must arrive for the right second token."""
         self._count += 1
-        prompt_len = max(1, min(hello.block_size + 1, hello.max_model_len - 2))
         submit = Submit(
             request_id=RequestId(f"probe-\0{self._count}"),  # no client's: theirs are printable
             prompt_ids=(0,) * prompt_len,

@@ -208,7 +208,7 @@ def test_a_pair_that_can_never_work_is_not_waited_for() -> None:
 
 # Any pools -------------------------------------------------------------------------------------------------------------
 
-SHAPES = st.tuples(st.sampled_from([12, 13, 30, 64]), st.integers(4, 40), st.integers(1, 3))
+SHAPES = st.tuples(st.sampled_from([5, 12, 13, 30, 64]), st.integers(4, 40), st.integers(1, 3))
 """max_model_len, blocks of four tokens, slots."""
 
 
