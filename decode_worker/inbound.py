@@ -7,12 +7,12 @@ from typing import Protocol
 
 from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.lease_client import LeaseClient
-from kvtransfer.pull import Pull, Pulled
+from kvtransfer.pull import PrefillStalled, Pull, Pulled
 from kvtransfer.read import Reads
 from kvtransfer.staging import PostsReads, Staging
 from kvtransfer.ticket import Ticket
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import IncompatiblePeer, TransferFailed
+from pdserve.core.errors import IncompatiblePeer, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId
 from pdserve.core.kv_layout import KvLayout
 
@@ -35,6 +35,13 @@ class Puller(Protocol):
     def staging(self) -> Staging | None:
         """None: KV of another dtype cannot be converted here."""
         ...
+
+
+def speaks_against_pair(error: PdserveError) -> bool:
+    """Whether what ended a pull is evidence that KV does not pass between the two workers: a read that failed or ran past a
+    deadline of its own, or a lender that does not answer. A lease that is gone is none, since somebody answered for it; nor
+    is a prompt that was not computed in time, nor the deadline of the request itself."""
+    return isinstance(error, TransferFailed | ReplicaLost) and not isinstance(error, PrefillStalled)
 
 
 class Inbound:
@@ -69,7 +76,7 @@ class Inbound:
     async def pull(self, lease_id: LeaseId, ticket_bytes: bytes) -> Pulled:
         """Follow the lease, read blocks as they become final, commit. What was read may be used only after this has returned.
 
-        Raises `LeaseGone`, `TransferFailed`, `ReplicaLost`, `IncompatiblePeer`.
+        Raises `LeaseGone`, `TransferFailed`, `ReplicaLost`, `DeadlineExceeded`, `IncompatiblePeer`.
         """
         ticket = Ticket.decode(ticket_bytes)
         ticket.check_layout(self._host.layout)

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
-from decode_worker.inbound import Inbound
+from decode_worker.inbound import Inbound, speaks_against_pair
 from kvtransfer.lease_client import LeaseClient
 from kvtransfer.peer_link import PeerLink
 from kvtransfer.pull import Pulled
@@ -126,7 +126,7 @@ class DecodeRole:
             if self._host.draining:
                 self._no_room(handle, len(prompt))
                 return
-            seq_id = self._host.next_seq_id()
+            seq_id = self._host.next_seq_id(handle)
             local, salt = command.local_prefill, command.cache_salt
             self._host.submit(Reserve(seq_id, prompt, params, command.priority, local, command.resumed, salt))
         except PdserveError as exc:
@@ -173,7 +173,7 @@ class DecodeRole:
         try:
             pulled = await inbound.pull(codec.lease_id_from_wire(command.lease_id), command.ticket)
         except PdserveError as exc:
-            self._fail(request, exc)
+            self._fail(request, exc, pair_failed=speaks_against_pair(exc))
         except Exception as exc:
             log.exception("handoff of request %d", request.handle)
             self._fail(request, InternalBug(f"handoff: {exc!r}"))
@@ -212,11 +212,11 @@ class DecodeRole:
         if request is not None:
             self._drop(request, release=False)
 
-    def _fail(self, request: BoundRequest, error: PdserveError) -> None:
+    def _fail(self, request: BoundRequest, error: PdserveError, *, pair_failed: bool = False) -> None:
         log.info("request %d failed here: %s", request.handle, error.message)
         if self._by_handle.get(request.handle) is request:
             self._drop(request, release=True)
-            self._host.send(failed(request.handle, error))
+            self._host.send(failed(request.handle, error, pair_failed=pair_failed))
 
     def _break(self, request: BoundRequest, exc: Exception) -> None:
         """Our own code failed at this request: it alone pays. Called while the exception is handled."""

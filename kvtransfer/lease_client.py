@@ -10,7 +10,7 @@ from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.peer_link import PeerLink
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
-from pdserve.core.errors import LeaseGone, ReplicaLost, TransferFailed
+from pdserve.core.errors import DeadlineExceeded, LeaseGone, ReplicaLost
 from pdserve.core.ids import Incarnation, LeaseId
 
 IDLE_CLOSE_S: Final = 180.0
@@ -96,7 +96,8 @@ class LeaseClient:
         """Follow a lease whose lender's pool can be read from then on. The caller closes it.
 
         Raises `LeaseGone` when the lender was replaced, `ReplicaLost` when it cannot be reached, `TransferFailed`
-        when the transport cannot connect or all of it takes longer than `deadline_s`, `IncompatiblePeer`.
+        when the transport cannot connect, `IncompatiblePeer`, and `DeadlineExceeded` when `deadline_s`, which is the
+        request's own, passes first.
         """
         if self._closed:
             raise ReplicaLost("the lease client is closed")
@@ -110,7 +111,7 @@ class LeaseClient:
                 await self._connector.connect(ticket.incarnation, metadata)
                 return await entry.link.follow(lease_id, ticket.prompt_len)
         except TimeoutError as exc:
-            raise TransferFailed(f"{ticket.peer_address} was not ready to be read within {deadline_s:.1f} s") from exc
+            raise DeadlineExceeded(f"{ticket.peer_address} was not ready to be read within {deadline_s:.1f} s") from exc
         finally:
             entry.num_attaching -= 1
             self._arm_idle_timer(entry)

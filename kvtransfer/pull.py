@@ -21,10 +21,14 @@ from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.read import Read, Reads
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
-from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
+from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError, TransferFailed
 from pdserve.core.ids import ReaderId
 from pdserve.core.lease import FirstToken
 from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, Reusable, SendCommit
+
+
+class PrefillStalled(TransferFailed):
+    """A lender that answers made no progress with a prompt for too long. Nothing is said about the way its KV takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,8 @@ class Pull:
         """`wait_s` bounds the wait for token 0, and `stalled_s` each wait for the next chunk: renewing cannot hold a lease
         for ever. Reads and Commit have bounds of their own.
 
-        Raises `LeaseGone`, `TransferFailed`, `ReplicaLost` or `IncompatiblePeer`: discard, and look at `stopped`.
+        Raises `LeaseGone`, `TransferFailed`, `ReplicaLost`, `DeadlineExceeded` or `IncompatiblePeer`: discard, and look at
+        `stopped`.
         """
         try:
             await self._read_all(wait_s)
@@ -128,15 +133,18 @@ class Pull:
             await asyncio.wait(awaited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _patience_s(self, started_s: float, wait_s: float) -> float | None:
-        """How long the watermark may still stand where it is; None: it covers the prompt. Raises `TransferFailed`."""
+        """How long the watermark may still stand where it is; None: it covers the prompt.
+
+        Raises `DeadlineExceeded`, or `PrefillStalled`: a reader that hears no watermark at all hears of that from its link.
+        """
         if self._lease.first_token is not None:
             return None
         now_s, stalled_s = self._now_s(), self._config.stalled_s
         came = f"lease {self._lease.lease_id}: {self._lease.watermark} of {self._lease.prompt_len} tokens"
         if now_s >= started_s + wait_s:
-            raise TransferFailed(f"{came} after {wait_s:.1f} s")
+            raise DeadlineExceeded(f"{came} after {wait_s:.1f} s")
         if now_s >= self._times.grown_s + stalled_s:
-            raise TransferFailed(f"{came}, no progress for {stalled_s:.1f} s")
+            raise PrefillStalled(f"{came}, no progress for {stalled_s:.1f} s")
         return min(started_s + wait_s, self._times.grown_s + stalled_s) - now_s
 
     def _take_reads(self) -> None:

@@ -31,6 +31,7 @@ DEVICES: Final = ("auto", "cpu", "cuda")
 QUANTIZATIONS: Final = ("int8", "int4")
 KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16", "fp8_e4m3", "int8", "int4")
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
+BEATS_TO_LOSE: Final = 3  # heartbeats that must be missing before a worker or a router counts as lost
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _SUCCESSORS: Final = {"max_restarts": "max_restarts_per_hour (it was a total over the worker's life)"}  # of settings removed
 _BYTES: Final = {"unit": "bytes"}  # metadata of fields that also take a text such as 256MiB
@@ -133,7 +134,13 @@ class LeaseConfig:
             _positive(f"lease.{name}", getattr(self, name))
         _at_least("lease.transfer_deadline_floor_s", self.transfer_deadline_floor_s, 0)
         _at_least("lease.commit_tries", self.commit_tries, 1)
-        _at_least("lease.lost_s", self.lost_s, 2 * self.renew_interval_s)  # one lost renewal must not be a lost lender
+        for name in ("lost_s", "stalled_s"):  # one lost renewal must not be a lost lender, nor a prompt that stands still
+            if not getattr(self, name) >= 2 * self.renew_interval_s:
+                raise ConfigError(
+                    f"lease.{name} must be at least {2 * self.renew_interval_s:g}, twice the pause between renewals, which is "
+                    f"the smaller of lease.heartbeat_s ({self.heartbeat_s:g}) and lease.ttl_s / 6 ({self.ttl_s / 6:g}), "
+                    f"got {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +163,8 @@ class RouterConfig:
     max_inflight_body_bytes: int = field(default=64 * MIB, metadata=_BYTES)  # of all large HTTP bodies on their way
     max_connections: int = 1024  # of clients, on each of their ports; fewer where RLIMIT_NOFILE leaves fewer
     stalled_client_s: float = 30.0  # a client that takes nothing for so long is cancelled
-    heartbeat_lost_s: float = 5.0
+    heartbeat_interval_s: float = 1.0  # of workers; `pdserve up` tells them
+    heartbeat_lost_s: float = 5.0  # a worker that says nothing for so long is lost, and to a worker such a router
     probe_workers: bool = True  # a worker is ready only after KV went through it once, from or to a peer
     max_attempts: int = 4  # of one request, the first included
     retry_share: float = 0.1  # retries of all requests together: this share of those admitted,
@@ -164,6 +172,7 @@ class RouterConfig:
     recovery_wait_s: float = 30.0  # how long a replay waits for a worker to come back before it is refused
     pair_aside_s: float = 5.0  # a pair that failed is not used for so long, doubled by each further failure
     pair_aside_max_s: float = 60.0
+    allow_mixed_quantization: bool = False  # of weights among workers: then tokens depend on where a request runs
 
     def __post_init__(self) -> None:
         if self.placement not in [p.value for p in Placement]:
@@ -174,22 +183,34 @@ class RouterConfig:
         _at_least("router.colocate_below_tokens", self.colocate_below_tokens, 0)
         for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes"):
             _at_least(f"router.{name}", getattr(self, name), 1)
-        for name in ("default_deadline_s", "stalled_client_s", "heartbeat_lost_s", "pair_aside_s"):
+        for name in ("default_deadline_s", "stalled_client_s", "heartbeat_interval_s", "heartbeat_lost_s", "pair_aside_s"):
             _positive(f"router.{name}", getattr(self, name))
         for name, low in (("max_attempts", 1), ("retry_share", 0), ("retry_burst", 0), ("recovery_wait_s", 0)):
             _at_least(f"router.{name}", getattr(self, name), low)
-        if self.admin_port_or_default in (self.http_port, self.grpc_port) and self.admin_port_or_default:
-            raise ConfigError(
-                f"router.admin_port {self.admin_port_or_default} is that of clients, router.http_port or router.grpc_port"
-            )
         _at_least("router.max_connections", self.max_connections, 16)
         if self.max_inflight_body_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"router.max_inflight_body_bytes {self.max_inflight_body_bytes} must be at least router.max_body_bytes, "
                 f"{self.max_body_bytes}: a body of that size would never be read"
             )
-        _at_least("router.max_deadline_s", self.max_deadline_s, self.default_deadline_s)
-        _at_least("router.pair_aside_max_s", self.pair_aside_max_s, self.pair_aside_s)
+        _not_under(self, "router.max_deadline_s", "router.default_deadline_s")
+        _not_under(self, "router.pair_aside_max_s", "router.pair_aside_s")
+        _not_under(self, "router.heartbeat_lost_s", "router.heartbeat_interval_s", times=BEATS_TO_LOSE)
+        self._check_ports()
+
+    @property
+    def link_bind(self) -> tuple[str, str]:
+        """Where workers dial in, and which setting says so."""
+        return (self.host, "router.host") if self.link_host is None else (self.link_host, "router.link_host")
+
+    def _check_ports(self) -> None:
+        """Also where their hosts differ: one of them may stand for all addresses, and a client would meet the wrong service."""
+        taken: dict[int, str] = {}
+        ports = {name: getattr(self, name) for name in ("http_port", "grpc_port", "link_port")}
+        for name, port in (ports | {"admin_port": self.admin_port_or_default}).items():
+            other = taken.setdefault(port, name)
+            if port and other != name:
+                raise ConfigError(f"router.{other} and router.{name} are both {port}: each needs a port of its own")
 
     @property
     def admin_port_or_default(self) -> int:
@@ -241,10 +262,19 @@ class ClusterConfig:
             raise ConfigError("decode.replicas must be at least 1: every request ends on a decode worker")
         if self.address not in ("local", "auto") and not re.fullmatch(r".+:\d+", self.address):
             raise ConfigError(f"address must be local, auto or HOST:PORT of a Ray cluster, got {self.address!r}")
+        if self.router.placement == "disaggregated" and not self.prefill.replicas:
+            raise ConfigError("router.placement is disaggregated and prefill.replicas is 0: every request would be refused")
         prefill, decode = self.engine_for(self.prefill), self.engine_for(self.decode)
         for name in ("model", "dtype", "block_size"):
             if getattr(prefill, name) != getattr(decode, name):
                 raise ConfigError(f"prefill.engine.{name} and decode.engine.{name} differ: KV blocks could not be handed over")
+        mixed = self.prefill.replicas and prefill.quantization != decode.quantization
+        if mixed and not self.router.allow_mixed_quantization:
+            raise ConfigError(
+                f"prefill.engine.quantization ({prefill.quantization or 'none'}) and decode.engine.quantization "
+                f"({decode.quantization or 'none'}) differ, so that tokens would depend on where a request runs; "
+                "router.allow_mixed_quantization: true allows it"
+            )
 
     def engine_for(self, pool: PoolConfig) -> EngineConfig:
         """The common engine settings with the pool's overrides."""
@@ -265,13 +295,15 @@ class WorkerConfig:
     port: int = 0
     allow_public_bind: bool = False  # `host` may be other than loopback: whoever reaches the transport can write into KV
     advertise_host: str | None = None  # None: `host`
-    heartbeat_interval_s: float = 1.0
+    heartbeat_interval_s: float = 1.0  # as router.heartbeat_interval_s; router_lost_s as router.heartbeat_lost_s
     router_lost_s: float = 5.0  # a router that says nothing for so long has gone: its work here is dropped
     drain_timeout_s: float = 300.0  # a drain that takes longer stops where it is; what is left is done again elsewhere
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_interval_s", "router_lost_s", "drain_timeout_s"):
             _positive(name, getattr(self, name))
+        _not_under(self, "router_lost_s", "heartbeat_interval_s", times=BEATS_TO_LOSE)
+        _check_token(self.cluster_token, self.host, "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +320,7 @@ class RouterProcessConfig:
                 f"router.admin_host {self.router.admin_host!r} is reached by others, so cluster_token must not be empty: "
                 "anybody could drain the cluster"
             )
+        _check_token(self.cluster_token, *self.router.link_bind)
 
 
 Config = TypeVar("Config")
@@ -422,3 +455,19 @@ def _at_least(name: str, value: float, low: float) -> None:
 def _positive(name: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(f"{name} must be positive, got {value}")
+
+
+def _not_under(config: object, name: str, than: str, *, times: int = 1) -> None:
+    """Both are names of settings of `config`, with the section before them."""
+    value, least = (getattr(config, each.rpartition(".")[2]) for each in (name, than))
+    if not value >= times * least:
+        factor = f"{times} times " if times > 1 else ""
+        raise ConfigError(f"{name} must be at least {times * least:g}, {factor}{than} ({least:g}), got {value}")
+
+
+def _check_token(token: str, host: str, setting: str) -> None:
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"cluster_token is empty and {setting} is {host!r}: whoever reaches that address could join as a worker. "
+            f"Set cluster_token to a secret that router and workers share, or {setting} to 127.0.0.1"
+        )

@@ -124,7 +124,7 @@ class PrefillRole:
             if self._host.draining:
                 raise Unavailable("this worker is draining")
             prompt, params = read_request(command, self._host)
-            seq_id = self._host.next_seq_id()
+            seq_id = self._host.next_seq_id(handle)
             self._host.submit(AddLent(seq_id, prompt, params, command.priority, command.resumed, command.cache_salt))
         except PdserveError as exc:
             self._host.send(failed(handle, exc))

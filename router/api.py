@@ -87,6 +87,7 @@ class Report:
     rebinds: int = 0
     request_id: str = ""
     correlation_id: str = ""
+    exact: bool = True
 
     def values(self) -> dict[str, Any]:
         """By field name. `dataclasses.asdict` copies deeply, which takes 30 us, once or twice a request."""

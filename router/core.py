@@ -63,7 +63,7 @@ _S, _E = RequestState, RequestEvent
 
 class RouterCore:
     def __init__(self, config: RouterConfig, model_fingerprint: str) -> None:
-        self.registry = Registry(model_fingerprint)
+        self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
         self.waiting = WaitingRequests(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self.requests = Requests(self.registry, self.waiting)
         self.ledger = self.requests.ledger
@@ -107,6 +107,7 @@ class RouterCore:
         self._handlers[type(event)](event, now_s)
         requests = self.requests
         if requests.changed:
+            self._probes.start_claimed(now_s)
             self._dispatcher.pump(now_s, recheck=requests.recheck)
             requests.changed = requests.recheck = False  # what the pump itself ended had no room that others wait for
         effects, requests.effects = requests.effects, []
@@ -129,6 +130,7 @@ class RouterCore:
     def _client_gone(self, event: ClientGone, now_s: float) -> None:
         request = self.requests.get(event.request_id)
         if request is not None:
+            self.recovery.doubt_pair(request, now_s)
             self.requests.end(request, _E.CLIENT_GONE, now_s, Cancelled(f"request {event.request_id} was cancelled"))
 
     def _tick(self, event: Tick, now_s: float) -> None:
@@ -137,6 +139,7 @@ class RouterCore:
             if silent_s > self._lost_s:
                 self._lose(worker, ReplicaLost(f"{worker.name} was silent for {silent_s:.1f} s"), now_s, close=True)
         for request in self.requests.deadlines.passed(now_s=now_s):
+            self.recovery.doubt_pair(request, now_s)
             self.requests.expire(request, now_s)
         if len(self.pairs):
             self.pairs.forget({worker.hello.incarnation for worker in self.registry}, now_s=now_s)
@@ -239,7 +242,7 @@ class RouterCore:
     def _request_failed(self, event: RequestFailed, now_s: float) -> None:
         work = self._work(event.link, event.handle, None, now_s)
         if work is not None:
-            self.recovery.work_failed(work, event.error, now_s)
+            self.recovery.work_failed(work, event, now_s)
 
     def _step_rows(self, event: StepRows, now_s: float) -> None:
         worker = self._seen(event.link, now_s)

@@ -46,6 +46,8 @@ class WorkerHello:
     step_timeout_s: float = 0.0
     """For so long its engine may make no step while work waits; 0: it does not say."""
     niceness: int = 0  # of its process: above 0, ordinary processes of its machine go first
+    quantization: str = ""
+    """Of its weights; empty: none."""
 
     @property
     def kv_tokens(self) -> int:
@@ -68,6 +70,8 @@ class WorkerLoad:
     prefix_hit_tokens: int = 0
     engine_stalled_s: float = 0.0
     numerical_errors: int = 0
+    last_handle: int = 0
+    """The last command that these counts include."""
 
 
 # Events ------------------------------------------------------------------------------------------------------------
@@ -168,6 +172,8 @@ class RequestFailed:
     link: LinkId
     handle: Handle
     error: PdserveError
+    pair_failed: bool = False
+    """Of a decode worker: KV did not come from its lender, by the fault of either or of the way between them."""
 
 
 class Row(Protocol):

@@ -59,7 +59,7 @@ class Handoff:
         loss = request.loss
         if request.machine.state is _S.BINDING and request.probe is None:
             self._dispatcher.requeue(request, _E.NO_ROOM, now_s)
-        else:  # a rebind takes room at once, or the lease is given back
+        else:  # a rebind takes room at once, or the lease is given back; a probe tries again by itself
             self._recovery.retry(request, loss or ReplicaLost(f"{request.decode_worker} has no room"), now_s)
 
     def prefill_started(self, work: RemoteWork, event: PrefillStarted, now_s: float) -> None:
@@ -89,7 +89,7 @@ class Handoff:
             self._praise_pair(request)
 
     def _praise_pair(self, request: LiveRequest) -> None:
-        if len(self._pairs) and request.prefill is not None and request.decode is not None:
+        if request.prefill is not None and request.decode is not None:
             registry = self._requests.registry
             lender, reader = registry.get(request.prefill.link), registry.get(request.decode.link)
             if lender is not None and reader is not None:

@@ -89,6 +89,8 @@ class LiveRequest:
     retry_reasons: tuple[str, ...] = ()
     """Error codes: why each attempt but the first was needed."""
     rebinds: int = 0
+    exact: bool = True
+    """Whenever a part of it was placed, all workers computed alike."""
     unplaceable_since_s: float | None = None
     """Queued, and no worker is there that could serve it."""
     prefill: RemoteWork | None = None
@@ -187,6 +189,7 @@ class LiveRequest:
             rebinds=self.rebinds,
             request_id=self.request_id,
             correlation_id=self.correlation_id,
+            exact=self.exact,
         )
 
 

@@ -32,6 +32,7 @@ class Pairs:
         self._aside_s = aside_s
         self._aside_max_s = aside_max_s
         self._pairs: dict[_Pair, AsidePair] = {}
+        self._doubted: dict[_Pair, tuple[WorkerHello, WorkerHello]] = {}
 
     def __len__(self) -> int:
         """Pairs with a failure behind them, set aside or on trial again. 0: all are usable."""
@@ -52,12 +53,23 @@ class Pairs:
         self._pairs[_key(prefill, decode)] = AsidePair(prefill, decode, reason, math.inf, 1)
 
     def succeeded(self, prefill: WorkerHello, decode: WorkerHello) -> None:
-        if self._pairs:
-            self._pairs.pop(_key(prefill, decode), None)
+        self._pairs.pop(_key(prefill, decode), None)
+        self._doubted.pop(_key(prefill, decode), None)
+
+    def doubt(self, prefill: WorkerHello, decode: WorkerHello) -> None:
+        """A request ended while its KV was long in coming. That is no evidence, and a reason to look."""
+        self._doubted[_key(prefill, decode)] = (prefill, decode)
+
+    def in_doubt(self) -> list[tuple[WorkerHello, WorkerHello]]:
+        return list(self._doubted.values())
+
+    def forget_doubt(self, prefill: WorkerHello, decode: WorkerHello) -> None:
+        self._doubted.pop(_key(prefill, decode), None)
 
     def usable(self, prefill: WorkerHello, decode: WorkerHello, *, now_s: float) -> bool:
+        """At `now_s`; infinite asks whether it will ever be."""
         pair = self._pairs.get(_key(prefill, decode)) if self._pairs else None
-        return pair is None or pair.until_s <= now_s
+        return pair is None or (pair.until_s <= now_s and not math.isinf(pair.until_s))
 
     def forget(self, linked: Container[Incarnation], *, now_s: float) -> None:
         """Drop pairs of which a side has gone and whose failures are too old to matter should it come back."""

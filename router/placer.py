@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from typing import Final
 
 from pdserve.config import RouterConfig
@@ -21,6 +22,20 @@ from router.registry import Registry, Worker
 
 SUSPECT_SHARE: Final = 0.6
 """Of the time after which a silent worker is lost: from then on it gets nothing new. 3 s of 5 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    worker: Worker
+    placement: Placement
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Decode workers that would do, none of which has room by the estimate."""
+
+    links: tuple[LinkId, ...]
 
 
 class Placer:
@@ -65,13 +80,32 @@ class Placer:
         """KV that the request will probably take on its decode worker."""
         return len(request.work_ids) + self._outputs.expect(request.remaining_tokens)
 
-    def decode_worker(self, request: LiveRequest, placement: Placement, *, now_s: float) -> Worker | None:
-        """None: nobody has room by the estimate. For a handoff, one that some prefill worker's KV may go to."""
+    def place(self, request: LiveRequest, *, now_s: float, kept: Container[LinkId] = ()) -> Place | Wanted:
+        """On which decode worker, and how; or on which it waits for room. Those in `kept` are left to others.
+
+        One that is free to choose is colocated on a worker that no KV may go to, rather than wait for one that is paired:
+        nobody else has a use for it. Raises `Unavailable` as `decide` does.
+        """
+        placement, reason = self.decide(request, now_s=now_s)
         fitting = self._fitting(request, now_s)
+        cut_off: list[Candidate] = []
         if placement is Placement.DISAGGREGATED and len(self._pairs):
             lenders = self._lenders(request, now_s, serving=True)
-            fitting = [c for c in fitting if self._paired(lenders, c.link, now_s)]
-        return self._roomiest(request, fitting)
+            cut_off = [c for c in fitting if not self._paired(lenders, c.link, now_s)]
+            fitting = [c for c in fitting if c not in cut_off]
+        tries = [(fitting, placement, reason)]
+        if reason is Reason.DEFAULT:
+            tries.append((cut_off, Placement.COLOCATED, Reason.PAIRS_SET_ASIDE))
+        for among, how, why in tries:
+            worker = self._roomiest(request, [c for c in among if c.link not in kept])
+            if worker is not None:
+                return Place(worker, how, why)
+        return Wanted(tuple(c.link for among, _, _ in tries for c in among))
+
+    def room_beside(self, kept: Container[LinkId], *, now_s: float) -> bool:
+        """Whether some decode worker that is not in `kept` might take something."""
+        others = [c for c in self._candidates(Role.DECODE, now_s, serving=True) if c.link not in kept]
+        return bool(filters.with_room(filters.alive(others), 1))
 
     def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Worker | None:
         """One with room at once, by the estimate, that may read what `lender` lent. None: nobody."""
@@ -150,6 +184,7 @@ class Placer:
                 max_model_len=worker.hello.max_model_len,
                 suspect=self.suspect(worker, now_s=now_s),
                 refused=worker.turned_away or worker.refused_blocks is not None,
+                claimed=worker.claimed_by is not None,
             )
             for worker in self._registry.of_role(role)
             if (worker.serves if serving else not worker.draining)

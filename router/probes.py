@@ -3,14 +3,21 @@
 A probe is a tiny request of the router's own. It goes from a prefill to a decode worker the way every request goes: bind,
 prefill, attach, pull, commit, first token of decode; when that comes, both are ready. A decode worker that has no prefill
 worker to get KV from, or is set aside from all of them, is tried with itself, for it can serve colocated. A prefill
-worker without anybody to give KV to stays not ready. A try that fails is made again, later each time, with the next peer.
+worker without anybody to give KV to stays not ready. A try that fails is made again, later each time, with the next peer;
+for a decode worker that may be itself, since a prefill worker that is too busy to answer must not keep it out.
+
+A probe needs room on a decode worker, which clients leave to nobody: they refill each slot in the same event. So a probe
+that finds no room claims the worker: clients get nothing there until the next room has gone to the probe.
+
+Pairs in doubt, where a request ended while its computed KV did not come, are probed as well: that is no evidence against
+the way between the two, but a probe, which lives longer than a lender or a read may take, finds it.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from pdserve.core.errors import ErrorCode, PdserveError
+from pdserve.core.errors import PdserveError
 from pdserve.core.ids import RequestId
 from pdserve.core.sampling import Placement, SamplingParams
 from router.dispatcher import Dispatcher
@@ -26,10 +33,8 @@ DEADLINE_S: Final = 10.0
 """A round trip takes milliseconds; the first of a process waits for connections, kernels and a running step."""
 BACKOFF_S: Final = 0.5
 BACKOFF_MAX_S: Final = 8.0
-PRIORITY: Final = 101
-"""Above all that clients may ask for."""
-_NOT_THE_PAIR: Final = (ErrorCode.REPLICA_LOST, ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
-"""A worker left, had no room or took nothing: that says nothing about KV between the two."""
+PRIORITY: Final = 1000
+"""So far above the 100 that clients may ask for that none of them comes before it by having waited."""
 
 
 class Probes:
@@ -43,6 +48,8 @@ class Probes:
         self._pairs = pairs
         self._enabled = enabled
         self._count = 0
+        self._claims: dict[LinkId, LinkId] = {}
+        """By decode worker: whose probe gets the next room there."""
         requests.on_probe_end = self._ended
 
     def start_due(self, now_s: float) -> None:
@@ -55,22 +62,68 @@ class Probes:
                 readiness.ready, readiness.reason = True, ""
             elif not readiness.probes and not worker.draining and now_s >= readiness.try_after_s:
                 self._try(worker, now_s)
+        for prefill, decode in self._pairs.in_doubt():
+            if self._enabled:
+                self._settle_doubt(prefill, decode, now_s)
+            else:
+                self._pairs.forget_doubt(prefill, decode)
+
+    def start_claimed(self, now_s: float) -> None:
+        """Where there is room now that a probe waits for, it goes before everybody."""
+        for link, claimant in list(self._claims.items()):
+            decode, worker = self._registry.get(link), self._registry.get(claimant)
+            if decode is None or worker is None or worker.readiness.ready or worker.draining or decode.draining:
+                self._unclaim(link)
+            elif decode.has_room and not worker.readiness.probes:
+                self._unclaim(link)
+                self._start(decode, None if worker is decode else worker, now_s)
 
     def _try(self, worker: Worker, now_s: float) -> None:
         peer = self._peer(worker, now_s)
         if worker.hello.role is Role.DECODE:
-            self._start(worker, peer, now_s)
+            self._start_or_claim(worker, peer, worker, now_s)
         elif peer is not None:
-            self._start(peer, worker, now_s)
+            self._start_or_claim(peer, worker, worker, now_s)
         elif worker.readiness.reason == NOT_YET_PROBED:
             worker.readiness.reason = "waiting for a KV round trip: there is no decode worker"
 
+    def _start_or_claim(self, decode: Worker, prefill: Worker | None, claimant: Worker, now_s: float) -> None:
+        if decode.has_room:
+            self._start(decode, prefill, now_s)
+        else:
+            self._claim(decode, claimant)
+
+    def _claim(self, decode: Worker, claimant: Worker) -> None:
+        """One at a time: others try again at the next tick."""
+        if decode.claimed_by is None:
+            decode.claimed_by = self._claims[decode.link] = claimant.link
+        claimant.readiness.reason = f"waiting for room on {decode.hello.worker_id} for a KV round trip"
+
+    def _unclaim(self, decode: LinkId) -> None:
+        del self._claims[decode]
+        worker = self._registry.get(decode)
+        if worker is not None:
+            worker.claimed_by = None
+
     def _peer(self, worker: Worker, now_s: float) -> Worker | None:
-        """Of the other role: the ready ones first, and after each failure the next."""
-        others = self._registry.of_role(Role.PREFILL if worker.hello.role is Role.DECODE else Role.DECODE)
-        peers = [other for other in others if self._may_pair(worker, other, now_s)]
-        peers.sort(key=lambda peer: not peer.readiness.ready)
+        """Of the other role: those with room first, of these the ready ones, and after each failure the next. None for a
+        decode worker: itself, which is the last in its turn."""
+        decodes = worker.hello.role is Role.DECODE
+        others = self._registry.of_role(Role.PREFILL if decodes else Role.DECODE)
+        found = [other for other in others if self._may_pair(worker, other, now_s)]
+        found.sort(key=lambda peer: (not decodes and not peer.has_room, not peer.readiness.ready))
+        peers: list[Worker | None] = [*found, None] if decodes else [*found]
         return peers[worker.readiness.failures % len(peers)] if peers else None
+
+    def _settle_doubt(self, prefill: WorkerHello, decode: WorkerHello, now_s: float) -> None:
+        lender, reader = self._registry.find(prefill.worker_id), self._registry.find(decode.worker_id)
+        if lender is None or reader is None or (lender.hello, reader.hello) != (prefill, decode):
+            self._pairs.forget_doubt(prefill, decode)
+        elif (
+            reader.has_room and reader.serves and lender.serves and not reader.readiness.probes and not lender.readiness.probes
+        ):
+            self._pairs.forget_doubt(prefill, decode)
+            self._start(reader, lender, now_s)
 
     def _may_pair(self, worker: Worker, other: Worker, now_s: float) -> bool:
         if other.draining or other.turned_away or self._placer.suspect(other, now_s=now_s):
@@ -79,7 +132,11 @@ class Probes:
         return self._pairs.usable(prefill.hello, decode.hello, now_s=now_s)
 
     def _start(self, decode: Worker, prefill: Worker | None, now_s: float) -> None:
-        request = self._make(decode.hello, Probe(decode.link, None if prefill is None else prefill.link), now_s)
+        longest = decode.hello.max_model_len - 2
+        if prefill is not None:
+            longest = min(longest, prefill.hello.max_model_len - 1)
+        probe = Probe(decode.link, None if prefill is None else prefill.link)
+        request = self._make(max(1, min(decode.hello.block_size + 1, longest)), probe, now_s)
         for worker in (decode, prefill):
             if worker is not None:
                 worker.readiness.probes += 1
@@ -87,10 +144,9 @@ class Probes:
         placement = Placement.COLOCATED if prefill is None else Placement.DISAGGREGATED
         self._dispatcher.bind(request, decode, placement, Reason.REQUESTED, now_s)
 
-    def _make(self, hello: WorkerHello, probe: Probe, now_s: float) -> LiveRequest:
-        """One full block and a token of the next: both must arrive for the right second token."""
+    def _make(self, prompt_len: int, probe: Probe, now_s: float) -> LiveRequest:
+        """One full block and a token of the next, where both hold as much: both must arrive for the right second token."""
         self._count += 1
-        prompt_len = max(1, min(hello.block_size + 1, hello.max_model_len - 2))
         submit = Submit(
             request_id=RequestId(f"probe-\0{self._count}"),  # no client's: theirs are printable
             prompt_ids=(0,) * prompt_len,
@@ -106,11 +162,14 @@ class Probes:
         assert request.probe is not None
         decode = self._registry.get(request.probe.decode)
         prefill = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
-        if error is not None and decode is not None and prefill is not None and error.code not in _NOT_THE_PAIR:
-            self._pairs.failed(prefill.hello, decode.hello, error.message, now_s=now_s)
+        no_room = error is not None and decode is not None and decode.refused_blocks is not None
         for worker, peer in ((decode, prefill), (prefill, decode)):
             if worker is not None:
-                _note(worker, _who(request.probe, worker, peer), error, now_s)
+                worker.readiness.probes -= 1
+                if no_room and not worker.readiness.ready and decode is not None:
+                    self._claim(decode, worker)
+                else:
+                    _note(worker, _who(request.probe, worker, peer), error, now_s)
 
     def check_invariants(self) -> None:
         """Each worker knows how many probes run with it at either end."""
@@ -123,11 +182,11 @@ class Probes:
         for worker in self._registry:
             assert worker.readiness.probes == running.get(worker.link, 0)
             assert worker.readiness.ready == (not worker.readiness.reason)
+            assert worker.claimed_by == self._claims.get(worker.link)
 
 
 def _note(worker: Worker, peer: str, error: PdserveError | None, now_s: float) -> None:
     readiness = worker.readiness
-    readiness.probes -= 1
     if error is None:
         readiness.ready, readiness.reason, readiness.failures = True, "", 0
     elif not readiness.ready:

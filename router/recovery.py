@@ -23,7 +23,7 @@ from pdserve.core.errors import ErrorCode, PdserveError
 from pdserve.core.request import RequestEvent, RequestState
 from pdserve.rpc.status import TABLE
 from router.dispatcher import Dispatcher
-from router.events import Role
+from router.events import RequestFailed, Role
 from router.live import LiveRequest, RemoteWork
 from router.pairs import Pairs
 from router.requests import Requests
@@ -31,11 +31,12 @@ from router.retry import RetryBucket, after_attempts
 
 _S, _E = RequestState, RequestEvent
 
-_PAIR_FAILURES: Final = (ErrorCode.TRANSFER_FAILED, ErrorCode.REPLICA_LOST)
-"""What a decode worker says when KV did not come through. A lease that is gone is not among them: somebody answered for
-it, and it may have been preempted or given back by an earlier reader."""
 _TURNED_AWAY: Final = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 """The worker takes nothing at present: asked again at once it would say so again, and eat up the attempts."""
+
+
+DOUBT_AFTER_S: Final = 1.0
+"""What is left to read when the first token is known takes milliseconds: a chunk's KV at most."""
 
 
 class Recovery:
@@ -61,26 +62,41 @@ class Recovery:
                 return
         self.retry(request, error, now_s)
 
-    def work_failed(self, work: RemoteWork, error: PdserveError, now_s: float) -> None:
+    def work_failed(self, work: RemoteWork, event: RequestFailed, now_s: float) -> None:
         """The worker lives and gave this request up."""
+        error = event.error
         if work.role is Role.DECODE and work.request.prefill is not None:
-            self._blame_pair(work.request.prefill, work, error, now_s)
+            self._blame_pair(work.request.prefill, work, event, now_s)
+        if error.code is ErrorCode.DEADLINE_EXCEEDED:
+            self.doubt_pair(work.request, now_s)
         worker = self._requests.drop(work)
         if worker is not None and error.code in _TURNED_AWAY:
             worker.turned_away = True
-        if TABLE[error.code].cluster_retries:
+        # A worker's clock may have come to the request's deadline before ours: then it is for us to say whether it has.
+        if TABLE[error.code].cluster_retries or error.code is ErrorCode.DEADLINE_EXCEEDED:
             self.retry(work.request, error, now_s)
         else:
             self._requests.end(work.request, _E.LOST, now_s, error)
 
-    def _blame_pair(self, prefill: RemoteWork, decode: RemoteWork, error: PdserveError, now_s: float) -> None:
+    def _blame_pair(self, prefill: RemoteWork, decode: RemoteWork, event: RequestFailed, now_s: float) -> None:
+        """On the word of the decode worker alone, which knows whether it was KV that did not come."""
+        error = event.error
         lender, reader = self._requests.registry.get(prefill.link), self._requests.registry.get(decode.link)
         if lender is None or reader is None:
             return
         if error.code is ErrorCode.INCOMPATIBLE_PEER:
             self._pairs.never(lender.hello, reader.hello, error.message)
-        elif error.code in _PAIR_FAILURES:
+        elif event.pair_failed:
             self._pairs.failed(lender.hello, reader.hello, error.message, now_s=now_s)
+
+    def doubt_pair(self, request: LiveRequest, now_s: float) -> None:
+        """A request ends by its deadline or its client. Where the KV was computed and did not come, its way may be at fault."""
+        prefill, decode, since_s = request.prefill, request.decode, request.times.attempt.prefill_ended_s
+        if request.probe is not None or prefill is None or decode is None or since_s is None:
+            return
+        lender, reader = self._requests.registry.get(prefill.link), self._requests.registry.get(decode.link)
+        if lender is not None and reader is not None and request.committed is None and now_s - since_s > DOUBT_AFTER_S:
+            self._pairs.doubt(lender.hello, reader.hello)
 
     def retry(self, request: LiveRequest, error: PdserveError, now_s: float) -> None:
         """Begin the next attempt, or fail the request with `error`."""

@@ -39,14 +39,17 @@ class Worker:
     last_seen_s: float
     load: WorkerLoad
     work: dict[Handle, RemoteWork] = field(default_factory=dict)
-    placed_tokens: int = 0
-    """Prompt tokens sent since the last heartbeat, which does not know them."""
+    on_the_way: dict[Handle, int] = field(default_factory=dict)
+    """Prompt tokens of work that was sent to it and that no heartbeat has counted yet, in the order of sending."""
+    on_the_way_tokens: int = 0
     refused_blocks: int | None = None
     """It said NoRoom to a bind of so many blocks, and nothing was heard since that shows room."""
     turned_away: bool = False
     """It refused work that it would take at other times, and has sent no heartbeat since."""
     draining: bool = False
     """Gets nothing new; what it has goes on."""
+    claimed_by: LinkId | None = None
+    """A worker that waits for a probe with this one: the next room here is the probe's."""
     readiness: Readiness = field(default_factory=Readiness)
 
     @property
@@ -75,11 +78,28 @@ class Worker:
 
     @property
     def queued_tokens(self) -> int:
-        return self.load.queued_tokens + self.placed_tokens
+        return self.load.queued_tokens + self.on_the_way_tokens
+
+    @property
+    def has_room(self) -> bool:
+        """For one more sequence, as far as this router knows."""
+        return len(self.work) < self.hello.max_num_seqs and self.refused_blocks is None and not self.turned_away
+
+    def sent(self, handle: Handle, tokens: int) -> None:
+        """A prompt to compute went to it."""
+        self.on_the_way[handle] = tokens
+        self.on_the_way_tokens += tokens
+
+    def ended(self, handle: Handle) -> None:
+        """This work is over, or was withdrawn."""
+        self.work.pop(handle, None)
+        self.on_the_way_tokens -= self.on_the_way.pop(handle, 0)
+        self.refused_blocks = None  # something was freed there
 
     def saw_heartbeat(self, load: WorkerLoad) -> None:
         self.load = load
-        self.placed_tokens = 0
+        while self.on_the_way and (oldest := next(iter(self.on_the_way))) <= load.last_handle:
+            self.on_the_way_tokens -= self.on_the_way.pop(oldest)
         self.turned_away = False
         self.draining = self.draining or load.draining
         if self.refused_blocks is not None and load.blocks.free + load.blocks.cached >= self.refused_blocks:
@@ -89,8 +109,11 @@ class Worker:
 class Registry:
     """Workers by link; at most one link for each worker id. Iteration is in the order of joining."""
 
-    def __init__(self, model_fingerprint: str) -> None:
+    def __init__(self, model_fingerprint: str, *, allow_mixed_quantization: bool = False) -> None:
         self._model_fingerprint = model_fingerprint
+        self._allow_mixed_quantization = allow_mixed_quantization
+        self.exact = True
+        """Those who are linked hold weights and KV in the same numbers: a token does not depend on who computes it."""
         self._by_link: dict[LinkId, Worker] = {}
         self._longest: dict[Role, int] = {}
 
@@ -104,7 +127,14 @@ class Registry:
         if hello.kv_tokens <= 0:
             raise IncompatiblePeer(f"{name} has no KV blocks: {hello.num_blocks} of {hello.block_size} tokens")
         for other in self._by_link.values():
-            if other.hello.worker_id != hello.worker_id and not _same_blocks(other.hello, hello):
+            if other.hello.worker_id == hello.worker_id:
+                continue
+            if other.hello.quantization != hello.quantization and not self._allow_mixed_quantization:
+                raise IncompatiblePeer(
+                    f"{name} has weights in quantization {hello.quantization or 'none'}, {other.hello.worker_id} in "
+                    f"{other.hello.quantization or 'none'}; router.allow_mixed_quantization: true allows it"
+                )
+            if not _same_blocks(other.hello, hello):
                 raise IncompatiblePeer(
                     f"{name} has KV layout {_layout(hello)}, {other.hello.worker_id} has {_layout(other.hello)} "
                     "(block_size, dtype, kv_bytes_per_token; only the dtype may differ, and the bytes with it)"
@@ -132,14 +162,14 @@ class Registry:
         assert self.find(hello.worker_id) is None
         idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
         worker = self._by_link[link] = Worker(link, hello, now_s, idle)
-        self._note_longest(hello.role)
+        self._note_change(hello.role)
         return worker
 
     def leave(self, link: LinkId) -> Worker | None:
         """Remove; None when it had left already."""
         worker = self._by_link.pop(link, None)
         if worker is not None:
-            self._note_longest(worker.hello.role)
+            self._note_change(worker.hello.role)
         return worker
 
     def get(self, link: LinkId) -> Worker | None:
@@ -153,7 +183,8 @@ class Registry:
         they may come back. None: there was none yet."""
         return self._longest.get(role)
 
-    def _note_longest(self, role: Role) -> None:
+    def _note_change(self, role: Role) -> None:
+        self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
         if lengths:
             self._longest[role] = max(lengths)

@@ -72,6 +72,7 @@ class Requests:
         self._handles += 1
         work = RemoteWork(Handle(self._handles), worker.link, worker.hello.role, request)
         worker.work[work.handle] = work
+        request.exact = request.exact and self.registry.exact
         return work
 
     def drop(self, work: RemoteWork) -> Worker | None:
@@ -83,8 +84,7 @@ class Requests:
             request.decode = None
         worker = self.registry.get(work.link)
         if worker is not None:
-            worker.work.pop(work.handle, None)
-            worker.refused_blocks = None  # something was freed there
+            worker.ended(work.handle)
         return worker
 
     def cancel(self, work: RemoteWork) -> None:
@@ -154,6 +154,10 @@ class Requests:
         assert remote == {id(w) for w in held}
         assert len(held) == len(remote)
         assert self._probes == sum(r.probe is not None for r in self._by_id.values())
+        for worker in self.registry:
+            assert worker.on_the_way_tokens == sum(worker.on_the_way.values())
+            assert worker.on_the_way.keys() <= worker.work.keys()
+            assert list(worker.on_the_way) == sorted(worker.on_the_way)
         for request in self._by_id.values():
             _check_request(request, request in waiting, self.ledger.link_of(request.request_id))
         assert len(self.ledger) == len(self._by_id) - len(waiting)

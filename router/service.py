@@ -168,6 +168,7 @@ class RouterService:
             running_requests=self._core.num_requests - queued,
             workers=tuple(self._worker_snapshot(worker, now_s) for worker in sorted(self._core.registry, key=_pool_order)),
             set_aside=tuple(_pair_snapshot(pair, now_s) for pair in self._core.pairs.set_aside(now_s=now_s)),
+            exact=self._core.registry.exact,
         )
 
     # Events in, effects out --------------------------------------------------------------------------------------------
@@ -286,6 +287,7 @@ class RouterService:
             not_ready_reason=not_ready_reason,
             engine_stalled_s=load.engine_stalled_s,
             numerical_errors=load.numerical_errors,
+            quantization=hello.quantization,
         )
 
 

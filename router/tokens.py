@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.core.errors import InternalBug
 from pdserve.core.request import RequestEvent, RequestState
-from pdserve.core.sampling import Placement
+from pdserve.core.sampling import FinishReason, Placement
 from router.api import Delta
 from router.events import EmitDelta, Role, Row, StepRows
 from router.live import LiveRequest, RemoteWork
@@ -75,6 +75,9 @@ class Tokens:
             times.first_token_s = now_s
         times.last_token_s = now_s
         request.emitted.extend(delta.ids)
+        if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:
+            asked, worker = request.sampling.max_tokens, request.decode_worker if last is _E.STOPPED else request.prefill_worker
+            raise InternalBug(f"{worker} ended request {request.request_id} at {len(request.emitted)} of {asked} tokens")
         if request.probe is None:
             self._requests.effects.append(EmitDelta(request.request_id, delta))
         if delta.finish_reason is not None:

@@ -1,4 +1,8 @@
-"""Requests that wait for room on a decode worker: larger priority first, then replays, then arrival.
+"""Requests that wait for room on a decode worker, in the order of their turns.
+
+A turn is the moment of arrival, so much earlier for each level of priority: a larger priority overtakes what came before
+it, and what waits is overtaken by those alone that come within that time, so no priority waits for ever. A replay counts as
+one level more.
 
 New ones are bounded by count and tokens. Replays are not: each was counted when it was new, and refusing one would lose
 tokens that a client already has.
@@ -21,7 +25,10 @@ RETRY_AFTER_UNKNOWN_S: Final = 1.0
 RATE_WINDOW_S: Final = 30.0
 """Finishes older than this say nothing about how fast the queue drains now."""
 
-_Key = tuple[int, bool, int]
+LEVEL_S: Final = 3.0
+"""What one level of priority is worth: all two hundred outweigh the default deadline of 600 s."""
+
+_Key = tuple[float, int]
 
 
 class WaitingRequests:
@@ -96,4 +103,4 @@ class WaitingRequests:
 
 
 def _key(request: LiveRequest) -> _Key:
-    return (-request.priority, not request.replay, request.arrival)
+    return (request.times.arrived_s - LEVEL_S * (request.priority + request.replay), request.arrival)

@@ -38,6 +38,7 @@ def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
         pid=hello.pid,
         step_timeout_s=hello.step_timeout_s,
         niceness=hello.niceness,
+        quantization=hello.quantization,
     )
 
 
@@ -67,6 +68,7 @@ def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.WorkerEvent:
         m.prefix_hit_tokens,
         m.engine_stalled_s,
         m.numerical_errors,
+        m.last_handle,
     )
     return ev.HeartbeatSeen(link, load)
 
@@ -92,7 +94,7 @@ def _kv_committed(link: ev.LinkId, m: decode_pb2.KvCommitted) -> ev.WorkerEvent:
 
 
 def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.WorkerEvent:
-    return ev.RequestFailed(link, Handle(m.handle), _error(m.reason, m.message))
+    return ev.RequestFailed(link, Handle(m.handle), _error(m.reason, m.message), m.pair_failed)
 
 
 _READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.WorkerEvent]]] = {
@@ -157,6 +159,7 @@ def cluster_state_to_wire(cluster: ClusterSnapshot, block_size: int) -> inferenc
         workers=[_worker_state(worker) for worker in cluster.workers],
         set_aside_pairs=[_set_aside(pair) for pair in cluster.set_aside],
         block_size=block_size,
+        exact=cluster.exact,
     )
 
 
@@ -199,4 +202,5 @@ def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
         prefix_queried_tokens=worker.prefix_queried_tokens,
         prefix_hit_tokens=worker.prefix_hit_tokens,
         not_ready_reason=worker.not_ready_reason,
+        quantization=worker.quantization,
     )

@@ -75,6 +75,8 @@ def plan_workers(
                 lease=config.lease,
                 cluster_token=cluster_token,
                 advertise_host=config.advertise_host,
+                heartbeat_interval_s=config.router.heartbeat_interval_s,
+                router_lost_s=config.router.heartbeat_lost_s,
             )
             plans.append(
                 WorkerPlan(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BAR_CELLS = 20
 WIDE = 140  # columns that the whole status takes
 RARE = ("cached", "quarantined", "unaccounted")
+_INEXACT = "exact: false; workers hold weights or KV in different numbers, so tokens may depend on where a request runs"
 SHORT = {"quarantined": "quar", "unaccounted": "unacc", "heartbeat": "beat"}  # headings on a narrow terminal
 
 
@@ -107,7 +108,8 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
         if worker.not_ready_reason and not worker.ready
     ]
     aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
-    return Group(_pools(state, width), *why, *_niced(state.workers), *aside)
+    mixed = [] if state.exact or not state.workers else [Text(_INEXACT)]
+    return Group(_pools(state, width), *why, *_niced(state.workers), *aside, *mixed)
 
 
 def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:

@@ -18,6 +18,11 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 300  # OpenAI's and vLLM's limit
 MAX_LOGPROBS = 20  # OpenAI's for chat; vLLM's default too
 SEED_LIMIT = 1 << 64
+LEAST_REAL = 1e-6
+"""Of temperature, top_p and min_p, where they are not 0. All is drawn in float32: logits over 3e38 times a temperature
+overflow, and a share that float32 rounds to 0 is none. vLLM takes less than 1e-5 for greedy."""
+LEAST_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: those of a model, far under 1e6, stay far from where float32 overflows and draws say nothing."""
 
 
 class FinishReason(Enum):
@@ -72,10 +77,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _int("max_tokens", self.max_tokens, 1, 1 << 31)
-        _real("temperature", self.temperature, 0.0, 2.0)
+        _real("temperature", self.temperature, LEAST_REAL, 2.0, or_zero=True)
         _int("top_k", self.top_k, 0, 1 << 31)
-        _real("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _real("min_p", self.min_p, 0.0, 1.0)
+        _real("top_p", self.top_p, LEAST_REAL, 1.0)
+        _real("min_p", self.min_p, LEAST_REAL, 1.0, or_zero=True)
         _int("seed", self.seed, 0, SEED_LIMIT - 1)
         _int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -89,7 +94,7 @@ class SamplingParams:
             )
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        _real("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 2.0)
         _check_biases(self.logit_bias)
         if self.logprobs is not None:
             _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -122,9 +127,9 @@ def _int(field: str, value: int, low: int, high: int) -> None:
         raise InvalidRequest(f"must be from {low} to {high}, got {value}", field=field)
 
 
-def _real(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    if not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
-        raise InvalidRequest(f"must be a number in {'(' if low_open else '['}{low}, {high}], got {value}", field=field)
+def _real(field: str, value: float, low: float, high: float, *, or_zero: bool = False) -> None:
+    if not low <= value <= high and not (or_zero and value == 0):  # NaN is in no range
+        raise InvalidRequest(f"must be {'0 or ' if or_zero else ''}a number in [{low:g}, {high:g}], got {value}", field=field)
 
 
 _MASK = (1 << 64) - 1

@@ -6,7 +6,8 @@ prompt that started can always finish; only decodes grow, one block at a time, a
 running sequence gives all its blocks back and is recomputed later. Reserving chunk by chunk instead would let
 half-computed prompts fill the pool and wait for each other.
 
-Waiting is strictly in order: whoever is first and does not fit keeps all behind it waiting, and `reserve` leaves
+Who is served before whom, and what keeps a small priority from waiting for ever: turns.py. Waiting is strictly in that
+order: whoever is first and does not fit keeps all behind it waiting, and `reserve` leaves
 what those need alone, so a big request is never starved by small ones.
 
 A block that a step may write is freed only after that step is collected.
@@ -28,6 +29,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.engine.outcome import Admitted, Advance, OutputToken, StepOutcome
 from pdserve.engine.prefixes import Prefixes
 from pdserve.engine.sequence import Sequence, SequenceKind, StopRule
+from pdserve.engine.turns import floor_of, overtaken, turn_of
 
 __all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
 
@@ -63,6 +65,8 @@ class Scheduler:
         self._rule = StopRule(eos_token_ids, max_model_len)
         self.prefix = Prefixes(pool, layout_block_size, prefix_salt)
         self._arrivals = 0
+        self._prompt_tokens = 0  # that were planned: the clock that turns are taken by
+        self._steps = 0  # likewise
         self._sequences: dict[SeqId, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
         self._waiting_tokens = 0  # that they are to compute
@@ -173,6 +177,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step; empty when there is nothing that could run now. `collect` must follow a step that is not empty."""
         assert self._step is None, "the last step was not collected"
+        self._steps += 1
         step = self._plan_decodes()
         decodes = len(step)
         slices = [seq.last_slice() for seq in step]
@@ -287,7 +292,8 @@ class Scheduler:
         assert 0 <= resumed < min(len(prompt), params.max_tokens), "the caller refuses an output that is complete already"
         assert 1 <= len(prompt) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
         self._arrivals += 1
-        seq = Sequence(seq_id, kind, list(prompt), len(prompt) - resumed, params, priority, self._arrivals, self._rule)
+        turn = turn_of(self._prompt_tokens, priority, self._token_budget)
+        seq = Sequence(seq_id, kind, list(prompt), len(prompt) - resumed, params, turn, self._arrivals, self._rule)
         seq.chain = chain
         self._sequences[seq_id] = seq
         return seq
@@ -323,10 +329,14 @@ class Scheduler:
         self._preempted.append(seq.seq_id)
 
     def _plan_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Chunks in order of rank, of running and newly admitted sequences alike, until the budget is used up."""
-        chunks = []
+        """Chunks in order of rank, of running and newly admitted sequences alike, until the budget is used up. Who runs and
+        was overtaken gets a chunk even so."""
+        chunks: list[tuple[Sequence, int]] = []
         running = list(self._prefilling)
-        while budget > 0:
+        before = running and self._waiting and self._waiting[0].rank < running[0].rank
+        held = overtaken(running, self._waiting[0] if before else None)
+        floor = floor_of(held, budget)
+        while budget > floor:
             admissible = self._head_fits() and (not running or self._waiting[0].rank < running[0].rank)
             if admissible:
                 seq = self._admit()
@@ -334,10 +344,19 @@ class Scheduler:
                 seq = running.pop(0)
             else:
                 break
-            count = self._chunk(seq, budget)
-            chunks.append((seq, count))
-            budget -= count
+            if seq is held:
+                floor = 0
+            budget -= self._take_chunk(chunks, seq, budget - floor)
+        if floor and held is not None:
+            self._take_chunk(chunks, held, budget)
         return chunks
+
+    def _take_chunk(self, chunks: list[tuple[Sequence, int]], seq: Sequence, budget: int) -> int:
+        count = self._chunk(seq, budget)
+        chunks.append((seq, count))
+        seq.served = self._steps
+        self._prompt_tokens += count
+        return count
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         """Tokens of the next chunk. One that does not end what is known ends with a block, where the budget reaches one:

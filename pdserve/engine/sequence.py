@@ -56,7 +56,8 @@ class Sequence:
     tokens: list[int]
     prompt_len: int
     params: SamplingParams
-    priority: int
+    turn: int
+    """When it should be served, by the scheduler's clock: when it came, earlier for a larger priority."""
     arrival: int
     rule: StopRule
     computed: int = 0
@@ -68,6 +69,8 @@ class Sequence:
     """Leading blocks that others can find: its own prefix hits, and those it has published."""
     decoding: bool = False
     """It runs, and has nothing left to compute but its last output token."""
+    served: int = 0
+    """The step that computed its last chunk."""
     planned: int = 0
     """Tokens that the step under way computes."""
     edits: LogitEdits | None = field(init=False)
@@ -90,7 +93,9 @@ class Sequence:
         self._stops = _set_of(self.stop_ids)
         self._min_tokens = self.params.min_tokens
         self._plain = self.params.plainly_greedy and not self._min_tokens
-        self.longest = min(self.prompt_len + self.params.max_tokens, self.rule.max_model_len)
+        self.longest = self.prompt_len + self.params.max_tokens
+        if self.kind is not SequenceKind.LENT:  # its one token ends nothing here: the reader holds what follows
+            self.longest = min(self.longest, self.rule.max_model_len)
 
     @property
     def remaining(self) -> int:
@@ -108,8 +113,8 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Who is served first, smallest first: preempted ones, then larger priority, then arrival."""
-        return (not self.preempted, -self.priority, self.arrival)
+        """Who is served first, smallest first: preempted ones, then by turn, then by arrival."""
+        return (not self.preempted, self.turn, self.arrival)
 
     def last_slice(self) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence: what `next_slice(1)` does, in half the time."""

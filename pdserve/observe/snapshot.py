@@ -30,6 +30,7 @@ class WorkerSnapshot:
     engine_stalled_s: float = 0.0  # without a step while work waits
     numerical_errors: int = 0  # sequences whose logits were not finite numbers, since the worker's start
     niceness: int = 0  # of its process
+    quantization: str = ""  # of its weights; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +51,4 @@ class ClusterSnapshot:
     running_requests: int
     workers: tuple[WorkerSnapshot, ...]
     set_aside: tuple[PairSnapshot, ...] = ()
+    exact: bool = True  # all workers hold weights and KV in the same numbers

@@ -28,6 +28,7 @@ class Ask:
     params: SamplingParams
     deadline_s: float
     placement: Placement | None = None
+    priority: int = 0
     leaves_after_s: float | None = None
 
 
@@ -105,7 +106,12 @@ def _input_of(ask: Ask) -> GenerateInput:
         "ignore_eos": params.ignore_eos,
     }
     return GenerateInput(
-        prompt=ask.prompt, sampling=sampling, request_id=ask.name, deadline_s=ask.deadline_s, placement=ask.placement
+        prompt=ask.prompt,
+        sampling=sampling,
+        request_id=ask.name,
+        deadline_s=ask.deadline_s,
+        placement=ask.placement,
+        priority=ask.priority,
     )
 
 

@@ -15,7 +15,7 @@ from pdserve.core.batch import NO_TOKEN, Sampled, SequenceSlice, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import BlockId
 from pdserve.engine.scheduler import Scheduler
-from pdserve.sim.oracle import EOS, MAX_MODEL_LEN, chain, draw
+from pdserve.sim.oracle import EOS, chain, draw
 from pdserve.sim.process import Process
 from pdserve.worker.engine_steps import EngineSteps
 from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
@@ -80,6 +80,7 @@ class SimEngine:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_model_len: int,
         prefix_caching: bool,
         check_steps: bool,
     ) -> None:
@@ -90,7 +91,7 @@ class SimEngine:
             BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             eos_token_ids=(EOS,),
             prefix_salt=b"sim" if prefix_caching else None,
         )

@@ -12,7 +12,7 @@ from pdserve.sim.channel import FakeServer
 from pdserve.sim.network import Network
 from pdserve.sim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from pdserve.sim.process import Process
-from pdserve.sim.worker import LAYOUT, LOST_S
+from pdserve.sim.worker import HEARTBEAT_S, LAYOUT, LOST_S
 from router.core import RouterCore
 from router.link import LinkService
 from router.model import ServedModel
@@ -22,7 +22,9 @@ ADDRESS: Final = "router:1"
 MODEL: Final = ServedModel("sim", CARD, TOKENIZER, LAYOUT.dtype, LAYOUT, MAX_MODEL_LEN)
 
 
-CONFIG: Final = RouterConfig(heartbeat_lost_s=LOST_S, recovery_wait_s=5.0, pair_aside_s=0.5, pair_aside_max_s=4.0)
+CONFIG: Final = RouterConfig(
+    heartbeat_interval_s=HEARTBEAT_S, heartbeat_lost_s=LOST_S, recovery_wait_s=5.0, pair_aside_s=0.5, pair_aside_max_s=4.0
+)
 """Waits are shorter than in production, in the same relations."""
 
 

@@ -13,6 +13,7 @@ from typing import Final
 from pdserve.core.sampling import Placement
 from pdserve.sim.checkers import SLACK_S, check_outcome, leftover_tasks, leftovers
 from pdserve.sim.client import CALM_DEADLINE_S, Ask, draw_ask
+from pdserve.sim.engine import BLOCK_SIZE
 from pdserve.sim.faults import Fault, FaultKind, FaultPlan, draw_plan, with_duplicates, with_hung_engines, with_lost_numbers
 from pdserve.sim.network import Weather
 from pdserve.sim.oracle import VOCAB_SIZE
@@ -54,8 +55,9 @@ def run_seed(seed: int) -> RunReport:
     plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
     shape = _with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
     shape = _with_kv_dtypes(shape, *random.Random(f"{seed} dtypes").choice(KV_DTYPES))
+    shape = _with_unequal_workers(shape, random.Random(f"{seed} unequal"))
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
-    return simulate(seed, shape, plan, asks, Census())
+    return simulate(seed, shape, plan, _with_priorities(asks, random.Random(f"{seed} priorities")), Census())
 
 
 def run_with_slow_reads(seed: int) -> RunReport:
@@ -66,6 +68,26 @@ def run_with_slow_reads(seed: int) -> RunReport:
     asks = draw_asks(random.Random(f"{seed} workload"), 32, until_s=FAULTS_S, unruly=False)
     shape = _with_kv_dtypes(_with_patient_reads(Shape()), *KV_DTYPES[seed % 2])
     return simulate(seed, shape, plan, asks, Census())
+
+
+def _with_unequal_workers(shape: Shape, rng: random.Random) -> Shape:
+    """In a third of the runs one worker of each pool is smaller, shorter or has fewer slots than the other; in a third both
+    decode workers have so few that whoever joins finds them full."""
+    kind = rng.choice(("equal", "unequal", "narrow"))
+    if kind == "equal":
+        return shape
+    if kind == "narrow":
+        return replace(shape, decode=replace(shape.decode, max_num_seqs=2))
+    unequal = {}
+    for name, base in (("prefill1", shape.prefill), ("decode1", shape.decode)):
+        blocks, slots = rng.choice((16, 24, base.num_blocks - 1)), rng.choice((1, 3, base.max_num_seqs))
+        length = min(base.max_model_len, blocks * BLOCK_SIZE) - rng.choice((0, 1))
+        unequal[name] = replace(base, num_blocks=blocks, max_num_seqs=slots, max_model_len=length)
+    return replace(shape, unequal=unequal)
+
+
+def _with_priorities(asks: list[Ask], rng: random.Random) -> list[Ask]:
+    return [replace(ask, priority=rng.choice((0, 0, -100, 1, 100))) for ask in asks]
 
 
 def _with_prefix_caching(shape: Shape, on: bool) -> Shape:
@@ -126,7 +148,12 @@ def _drive(world: World, asks: list[Ask], report: RunReport) -> None:
     timeline.run(lambda: all(c.outcome.ended_s is not None for c in clients), until_s=latest_s)
     for client in clients:
         outcome = client.outcome
-        report.problems += check_outcome(outcome, bound_s=_bound_s(world, outcome.ask), had_time=_had_time(world, outcome.ask))
+        report.problems += check_outcome(
+            outcome,
+            bound_s=_bound_s(world, outcome.ask),
+            had_time=_had_time(world, outcome.ask),
+            unequal=bool(world.shape.unequal),
+        )
         report.outcomes["ok" if outcome.ok else outcome.error.code.value if outcome.error else "never ended"] += 1
         if outcome.ok and outcome.report is not None:
             report.attempts += outcome.report.attempts - 1

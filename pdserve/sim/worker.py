@@ -45,6 +45,7 @@ class WorkerShape:
     lease: LeaseConfig
     drain_timeout_s: float = 10.0
     prefix_caching: bool = False
+    max_model_len: int = MAX_MODEL_LEN
     kv_dtype: str = "float32"
     """Workers of another one convert what they read from this one."""
 
@@ -81,6 +82,7 @@ class SimWorker:
             rng,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_model_len=shape.max_model_len,
             prefix_caching=shape.prefix_caching,
             check_steps=check_steps,
         )
@@ -129,7 +131,7 @@ class SimWorker:
             layout=self.layout,
             region=Region(1 << 20, self.shape.num_blocks, self.layout.block_bytes),
             tokenizer=TOKENIZER,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=self.shape.max_model_len,
             incarnation=self.incarnation,
             transfer=self.transfer,
             agent_metadata=agent_metadata,
@@ -146,7 +148,7 @@ class SimWorker:
         return WorkerConfig(
             self.worker_id,
             "router:1",
-            EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=shape.max_num_seqs, max_model_len=MAX_MODEL_LEN),
+            EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=shape.max_num_seqs, max_model_len=shape.max_model_len),
             shape.lease,
             heartbeat_interval_s=HEARTBEAT_S,
             router_lost_s=LOST_S,

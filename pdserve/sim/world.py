@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -45,6 +45,11 @@ class Shape:
     poison: bool = True
     check_steps: bool = True
     router: RouterConfig | None = None
+    unequal: Mapping[str, WorkerShape] = field(default_factory=dict)
+    """By name: workers that are not as the rest of their pool."""
+
+    def of(self, name: str, role: str) -> WorkerShape:
+        return self.unequal.get(name) or (self.prefill if role == "prefill" else self.decode)
 
 
 @dataclass(eq=False)
@@ -94,7 +99,7 @@ class World:
     def _start_worker(self, process: Process, worker_id: str, rng: random.Random) -> SimWorker:
         worker = SimWorker(
             process,
-            self.shape.prefill if process.role == "prefill" else self.shape.decode,
+            self.shape.of(worker_id, process.role),
             self.network,
             self.pools,
             rng,
@@ -216,7 +221,10 @@ class World:
         return self.router is self._first_router and not self.router.process.disturbed
 
     def everybody_up(self) -> bool:
-        return all(self.processes[name].alive for name in ALL) and len(self.router.core.registry) == len(WORKERS)
+        """And in service: a worker that was looked for KV to pass is ready by then."""
+        linked = list(self.router.core.registry)
+        alive = all(self.processes[name].alive for name in ALL)
+        return alive and len(linked) == len(WORKERS) and all(worker.serves for worker in linked)
 
     def end(self) -> None:
         """Nothing of this world runs any more, and asyncio says nothing about it."""

@@ -87,6 +87,7 @@ class FakeWorker:
     max_model_len: int = 4096
     max_num_seqs: int = 64
     dtype: str = "bfloat16"
+    quantization: str = ""
     kv_bytes_per_token: int = 1024
     vocab_size: int = 256
     incarnation: int = 1
@@ -111,6 +112,7 @@ class FakeWorker:
     refused: grpc.aio.AioRpcError | None = None  # why the router closed the link
 
     _sequences: dict[int, _Sequence] = field(default_factory=dict)
+    _last_handle: int = 0
     _outbound: asyncio.Queue[link_pb2.WorkerMessage] = field(default_factory=asyncio.Queue)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _welcomed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -195,6 +197,7 @@ class FakeWorker:
             pid=1,
             step_timeout_s=self.step_timeout_s,
             niceness=15,
+            quantization=self.quantization,
         )
 
     def _send(self, **body: Any) -> None:
@@ -227,6 +230,7 @@ class FakeWorker:
             running_sequences=len(self._sequences),
             draining=self.draining,
             engine_stalled_s=self.engine_stalled_s,
+            last_handle=self._last_handle,
         )
 
     def _blocks(self, sequence: _Sequence) -> int:
@@ -247,6 +251,8 @@ class FakeWorker:
         if kind == "drain":
             self.draining = True
             return
+        if kind in ("bind", "prefill"):
+            self._last_handle = command.handle
         if self.draining and kind in ("bind", "prefill"):
             self._fail(command.handle, common_pb2.ERROR_REASON_UNAVAILABLE, "draining")
             return

@@ -233,7 +233,8 @@ class ProcessCluster:
         return self.processes["router"]
 
     def start_worker(self, name: str, *, wait: bool = True) -> Process:
-        settings = {"engine": self.engine, **self._worker, **self._places.get(name, Place()).worker}
+        beats = {"heartbeat_interval_s": self._router.heartbeat_interval_s, "router_lost_s": self._router.heartbeat_lost_s}
+        settings = {"engine": self.engine, **beats, **self._worker, **self._places.get(name, Place()).worker}
         config = WorkerConfig(name, self.link, cluster_token=self._token, **settings)
         self._spawn(f"{name.split('-')[0]}_worker", config, name, self._env)
         if wait:

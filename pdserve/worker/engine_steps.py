@@ -11,6 +11,7 @@ from typing import Final
 
 from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool
+from pdserve.core.ids import SeqId
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import SequenceKind
 from pdserve.worker.messages import (
@@ -38,6 +39,7 @@ class EngineSteps:
         self._unchecked = 0
         self._commands_taken = 0
         self._numerical_errors = 0
+        self._last_seq_id = SeqId(0)
 
     @property
     def has_work(self) -> bool:
@@ -72,9 +74,11 @@ class EngineSteps:
         scheduler = self._scheduler
         match command:
             case AddLent(seq_id, prompt, params, priority, resumed, salt):
+                self._last_seq_id = seq_id
                 kind = SequenceKind.LENT
                 scheduler.add(seq_id, prompt, params, kind=kind, priority=priority, resumed=resumed, cache_salt=salt)
             case Reserve(seq_id, prompt, params, priority, local, resumed, salt):
+                self._last_seq_id = seq_id
                 room = scheduler.reserve(
                     seq_id, prompt, params, priority=priority, local_prefill=local, resumed=resumed, cache_salt=salt
                 )
@@ -107,4 +111,5 @@ class EngineSteps:
             self._commands_taken,
             self._numerical_errors,
             scheduler.has_work,
+            self._last_seq_id,
         )

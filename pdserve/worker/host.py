@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
@@ -15,11 +15,12 @@ from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
-from pdserve.core.ids import Incarnation, SeqId
+from pdserve.core.ids import Handle, Incarnation, SeqId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import link_pb2
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.worker.counted import CountedCommands
 from pdserve.worker.messages import Command, StepEvents
 
 if TYPE_CHECKING:  # the roles run without torch where the model is not the real one
@@ -71,11 +72,15 @@ class Host:
     """Reads KV of peers that store it in another dtype; None: such peers are refused."""
     draining: bool = False
     """Nothing new is taken; what is here is finished."""
+    counted: CountedCommands = field(default_factory=CountedCommands)
     _last_seq_id: int = 0
 
-    def next_seq_id(self) -> SeqId:
+    def next_seq_id(self, handle: Handle) -> SeqId:
+        """Of the sequence that this command asks the engine for."""
         self._last_seq_id += 1
-        return SeqId(self._last_seq_id)
+        seq_id = SeqId(self._last_seq_id)
+        self.counted.give(seq_id, handle)
+        return seq_id
 
 
 CLOSE_TIMEOUT_S: Final = 10.0

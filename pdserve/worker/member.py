@@ -59,7 +59,7 @@ class Member:
             heartbeat_interval_s=config.heartbeat_interval_s,
             router_lost_s=config.router_lost_s,
             on_command=self._on_command,
-            on_lost=lambda: self._started()[1].on_link_lost(),
+            on_lost=self._on_link_lost,
             open_channel=open_channel,
         )
 
@@ -149,9 +149,14 @@ class Member:
         else:
             self._started()[1].on_command(message)
 
+    def _on_link_lost(self) -> None:
+        host, role = self._started()
+        role.on_link_lost()
+        host.counted.forget()
+
     def _hello(self) -> link_pb2.Hello:
         host, _ = self._started()
-        layout = host.layout
+        layout, engine = host.layout, self._config.engine
         return link_pb2.Hello(
             worker_id=self._config.worker_id,
             role=self._role_number,
@@ -161,12 +166,13 @@ class Member:
             block_size=layout.block_size,
             num_blocks=host.region.num_blocks,
             max_model_len=host.max_model_len,
-            max_num_seqs=self._config.engine.max_num_seqs,
+            max_num_seqs=min(engine.max_num_seqs, engine.max_num_batched_tokens or engine.max_num_seqs),  # a token each a step
             dtype=layout.dtype,
             kv_bytes_per_token=layout.bytes_per_token,
             pid=self._pid,
             step_timeout_s=self._watch.timeout_s,
             niceness=self._niceness,
+            quantization=engine.quantization or "",
         )
 
     def _heartbeat(self) -> link_pb2.Heartbeat:
@@ -192,4 +198,5 @@ class Member:
             prefix_hit_tokens=snapshot.prefix_hit_tokens,
             engine_stalled_s=self._watch.stalled_s,
             numerical_errors=snapshot.numerical_errors,
+            last_handle=host.counted.last_handle(snapshot.last_seq_id),
         )

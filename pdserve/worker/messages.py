@@ -101,6 +101,8 @@ class EngineSnapshot(NamedTuple):
     """Sequences that failed for want of numbers, since the start."""
     has_work: bool = False
     """It goes on without a further command."""
+    last_seq_id: SeqId = SeqId(0)
+    """The last sequence that was asked for before these counts were taken."""
 
 
 class StepEvents(NamedTuple):

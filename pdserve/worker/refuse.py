@@ -38,8 +38,10 @@ def no_numbers(host: Host) -> NumericalError:
     return NumericalError(f"the logits of a step were not finite numbers on worker {host.config.worker_id}")
 
 
-def failed(handle: Handle, error: PdserveError) -> link_pb2.WorkerMessage:
-    """Tells the router that this request ended here without an outcome."""
+def failed(handle: Handle, error: PdserveError, *, pair_failed: bool = False) -> link_pb2.WorkerMessage:
+    """Tells the router that this request ended here without an outcome. `pair_failed`: KV did not come from its lender."""
     return link_pb2.WorkerMessage(
-        request_failed=link_pb2.RequestFailed(handle=handle, reason=to_reason(error.code), message=error.message)
+        request_failed=link_pb2.RequestFailed(
+            handle=handle, reason=to_reason(error.code), message=error.message, pair_failed=pair_failed
+        )
     )

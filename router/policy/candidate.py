@@ -17,3 +17,4 @@ class Candidate:
     max_model_len: int
     suspect: bool  # nothing was heard from it for a while
     refused: bool  # it said no and has not shown since that it would take more
+    claimed: bool = False  # its next room is the router's own

@@ -22,5 +22,8 @@ def with_room(candidates: Iterable[Candidate], need_tokens: int) -> list[Candida
     return [
         c
         for c in candidates
-        if not c.refused and c.free_slots > 0 and (c.promised_tokens == 0 or c.promised_tokens + need_tokens <= c.kv_tokens)
+        if not c.refused
+        and not c.claimed
+        and c.free_slots > 0
+        and (c.promised_tokens == 0 or c.promised_tokens + need_tokens <= c.kv_tokens)
     ]

@@ -150,3 +150,12 @@ def test_the_start_says_which_workers_are_niced_and_what_to_do() -> None:
     assert "RAY_worker_niceness=0" in shown
     assert " 15 \n" in shown
     assert "…" not in shown
+
+
+def test_status_says_when_tokens_depend_on_where_a_request_runs() -> None:
+    worker = inference_pb2.WorkerState(worker_id="decode-0", ready=True)
+    for exact in (True, False):
+        console = Console(width=80, highlight=False)
+        with console.capture() as captured:
+            console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker], exact=exact), 80))
+        assert ("exact: false" in captured.get()) is not exact

@@ -118,3 +118,9 @@ def test_only_a_router_of_a_real_cluster_listens_for_workers_beyond_loopback() -
     assert link_host(ClusterConfig()) is None
     assert link_host(ClusterConfig(address="auto")) == "10.0.0.7"
     assert link_host(ClusterConfig(address="auto", router=RouterConfig(link_host="10.1.1.1"))) == "10.1.1.1"
+
+
+def test_workers_beat_as_often_as_their_router_expects() -> None:
+    """It could not be set, and a router could be told to give workers up sooner than they speak."""
+    config = ClusterConfig(router=RouterConfig(heartbeat_interval_s=0.25, heartbeat_lost_s=1.5))
+    assert {(w.config.heartbeat_interval_s, w.config.router_lost_s) for w in workers(config)} == {(0.25, 1.5)}

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.config import ClusterConfig, EngineConfig, RouterProcessConfig, WorkerConfig, dump, load, parse_bytes
+from pdserve.config import (
+    ClusterConfig,
+    EngineConfig,
+    LeaseConfig,
+    RouterConfig,
+    RouterProcessConfig,
+    WorkerConfig,
+    dump,
+    load,
+    parse_bytes,
+)
 from pdserve.core.errors import ConfigError
 
 
@@ -41,7 +51,7 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
     [
         ("router.max_body_bytes=65MiB", r"router\.max_inflight_body_bytes .* router\.max_body_bytes"),
         ("router.max_connections=15", r"router\.max_connections must be at least 16"),
-        ("router.admin_port=50051", r"router\.admin_port .* router\.grpc_port"),
+        ("router.admin_port=50051", r"router\.grpc_port and router\.admin_port are both 50051"),
         ("engine.blok_size=1", "unknown setting engine.blok_size; known here: .*block_size"),
         ("engine.block_size=0", "engine.block_size must be at least 1, got 0"),
         ("engine.step_timeout_s=0", "engine.step_timeout_s must be positive, got 0"),
@@ -65,7 +75,6 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
         ("address=somewhere", "address must be local, auto or HOST:PORT"),
         ("router.http_port=70000", "router.http_port must be from 0 to 65535"),
         ("router.placement=up", "router.placement must be auto, disaggregated or colocated"),
-        ("router.max_deadline_s=1", "router.max_deadline_s must be at least 600"),
         ("lease.ttl_s=.nan", "lease.ttl_s must be positive"),
         ("transport=fake", "unknown setting transport"),
     ],
@@ -114,3 +123,75 @@ def test_a_step_is_as_large_as_its_device_bears_unless_it_is_set():
     assert EngineConfig(max_num_batched_tokens=64).batched_tokens("cuda") == 64
     with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least 1"):
         EngineConfig(max_num_batched_tokens=0)
+
+
+RELATIONS = [
+    (["router.heartbeat_lost_s=2"], ["router.heartbeat_lost_s", "3 times router.heartbeat_interval_s"]),
+    (["router.heartbeat_interval_s=30"], ["router.heartbeat_lost_s must be at least 90", "router.heartbeat_interval_s"]),
+    (["router.max_deadline_s=1"], ["router.max_deadline_s must be at least 600", "router.default_deadline_s"]),
+    (["router.default_deadline_s=7200"], ["router.max_deadline_s", "router.default_deadline_s (7200)"]),
+    (["router.pair_aside_max_s=1"], ["router.pair_aside_max_s must be at least 5", "router.pair_aside_s"]),
+    (["router.http_port=50051"], ["router.http_port and router.grpc_port are both 50051"]),
+    (["router.link_port=8000"], ["router.http_port and router.link_port are both 8000"]),
+    (["router.placement=disaggregated", "prefill.replicas=0"], ["router.placement", "prefill.replicas"]),
+    (["lease.lost_s=1.5"], ["lease.lost_s must be at least 2", "lease.heartbeat_s (1)", "lease.ttl_s / 6 (5)"]),
+    (["lease.stalled_s=1"], ["lease.stalled_s must be at least 2", "lease.heartbeat_s (1)", "lease.ttl_s / 6 (5)"]),
+    (["lease.heartbeat_s=20", "lease.ttl_s=18"], ["lease.lost_s must be at least 6", "lease.ttl_s / 6 (3)"]),
+    (["engine.batch_invariant=true", "engine.kv_cache_dtype=int8"], ["batch_invariant", "kv_cache_dtype"]),
+    (["prefill.engine={block_size: 8}"], ["prefill.engine.block_size and decode.engine.block_size"]),
+    (["prefill.engine={dtype: float32}"], ["prefill.engine.dtype and decode.engine.dtype"]),
+    (["prefill.engine={model: tiny}"], ["prefill.engine.model and decode.engine.model"]),
+    (
+        ["decode.engine={quantization: int4}"],
+        ["prefill.engine.quantization (none)", "decode.engine.quantization (int4)", "router.allow_mixed_quantization"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "names"), RELATIONS, ids=lambda value: value[0] if isinstance(value, list) else None)
+def test_settings_that_contradict_each_other_are_both_named(overrides: list[str], names: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(ClusterConfig, None, overrides)
+    for name in names:
+        assert name in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_relations_hold_at_their_edges() -> None:
+    LeaseConfig(heartbeat_s=1.0, lost_s=2.0, stalled_s=2.0)
+    RouterConfig(heartbeat_interval_s=0.5, heartbeat_lost_s=1.5, max_deadline_s=9.0, default_deadline_s=9.0)
+    RouterConfig(http_port=0, grpc_port=0, link_port=0)
+
+
+def test_pools_of_different_quantization_need_to_be_asked_for() -> None:
+    """They may differ on purpose: decode is bound by the bytes of weights, prefill is not."""
+    asked = ["decode.engine={quantization: int8}", "router.allow_mixed_quantization=true"]
+    config = load(ClusterConfig, None, asked)
+    assert [config.engine_for(pool).quantization for pool in (config.prefill, config.decode)] == [None, "int8"]
+    load(ClusterConfig, None, ["decode.engine={quantization: int8}", "prefill.replicas=0"])
+    load(ClusterConfig, None, ["engine.quantization=int8"])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "10.0.0.7", "::", "[::]", "router.example"])
+def test_an_empty_token_is_refused_where_others_can_reach_the_link(host: str) -> None:
+    """Whoever reached the address could join as a worker, and be sent prompts."""
+    for router, setting in (({"host": host}, "router.host"), ({"link_host": host}, "router.link_host")):
+        with pytest.raises(ConfigError) as caught:
+            RouterProcessConfig(RouterConfig(**router))
+        assert all(name in caught.value.message for name in ("cluster_token", setting))
+        RouterProcessConfig(RouterConfig(**router), cluster_token="secret")
+    with pytest.raises(ConfigError, match="cluster_token is empty and host"):
+        WorkerConfig("w", "127.0.0.1:1", host=host)
+    WorkerConfig("w", "127.0.0.1:1", host=host, cluster_token="secret")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.1.2.3"])
+def test_loopback_needs_no_token(host: str) -> None:
+    RouterProcessConfig(RouterConfig(host=host))
+    RouterProcessConfig(RouterConfig(host="0.0.0.0", link_host=host))
+    WorkerConfig("w", "127.0.0.1:1", host=host)
+
+
+def test_a_worker_whose_router_is_lost_before_it_can_answer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="router_lost_s must be at least 3, 3 times heartbeat_interval_s"):
+        WorkerConfig("w", "127.0.0.1:1", heartbeat_interval_s=1.0, router_lost_s=2.0)

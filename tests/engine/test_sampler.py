@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sampling_cases import edited, probabilities, sampling_cases, spec_of
 
 from pdserve.core.batch import SampleSpec
-from pdserve.core.sampling import SamplingParams, uniform
+from pdserve.core.sampling import LEAST_REAL, SamplingParams, uniform
 from pdserve.engine import sampler
 from pdserve.engine.sampler import distribution, sample
 
@@ -83,7 +83,7 @@ def test_banned_ids_are_never_drawn(temperature):
 
 
 def test_a_tiny_temperature_is_greedy_and_overflows_nothing():
-    assert draw([1.0, 3.0, 2.0], temperature=5e-324) == 1
+    assert draw([1.0, 3.0, 2.0], temperature=LEAST_REAL) == 1
 
 
 @settings(max_examples=100, deadline=None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from pdserve.core.batch import StepPlan
 from pdserve.core.blocks import BlockPool
@@ -10,6 +12,7 @@ from pdserve.core.ids import SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.engine.scheduler import Scheduler, StepOutcome
 from pdserve.engine.sequence import SequenceKind
+from pdserve.engine.turns import STEPS_A_LEVEL
 
 BLOCK = 4
 EOS = 99
@@ -118,12 +121,12 @@ def test_a_lent_sequence_waits_for_all_its_blocks_and_nothing_overtakes_it():
 
 
 def test_larger_priority_is_served_first_even_while_a_prompt_is_being_computed():
-    scheduler = make(budget=4)
-    add(scheduler, 1, 12)
+    scheduler = make(budget=8, num_blocks=20)
+    add(scheduler, 1, 32)
     step(scheduler)
-    add(scheduler, 2, 4, priority=5)
+    add(scheduler, 2, 6, priority=5)
     plan, _ = step(scheduler)
-    assert [s.seq_id for s in plan.slices] == [2]
+    assert [(s.seq_id, len(s.token_ids)) for s in plan.slices] == [(2, 6), (1, 2)]
 
 
 def test_inbound_is_reserved_whole_activated_and_decoded():
@@ -283,4 +286,107 @@ def test_a_budget_below_the_sequence_limit_limits_the_sequences():
     while scheduler.has_work:
         plan, _ = step(scheduler)
         assert plan.num_tokens <= 2
+    assert_empty(scheduler)
+
+
+def test_a_prefill_worker_whose_limit_is_one_token_short_does_not_end_the_answer():
+    """A prompt of 19 tokens fits a limit of 20 with its first token, and the reader has room for the rest. Ended by that
+    limit, its answer was one token, by LENGTH, with nothing said."""
+    scheduler = make(num_blocks=5, budget=32, max_len=20)
+    seq = add(scheduler, 1, 19, kind=SequenceKind.LENT, max_tokens=50)
+    _, outcome = step(scheduler)
+    assert outcome is not None
+    assert [(t.token_id, t.finish_reason) for t in outcome.tokens] == [(7, None)]
+    scheduler.return_lease(seq)
+    one = add(scheduler, 2, 19, kind=SequenceKind.LENT, max_tokens=1)
+    _, outcome = step(scheduler)
+    assert outcome is not None
+    assert [t.finish_reason for t in outcome.tokens] == [FinishReason.LENGTH], "by its own max_tokens it does"
+    scheduler.return_lease(one)
+    assert_empty(scheduler)
+
+
+def flood(scheduler: Scheduler, priority: int, length: int, first_id: int) -> int:
+    """Keep four prompts of that priority in the scheduler; the next id."""
+    while scheduler.num_live < 5:
+        add(scheduler, first_id, length, kind=SequenceKind.LENT, priority=priority)
+        first_id += 1
+    return first_id
+
+
+def test_a_prompt_that_holds_a_lease_goes_on_while_larger_priorities_keep_coming():
+    """It was computed for one step, and then not again as long as they came: its reader gave up, and blamed the pair."""
+    scheduler = make(num_blocks=400, budget=16)
+    victim, steps, next_id, computed = add(scheduler, 1, 100, kind=SequenceKind.LENT), [], 2, 0
+    step(scheduler)
+    assert [admitted.seq_id for admitted in scheduler.take_admitted()] == [victim]
+    for number in range(200):
+        next_id = flood(scheduler, 100, 40, next_id)
+        plan, outcome = step(scheduler)
+        mine = [s for s in plan.slices if s.seq_id == victim]
+        steps += [number] if mine else []
+        computed += sum(len(s.token_ids) for s in plan.slices if s.seq_id != victim)
+        assert outcome is not None
+        for token in outcome.tokens:
+            scheduler.return_lease(token.seq_id)
+        if victim in {token.seq_id for token in outcome.tokens}:
+            break
+    assert steps == list(range(21)), "84 tokens were left, four in each step"
+    assert computed >= 12 * 20, "larger priorities have the rest"
+
+
+def test_overtaken_prompts_take_turns():
+    scheduler = make(num_blocks=400, budget=16)
+    for seq_id, length, priority in ((1, 60, 0), (2, 60, 1), (3, 60, 2), (4, 300, 3)):
+        add(scheduler, seq_id, length, kind=SequenceKind.LENT, priority=priority)
+        step(scheduler)
+    served = [[s.seq_id for s in step(scheduler)[0].slices] for _ in range(6)]
+    assert [first for first, _ in served] == [4] * 6
+    assert [{second for _, second in served[i : i + 3]} for i in range(4)] == [{1, 2, 3}] * 4
+
+
+@pytest.mark.parametrize("priority", [1, 100])
+def test_a_prompt_of_small_priority_waits_no_longer_than_its_priority_is_worth(priority: int):
+    """It has not begun. Those that came at most so many prompt tokens after it go first, and no others."""
+    scheduler = make(num_blocks=4000, budget=400)
+    next_id = flood(scheduler, priority, 400, 2)
+    victim, computed = add(scheduler, 1, 40, kind=SequenceKind.LENT), 0
+    worth = priority * STEPS_A_LEVEL * 400
+    while True:
+        plan, _ = step(scheduler)
+        if victim in {s.seq_id for s in plan.slices}:
+            break
+        computed += plan.num_tokens
+        assert computed <= worth + 5 * 400
+        for admitted in scheduler.take_admitted():
+            scheduler.return_lease(admitted.seq_id)
+        next_id = flood(scheduler, priority, 400, next_id)
+    assert computed > worth / 2, "and larger priorities are worth something"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    history=st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 90), st.integers(0, 3)), min_size=1, max_size=30),
+    budget=st.integers(8, 16),
+)
+def test_no_prompt_that_runs_is_overtaken_in_more_steps_in_a_row_than_others_run(history, budget: int):
+    """Whatever priorities come: who holds blocks gets a chunk in turn."""
+    scheduler = make(num_blocks=120, seqs=8, budget=budget, max_len=100)
+    overtaken: dict[int, int] = {}
+    pending, due = list(enumerate(history, start=1)), 0
+    for number in range(4000):
+        while pending and (due <= number or not scheduler.num_live):
+            seq_id, (priority, length, pause) = pending.pop(0)
+            due = number + pause
+            add(scheduler, seq_id, length, kind=SequenceKind.LENT, priority=priority)
+        plan, outcome = step(scheduler)
+        if outcome is None:
+            break
+        served = [int(s.seq_id) for s in plan.slices]
+        overtaken = {s: 0 if s in served else n + (max(served) > s) for s, n in (dict.fromkeys(served, 0) | overtaken).items()}
+        assert max(overtaken.values()) <= 8
+        for token in outcome.tokens:
+            scheduler.return_lease(token.seq_id)
+            del overtaken[token.seq_id]
+    assert not pending
     assert_empty(scheduler)

@@ -119,6 +119,7 @@ def test_bad_requests_name_the_field_and_the_service_goes_on() -> None:
         ({"max_tokens": 10**6}, 400, "max_tokens"),
         ({"temperature": float("nan")}, 400, "temperature"),
         ({"temperature": 9}, 400, "temperature"),
+        ({"repetition_penalty": 1e-300}, 400, "repetition_penalty: must be a number in [0.01, 2]"),
         ({"top_p": 0}, 400, "top_p"),
         ({"min_tokens": 99}, 400, "min_tokens"),
         ({"stop": ""}, 400, "stop"),

@@ -13,6 +13,7 @@ from real_service import (
     BOUND_S,
     GREEDY,
     LONG_OUTPUT,
+    LONG_PROMPT,
     QUICK_BEATS,
     TOGETHER,
     OpenStream,
@@ -27,6 +28,7 @@ from pdserve.config import RouterConfig
 from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import common_pb2
 from pdserve.testing.client import Answer, generate_all, request
+from pdserve.testing.load import Load
 from pdserve.testing.processes import ProcessCluster
 
 MANY = 400  # tokens: half a second of decoding at least
@@ -97,6 +99,31 @@ def test_a_killed_prefill_worker_leaves_its_prompts_to_decode(cluster):
     answer = ask(cluster, AUTO)
     assert (answer.ids, answer.report.prefill_worker) == (expected, "prefill-0")
     assert answer.report.kv_bytes > 0
+
+
+def test_a_prefill_worker_that_comes_back_while_decode_is_full_serves_again(cluster):
+    """(1) It dies. (2) More requests come than decode has slots, and refill each as it gets free. (3) It comes back, and its
+    probe gets through while they do."""
+    kill(cluster, "prefill-0")
+    cluster.wait_state(lambda state: len(state.workers) == 2, BOUND_S)
+    crowd = [request(f"hello {n}", AUTO, max_tokens=200, **GREEDY) for n in range(600)]
+    with Load(cluster.grpc, crowd, concurrency=24) as load:
+        cluster.wait_state(lambda state: state.queued_requests > 8, BOUND_S)
+        start_again(cluster, "prefill-0")
+        assert sum(not outcome.done for outcome in load.outcomes) > 24, "they had ended before: nothing was full"
+    assert ask(cluster, APART).report.kv_bytes > 0
+
+
+def test_requests_that_run_out_of_time_leave_a_healthy_pair_alone(cluster):
+    """The decode worker says so a moment before the router's tick; that was taken for a failed transfer, and everybody's
+    prompts were computed on decode for the next seconds."""
+    hurried = request(LONG_PROMPT, APART, max_tokens=4)
+    hurried.deadline_s = 0.3
+    for _ in range(5):
+        with OpenStream(cluster, hurried) as stream:
+            assert stream.failure().code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert not cluster.state().set_aside_pairs
+    assert ask(cluster, AUTO).report.prefill_worker == "prefill-0"
 
 
 def test_a_prefill_worker_killed_after_its_handoff_is_not_missed(cluster):

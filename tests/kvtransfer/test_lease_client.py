@@ -15,7 +15,7 @@ from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.lease_client import LeaseClient
 from pdserve.config import LeaseConfig
-from pdserve.core.errors import IncompatiblePeer, LeaseGone, ReplicaLost, TransferFailed
+from pdserve.core.errors import DeadlineExceeded, IncompatiblePeer, LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseState
 from pdserve.core.sampling import FinishReason
@@ -379,7 +379,7 @@ def test_an_attach_past_its_deadline_leaves_nothing_followed() -> None:
         async with world() as w:
             never = asyncio.Event()
             w.connector.connect = lambda *_: never.wait()  # type: ignore[method-assign, assignment, return-value]
-            with pytest.raises(TransferFailed, match="not ready"):
+            with pytest.raises(DeadlineExceeded, match="not ready"):
                 await asyncio.wait_for(w.client.attach(*w.lender.grant((1, 2), 100), deadline_s=0.05), 30)
             assert w.client.num_followed == 0
 

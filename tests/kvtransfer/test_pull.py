@@ -17,7 +17,7 @@ from kvtransfer.lease_client import LeaseClient
 from kvtransfer.pull import Pull
 from kvtransfer.thread import TransferThread
 from pdserve.config import LeaseConfig
-from pdserve.core.errors import InternalBug, LeaseGone, ReplicaLost, TransferFailed
+from pdserve.core.errors import DeadlineExceeded, InternalBug, LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import LeaseId, ReaderId, WorkerId
 from pdserve.core.lease import LeaseState
 
@@ -111,7 +111,7 @@ def test_prefill_that_does_not_finish_is_given_up() -> None:
     async def test() -> None:
         async with world() as w, w.pull((1,), [1]) as (pull, lease_id):
             w.lender.advance(lease_id, 10)
-            with pytest.raises(TransferFailed, match="of 64 tokens"):
+            with pytest.raises(DeadlineExceeded, match="of 64 tokens"):
                 await pull.run(wait_s=0.05)
             assert pull.stopped is None
             w.lender.table.release(lease_id, now_s=w.lender.now_s())

@@ -14,11 +14,11 @@ from transfer_testing import new_incarnation
 from kvtransfer.api import Device, RemoteRegion
 from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.pace import Pace
-from kvtransfer.pull import Pull, Pulled
+from kvtransfer.pull import PrefillStalled, Pull, Pulled
 from kvtransfer.read import Read
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
-from pdserve.core.errors import LeaseGone, PdserveError, ReplicaLost, TransferFailed
+from pdserve.core.errors import DeadlineExceeded, LeaseGone, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import LeaseView
 
@@ -344,7 +344,7 @@ def test_a_watermark_that_stands_still_is_given_up_but_progress_is_waited_for() 
             await asyncio.sleep(50)
             await script.chunk(number)
             script.posted[number].done()
-        with pytest.raises(TransferFailed, match=f"{3 * CHUNK} of {PROMPT_LEN} tokens, no progress for 60.0 s"):
+        with pytest.raises(PrefillStalled, match=f"{3 * CHUNK} of {PROMPT_LEN} tokens, no progress for 60.0 s"):
             await script.result()
         assert asyncio.get_running_loop().time() == 210.0
         assert script.pull.stopped is None
@@ -359,7 +359,7 @@ def test_a_repeated_view_is_no_progress() -> None:
         for _ in range(10):
             await script.chunk(0)
             await asyncio.sleep(10)
-        with pytest.raises(TransferFailed, match="no progress"):
+        with pytest.raises(PrefillStalled, match="no progress"):
             await script.result()
         assert asyncio.get_running_loop().time() == 100.0, "it was given up at 60 s"
         script.posted[0].done()
@@ -374,7 +374,7 @@ def test_progress_does_not_outlast_the_requests_own_deadline() -> None:
         for number in range(2):
             await asyncio.sleep(50)
             await script.chunk(number)
-        with pytest.raises(TransferFailed, match=r"after 120\.0 s"):
+        with pytest.raises(DeadlineExceeded, match=r"after 120\.0 s"):
             await script.result()
         assert asyncio.get_running_loop().time() == 120.0
         await check_both_must_stop(script)

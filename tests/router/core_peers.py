@@ -62,6 +62,8 @@ class Peer:
     unreadable: set[Incarnation] = field(default_factory=set)
     """Prefill workers whose KV does not reach this one."""
     draining: bool = False
+    attached_to: list[Incarnation] = field(default_factory=list)
+    """Whose KV it was sent to read."""
 
     def obey(self, effect: ev.Effect) -> None:
         match effect:
@@ -71,21 +73,25 @@ class Peer:
                 self.upward.append(ev.RequestFailed(self.link, work.handle, Unavailable("draining")))
             case ev.SendBind(work=work, local_prefill=local):
                 self.past.append(work.handle)
-                if self.refuse:
-                    self.refuse -= 1
+                longest = len(work.prompt_ids) - work.resumed + work.sampling.max_tokens
+                assert longest <= self.hello.max_model_len, "its answer would be cut short"
+                if self.refuse or len(self.jobs) >= self.hello.max_num_seqs:
+                    self.refuse = max(0, self.refuse - 1)
                     self.upward.append(ev.NoRoom(self.link, work.handle, 1, 0))
                 else:
                     self.jobs[work.handle] = Job(work, runs=local)
                     self.upward.append(ev.Reserved(self.link, work.handle))
             case ev.SendPrefill(work=work):
                 self.past.append(work.handle)
+                assert len(work.prompt_ids) < self.hello.max_model_len, "it would be refused"
                 self.jobs[work.handle] = Job(work, runs=True)
                 lease = LeaseId(self.hello.incarnation, work.handle)
                 self.upward.append(ev.PrefillStarted(self.link, work.handle, lease, 30.0, b"ticket"))
             case ev.SendAttach(handle=handle, lease_id=lease_id) if lease_id.incarnation in self.unreadable:
                 if self.jobs.pop(handle, None) is not None:
-                    self.upward.append(ev.RequestFailed(self.link, handle, TransferFailed("no route")))
+                    self.upward.append(ev.RequestFailed(self.link, handle, TransferFailed("no route"), pair_failed=True))
             case ev.SendAttach(handle=handle):
+                self.attached_to.append(lease_id.incarnation)
                 if (job := self.jobs.get(handle)) is not None and job.work.sampling.max_tokens > job.work.resumed + 1:
                     job.attached = job.runs = True
                     job.next_index = job.work.resumed + 1
@@ -207,9 +213,11 @@ class Stage:
         self.peers.pop(peer.link, None)
         self.tell(ev.WorkerLeft(peer.link))
 
-    def heartbeat(self, peer: Peer, *, free: int = 16, queued_tokens: int = 0) -> None:
+    def heartbeat(self, peer: Peer, *, free: int = 16, queued_tokens: int = 0, last: Handle | None = None) -> None:
+        """`last`: the last command that its counts include; without it, all that it was sent."""
         counts = BlockCounts(16, free, 0, 16 - free, 0)
-        self.tell(ev.HeartbeatSeen(peer.link, ev.WorkerLoad(counts, queued_tokens=queued_tokens)))
+        last = Handle(max(peer.past, default=0)) if last is None else last
+        self.tell(ev.HeartbeatSeen(peer.link, ev.WorkerLoad(counts, queued_tokens=queued_tokens, last_handle=last)))
 
     def submit(
         self,

@@ -9,6 +9,7 @@ from pdserve.core.ids import Handle, RequestId
 from pdserve.core.request import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
 from pdserve.core.sampling import Placement
 from router import events as ev
+from router.waiting import LEVEL_S
 
 from .core_peers import Stage, row
 
@@ -87,6 +88,27 @@ def test_the_queue_is_by_priority_then_arrival_and_bounded() -> None:
     assert [e.work.request_id for e in sent(stage, ev.SendBind)] == ["first", "high", "a", "low"]
     assert decode.link
     stage.assert_empty()
+
+
+@pytest.mark.parametrize(("priority", "levels"), [(0, 5), (4, 1), (-5, 10)])
+def test_a_small_priority_waits_no_longer_than_the_difference_is_worth(priority: int, levels: int) -> None:
+    """One slot, a second for each request, and always somebody of priority 5 who waits."""
+    stage = Stage(max_queued_requests=100)
+    decode = stage.join("decode-0", ev.Role.DECODE, max_num_seqs=1)
+    stage.submit("first", deadline_s=1e6, priority=5)
+    low = stage.submit("low", deadline_s=1e6, priority=priority)
+    seconds = 0
+    while not low.ended:
+        while len(stage.core.waiting) < 4:
+            stage.submit(f"r{len(stage.outcomes)}", deadline_s=1e6, priority=5)
+        for _ in range(3):
+            decode.progress()
+            stage.deliver(decode, 9)
+        seconds += 1
+        stage.now_s += 1.0
+        stage.heartbeat(decode)
+        assert seconds <= levels * LEVEL_S + 8
+    assert seconds >= levels * LEVEL_S, "a larger priority is worth something"
 
 
 def test_the_queue_is_bounded_by_tokens_too() -> None:

@@ -276,7 +276,9 @@ def test_a_lost_worker_fails_its_requests_when_no_retry_is_allowed() -> None:
 def test_a_silent_worker_is_lost_and_a_heartbeat_is_answered() -> None:
     async def story() -> None:
         settings = {"heartbeat_interval_s": 0.1}
-        async with local_cluster(heartbeat_lost_s=0.6, max_attempts=1, worker=lambda: settings) as cluster:
+        async with local_cluster(
+            heartbeat_interval_s=0.1, heartbeat_lost_s=0.6, max_attempts=1, worker=lambda: settings
+        ) as cluster:
             call = await started(cluster)
             await cluster.decode.wait_for(lambda: cluster.decode.alive_seen > 0)
             cluster.decode.silent = True

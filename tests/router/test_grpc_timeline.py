@@ -11,9 +11,10 @@ import grpc
 import pytest
 
 from pdserve.rpc.status import REASON_METADATA, TIMELINE_METADATA
+from pdserve.rpc.v1 import inference_pb2
 from pdserve.testing.fake_worker import DECODE, PREFILL
 
-from .local_cluster import generate_request, local_cluster
+from .local_cluster import generate_request, local_cluster, read_answer
 
 TIMEOUT_S = 30.0
 
@@ -74,5 +75,43 @@ def test_a_request_that_was_never_queued_has_no_timeline() -> None:
             told = await failed(cluster.stub.Generate(generate_request((1, 2), 50, model="another")))
             assert told[REASON_METADATA] == "unknown_model"
             assert TIMELINE_METADATA not in told
+
+    run(story())
+
+
+async def exactness(*quantizations: str, **config: Any) -> tuple[bool, bool, bool, list[str]]:
+    """What the cluster's state, a request's report and its timeline say; and what each worker holds."""
+    roles = (PREFILL, DECODE)
+    async with local_cluster((), **config) as cluster:
+        workers = [cluster.worker(role, quantization=held) for role, held in zip(roles, quantizations, strict=True)]
+        for worker in workers:
+            await worker.start()
+        state = await cluster.stub.GetClusterState(inference_pb2.GetClusterStateRequest())
+        call = cluster.stub.Generate(generate_request((1, 2), 3))
+        answer = await read_answer(call)
+        timeline = json.loads(dict(await call.trailing_metadata())[TIMELINE_METADATA])
+        for worker in workers:
+            await worker.stop()
+        return state.exact, answer.report.exact, timeline["exact"], [worker.quantization for worker in state.workers]
+
+
+def test_status_and_timelines_say_that_workers_of_different_quantization_are_not_exact() -> None:
+    async def story() -> None:
+        allowed = await exactness("", "int4", allow_mixed_quantization=True)
+        assert allowed == (False, False, False, ["", "int4"])
+        assert await exactness("int8", "int8") == (True, True, True, ["int8", "int8"])
+
+    run(story())
+
+
+def test_a_worker_of_another_quantization_is_refused_unless_that_is_asked_for() -> None:
+    async def story() -> None:
+        async with local_cluster((PREFILL,)) as cluster:
+            other = cluster.worker(DECODE, quantization="int4")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await other.start()
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            details = str(refused.value.details())
+            assert all(word in details for word in ("int4", "none", "prefill-0", "router.allow_mixed_quantization"))
 
     run(story())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 
 from pdserve.core.errors import InternalBug, Unavailable
@@ -175,7 +178,7 @@ def test_a_full_decode_worker_says_nothing_about_the_pair() -> None:
     decode.refuse = 1
     prefill = stage.join("prefill-0", ev.Role.PREFILL)
     stage.run()
-    assert "no room" in reason(stage, prefill)
+    assert "waiting for room on decode-0" in reason(stage, prefill)
     assert not len(stage.core.pairs)
     later(stage, 1.0)
     assert reason(stage, prefill) == ""
@@ -214,4 +217,124 @@ def test_a_broken_protocol_fails_the_probe_alone() -> None:
     assert "no engine" in reason(stage, decode)
     later(stage, 1.0)
     assert reason(stage, decode) == ""
+    stage.assert_empty()
+
+
+def test_a_probe_that_a_busy_worker_delays_says_nothing_about_the_pair() -> None:
+    """(1) A pair is ready. (2) The prefill worker stops answering for longer than a probe lives: its engine is busy. (3) A
+    decode worker that joins is not kept out: it is tried with itself. (4) No pair is set aside."""
+    stage = probing()
+    prefill, first = stage.join("prefill-0", ev.Role.PREFILL), stage.join("decode-0", ev.Role.DECODE)
+    stage.run()
+    second = stage.join("decode-1", ev.Role.DECODE)
+    for _ in range(int(DEADLINE_S) + 5):
+        stage.now_s += 1.0
+        for peer in (prefill, first, second):
+            stage.heartbeat(peer)
+        stage.deliver(second, 9)
+        second.progress()
+        stage.tell(ev.Tick())
+    stage.deliver(second, 9)
+    assert reason(stage, second) == ""
+    assert not len(stage.core.pairs)
+    stage.run()
+    stage.assert_empty()
+
+
+def saturated(stage: Stage, decode: Peer) -> Callable[[], None]:
+    """A second under full load: clients fill each slot in the event that frees it, and more of them wait."""
+    names = itertools.count()
+
+    def second() -> None:
+        for _ in range(10):
+            stage.now_s += 0.1
+            while len(stage.core.waiting) < 4:
+                stage.submit(f"r{next(names)}", prompt_len=8, max_tokens=20, deadline_s=1e6)
+            for peer in list(stage.peers.values()):
+                peer.progress()
+                stage.deliver(peer, len(peer.upward))
+            stage.tell(ev.Tick())
+        for peer in list(stage.peers.values()):
+            stage.heartbeat(peer)
+
+    while len(decode.jobs) < decode.hello.max_num_seqs:
+        second()
+    return second
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_prefill_worker_that_joins_a_saturated_cluster_gets_the_next_slot(slots: int) -> None:
+    """Clients refilled each slot before a probe could have it, and the worker stayed not ready for as long as they came."""
+    stage = probing(max_queued_requests=16)
+    decode = stage.join("decode-0", ev.Role.DECODE, num_blocks=1000, max_num_seqs=slots)
+    stage.run()
+    second = saturated(stage, decode)
+    prefills = [stage.join(f"prefill-{n}", ev.Role.PREFILL, num_blocks=1000) for n in range(2)]
+    assert reason(stage, prefills[0]) == "waiting for room on decode-0 for a KV round trip"
+    for _ in range(12):  # a request lasts 2 to 3 s
+        second()
+    assert [reason(stage, prefill) for prefill in prefills] == ["", ""]
+    worker = stage.core.registry.get(decode.link)
+    assert worker is not None
+    assert worker.claimed_by is None
+    assert len(decode.jobs) == slots, "and clients have the room again"
+
+
+def test_a_claim_ends_with_whoever_made_it() -> None:
+    stage = probing(max_queued_requests=16)
+    decode = stage.join("decode-0", ev.Role.DECODE, num_blocks=1000, max_num_seqs=1)
+    stage.run()
+    second = saturated(stage, decode)
+    prefill = stage.join("prefill-0", ev.Role.PREFILL)
+    worker = stage.core.registry.get(decode.link)
+    assert worker is not None
+    assert worker.claimed_by == prefill.link
+    stage.leave(prefill)
+    assert worker.claimed_by is None
+    done = sum(outcome.ended == ["done"] for outcome in stage.outcomes.values())
+    for _ in range(10):
+        second()
+    assert sum(outcome.ended == ["done"] for outcome in stage.outcomes.values()) > done
+
+
+def test_another_decode_worker_with_room_is_preferred_to_waiting() -> None:
+    stage = probing(max_queued_requests=16)
+    full = stage.join("decode-0", ev.Role.DECODE, num_blocks=1000, max_num_seqs=1)
+    stage.run()
+    saturated(stage, full)
+    other = stage.join("decode-1", ev.Role.DECODE, num_blocks=10_000, max_num_seqs=9)
+    for _ in range(3):
+        other.progress()
+        stage.deliver(other, len(other.upward))
+    prefill = stage.join("prefill-0", ev.Role.PREFILL)
+    assert full.jobs
+    for _ in range(4):
+        for peer in (prefill, other):
+            peer.progress()
+            stage.deliver(peer, len(peer.upward))
+    assert reason(stage, prefill) == ""
+    assert other.attached_to == [prefill.hello.incarnation]
+
+
+def test_a_pair_that_lets_short_deadlines_pass_is_looked_at_and_found_out() -> None:
+    """KV of prefill-0 never comes at decode-0, and each request's time is up before anybody can say so. That is no evidence
+    against the pair; the probe that it is reason for finds some."""
+    stage = probing()
+    prefill, decode = stage.join("prefill-0", ev.Role.PREFILL), stage.join("decode-0", ev.Role.DECODE)
+    stage.run()
+    assert (reason(stage, prefill), reason(stage, decode)) == ("", "")
+    outcome = stage.submit("r", deadline_s=2.0)
+    for peer in (decode, prefill):
+        stage.deliver(peer)
+    prefill.progress()
+    stage.deliver(prefill, 9)
+    assert outcome.emitted == [0]
+    stage.now_s += 2.1
+    stage.tell(ev.Tick())
+    assert outcome.ended == ["deadline_exceeded"]
+    assert not list(stage.core.pairs.set_aside(now_s=stage.now_s)), "no evidence yet"
+    decode.unreadable.add(prefill.hello.incarnation)
+    later(stage, 0.5)
+    (aside,) = stage.core.pairs.set_aside(now_s=stage.now_s)
+    assert aside.reason == "no route"
     stage.assert_empty()

@@ -155,7 +155,8 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
 
 
 def test_workers_that_beat_through_a_pause_of_the_router_are_not_found_silent(tmp_path: Path) -> None:
-    with router_process(tmp_path, *PORTS, "--set", "router.heartbeat_lost_s=1.5") as process:
+    settings = ("--set", "router.heartbeat_lost_s=1.5", "--set", "router.heartbeat_interval_s=0.2")
+    with router_process(tmp_path, *PORTS, *settings) as process:
         asyncio.run(_pause_while_running(ready_line(process), process))
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=5)

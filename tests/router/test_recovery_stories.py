@@ -6,8 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.core.errors import LeaseGone, NumericalError, Overloaded, ReplicaLost, TransferFailed, Unavailable
-from pdserve.core.ids import Handle
+from pdserve.core.errors import (
+    DeadlineExceeded,
+    LeaseGone,
+    NumericalError,
+    Overloaded,
+    ReplicaLost,
+    TransferFailed,
+    Unavailable,
+)
+from pdserve.core.ids import Handle, RequestId
 from pdserve.core.sampling import Placement
 from router import events as ev
 
@@ -284,7 +292,8 @@ def test_a_failed_pull_is_tried_again_on_another_pair(error: Exception, reach: C
     (handle,) = decode.jobs
     lender = sent(stage, ev.SendPrefill)[0].link
     del decode.jobs[handle]
-    stage.tell(ev.RequestFailed(decode.link, handle, error))  # type: ignore[arg-type]
+    pair_failed = not isinstance(error, LeaseGone)
+    stage.tell(ev.RequestFailed(decode.link, handle, error, pair_failed))  # type: ignore[arg-type]
     finish(stage, outcome, attempts=2, binds=2)
     again = (sent(stage, ev.SendPrefill)[-1].link, sent(stage, ev.SendBind)[-1].link)
     aside = list(stage.core.pairs.set_aside(now_s=stage.now_s))
@@ -515,4 +524,61 @@ def test_logits_that_are_numbers_at_the_second_try_cost_a_client_nothing() -> No
     stage.run()
     assert outcome.ended == ["done"]
     assert outcome.emitted == list(range(8))
+    stage.assert_empty()
+
+
+OWN_DEADLINE = DeadlineExceeded("lease 1/1: 16 of 64 tokens after 2.0 s")
+STALLED = TransferFailed("lease 1/1: 16 of 64 tokens, no progress for 60.0 s")
+
+
+@pytest.mark.parametrize("reach", [prefilling, in_handoff])
+def test_the_deadline_of_a_request_does_not_set_its_pair_aside(reach: Callable[[Stage], None]) -> None:
+    """The decode worker says so a moment before the router's tick, as it usually does."""
+    stage = pools()
+    outcome = stage.submit("r", max_tokens=6, deadline_s=2.0)
+    reach(stage)
+    decode = busy(stage, ev.Role.DECODE)
+    (handle,) = decode.jobs
+    del decode.jobs[handle]
+    stage.now_s = 2.01
+    stage.tell(ev.RequestFailed(decode.link, handle, OWN_DEADLINE))
+    assert outcome.ended == ["deadline_exceeded"]
+    assert not len(stage.core.pairs)
+    stage.assert_empty()
+
+
+def test_a_worker_whose_clock_is_fast_ends_no_request_before_its_deadline() -> None:
+    stage = pools()
+    outcome = stage.submit("r", max_tokens=6, deadline_s=20.0)
+    prefilling(stage)
+    decode = busy(stage, ev.Role.DECODE)
+    (handle,) = decode.jobs
+    del decode.jobs[handle]
+    stage.tell(ev.RequestFailed(decode.link, handle, OWN_DEADLINE))
+    finish(stage, outcome, attempts=2, binds=2)
+    assert not len(stage.core.pairs)
+
+
+def test_a_prompt_that_its_lender_does_not_go_on_with_does_not_set_the_pair_aside() -> None:
+    stage = pools()
+    outcome = stage.submit("r", max_tokens=6)
+    prefilling(stage)
+    decode = busy(stage, ev.Role.DECODE)
+    (handle,) = decode.jobs
+    del decode.jobs[handle]
+    stage.tell(ev.RequestFailed(decode.link, handle, STALLED, pair_failed=False))
+    finish(stage, outcome, attempts=2, binds=2)
+    assert not len(stage.core.pairs)
+
+
+def test_a_cancelled_request_does_not_set_its_pair_aside() -> None:
+    stage = pools()
+    outcome = stage.submit("r", max_tokens=6)
+    in_handoff(stage)
+    decode = busy(stage, ev.Role.DECODE)
+    (handle,) = decode.jobs
+    stage.tell(ev.ClientGone(RequestId("r")))
+    stage.tell(ev.RequestFailed(decode.link, handle, TransferFailed("no route"), pair_failed=True))
+    assert outcome.ended == ["cancelled"]
+    assert not len(stage.core.pairs)
     stage.assert_empty()

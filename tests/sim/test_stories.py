@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.sim.checkers import check_outcome
 from pdserve.sim.client import Ask, Outcome
-from pdserve.sim.faults import Fault, FaultKind
+from pdserve.sim.faults import Fault, FaultKind, FaultPlan
+from pdserve.sim.network import Weather
 from pdserve.sim.oracle import TOKENIZER, answer
+from pdserve.sim.router import CONFIG
 from pdserve.sim.run import calm_plan, draw_asks, simulate
 from pdserve.sim.tap import Census
 from pdserve.sim.transfer import ReadFaults
@@ -115,3 +117,22 @@ def test_the_checker_passes_the_right_answer_and_no_other() -> None:
     unended = _outcome(ids)
     unended.ended_s = None
     assert check_outcome(unended, bound_s=2.0) == ["a never ended"]
+
+
+def test_a_pair_that_is_cut_is_found_out_by_requests_too_hurried_to_say_so() -> None:
+    """KV of prefill0 does not reach decode0, and no request lives as long as a lender may be silent. A probe does: then the
+    pair is set aside, and nobody's time runs out on it any more."""
+    until_s = 24.0
+    cut = Fault(0.2, FaultKind.CUT, "prefill0", until_s, "decode0")
+    plan = FaultPlan((cut,), Weather(), ReadFaults(), {}, until_s)
+    shape = Shape(router=replace(CONFIG, probe_workers=True, pair_aside_s=60.0, pair_aside_max_s=60.0))
+    drawn = draw_asks(random.Random(5), 80, until_s=until_s, unruly=False)
+    asks = [replace(ask, at_s=0.4 + 0.28 * n, deadline_s=2.0, placement=Placement.DISAGGREGATED) for n, ask in enumerate(drawn)]
+    census = Census()
+    simulate(5, shape, plan, asks, census)
+    assert census.world is not None
+    ended = {client.outcome.ask.at_s: client.outcome for client in census.world.clients if client.outcome.ask in asks}
+    failed_s = [at_s for at_s, outcome in ended.items() if not outcome.ok]
+    assert failed_s, "the pair was never asked for"
+    assert max(failed_s) < 12.0
+    assert sum(at_s > 12.0 for at_s in ended) > 20
