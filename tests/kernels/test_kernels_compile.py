@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ["rows", "blocks", "decode", "prefill", "write_int4", "attend_fp8_e4m3"]
+QUICK = ["rows", "blocks", "sums", "decode", "prefill", "write_int4", "attend_fp8_e4m3"]
 SHARED_BYTES = 227 << 10  # of a program on Hopper
 
 
@@ -30,6 +30,7 @@ def test_kernels_compile_for_the_gpu(tmp_path):
     found = compiled(*QUICK, cache=tmp_path)
     assert {kernel["kernel"] for kernel in found} == {
         "norm_kernel", "silu_mul_kernel", "rope_kernel", "gather_kernel", "scatter_kernel", "quantise_kernel",
+        "stripe_sums_kernel",
         "decode_kernel", "merge_kernel", "prefill_kernel",
     }  # fmt: skip
     for kernel in found:
