@@ -32,6 +32,11 @@ class Puller(Protocol):
     def transfer(self) -> PostsReads: ...
 
     @property
+    def summed(self) -> Reads | None:
+        """None: checksums are off."""
+        ...
+
+    @property
     def staging(self) -> Staging | None:
         """None: KV of another dtype cannot be converted here."""
         ...
@@ -47,15 +52,17 @@ class Inbound:
         reader_id: ReaderId,
         block_ids: tuple[BlockId, ...],
         *,
+        prompt_hash: bytes,
         first_block: int = 0,
         wait_s: float,
     ) -> None:
-        """Blocks before `first_block` hold their KV already and are not read. `wait_s` bounds the whole wait for the
-        prompt: renewing cannot hold a lease for ever."""
+        """`prompt_hash`: of the prompt that was bound. Blocks before `first_block` hold their KV already and are not read.
+        `wait_s` bounds the whole wait for the prompt: renewing cannot hold a lease for ever."""
         self._host = host
         self._leases = leases
         self._reader_id = reader_id
         self._block_ids = block_ids
+        self._prompt_hash = prompt_hash
         self._first_block = first_block
         self._wait_s = wait_s
         self._lease: FollowedLease | None = None
@@ -69,10 +76,12 @@ class Inbound:
     async def pull(self, lease_id: LeaseId, ticket_bytes: bytes) -> Pulled:
         """Follow the lease, read blocks as they become final, commit. What was read may be used only after this has returned.
 
-        Raises `LeaseGone`, `TransferFailed`, `ReplicaLost`, `IncompatiblePeer`.
+        Raises `LeaseGone`, `TransferFailed`, `KvCorrupt`, `KvRotted`, `ReplicaLost`, `IncompatiblePeer`.
         """
         ticket = Ticket.decode(ticket_bytes)
+        ticket.check_request(lease_id, self._prompt_hash)
         ticket.check_layout(self._host.layout)
+        ticket.check_checksums(self._host.config.lease.kv_checksum)
         reads = self._reads_of(ticket)
         if len(ticket.block_ids) != len(self._block_ids):
             raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, the prompt {len(self._block_ids)}")
@@ -105,7 +114,7 @@ class Inbound:
     def _reads_of(self, ticket: Ticket) -> Reads:
         """Straight into the pool where both sides store KV alike."""
         if ticket.layout == self._host.layout:
-            return self._host.transfer
+            return self._host.summed or self._host.transfer
         if self._host.staging is None:
             raise IncompatiblePeer(f"KV comes in {ticket.layout.dtype}, and is stored in {self._host.layout.dtype} here")
         return self._host.staging.reads_of(ticket)

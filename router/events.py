@@ -67,6 +67,8 @@ class WorkerLoad:
     prefix_hit_tokens: int = 0
     engine_stalled_s: float = 0.0
     numerical_errors: int = 0
+    kv_corrupt_blocks: int = 0
+    kv_rotted_blocks: int = 0
 
 
 # Events ------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from router.retry import RetryBucket, after_attempts
 
 _S, _E = RequestState, RequestEvent
 
-_PAIR_FAILURES: Final = (ErrorCode.TRANSFER_FAILED, ErrorCode.REPLICA_LOST)
+_PAIR_FAILURES: Final = (ErrorCode.TRANSFER_FAILED, ErrorCode.REPLICA_LOST, ErrorCode.KV_CORRUPT)
 """What a decode worker says when KV did not come through. A lease that is gone is not among them: somebody answered for
 it, and it may have been preempted or given back by an earlier reader."""
 _TURNED_AWAY: Final = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)

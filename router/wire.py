@@ -66,6 +66,8 @@ def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.Event:
         m.prefix_hit_tokens,
         m.engine_stalled_s,
         m.numerical_errors,
+        kv_corrupt_blocks=m.kv_corrupt_blocks,
+        kv_rotted_blocks=m.kv_rotted_blocks,
     )
     return ev.HeartbeatSeen(link, load)
 
@@ -195,5 +197,7 @@ def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
         draining=worker.draining,
         prefix_queried_tokens=worker.prefix_queried_tokens,
         prefix_hit_tokens=worker.prefix_hit_tokens,
+        kv_corrupt_blocks=worker.kv_corrupt_blocks,
+        kv_rotted_blocks=worker.kv_rotted_blocks,
         not_ready_reason=worker.not_ready_reason,
     )

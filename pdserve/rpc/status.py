@@ -49,6 +49,8 @@ TABLE: Final[dict[ErrorCode, StatusRow]] = {
     ErrorCode.UNKNOWN_WORKER: StatusRow(_G.NOT_FOUND, 404, "invalid_request_error", False, False),
     ErrorCode.NUMERICAL_ERROR: StatusRow(_G.INTERNAL, 500, "server_error", True, False),
     ErrorCode.WORKER_ID_TAKEN: StatusRow(_G.ALREADY_EXISTS, 409, "server_error", False, False),
+    ErrorCode.KV_CORRUPT: StatusRow(_G.UNAVAILABLE, 503, "server_error", True, True),
+    ErrorCode.KV_ROTTED: StatusRow(_G.UNAVAILABLE, 503, "server_error", True, True),
 }
 
 _INVALID: Final = {
@@ -61,6 +63,8 @@ _PLAIN: Final[dict[ErrorCode, type[PdserveError]]] = {
         errors.Cancelled,
         errors.LeaseGone,
         errors.TransferFailed,
+        errors.KvCorrupt,
+        errors.KvRotted,
         errors.ReplicaLost,
         errors.Unavailable,
         errors.IncompatiblePeer,

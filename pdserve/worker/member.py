@@ -189,4 +189,6 @@ class Member:
             prefix_hit_tokens=snapshot.prefix_hit_tokens,
             engine_stalled_s=self._watch.stalled_s,
             numerical_errors=snapshot.numerical_errors,
+            kv_corrupt_blocks=role.damage.corrupt_blocks,
+            kv_rotted_blocks=role.damage.rotted_blocks,
         )

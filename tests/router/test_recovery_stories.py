@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.core.errors import LeaseGone, NumericalError, Overloaded, ReplicaLost, TransferFailed, Unavailable
+from pdserve.core.errors import (
+    KvCorrupt,
+    KvRotted,
+    LeaseGone,
+    NumericalError,
+    Overloaded,
+    ReplicaLost,
+    TransferFailed,
+    Unavailable,
+)
 from pdserve.core.ids import Handle
 from pdserve.core.sampling import Placement
 from router import events as ev
@@ -274,7 +283,10 @@ def test_a_message_that_comes_twice_on_a_live_handle_fails_its_request_alone() -
         stage.assert_empty()
 
 
-@pytest.mark.parametrize("error", [LeaseGone("gone"), TransferFailed("no route"), ReplicaLost("lender lost")])
+@pytest.mark.parametrize(
+    "error",
+    [LeaseGone("gone"), KvRotted("rotted"), KvCorrupt("flipped"), TransferFailed("no route"), ReplicaLost("lender lost")],
+)
 @pytest.mark.parametrize("reach", [prefilling, in_handoff])
 def test_a_failed_pull_is_tried_again_on_another_pair(error: Exception, reach: Callable[[Stage], None]) -> None:
     stage = pools()
@@ -288,7 +300,7 @@ def test_a_failed_pull_is_tried_again_on_another_pair(error: Exception, reach: C
     finish(stage, outcome, attempts=2, binds=2)
     again = (sent(stage, ev.SendPrefill)[-1].link, sent(stage, ev.SendBind)[-1].link)
     aside = list(stage.core.pairs.set_aside(now_s=stage.now_s))
-    assert len(aside) == (0 if isinstance(error, LeaseGone) else 1)
+    assert len(aside) == (0 if isinstance(error, LeaseGone | KvRotted) else 1), "only what lies between the two is the pair's"
     assert not aside or again != (lender, decode.link)
 
 
