@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.api import Device
@@ -84,21 +84,25 @@ def encode_with(**changes: Any) -> bytes:
     return packed
 
 
+@settings(deadline=None)
 @given(tickets)
 def test_what_is_encoded_is_decoded(ticket: Ticket) -> None:
     assert Ticket.decode(ticket.encode()) == ticket
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_no_ticket(data: bytes) -> None:
     assert decode(data) is None
 
 
+@settings(deadline=None)
 @given(anything)
 def test_no_other_value_is_a_ticket(value: Any) -> None:
     assert decode(msgpack.packb(value)) is None
 
 
+@settings(deadline=None)
 @given(st.sampled_from(FIELDS), anything)
 def test_a_field_of_any_value_is_refused_or_sound(name: str, value: Any) -> None:
     """Whatever stands in a field, a ticket that is accepted holds together."""
@@ -109,6 +113,7 @@ def test_a_field_of_any_value_is_refused_or_sound(name: str, value: Any) -> None
         assert Ticket.decode(ticket.encode()) == ticket
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_damaged_ticket_raises_nothing_else(data: st.DataObject) -> None:
     encoded = bytearray(TICKET.encode())
