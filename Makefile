@@ -77,6 +77,9 @@ bench-transfer: setup ## NIXL reads beside memcpy and a TCP socket
 bench-handoff: setup ## what of a handoff is exposed when KV is read chunk by chunk, beside whole reads and memcpy
 	$(BIN)/python -m bench.handoff
 
+bench-checksums: setup ## what checksums of KV cost prefill, with and without in turns
+	@$(BIN)/python -m bench.checksums
+
 bench-engine: setup ## prefill and decode steps beside floors; PEERS=1 installs vLLM, llama.cpp and transformers and runs them too
 	$(BIN)/python -m bench.engine $(if $(PEERS),--peers --rounds 7 --plot roofline.png)
 

@@ -3,9 +3,9 @@
     python -m bench.handoff [--chunks 8] [--chunk-blocks 32] [--block-kib 360] [--chunk-ms 100] [--runs 15]
 
 Lender and reader are two processes with the production lease service, transfer thread and pull over NIXL; prefill is a
-timer that makes a chunk final every `--chunk-ms`. Three prompts take turns in every round: one read while it is
-computed, one that becomes final at once, and one of a single chunk. The floor is a plain copy of the same blocks
-within this process. Every pull is compared bit for bit.
+timer that makes a chunk final every `--chunk-ms`. Three prompts take turns in every round, each with checksums and
+without: one read while it is computed, one that becomes final at once, and one of a single chunk. The floor is a plain
+copy of the same blocks within this process. Every pull is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -15,27 +15,33 @@ import asyncio
 import json
 import statistics
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc.aio
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from bench.transfer import PEER_INCARNATION, READER_INCARNATION, TIMEOUT_S, Pool, copy
-from kvtransfer.api import Device
+from kvtransfer.api import Device, Region
 from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.converter import ConverterThread
 from kvtransfer.lease_client import LeaseClient
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.pull import Pull, Pulled
+from kvtransfer.summed import SummedReads
 from kvtransfer.thread import TransferThread
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.ids import BlockId, LeaseId, ReaderId, SeqId, WorkerId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.core.lease import FirstToken, LeaseTable
+from pdserve.core.prefix import prompt_hash
+from pdserve.engine.block_sums import BlockSums
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import peer_pb2_grpc
 
@@ -64,7 +70,7 @@ class Shape:
 
 
 async def serve(shape: Shape) -> None:
-    """The lender. Each line on stdin is `BLOCKS CHUNK_BLOCKS INTERVAL_S`: grant, answer the ticket, advance."""
+    """The lender. Each line on stdin is `BLOCKS CHUNK_BLOCKS INTERVAL_S CHECKSUMS`: grant, answer the ticket, advance."""
     pool = shape.pool(fill=True)
     transport = NixlTransport(WorkerId("lender"), PEER_INCARNATION, pool.region)
     loop = asyncio.get_running_loop()
@@ -75,22 +81,45 @@ async def serve(shape: Shape) -> None:
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(PEER_INCARNATION, transport.metadata(), cluster_token=TOKEN), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
+    sum_blocks = BlockSums(torch.from_numpy(pool.array))
     order = np.random.default_rng(1).permutation(shape.num_blocks)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        blocks, step, interval = line.split()
+        blocks, step, interval, checksums = line.split()
         ids = tuple(BlockId(int(block)) for block in order[: int(blocks)])
-        lease_id = table.grant(SeqId(1), ids, len(ids) * BLOCK_SIZE, now_s=loop.time())
-        region = pool.region
-        ticket = Ticket(
-            PEER_INCARNATION, address, shape.layout, region.address, region.num_blocks, Device(), ids, len(ids) * BLOCK_SIZE
-        )
+        prompt_len = len(ids) * BLOCK_SIZE
+        summed = checksums == "True"
+        lease_id = table.grant(SeqId(1), ids, prompt_len, sums=() if summed else None, now_s=loop.time())
+        ticket = ticket_of(lease_id, shape, pool.region, address, ids, checksums=summed)
+        table.expect(lease_id, ticket.proof)
         print(json.dumps({"counter": lease_id.counter, "ticket": ticket.encode().hex()}), flush=True)
         for done in range(int(step), len(ids) + 1, int(step)):
             await asyncio.sleep(float(interval))
             first = FirstToken(1, None) if done == len(ids) else None
             service.publish(table.advance(lease_id, done * BLOCK_SIZE, first, now_s=loop.time()))
+            if summed:  # beside the loop, as in a worker's engine thread
+                final = ids[done - int(step) : done]
+                service.seal(lease_id, done - int(step), await asyncio.to_thread(sum_blocks, final))
     await server.stop(None)
     transport.close()
+
+
+def ticket_of(
+    lease_id: LeaseId, shape: Shape, region: Region, address: str, ids: tuple[BlockId, ...], *, checksums: bool
+) -> Ticket:
+    ticket = Ticket(
+        incarnation=lease_id.incarnation,
+        lease_counter=lease_id.counter,
+        peer_address=address,
+        layout=shape.layout,
+        address=region.address,
+        num_blocks=region.num_blocks,
+        device=Device(),
+        block_ids=ids,
+        prompt_len=len(ids) * BLOCK_SIZE,
+        prompt_hash=prompt_hash(b"", ""),
+        checksums=checksums,
+    )
+    return ticket.sealed(b"bench")
 
 
 class Reader:
@@ -102,6 +131,8 @@ class Reader:
         self.pool = shape.pool(fill=False)
         self.source = shape.pool(fill=True)
         self.thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), READER_INCARNATION, self.pool.region))
+        self.converter = ConverterThread()
+        self.summed = SummedReads(self.thread, BlockSums(torch.from_numpy(self.pool.array)), self.converter)
         self.config = LeaseConfig()
         self.binds = 0
 
@@ -109,10 +140,10 @@ class Reader:
         metadata = await self.thread.start()
         self.client = LeaseClient(READER_INCARNATION, metadata, self.thread, self.config, cluster_token=TOKEN)
 
-    async def pull(self, blocks: int, step: int, interval_s: float) -> Pulled:
+    async def pull(self, blocks: int, step: int, interval_s: float, *, checksums: bool) -> Pulled:
         assert self.lender.stdin is not None
         assert self.lender.stdout is not None
-        self.lender.stdin.write(f"{blocks} {step} {interval_s}\n".encode())
+        self.lender.stdin.write(f"{blocks} {step} {interval_s} {checksums}\n".encode())
         answer = json.loads(await self.lender.stdout.readline())
         lease_id = LeaseId(PEER_INCARNATION, answer["counter"])
         ticket = Ticket.decode(bytes.fromhex(answer["ticket"]))
@@ -120,10 +151,16 @@ class Reader:
         self.binds += 1
         lease = await self.client.attach(lease_id, ticket, deadline_s=TIMEOUT_S)
         reader_id = ReaderId(READER_INCARNATION, self.binds)
-        pulled = await Pull(lease, ticket, range(blocks), reader_id, self.thread, self.config).run(wait_s=TIMEOUT_S)
+        reads = self.summed if checksums else self.thread
+        pulled = await Pull(lease, ticket, range(blocks), reader_id, reads, self.config).run(wait_s=TIMEOUT_S)
         lease.close()
         assert np.array_equal(self.pool.array[:blocks], self.source.array[list(ticket.block_ids)]), "bytes differ"
         return pulled
+
+    def sum(self, blocks: int) -> float:
+        began_s = time.perf_counter()
+        BlockSums(torch.from_numpy(self.source.array))(range(blocks))
+        return time.perf_counter() - began_s
 
     def copy(self, blocks: int) -> float:
         return copy(self.source, self.pool, list(range(blocks)))
@@ -131,6 +168,7 @@ class Reader:
     async def close(self) -> None:
         await self.client.close()
         await self.thread.close()
+        self.converter.close()
 
 
 @asynccontextmanager
@@ -155,22 +193,25 @@ async def measure(shape: Shape, chunk_s: float, runs: int) -> tuple[dict[str, li
     shares: list[float] = []
     async with started(shape) as reader:
         for _ in range(runs + 1):
-            streamed = await reader.pull(shape.num_blocks, shape.chunk_blocks, chunk_s)
-            whole = await reader.pull(shape.num_blocks, shape.num_blocks, chunk_s)
-            chunk = await reader.pull(shape.chunk_blocks, shape.chunk_blocks, chunk_s)
-            shares.append(streamed.exposed_bytes / streamed.kv_bytes)
-            rounds.append(
-                {
-                    "exposed: streamed": streamed.exposed_s,
-                    "exposed: a single chunk": chunk.exposed_s,
-                    "exposed: whole prompt at the end": whole.exposed_s,
-                    "read of one chunk": chunk.transfer_s,
-                    "read of the whole prompt": whole.transfer_s,
-                    "Commit": streamed.commit_s,
-                    "memcpy of one chunk (floor)": reader.copy(shape.chunk_blocks),
-                    "memcpy of the whole prompt (floor)": reader.copy(shape.num_blocks),
+            row: dict[str, float] = {}
+            for checksums in (False, True):
+                kind = ", checksums" if checksums else ""
+                streamed = await reader.pull(shape.num_blocks, shape.chunk_blocks, chunk_s, checksums=checksums)
+                whole = await reader.pull(shape.num_blocks, shape.num_blocks, chunk_s, checksums=checksums)
+                chunk = await reader.pull(shape.chunk_blocks, shape.chunk_blocks, chunk_s, checksums=checksums)
+                row |= {
+                    f"exposed: streamed{kind}": streamed.exposed_s,
+                    f"exposed: a single chunk{kind}": chunk.exposed_s,
+                    f"exposed: whole prompt at the end{kind}": whole.exposed_s,
+                    f"read of one chunk{kind}": chunk.transfer_s,
+                    f"read of the whole prompt{kind}": whole.transfer_s,
+                    f"Commit{kind}": streamed.commit_s,
                 }
-            )
+            shares.append(streamed.exposed_bytes / streamed.kv_bytes)
+            row["sum of one chunk"] = reader.sum(shape.chunk_blocks)
+            row["memcpy of one chunk (floor)"] = reader.copy(shape.chunk_blocks)
+            row["memcpy of the whole prompt (floor)"] = reader.copy(shape.num_blocks)
+            rounds.append(row)
     return {name: [one[name] for one in rounds[1:]] for name in rounds[0]}, statistics.median(shares[1:])
 
 

@@ -12,7 +12,7 @@ from kvtransfer.read import Reads
 from kvtransfer.staging import PostsReads, Staging
 from kvtransfer.ticket import Ticket
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import IncompatiblePeer, PdserveError, ReplicaLost, TransferFailed
+from pdserve.core.errors import IncompatiblePeer, KvCorrupt, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId
 from pdserve.core.kv_layout import KvLayout
 
@@ -32,6 +32,11 @@ class Puller(Protocol):
     def transfer(self) -> PostsReads: ...
 
     @property
+    def summed(self) -> Reads | None:
+        """None: checksums are off."""
+        ...
+
+    @property
     def staging(self) -> Staging | None:
         """None: KV of another dtype cannot be converted here."""
         ...
@@ -39,9 +44,10 @@ class Puller(Protocol):
 
 def speaks_against_pair(error: PdserveError) -> bool:
     """Whether what ended a pull is evidence that KV does not pass between the two workers: a read that failed or ran past a
-    deadline of its own, or a lender that does not answer. A lease that is gone is none, since somebody answered for it; nor
-    is a prompt that was not computed in time, nor the deadline of the request itself."""
-    return isinstance(error, TransferFailed | ReplicaLost) and not isinstance(error, PrefillStalled)
+    deadline of its own, KV that arrived changed, or a lender that does not answer. A lease that is gone is none, since somebody
+    answered for it; nor is KV that changed in the lender's memory, a prompt that was not computed in time, or the deadline of
+    the request itself."""
+    return isinstance(error, TransferFailed | KvCorrupt | ReplicaLost) and not isinstance(error, PrefillStalled)
 
 
 class Inbound:
@@ -54,15 +60,17 @@ class Inbound:
         reader_id: ReaderId,
         block_ids: tuple[BlockId, ...],
         *,
+        prompt_hash: bytes,
         first_block: int = 0,
         wait_s: float,
     ) -> None:
-        """Blocks before `first_block` hold their KV already and are not read. `wait_s` bounds the whole wait for the
-        prompt: renewing cannot hold a lease for ever."""
+        """`prompt_hash`: of the prompt that was bound. Blocks before `first_block` hold their KV already and are not read.
+        `wait_s` bounds the whole wait for the prompt: renewing cannot hold a lease for ever."""
         self._host = host
         self._leases = leases
         self._reader_id = reader_id
         self._block_ids = block_ids
+        self._prompt_hash = prompt_hash
         self._first_block = first_block
         self._wait_s = wait_s
         self._lease: FollowedLease | None = None
@@ -76,10 +84,12 @@ class Inbound:
     async def pull(self, lease_id: LeaseId, ticket_bytes: bytes) -> Pulled:
         """Follow the lease, read blocks as they become final, commit. What was read may be used only after this has returned.
 
-        Raises `LeaseGone`, `TransferFailed`, `ReplicaLost`, `DeadlineExceeded`, `IncompatiblePeer`.
+        Raises `LeaseGone`, `TransferFailed`, `KvCorrupt`, `KvRotted`, `ReplicaLost`, `DeadlineExceeded`, `IncompatiblePeer`.
         """
         ticket = Ticket.decode(ticket_bytes)
+        ticket.check_request(lease_id, self._prompt_hash)
         ticket.check_layout(self._host.layout)
+        ticket.check_checksums(self._host.config.lease.kv_checksum)
         reads = self._reads_of(ticket)
         if len(ticket.block_ids) != len(self._block_ids):
             raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, the prompt {len(self._block_ids)}")
@@ -112,7 +122,7 @@ class Inbound:
     def _reads_of(self, ticket: Ticket) -> Reads:
         """Straight into the pool where both sides store KV alike."""
         if ticket.layout == self._host.layout:
-            return self._host.transfer
+            return self._host.summed or self._host.transfer
         if self._host.staging is None:
             raise IncompatiblePeer(f"KV comes in {ticket.layout.dtype}, and is stored in {self._host.layout.dtype} here")
         return self._host.staging.reads_of(ticket)

@@ -4,7 +4,8 @@
 Bind(local_prefill) -> reserve whole -> Reserved -> prefill and decode here                           (colocated)
 Bind -> reserve whole -> Reserved -> Attach(lease, ticket) -> follow the lease, pull, commit: OK
      -> the engine takes the blocks as the sequence's -> KvCommitted -> tokens 1, 2, ...
-     -> anything else: RequestFailed; blocks freed, or quarantined until our read has stopped
+     -> anything else, also that KV was not read as it was written: RequestFailed; blocks freed, or quarantined until our
+        read has stopped
 ```
 """
 
@@ -22,10 +23,11 @@ from kvtransfer.peer_link import PeerLink
 from kvtransfer.pull import Pulled
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
+from pdserve.core.prefix import prompt_hash
 from pdserve.engine.outcome import OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import decode_pb2, link_pb2
-from pdserve.worker.host import Host
+from pdserve.worker.host import Host, KvDamage
 from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
 from pdserve.worker.output import OutputStream
 from pdserve.worker.refuse import failed, no_numbers, read_request
@@ -40,6 +42,7 @@ class BoundRequest:
     handle: Handle
     seq_id: SeqId
     reader_id: ReaderId
+    prompt_hash: bytes
     prompt_len: int
     deadline_s: float
     local_prefill: bool
@@ -67,6 +70,11 @@ class DecodeRole:
     @property
     def leases_held(self) -> int:
         return 0
+
+    @property
+    def damage(self) -> KvDamage:
+        """A decode worker lends nothing."""
+        return KvDamage()
 
     @property
     def idle(self) -> bool:
@@ -137,6 +145,7 @@ class DecodeRole:
             handle,
             seq_id,
             ReaderId(self._host.incarnation, self._binds),
+            prompt_hash(command.prompt_ids, command.cache_salt),
             len(prompt),
             command.deadline_s,
             command.local_prefill,
@@ -151,7 +160,13 @@ class DecodeRole:
         if not request.local_prefill:
             blocks = result.block_ids[: self._host.layout.blocks_for(request.prompt_len)]
             request.inbound = Inbound(
-                self._host, self._leases, request.reader_id, blocks, first_block=result.hits, wait_s=request.deadline_s
+                self._host,
+                self._leases,
+                request.reader_id,
+                blocks,
+                prompt_hash=request.prompt_hash,
+                first_block=result.hits,
+                wait_s=request.deadline_s,
             )
         self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle)))
 

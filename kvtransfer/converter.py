@@ -1,18 +1,20 @@
-"""The thread in which KV is converted: off the loop, and beside the transfer and engine threads."""
+"""The thread in which KV that was read is summed and converted: off the loop, and beside the transfer and engine threads."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Converter(Protocol):
     """Runs one piece of work after the other."""
 
-    async def run(self, work: Callable[[], None]) -> None:
-        """Returns when it is done. Raises what it raises."""
+    async def run(self, work: Callable[[], T]) -> T:
+        """Returns what it returns, when it is done. Raises what it raises."""
         ...
 
     def close(self) -> None:
@@ -26,8 +28,8 @@ class ConverterThread:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="pdserve-convert")
 
-    async def run(self, work: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    async def run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

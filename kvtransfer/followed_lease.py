@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.core.errors import LeaseGone, PdserveError, TransferFailed
+from pdserve.core.errors import KvCorrupt, KvRotted, LeaseGone, PdserveError, TransferFailed
 from pdserve.core.ids import LeaseId, ReaderId
-from pdserve.core.lease import FirstToken, LeaseView
+from pdserve.core.lease import CommitAnswer, FirstToken, LeaseView
+from pdserve.core.reader import SendCommit
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The lender's answer. `rotted_blocks`, if CORRUPT: so many have changed in its memory; None: it does not know."""
+
+    answer: CommitAnswer
+    rotted_blocks: int | None = None
 
 
 class Lender(Protocol):
     """The calls that a followed lease makes on its peer."""
 
-    async def commit(self, lease_id: LeaseId, reader_id: ReaderId, blocks: int) -> bool: ...
+    async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed: ...
 
-    async def release(self, lease_id: LeaseId) -> None: ...
+    async def release(self, lease_id: LeaseId, proof: bytes) -> None: ...
 
     def unfollow(self, lease: FollowedLease) -> None: ...
 
 
 class FollowedLease:
-    """Renewed in the background until `close`. Loop-owned.
+    """Renewed in the background until `close`. Loop-owned. `proof`: of its ticket, shown with every call.
 
     The state only moves forward: views that arrive late or twice change nothing, and an error is final.
     """
 
-    def __init__(self, lease_id: LeaseId, prompt_len: int, lender: Lender) -> None:
+    def __init__(self, lease_id: LeaseId, prompt_len: int, proof: bytes, lender: Lender) -> None:
         self.lease_id = lease_id
+        self.proof = proof
         self.prompt_len = prompt_len
         self._lender = lender
         self._watermark = 0
@@ -56,18 +67,26 @@ class FollowedLease:
         """Done at the next change of any of the above. Take it before you look at them; never cancel it."""
         return self._changed
 
-    async def commit(self, reader_id: ReaderId, blocks: int) -> None:
+    async def commit(self, reader_id: ReaderId, commit: SendCommit) -> None:
         """Returns when what was read may be used. Only after every read of this bind has resolved.
 
-        Raises `LeaseGone`, or `ReplicaLost` when the lender cannot be reached: what was read must be discarded.
+        Raises `LeaseGone`, `KvCorrupt`, `KvRotted`, or `ReplicaLost` when the lender cannot be reached: what was read must
+        be discarded.
         """
         self._committing = True  # from here on the answer decides; a push that says GONE may only mirror our own commit
-        if not await self._lender.commit(self.lease_id, reader_id, blocks):
-            raise LeaseGone(f"lease {self.lease_id} was gone when {blocks} blocks had been read")
+        committed = await self._lender.commit(self.lease_id, self.proof, reader_id, commit)
+        read = f"{commit.blocks - commit.first} blocks of lease {self.lease_id}"
+        if committed.answer is CommitAnswer.GONE:
+            raise LeaseGone(f"lease {self.lease_id} was gone when {commit.blocks} blocks had been read")
+        if committed.answer is CommitAnswer.CORRUPT and committed.rotted_blocks == 0:
+            raise KvCorrupt(f"{read} were not read as they were written, and the lender still holds what it wrote")
+        if committed.answer is CommitAnswer.CORRUPT:
+            where = f"{committed.rotted_blocks} have changed" if committed.rotted_blocks else "it is not known what has changed"
+            raise KvRotted(f"{read} were not read as they were written: {where} in the lender's memory")
 
     async def release(self) -> None:
         """Give the lease up early. Best effort and bounded: it would expire by itself. Never raises a `PdserveError`."""
-        await self._lender.release(self.lease_id)
+        await self._lender.release(self.lease_id, self.proof)
 
     def close(self) -> None:
         """Stop following: no more renewals. Idempotent. The lease itself stays as it is."""

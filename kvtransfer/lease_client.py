@@ -8,9 +8,9 @@ from typing import Final, Protocol
 
 from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.peer_link import PeerLink
-from kvtransfer.ticket import Ticket
+from kvtransfer.ticket import Ticket, WrongTicket
 from pdserve.config import LeaseConfig
-from pdserve.core.errors import DeadlineExceeded, LeaseGone, ReplicaLost
+from pdserve.core.errors import DeadlineExceeded, ReplicaLost
 from pdserve.core.ids import Incarnation, LeaseId
 
 IDLE_CLOSE_S: Final = 180.0
@@ -36,7 +36,7 @@ class Link(Protocol):
 
     async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes: ...
 
-    async def follow(self, lease_id: LeaseId, prompt_len: int) -> FollowedLease: ...
+    async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease: ...
 
     async def close(self) -> None: ...
 
@@ -101,15 +101,15 @@ class LeaseClient:
         """
         if self._closed:
             raise ReplicaLost("the lease client is closed")
-        if lease_id.incarnation != ticket.incarnation:
-            raise LeaseGone(f"lease {lease_id} is not of {ticket.incarnation:016x}, which wrote the ticket")
+        if lease_id != ticket.lease_id:
+            raise WrongTicket(f"the ticket is of lease {ticket.lease_id}, not of {lease_id}")
         entry = self._entry(ticket)
         entry.num_attaching += 1
         try:
             async with asyncio.timeout(deadline_s):
                 metadata = await self._handshake(entry)
                 await self._connector.connect(ticket.incarnation, metadata)
-                return await entry.link.follow(lease_id, ticket.prompt_len)
+                return await entry.link.follow(lease_id, ticket.prompt_len, ticket.proof)
         except TimeoutError as exc:
             raise DeadlineExceeded(f"{ticket.peer_address} was not ready to be read within {deadline_s:.1f} s") from exc
         finally:

@@ -1,25 +1,37 @@
 """The lender's side: what a prefill worker answers to the readers of its blocks. See peer.proto.
 
 Decides nothing: every answer is the `LeaseTable`'s. Runs on the worker's loop, like the table.
+
+A Commit may come before the lender has summed its last blocks, which it does once their step's events are out: it waits
+for them. One that does not match is answered once the lender has looked at what its own memory holds now.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import grpc
 
 from kvtransfer.watchers import TooManyWatched, Watcher, Watchers
-from pdserve.core.ids import Incarnation
-from pdserve.core.lease import Lease, LeaseTable, LeaseView
+from pdserve.core.errors import PdserveError
+from pdserve.core.ids import BlockSum, Incarnation, LeaseId, SeqId
+from pdserve.core.lease import CommitAnswer, Lease, LeaseTable, LeaseView
 from pdserve.rpc import codec
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
 
 MAX_RENEWALS: Final = 4096
 """Leases in one Renew; a reader with more sends several."""
+SUMS_WAIT_S: Final = 1.0
+"""For the lender's own checksums, which follow the last advance by a millisecond for each 10 MB of its step, and for the
+rehash, which waits for a running step. Under `commit_timeout_s`, after which the reader asks again."""
+_RESULTS: Final = {
+    CommitAnswer.OK: peer_pb2.COMMIT_RESULT_OK,
+    CommitAnswer.GONE: peer_pb2.COMMIT_RESULT_GONE,
+    CommitAnswer.CORRUPT: peer_pb2.COMMIT_RESULT_CORRUPT,
+}
 
 
 class PeerService(peer_pb2_grpc.PeerServicer):
@@ -36,11 +48,23 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
 class LeaseService(peer_pb2_grpc.LeaseServicer):
     """`clock` is the table's, in seconds. `on_change` is called after any call in which leases may have ended: the
-    owner of the blocks then drains `take_returned`."""
+    owner of the blocks then drains `take_returned`. `rehash`: how many blocks of this sequence's lease are not what was
+    summed; asked while the lease is held."""
 
     def __init__(
-        self, table: LeaseTable, clock: Callable[[], float], on_change: Callable[[], None], *, cluster_token: str
+        self,
+        table: LeaseTable,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+        *,
+        cluster_token: str,
+        rehash: Callable[[SeqId], Awaitable[int]] | None = None,
     ) -> None:
+        self.corrupt_blocks = 0
+        """That readers had summed otherwise than this worker, over all Commits."""
+        self._rehash = rehash
+        self._sealed: asyncio.Future[None] | None = None
+        """Done when checksums have come, or leases gone, since somebody began to wait."""
         self._table = table
         self._clock = clock
         self._on_change = on_change
@@ -51,9 +75,16 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         """Push a lease's new state to whoever watches it; GONE is pushed once and ends the subscription."""
         self._watchers.publish(view)
 
+    def seal(self, lease_id: LeaseId, first: int, sums: Sequence[BlockSum]) -> None:
+        """`LeaseTable.seal`, for those who wait for it."""
+        self._table.seal(lease_id, first, sums, now_s=self._clock())
+        self._wake()
+
     def take_returned(self) -> list[Lease]:
         """`LeaseTable.take_returned`, after telling their watchers that these leases are gone."""
         returned = self._table.take_returned()
+        if returned:
+            self._wake()
         for lease in returned:
             self._watchers.publish(LeaseView(lease.lease_id, held=False))
         return returned
@@ -86,8 +117,13 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"lease_ids: has {len(request.lease_ids)}, at most {MAX_RENEWALS} are allowed"
             )
+        if len(request.proofs) != len(request.lease_ids):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"proofs: has {len(request.proofs)}, one for each of lease_ids is needed"
+            )
         now_s = self._clock()
-        views = [self._table.renew(codec.lease_id_from_wire(wire), now_s=now_s) for wire in request.lease_ids]
+        asked = zip(request.lease_ids, request.proofs, strict=True)
+        views = [self._table.renew(codec.lease_id_from_wire(wire), proof, now_s=now_s) for wire, proof in asked]
         self._on_change()
         return peer_pb2.RenewResponse(statuses=[codec.lease_view_to_wire(view) for view in views])
 
@@ -95,18 +131,52 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         await require_token(context, self._cluster_token)
         lease_id = codec.lease_id_from_wire(request.lease_id)
         reader = codec.reader_id_from_wire(request.reader_id)
-        held = self._table.commit(lease_id, reader, request.blocks, now_s=self._clock())
+        sums = [BlockSum(value) for value in request.sums]
+        await self._wait_for_sums(lease_id)
+        lease = self._table.held(lease_id)
+        answer = self._table.commit(
+            lease_id, reader, request.blocks, request.first, sums, proof=request.proof, now_s=self._clock()
+        )
         self._on_change()
-        return peer_pb2.CommitResponse(result=peer_pb2.COMMIT_RESULT_OK if held else peer_pb2.COMMIT_RESULT_GONE)
+        rotted = None
+        if answer is CommitAnswer.CORRUPT and lease is not None:
+            self.corrupt_blocks += lease.differing(request.first, sums) or 0
+            rotted = await self._look_into(lease)
+        return peer_pb2.CommitResponse(result=_RESULTS[answer], rotted_blocks=rotted)
 
     async def Release(self, request: peer_pb2.ReleaseRequest, context: Any) -> peer_pb2.ReleaseResponse:
         await require_token(context, self._cluster_token)
-        self._table.release(codec.lease_id_from_wire(request.lease_id), now_s=self._clock())
+        self._table.release(codec.lease_id_from_wire(request.lease_id), request.proof, now_s=self._clock())
         self._on_change()
         return peer_pb2.ReleaseResponse()
 
     async def _read_subscriptions(self, requests: AsyncIterable[peer_pb2.WatchRequest], watcher: Watcher) -> None:
         async for request in requests:
-            view = self._table.look(codec.lease_id_from_wire(request.lease_id), now_s=self._clock())
-            self._watchers.subscribe(watcher, view)
+            lease_id = codec.lease_id_from_wire(request.lease_id)
+            view = self._table.look(lease_id, request.proof, now_s=self._clock())
+            # What is held is GONE to one without its ticket; told here, it would reach those who have it.
+            if view.held or self._table.held(lease_id) is None:
+                self._watchers.subscribe(watcher, view)
             self._on_change()  # looking expires what is due
+
+    async def _wait_for_sums(self, lease_id: LeaseId) -> None:
+        """Bounded. Missing ones are not OK, so the table then refuses."""
+        end_s = self._clock() + SUMS_WAIT_S
+        while self._table.awaits_sums(lease_id, now_s=self._clock()) and (left_s := end_s - self._clock()) > 0:
+            if self._sealed is None:
+                self._sealed = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._sealed], timeout=left_s)
+
+    def _wake(self) -> None:
+        if self._sealed is not None:
+            self._sealed.set_result(None)
+            self._sealed = None
+
+    async def _look_into(self, lease: Lease) -> int | None:
+        """How many of its blocks have changed here. None: not known in time."""
+        if self._rehash is None:
+            return None
+        try:
+            return await asyncio.wait_for(self._rehash(lease.seq_id), SUMS_WAIT_S)
+        except (TimeoutError, PdserveError):
+            return None

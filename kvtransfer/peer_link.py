@@ -15,11 +15,13 @@ from typing import Any, Final
 
 import grpc.aio
 
-from kvtransfer.followed_lease import FollowedLease
+from kvtransfer.followed_lease import Committed, FollowedLease
 from kvtransfer.lease_service import MAX_RENEWALS
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import IncompatiblePeer, InternalBug, LeaseGone, Overloaded, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
+from pdserve.core.lease import CommitAnswer
+from pdserve.core.reader import SendCommit
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel, token_metadata, translate
 from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
@@ -30,6 +32,13 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 REWATCH_MIN_S: Final = 0.05
 CLOCK_SLACK_S: Final = 0.05  # gRPC's timer may fire a little before ours: a call that took all the time left must look so
 COMMIT_PAUSE_S: Final = 0.1  # before the second try; twice that before the third
+_Shown = tuple[LeaseId, bytes]
+"""A lease, and the proof of its ticket."""
+_ANSWERS: Final = {
+    peer_pb2.COMMIT_RESULT_OK: CommitAnswer.OK,
+    peer_pb2.COMMIT_RESULT_GONE: CommitAnswer.GONE,
+    peer_pb2.COMMIT_RESULT_CORRUPT: CommitAnswer.CORRUPT,
+}
 _PASSING: Final = (ReplicaLost, TransferFailed, Overloaded)  # worth another try; the rest is not
 
 
@@ -54,7 +63,7 @@ class PeerLink:
         self._peer = peer_pb2_grpc.PeerStub(self._channel)  # generated
         self._lease = peer_pb2_grpc.LeaseStub(self._channel)  # generated
         self._followed: dict[LeaseId, list[FollowedLease]] = {}  # by two binds at once while one is being replaced
-        self._to_watch: asyncio.Queue[LeaseId] | None = None  # of the open Watch stream
+        self._to_watch: asyncio.Queue[_Shown] | None = None  # of the open Watch stream
         self._renewing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,18 +81,18 @@ class PeerLink:
             raise LeaseGone(f"{self.address} is now {response.incarnation:016x}, the lease was {self.incarnation:016x}'s")
         return bytes(response.agent_metadata)
 
-    async def follow(self, lease_id: LeaseId, prompt_len: int) -> FollowedLease:
+    async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease:
         """Renew once, watch, and go on renewing until `unfollow`. Raises `ReplicaLost` when the link is closed."""
         self._check_open()
         if not self._followed:
             self._answered_s = self._now_s()  # silence counts from when somebody listens
-        lease = FollowedLease(lease_id, prompt_len, self)
+        lease = FollowedLease(lease_id, prompt_len, proof, self)
         self._followed.setdefault(lease_id, []).append(lease)
         if self._to_watch is not None and not self._to_watch.full():
-            self._to_watch.put_nowait(lease_id)
+            self._to_watch.put_nowait((lease_id, proof))
         self._start_tasks()
         try:
-            await self._renew([lease_id])
+            await self._renew([(lease_id, proof)])
         except BaseException:
             self.unfollow(lease)
             raise
@@ -99,10 +108,15 @@ class PeerLink:
             self._renewing.cancel()
             self._renewing = None
 
-    async def commit(self, lease_id: LeaseId, reader_id: ReaderId, blocks: int) -> bool:
+    async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:
         """The lender's answer. Raises `ReplicaLost` or `LeaseGone` when no try got one."""
         request = peer_pb2.CommitRequest(
-            lease_id=codec.lease_id_to_wire(lease_id), reader_id=codec.reader_id_to_wire(reader_id), blocks=blocks
+            lease_id=codec.lease_id_to_wire(lease_id),
+            reader_id=codec.reader_id_to_wire(reader_id),
+            blocks=commit.blocks,
+            first=commit.first,
+            sums=commit.sums,
+            proof=proof,
         )
         failure: PdserveError | None = None
         for number in range(self._config.commit_tries):
@@ -112,14 +126,14 @@ class PeerLink:
             except _PASSING as exc:
                 failure = exc
             else:
-                return bool(response.result == peer_pb2.COMMIT_RESULT_OK)
+                return _committed(response)
         if isinstance(failure, ReplicaLost):
             raise failure
         raise LeaseGone(f"lease {lease_id}: no answer to Commit in {self._config.commit_tries} tries: {failure}")
 
-    async def release(self, lease_id: LeaseId) -> None:
+    async def release(self, lease_id: LeaseId, proof: bytes) -> None:
         """One try. A failure is only logged: the lease expires by itself."""
-        request = peer_pb2.ReleaseRequest(lease_id=codec.lease_id_to_wire(lease_id))
+        request = peer_pb2.ReleaseRequest(lease_id=codec.lease_id_to_wire(lease_id), proof=proof)
         try:
             await self._call(self._lease.Release, request, self._config.commit_timeout_s)
         except PdserveError as exc:
@@ -160,12 +174,18 @@ class PeerLink:
             due_s = self._now_s() + interval_s
             await asyncio.sleep(interval_s)
             self._answered_s += max(self._now_s() - due_s, 0.0)  # we were late to ask: our silence, not the lender's
-            lease_ids = list(self._followed)
-            for start in range(0, len(lease_ids), MAX_RENEWALS):
-                await self._renew(lease_ids[start : start + MAX_RENEWALS])
+            leases = self._leases()
+            for start in range(0, len(leases), MAX_RENEWALS):
+                await self._renew(leases[start : start + MAX_RENEWALS])
 
-    async def _renew(self, lease_ids: Sequence[LeaseId]) -> None:
-        request = peer_pb2.RenewRequest(lease_ids=[codec.lease_id_to_wire(lease_id) for lease_id in lease_ids])
+    def _leases(self) -> list[_Shown]:
+        """Each followed lease, once for each ticket that its followers came with."""
+        return list(dict.fromkeys((lease.lease_id, lease.proof) for leases in self._followed.values() for lease in leases))
+
+    async def _renew(self, leases: Sequence[_Shown]) -> None:
+        request = peer_pb2.RenewRequest(
+            lease_ids=[codec.lease_id_to_wire(lease_id) for lease_id, _ in leases], proofs=[proof for _, proof in leases]
+        )
         left_s = self._answered_s + self._config.lost_s - self._now_s()
         timeout_s = max(left_s, self._config.renew_interval_s) + CLOCK_SLACK_S
         try:
@@ -174,8 +194,8 @@ class PeerLink:
             self._on_silence(exc)
             return
         self._answered_s = self._now_s()
-        for status in response.statuses:
-            self._apply(status)
+        for status, (_, proof) in zip(response.statuses, leases, strict=False):
+            self._apply(status, proof)
 
     def _on_silence(self, error: PdserveError) -> None:
         """One failed renewal is nothing; a lender that is silent for too long is lost, and its leases with it."""
@@ -199,8 +219,8 @@ class PeerLink:
     async def _watch(self) -> bool:
         """Until the stream breaks. True when it had brought something."""
         queue = self._to_watch = asyncio.Queue(maxsize=MAX_RENEWALS)
-        for lease_id in list(self._followed)[:MAX_RENEWALS]:
-            queue.put_nowait(lease_id)
+        for shown in self._leases()[:MAX_RENEWALS]:
+            queue.put_nowait(shown)
         call = self._lease.Watch(metadata=self._metadata)
         subscribing = asyncio.create_task(_subscribe(call, queue))  # not a request iterator: grpc.aio would leak its task
         received = False
@@ -217,8 +237,11 @@ class PeerLink:
             await asyncio.gather(subscribing, return_exceptions=True)  # it fails when the stream does
         return received
 
-    def _apply(self, status: peer_pb2.LeaseStatus) -> None:
+    def _apply(self, status: peer_pb2.LeaseStatus, proof: bytes | None = None) -> None:
+        """`proof`: what the lender was shown for this answer; None: it told those who had shown the right one."""
         for lease in self._followed.get(codec.lease_id_from_wire(status.lease_id), ()):
+            if proof is not None and lease.proof != proof:
+                continue
             try:
                 lease.apply(codec.lease_view_from_wire(status))
             except KeyError as exc:
@@ -250,6 +273,13 @@ class PeerLink:
         return asyncio.get_running_loop().time()
 
 
-async def _subscribe(call: Any, queue: asyncio.Queue[LeaseId]) -> None:
+async def _subscribe(call: Any, queue: asyncio.Queue[_Shown]) -> None:
     while True:
-        await call.write(peer_pb2.WatchRequest(lease_id=codec.lease_id_to_wire(await queue.get())))
+        lease_id, proof = await queue.get()
+        await call.write(peer_pb2.WatchRequest(lease_id=codec.lease_id_to_wire(lease_id), proof=proof))
+
+
+def _committed(response: peer_pb2.CommitResponse) -> Committed:
+    """What is not known here, from a newer lender, is not OK."""
+    answer = _ANSWERS.get(response.result, CommitAnswer.GONE)
+    return Committed(answer, response.rotted_blocks if response.HasField("rotted_blocks") else None)

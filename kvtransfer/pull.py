@@ -21,7 +21,7 @@ from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.read import Read, Reads
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
-from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError, TransferFailed
+from pdserve.core.errors import DeadlineExceeded, InternalBug, KvCorrupt, KvRotted, PdserveError, TransferFailed
 from pdserve.core.ids import ReaderId
 from pdserve.core.lease import FirstToken
 from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, Reusable, SendCommit
@@ -89,6 +89,7 @@ class Pull:
         self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.layout.block_size, first_block)
         self._reads: dict[int, Read] = {}
         """Those that the reader counts as in flight, by its numbers."""
+        self._to_commit: SendCommit | None = None
         self._times = _Times()
         self._reusable: asyncio.Future[None] | None = None
 
@@ -108,8 +109,8 @@ class Pull:
         """`wait_s` bounds the wait for token 0, and `stalled_s` each wait for the next chunk: renewing cannot hold a lease
         for ever. Reads and Commit have bounds of their own.
 
-        Raises `LeaseGone`, `TransferFailed`, `ReplicaLost`, `DeadlineExceeded` or `IncompatiblePeer`: discard, and look at
-        `stopped`.
+        Raises `LeaseGone`, `TransferFailed`, `KvCorrupt`, `KvRotted`, `ReplicaLost`, `DeadlineExceeded` or `IncompatiblePeer`:
+        discard, and look at `stopped`.
         """
         try:
             await self._read_all(wait_s)
@@ -157,7 +158,7 @@ class Pull:
                 raise error
             del self._reads[number]
             self._times.read_s = self._now_s()
-            self._perform(self._reader.read_done(number))
+            self._perform(self._reader.read_done(number, read.result.result().sums))
 
     def _take_lease(self) -> None:
         """What the lender said. Raises its error."""
@@ -178,7 +179,7 @@ class Pull:
                 case PostRead():
                     self._post(effect)
                 case SendCommit():
-                    pass  # `run` goes on to it
+                    self._to_commit = effect  # `run` goes on to it
                 case Discard():
                     if effect.in_flight:
                         self._reusable = asyncio.get_running_loop().create_future()
@@ -205,8 +206,12 @@ class Pull:
             raise
 
     async def _commit(self) -> None:
+        assert self._to_commit is not None
         try:
-            await self._lease.commit(self._reader_id, self._reader.total_blocks)
+            await self._lease.commit(self._reader_id, self._to_commit)
+        except (KvCorrupt, KvRotted):
+            self._perform(self._reader.commit_corrupt())
+            raise
         except PdserveError:
             self._perform(self._reader.commit_answered(ok=False))
             raise

@@ -10,15 +10,17 @@ from typing import Any, Protocol
 from kvtransfer.api import RemoteRegion
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import PdserveError
-from pdserve.core.ids import Incarnation
+from pdserve.core.ids import BlockSum, Incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """`duration_s`: from being posted to the arrival of the last byte."""
+    """`duration_s`: from being posted to the arrival of the last byte. `sums`: of the blocks as they came, in order; empty
+    where nobody sums."""
 
     nbytes: int
     duration_s: float
+    sums: tuple[BlockSum, ...] = ()
 
 
 class Read:
@@ -49,9 +51,9 @@ class Read:
         """Nobody waits for the result any more. What was posted goes on; what was not need not be. Idempotent."""
         self.result.cancel()
 
-    def succeed(self, duration_s: float) -> None:
+    def succeed(self, duration_s: float, sums: tuple[BlockSum, ...] = ()) -> None:
         if not self.result.done():
-            self.result.set_result(ReadResult(self.nbytes, duration_s))
+            self.result.set_result(ReadResult(self.nbytes, duration_s, sums))
 
     def fail(self, error: PdserveError) -> None:
         if not self.result.done():
@@ -65,8 +67,8 @@ class Read:
 
 
 class Reads(Protocol):
-    """Who copies a peer's blocks into ours, as a pull sees it: the `TransferThread`, or `StagedReads` where the peer
-    stores KV in another dtype."""
+    """Who copies a peer's blocks into ours, as a pull sees it: the `TransferThread`, `SummedReads` around it where
+    checksums are on, or those of `Staging` where the peer stores KV in another dtype."""
 
     def read(
         self,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -32,7 +32,7 @@ from kvtransfer.slots import SlotPool, Slots
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
-from pdserve.core.ids import Incarnation
+from pdserve.core.ids import BlockSum, Incarnation
 from pdserve.core.kv_layout import KvLayout
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,10 @@ class StagingBlocks(Protocol):
 
     @property
     def region(self) -> LocalRegion: ...
+
+    def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
+        """Checksums of these staging blocks: of what was read, as it was sent. Runs in the converter thread."""
+        ...
 
     def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
         """Make block local[i] of our pool of staging block staged[i]. Runs in the converter thread and blocks.
@@ -90,11 +94,12 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """`tokens` that its blocks hold."""
+    """`tokens` that its blocks hold; `sums` of these, once they are here, where checksums are on."""
 
     remote: tuple[int, ...]
     local: tuple[int, ...]
     tokens: int
+    sums: list[BlockSum] = field(default_factory=list)
 
 
 class Staging:
@@ -155,7 +160,9 @@ class Staging:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def move(self, read: Read, lane: _Lane, chunk: _Chunk, region: RemoteRegion, slots: Slots, due_s: float) -> None:
+    async def move(
+        self, read: Read, lane: _Lane, chunk: _Chunk, region: RemoteRegion, slots: Slots, due_s: float, *, summed: bool
+    ) -> None:
         """One chunk, from the peer's pool into ours. Its staging blocks are given back when nothing uses them."""
         loop = asyncio.get_running_loop()
         try:
@@ -167,6 +174,8 @@ class Staging:
             lane.slots.give_back(read.peer, slots)
             return
         await self._arrival(read, part)
+        if summed:
+            await self._convert(read, lambda: chunk.sums.extend(lane.blocks.sums(slots)))
         await self._convert(read, partial(lane.blocks.convert, slots, chunk.local, chunk.tokens))
         lane.slots.give_back(read.peer, slots)
 
@@ -203,6 +212,7 @@ class _StagedReads:
     def __init__(self, staging: Staging, lane: _Lane, ticket: Ticket) -> None:
         self._staging = staging
         self._lane = lane
+        self._summed = ticket.checksums
         self._block_size = ticket.layout.block_size
         self._last_block = ticket.block_ids[-1]
         self._last_tokens = ticket.prompt_len - (len(ticket.block_ids) - 1) * self._block_size
@@ -252,11 +262,13 @@ class _StagedReads:
                 posted_bytes = len(slots) * region.block_bytes
                 lane.waiting_bytes -= posted_bytes
                 waiting_bytes -= posted_bytes
-                moves.append(staging.spawn(staging.move(read, lane, chunk, region, slots, due_s)))
+                move = staging.move(read, lane, chunk, region, slots, due_s, summed=self._summed)
+                moves.append(staging.spawn(move))
         finally:
             lane.waiting_bytes -= waiting_bytes
         await asyncio.gather(*moves)
-        read.succeed(asyncio.get_running_loop().time() - began_s)
+        sums = tuple(block_sum for chunk in chunks for block_sum in chunk.sums)
+        read.succeed(asyncio.get_running_loop().time() - began_s, sums)
         read.mark_stopped()
 
     async def _take(self, read: Read, count: int) -> Slots | None:

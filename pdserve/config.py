@@ -124,6 +124,7 @@ class LeaseConfig:
     commit_timeout_s: float = 2.0
     commit_tries: int = 3
     stalled_s: float = 60.0  # a watermark that stands still for so long: renewing must not hold a lease for ever
+    kv_checksum: bool = True  # KV is used only if it was read as it was written; the same on prefill and decode workers
 
     @property
     def renew_interval_s(self) -> float:

@@ -3,6 +3,7 @@
 ```
 Prefill -> engine allocates every prompt block -> grant a lease -> PrefillStarted(ticket)
         -> chunks finish: advance the watermark -> token 0: last advance, to router and reader alike
+        -> checksums of what each chunk completed follow it; a Commit waits for the last ones
         -> Commit | Release | Cancel | expiry: the lease's references go back to the engine
 ```
 The lease ends before the blocks are freed, never the other way round: a reader that is told OK has read what prefill
@@ -22,11 +23,12 @@ from kvtransfer.ticket import Ticket
 from pdserve.core.errors import InternalBug, PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
+from pdserve.core.prefix import prompt_hash
 from pdserve.engine.outcome import OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
-from pdserve.worker.host import Host
-from pdserve.worker.messages import Abort, AddLent, Lent, ReturnLease, StepEvents
+from pdserve.worker.host import Host, KvDamage
+from pdserve.worker.messages import Abort, AddLent, Lent, Rehash, Rehashed, ReturnLease, Sealed, StepEvents
 from pdserve.worker.output import OutputStream
 from pdserve.worker.refuse import failed, no_numbers, read_request
 
@@ -42,6 +44,7 @@ class LentRequest:
 
     handle: Handle
     seq_id: SeqId
+    prompt_hash: bytes
     prompt_len: int
     output: OutputStream
     received_s: float
@@ -56,7 +59,9 @@ class PrefillRole:
         self._by_handle: dict[Handle, LentRequest] = {}
         self._by_seq: dict[SeqId, LentRequest] = {}
         token = host.config.cluster_token
-        self._leases = LeaseService(self._table, self._clock, self._return_leases, cluster_token=token)
+        self._rehashes: dict[SeqId, asyncio.Future[int]] = {}
+        self._rotted_blocks = 0
+        self._leases = LeaseService(self._table, self._clock, self._return_leases, cluster_token=token, rehash=self._rehash)
         peer = PeerService(host.incarnation, host.agent_metadata, cluster_token=token)
         peer_pb2_grpc.add_LeaseServicer_to_server(self._leases, host.server)
         peer_pb2_grpc.add_PeerServicer_to_server(peer, host.server)
@@ -64,6 +69,10 @@ class PrefillRole:
     @property
     def leases_held(self) -> int:
         return self._table.num_held
+
+    @property
+    def damage(self) -> KvDamage:
+        return KvDamage(self._leases.corrupt_blocks, self._rotted_blocks)
 
     @property
     def idle(self) -> bool:
@@ -92,6 +101,10 @@ class PrefillRole:
                 self._fail(request, no_numbers(self._host))
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
+        for sealed in events.sealed:
+            self._seal(sealed)
+        for rehashed in events.rehashed:
+            self._rehashed(rehashed)
         self._return_leases()
 
     def _attempt(self, seq_id: SeqId, act: Callable[[LentRequest, Item], Result], item: Item) -> Result | None:
@@ -130,7 +143,8 @@ class PrefillRole:
             self._host.send(failed(handle, exc))
             return
         output = OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :])
-        request = LentRequest(handle, seq_id, len(prompt), output, self._clock())
+        name = prompt_hash(command.prompt_ids, command.cache_salt)
+        request = LentRequest(handle, seq_id, name, len(prompt), output, self._clock())
         self._by_handle[handle] = self._by_seq[seq_id] = request
 
     def _cancel(self, handle: Handle) -> None:
@@ -158,8 +172,9 @@ class PrefillRole:
 
     def _grant(self, request: LentRequest, lent: Lent) -> None:
         now_s = self._clock()
-        request.lease_id = self._table.grant(lent.seq_id, lent.block_ids, request.prompt_len, now_s=now_s)
-        ticket = self._ticket(lent, request.prompt_len)
+        request.lease_id = self._table.grant(lent.seq_id, lent.block_ids, request.prompt_len, sums=lent.sums, now_s=now_s)
+        ticket = self._ticket(request.lease_id, lent, request)
+        self._table.expect(request.lease_id, ticket.proof)
         started = prefill_pb2.PrefillStarted(
             handle=request.handle,
             lease_id=codec.lease_id_to_wire(request.lease_id),
@@ -169,18 +184,43 @@ class PrefillRole:
         )
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
 
-    def _ticket(self, lent: Lent, prompt_len: int) -> Ticket:
+    def _ticket(self, lease_id: LeaseId, lent: Lent, request: LentRequest) -> Ticket:
         host, region = self._host, self._host.region
-        return Ticket(
+        ticket = Ticket(
             incarnation=host.incarnation,
+            lease_counter=lease_id.counter,
             peer_address=host.address,
             layout=host.layout,
             address=region.address,
             num_blocks=region.num_blocks,
             device=region.device,
             block_ids=lent.block_ids,
-            prompt_len=prompt_len,
+            prompt_len=request.prompt_len,
+            prompt_hash=request.prompt_hash,
+            checksums=lent.sums is not None,
         )
+        return ticket.sealed(host.ticket_secret)
+
+    def _seal(self, sealed: Sealed) -> None:
+        request = self._by_seq.get(sealed.seq_id)
+        if request is not None and request.lease_id is not None:
+            self._leases.seal(request.lease_id, sealed.first, sealed.sums)
+
+    async def _rehash(self, seq_id: SeqId) -> int:
+        """How many blocks of this sequence's lease are not what was summed. Those who ask at the same time share the answer."""
+        answer = self._rehashes.get(seq_id)
+        if answer is None:
+            self._host.submit(Rehash(seq_id))
+            answer = self._rehashes[seq_id] = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(answer)
+
+    def _rehashed(self, rehashed: Rehashed) -> None:
+        """Whoever else was lent a rotted block is not to use what was read of it either."""
+        if rehashed.rotted:
+            log.error("KV has changed in this worker's memory: blocks %s", ", ".join(map(str, rehashed.rotted)))
+            self._rotted_blocks += len(rehashed.rotted)
+            self._table.release_all_over(rehashed.rotted, now_s=self._clock())
+        self._rehashes.pop(rehashed.seq_id).set_result(len(rehashed.rotted))
 
     def _advance(self, request: LentRequest, computed: int) -> None:
         if request.lease_id is not None and computed < request.prompt_len:

@@ -72,6 +72,8 @@ class WorkerLoad:
     numerical_errors: int = 0
     last_handle: int = 0
     """The last command that these counts include."""
+    kv_corrupt_blocks: int = 0
+    kv_rotted_blocks: int = 0
 
 
 # Events ------------------------------------------------------------------------------------------------------------

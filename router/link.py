@@ -8,6 +8,7 @@ the reason was.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections.abc import Callable
@@ -123,6 +124,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
 
         self._links[link.link_id] = link
         try:
+            await context.send_initial_metadata(())  # alone: a refusal could not be sent while a first message carries it
             self._deliver(ev.WorkerJoined(link.link_id, hello))
             logger.info("link %d: %s at %s", link.link_id, link.worker, hello.address)
             await link.run(context, self._deliver, self._answers)
@@ -142,6 +144,8 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         given = given if isinstance(given, bytes) else given.encode()
         if not hmac.compare_digest(given, self._token):
             logger.warning("refused a link from %s: wrong cluster token", context.peer())
+            with contextlib.suppress(TimeoutError):  # to gRPC a Hello that meets the refusal is an internal error of its sender
+                await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{status.CLUSTER_TOKEN_METADATA} does not match")
 
     async def _hello(self, context: Any, numbers: Incoming) -> ev.WorkerHello:

@@ -284,6 +284,8 @@ class RouterService:
             draining=worker.draining,
             prefix_queried_tokens=load.prefix_queried_tokens,
             prefix_hit_tokens=load.prefix_hit_tokens,
+            kv_corrupt_blocks=load.kv_corrupt_blocks,
+            kv_rotted_blocks=load.kv_rotted_blocks,
             not_ready_reason=not_ready_reason,
             engine_stalled_s=load.engine_stalled_s,
             numerical_errors=load.numerical_errors,

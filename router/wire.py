@@ -69,6 +69,8 @@ def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.WorkerEvent:
         m.engine_stalled_s,
         m.numerical_errors,
         m.last_handle,
+        kv_corrupt_blocks=m.kv_corrupt_blocks,
+        kv_rotted_blocks=m.kv_rotted_blocks,
     )
     return ev.HeartbeatSeen(link, load)
 
@@ -201,6 +203,8 @@ def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
         draining=worker.draining,
         prefix_queried_tokens=worker.prefix_queried_tokens,
         prefix_hit_tokens=worker.prefix_hit_tokens,
+        kv_corrupt_blocks=worker.kv_corrupt_blocks,
+        kv_rotted_blocks=worker.kv_rotted_blocks,
         not_ready_reason=worker.not_ready_reason,
         quantization=worker.quantization,
     )

@@ -83,6 +83,11 @@ def cluster_options(command: Command) -> Command:
         default=None,
         help="Prompts that begin alike share KV. [default: enabled]",
     )(command)
+    command = click.option(
+        "--kv-checksum/--no-kv-checksum",
+        default=None,
+        help="Use KV only if it was read as it was written. [default: on]",
+    )(command)
     command = click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Any setting of the YAML; last word.")(
         command
     )
@@ -96,6 +101,7 @@ def cluster_config(
     overrides: tuple[str, ...] = (),
     batch_invariant: bool | None = None,
     enable_prefix_caching: bool | None = None,
+    kv_checksum: bool | None = None,
     **flags: Any,
 ) -> ClusterConfig:
     """The YAML, then the flags, then --set. Raises `ConfigError` naming the setting."""
@@ -104,6 +110,8 @@ def cluster_config(
         settings["engine.batch_invariant"] = batch_invariant
     if enable_prefix_caching is not None:
         settings["engine.enable_prefix_caching"] = enable_prefix_caching
+    if kv_checksum is not None:
+        settings["lease.kv_checksum"] = kv_checksum
     if settings.get("router.http_port") == 0:
         settings.setdefault("router.grpc_port", 0)
     model = settings.get("engine.model")

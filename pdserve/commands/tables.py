@@ -107,9 +107,18 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
         for worker in state.workers
         if worker.not_ready_reason and not worker.ready
     ]
+    why += [damage for worker in state.workers if (damage := _damage(worker)) is not None]
     aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
     mixed = [] if state.exact or not state.workers else [Text(_INEXACT)]
     return Group(_pools(state, width), *why, *_niced(state.workers), *aside, *mixed)
+
+
+def _damage(worker: inference_pb2.WorkerState) -> Text | None:
+    """Of KV that this worker lent; none of it was used."""
+    if not worker.kv_corrupt_blocks:
+        return None
+    said = f"{worker.worker_id}: {worker.kv_corrupt_blocks} lent KV blocks were not read as they were written"
+    return Text(f"{said}, {worker.kv_rotted_blocks} have changed in its memory", style="red")
 
 
 def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:

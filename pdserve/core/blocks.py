@@ -11,6 +11,9 @@ blocks of an `Inbound` holder are being written by the transport: they may not b
 handed to a `Sequence`. Its prefix hits are ordinary shared references.
 
 A published block keeps its hash until it is evicted, which only blocks without any holder are, or until it is withdrawn.
+
+A block's checksum is taken once, when the block is final, and lives with the block: every later holder inherits it, and
+it goes when the block is taken for something else.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from pdserve.core.errors import IllegalTransition, InternalBug
-from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.prefix import BlockHash
 
 
@@ -120,6 +123,7 @@ class BlockPool:
         self._quarantined: dict[SeqId, list[BlockId]] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._block_with: dict[BlockHash, BlockId] = {}
+        self._sums: dict[BlockId, BlockSum] = {}
         self._history: deque[tuple[str, Holder]] = deque(maxlen=MAX_HISTORY)
 
     @property
@@ -197,13 +201,25 @@ class BlockPool:
         self._hash_of[block_id] = block_hash
         self._block_with[block_hash] = block_id
 
-    def withdraw(self, holder: Holder) -> None:
-        """Nobody finds the holder's blocks any more, its prefix hits included. Whoever else holds them keeps them."""
+    def withdraw(self, holder: Holder, first: int = 0) -> None:
+        """Nobody finds the holder's blocks from position `first` on any more, prefix hits included: one is not what it should
+        be, and what follows it may have been computed from it. Whoever else holds them keeps them."""
         self._history.append(("withdraw", holder))
-        for block_id in self._require(holder):
+        for block_id in self._require(holder)[first:]:
             if (block_hash := self._hash_of.pop(block_id, None)) is not None:
                 self._move(block_id, BlockEvent.WITHDRAW)
                 del self._block_with[block_hash]
+
+    def seal(self, holder: Holder, position: int, block_sum: BlockSum) -> None:
+        """The checksum of the holder's block at `position`, which is final: no step writes it any more. Once a block."""
+        block_id = self._require(holder)[position]
+        if holder.kind is HolderKind.INBOUND or block_id in self._sums:
+            raise InternalBug(f"block {block_id} of {holder} is not this holder's to sum, or has its checksum already")
+        self._sums[block_id] = block_sum
+
+    def sums_of(self, holder: Holder) -> tuple[BlockSum | None, ...]:
+        """The checksum of each of the holder's blocks, in order; None: it is not final yet."""
+        return tuple(self._sums.get(block_id) for block_id in self._require(holder))
 
     def share(self, owner: Holder, other: Holder) -> tuple[BlockId, ...]:
         """`other` takes a reference of its own on every block of `owner`."""
@@ -297,6 +313,7 @@ class BlockPool:
                 fresh = blocks[self._hits.get(holder, 0) :]
                 assert all(self._holders[b] == {holder} for b in fresh), "a block is shared while a read writes it"
                 assert not any(b in self._hash_of for b in fresh), "a block can be found while a read writes it"
+                assert not any(b in self._sums for b in fresh), "a checksum of what a read writes"
         assert self._hits.keys() <= self._blocks_of.keys()
 
     def _take(self) -> BlockId:
@@ -304,6 +321,7 @@ class BlockPool:
             self._evict()
         block_id = self._free.pop()
         self._move(block_id, BlockEvent.TAKE)
+        self._sums.pop(block_id, None)
         return block_id
 
     def _evict(self) -> None:

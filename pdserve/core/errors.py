@@ -31,6 +31,8 @@ class ErrorCode(Enum):
     WORKER_ID_TAKEN = "worker_id_taken"
     NUMERICAL_ERROR = "numerical_error"
     REQUEST_TIMEOUT = "request_timeout"
+    KV_CORRUPT = "kv_corrupt"
+    KV_ROTTED = "kv_rotted"
 
 
 class PdserveError(Exception):
@@ -110,6 +112,18 @@ class TransferFailed(PdserveError):
     """A KV read failed or ran past its deadline. Retry, on another pair if there is one."""
 
     code = ErrorCode.TRANSFER_FAILED
+
+
+class KvCorrupt(PdserveError):
+    """KV was not read as it was written, and the lender's memory still holds what was written. Retry, on another pair."""
+
+    code = ErrorCode.KV_CORRUPT
+
+
+class KvRotted(PdserveError):
+    """KV was not read as it was written, and it has changed in the lender's memory, or nobody knows where. Retry."""
+
+    code = ErrorCode.KV_ROTTED
 
 
 class ReplicaLost(PdserveError):

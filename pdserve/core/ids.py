@@ -8,6 +8,8 @@ from typing import NewType
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 BlockId = NewType("BlockId", int)
+BlockSum = NewType("BlockSum", int)
+"""A checksum of 64 bits over all stored bytes of one KV block. It finds what changed by accident; it is no secret."""
 Incarnation = NewType("Incarnation", int)
 """A random unsigned 64-bit number, new at every process start: fences all that an earlier process said."""
 Handle = NewType("Handle", int)

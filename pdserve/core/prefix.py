@@ -20,6 +20,17 @@ DIGEST_BYTES: Final = 32
 """Prompts come from clients who are not trusted: two that collide would serve one user's KV to another."""
 
 
+PROMPT_HASH_BYTES: Final = 32
+
+
+def prompt_hash(prompt_ids: bytes, cache_salt: str) -> bytes:
+    """Names a whole prompt with its salt. prompt_ids: little-endian uint32, as it came over the wire."""
+    salt = cache_salt.encode(errors="surrogatepass")
+    return blake2b(
+        struct.pack("<Q", len(salt)) + salt + prompt_ids, digest_size=PROMPT_HASH_BYTES, person=b"pdserve prompt"
+    ).digest()
+
+
 class PrefixChain:
     """The hashes of one growing sequence, each computed once.
 

@@ -10,16 +10,20 @@ Owner: a decode worker's loop thread, one machine a bind. Pure: each method is a
 Three rules are kept here and nowhere else. A block is read only when the watermark of this very lease covers all its
 tokens. Commit is sent once every block is there and no read of this bind can still write. What was read is used only
 after OK.
+
+Where checksums are on, each read brings those of the blocks that it copied, and Commit carries all of them: of what was
+read, as it was read, and never of this worker's own prefix hits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from pdserve.core.errors import IllegalTransition
-from pdserve.core.ids import LeaseId
+from pdserve.core.ids import BlockSum, LeaseId
 
 MAX_READS_IN_FLIGHT: Final = 2
 """Of one bind: one that moves bytes and one behind it. Blocks that become final meanwhile go together into the next."""
@@ -44,6 +48,8 @@ class ReaderEvent(Enum):
     COMMIT_OK = "commit_ok"
     LEASE_GONE = "lease_gone"
     """Told by a view, by the answer to Commit, or concluded from no answer."""
+    COMMIT_CORRUPT = "commit_corrupt"
+    """The answer to Commit: what was read is not what prefill wrote."""
     ABORT = "abort"
 
 
@@ -59,6 +65,7 @@ TRANSITIONS: Final[dict[tuple[ReaderState, ReaderEvent], ReaderState]] = {
     (_S.COMMITTING, _E.ADVANCED): _S.COMMITTING,  # late, or repeated by a Renew
     (_S.COMMITTING, _E.COMMIT_OK): _S.COMMITTED,
     (_S.COMMITTING, _E.LEASE_GONE): _S.ABANDONED,
+    (_S.COMMITTING, _E.COMMIT_CORRUPT): _S.ABANDONED,
     (_S.COMMITTING, _E.ABORT): _S.ABANDONED,
     # The end absorbs what was under way; reads go on until they stop.
     **{(_S.COMMITTED, e): _S.COMMITTED for e in (_E.ADVANCED, _E.COMMIT_OK, _E.LEASE_GONE, _E.ABORT)},
@@ -79,7 +86,11 @@ class PostRead:
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
+    """`sums`: of blocks [first, blocks); empty where nothing is summed."""
+
     blocks: int
+    first: int = 0
+    sums: tuple[BlockSum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +129,8 @@ class Reader:
     """Blocks of each read that has not stopped."""
     blocks_read: int = 0
     reads: int = 0
+    sums: dict[int, tuple[BlockSum, ...]] = field(default_factory=dict)
+    """What each finished read copied; reads count up along the prompt."""
     history: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -146,9 +159,10 @@ class Reader:
         self.watermark = watermark
         return self._next()
 
-    def read_done(self, read: int) -> list[Effect]:
-        """All its bytes are here, and it writes no more."""
+    def read_done(self, read: int, sums: Sequence[BlockSum] = ()) -> list[Effect]:
+        """All its bytes are here, and it writes no more. `sums`: of its blocks, in order."""
         self._move(_E.READ_DONE, read)
+        self.sums[read] = tuple(sums)
         self.blocks_read += self.in_flight.pop(read)
         return self._stopped() if self.ended else self._next()
 
@@ -167,6 +181,9 @@ class Reader:
             return self._abandon(_E.LEASE_GONE)
         self._move(_E.COMMIT_OK)
         return []
+
+    def commit_corrupt(self) -> list[Effect]:
+        return self._abandon(_E.COMMIT_CORRUPT)
 
     def lease_gone(self) -> list[Effect]:
         """Pushed. Not believed while our own Commit is on its way: the lender may only be telling of that."""
@@ -196,7 +213,8 @@ class Reader:
             effects.append(self._post())
         if self.watermark == self.prompt_len and self.posted == self.total_blocks and not self.in_flight:
             self._move(_E.ALL_READ)
-            effects.append(SendCommit(self.total_blocks))
+            sums = tuple(block_sum for read in sorted(self.sums) for block_sum in self.sums[read])
+            effects.append(SendCommit(self.total_blocks, self.first_block, sums))
         return effects
 
     def _post(self) -> PostRead:

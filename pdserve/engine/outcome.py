@@ -33,6 +33,15 @@ class Admitted(NamedTuple):
     block_ids: tuple[BlockId, ...]
 
 
+class Final(NamedTuple):
+    """Blocks [first, first + len(block_ids)) of a lent sequence are full, or the end of its prompt: nothing writes them
+    any more."""
+
+    seq_id: SeqId
+    first: int
+    block_ids: tuple[BlockId, ...]
+
+
 class StepOutcome(NamedTuple):
     tokens: tuple[OutputToken, ...]
     advanced: tuple[Advance, ...]
@@ -40,3 +49,4 @@ class StepOutcome(NamedTuple):
     """Sequences that lost their blocks since the last collected step; they will be recomputed."""
     failed: tuple[SeqId, ...] = ()
     """Sequences that ended because no token could be drawn: their logits were not finite numbers."""
+    final: tuple[Final, ...] = ()

@@ -42,7 +42,7 @@ class Prefixes:
         reservation = self._pool.reserve(holder, count, hashes)
         assert reservation is not None
         seq.has_blocks(reservation.block_ids)
-        seq.published = reservation.hits
+        seq.published = seq.final = reservation.hits
         if holder.kind is HolderKind.SEQUENCE:
             seq.computed = reservation.hits * self._block_size
         if seq.chain is not None:

@@ -26,7 +26,7 @@ from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.prefix import PrefixChain
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.outcome import Admitted, Advance, OutputToken, StepOutcome
+from pdserve.engine.outcome import Admitted, Advance, Final, OutputToken, StepOutcome
 from pdserve.engine.prefixes import Prefixes
 from pdserve.engine.sequence import Sequence, SequenceKind, StopRule
 from pdserve.engine.turns import floor_of, overtaken, turn_of
@@ -200,6 +200,7 @@ class Scheduler:
         tokens: list[OutputToken] = []
         advanced: list[Advance] = []
         failed: list[SeqId] = []
+        final: list[Final] = []
         drawn, decodes = iter(sampled), self._decodes_planned
         assert len(sampled) >= decodes, "a decode drew nothing"
         for seq, token in zip(step[:decodes], drawn, strict=False):  # no token is taken when the sequences are at an end
@@ -224,6 +225,8 @@ class Scheduler:
             if last is not None and last[0] == NO_TOKEN:
                 self._fail(seq, failed)
                 continue
+            if seq.kind is SequenceKind.LENT:
+                final.append(self._final(seq))
             if seq.decoding:  # admitted with all but its last token computed
                 self.prefix.publish(seq)
             else:
@@ -232,7 +235,7 @@ class Scheduler:
                 tokens.append(self._append(seq, last))
         assert next(drawn, None) is None, "one token for each slice that asks for one, in their order"
         preempted, self._preempted = tuple(self._preempted), []
-        return StepOutcome(tuple(tokens), tuple(advanced), preempted, tuple(failed))
+        return StepOutcome(tuple(tokens), tuple(advanced), preempted, tuple(failed), tuple(final))
 
     # --- what others may know
 
@@ -415,6 +418,13 @@ class Scheduler:
             self._prefilling.remove(seq)
             bisect.insort(self._decoding, seq, key=_ARRIVAL)
             seq.decoding = True
+
+    def _final(self, seq: Sequence) -> Final:
+        """What its last chunk has completed."""
+        ended = seq.computed == len(seq.tokens)
+        blocks = self._blocks_for(seq.computed) if ended else seq.computed // self._block_size
+        first, seq.final = seq.final, blocks
+        return Final(seq.seq_id, first, seq.block_table[first:blocks])
 
     def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
         token_id, logprobs = sampled

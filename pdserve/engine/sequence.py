@@ -67,6 +67,8 @@ class Sequence:
     """None: its blocks are not shared with others."""
     published: int = 0
     """Leading blocks that others can find: its own prefix hits, and those it has published."""
+    final: int = 0
+    """Leading blocks that nothing writes any more, of a lent one."""
     decoding: bool = False
     """It runs, and has nothing left to compute but its last output token."""
     served: int = 0

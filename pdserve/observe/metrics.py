@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.observe.record import RequestRecord
@@ -100,6 +100,17 @@ class _ClusterCollector(Collector):
             for worker in cluster.workers:
                 family.add_metric([worker.worker_id, worker.role], read(worker))
             yield family
+        for name, text, count in _WORKER_COUNTERS:
+            counter = CounterMetricFamily(f"pdserve_{name}", text, labels=["worker", "role"])
+            for worker in cluster.workers:
+                counter.add_metric([worker.worker_id, worker.role], count(worker))
+            yield counter
+
+
+_WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
+    ("kv_corrupt_blocks", "Lent blocks that a reader had not read as they were written.", lambda w: w.kv_corrupt_blocks),
+    ("kv_rotted_blocks", "Lent blocks that had changed in the worker's memory.", lambda w: w.kv_rotted_blocks),
+)
 
 
 _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (

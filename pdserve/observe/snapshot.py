@@ -26,6 +26,8 @@ class WorkerSnapshot:
     draining: bool = False
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    kv_corrupt_blocks: int = 0
+    kv_rotted_blocks: int = 0
     not_ready_reason: str = ""  # empty: ready
     engine_stalled_s: float = 0.0  # without a step while work waits
     numerical_errors: int = 0  # sequences whose logits were not finite numbers, since the worker's start

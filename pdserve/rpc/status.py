@@ -53,6 +53,8 @@ TABLE: Final[dict[ErrorCode, StatusRow]] = {
     ErrorCode.NUMERICAL_ERROR: StatusRow(_G.INTERNAL, 500, "server_error", True, False),
     ErrorCode.WORKER_ID_TAKEN: StatusRow(_G.ALREADY_EXISTS, 409, "server_error", False, False),
     ErrorCode.REQUEST_TIMEOUT: StatusRow(_G.DEADLINE_EXCEEDED, 408, "timeout_error", False, False),
+    ErrorCode.KV_CORRUPT: StatusRow(_G.UNAVAILABLE, 503, "server_error", True, True),
+    ErrorCode.KV_ROTTED: StatusRow(_G.UNAVAILABLE, 503, "server_error", True, True),
 }
 
 _INVALID: Final = {
@@ -66,6 +68,8 @@ _PLAIN: Final[dict[ErrorCode, type[PdserveError]]] = {
         errors.Cancelled,
         errors.LeaseGone,
         errors.TransferFailed,
+        errors.KvCorrupt,
+        errors.KvRotted,
         errors.ReplicaLost,
         errors.Unavailable,
         errors.IncompatiblePeer,

@@ -11,6 +11,7 @@ from pdserve.sim.client import Outcome
 from pdserve.sim.oracle import Answer, answer
 from pdserve.sim.worker import SimWorker
 from pdserve.sim.world import World
+from pdserve.worker.host import KvDamage
 from prefill_worker.role import PrefillRole
 
 SLACK_S: Final = 3.0
@@ -112,6 +113,8 @@ def _left_on(worker: SimWorker) -> list[str]:
         found.append(f"{counts}, {scheduler.num_live} sequences")
     if worker.transfer.num_unstopped:
         found.append(f"{worker.transfer.num_unstopped} reads")
+    if worker.summed is not None and not worker.summed.idle:
+        found.append("reads that are summed")
     if not worker.staging.idle:
         found.append(f"{worker.staging.num_held} staging blocks")
     if role is not None and not role.idle:
@@ -120,6 +123,16 @@ def _left_on(worker: SimWorker) -> list[str]:
         found.append(f"{role.leases_held} leases, {role._leases.num_watched} watched")
     if isinstance(role, DecodeRole) and role._leases.num_followed:
         found.append(f"{role._leases.num_followed} leases followed")
+    return found
+
+
+def false_alarms(world: World) -> list[str]:
+    """KV that was called damaged, and was not: no memory rots here, and copies go wrong only where the plan says so."""
+    found = []
+    for name, worker in world.workers.items():
+        damage = worker.role.damage if worker.role is not None else KvDamage()
+        if damage.rotted_blocks or (damage.corrupt_blocks and not world.plan.reads.flipped):
+            found.append(f"{name}: a false alarm: {damage}")
     return found
 
 

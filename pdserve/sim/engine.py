@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from pdserve.core.batch import NO_TOKEN, Sampled, SequenceSlice, StepPlan
 from pdserve.core.blocks import BlockPool
-from pdserve.core.ids import BlockId
+from pdserve.core.ids import BlockId, BlockSum
 from pdserve.engine.scheduler import Scheduler
 from pdserve.sim.oracle import EOS, chain, draw
 from pdserve.sim.process import Process
@@ -23,6 +23,7 @@ from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
 BLOCK_SIZE: Final = 4
 STEP_S: Final = 0.004  # of a step, and
 TOKEN_S: Final = 0.0005  # of each of its tokens: chunks of a prompt take longer than decodes, as in a real engine
+_MASK: Final = (1 << 64) - 1
 HAND_OVER_S: Final = 0.002  # at most, from one thread to another: they share the GIL
 
 
@@ -38,6 +39,9 @@ class SimKv:
 
     def copy_in(self, block: int, tags: list[int]) -> None:
         self.blocks[block][:] = tags
+
+    def sums(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
+        return tuple(BlockSum(hash(tuple(self.blocks[block])) & _MASK) for block in block_ids)
 
     def freed(self, blocks: list[BlockId]) -> None:
         if self._poison:
@@ -83,6 +87,7 @@ class SimEngine:
         max_model_len: int,
         prefix_caching: bool,
         check_steps: bool,
+        checksums: bool,
     ) -> None:
         self.kv = kv
         self.pool = pool
@@ -96,7 +101,7 @@ class SimEngine:
             prefix_salt=b"sim" if prefix_caching else None,
         )
         self.steps = 0
-        self._engine = EngineSteps(self.scheduler, pool)
+        self._engine = EngineSteps(self.scheduler, pool, kv.sums if checksums else None)
         self._process = process
         self._publish = publish
         self._reached = reached
@@ -138,6 +143,8 @@ class SimEngine:
         events = self._engine.finish(self.kv.execute(plan))
         self._settle()
         self._tell(events)
+        if (sealed := self._engine.seal()) is not None:
+            self._tell(sealed)
         self._next()
 
     def _next(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdserve.core.sampling import Placement
-from pdserve.sim.checkers import SLACK_S, check_outcome, leftover_tasks, leftovers
+from pdserve.sim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers
 from pdserve.sim.client import CALM_DEADLINE_S, Ask, draw_ask
 from pdserve.sim.engine import BLOCK_SIZE
 from pdserve.sim.faults import Fault, FaultKind, FaultPlan, draw_plan, with_duplicates, with_hung_engines, with_lost_numbers
@@ -53,6 +53,7 @@ def run_seed(seed: int) -> RunReport:
     plan = with_duplicates(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} duplicates"))
     plan = with_hung_engines(plan, random.Random(f"{seed} hung"))
     plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
+    plan = _with_flips(plan, random.Random(f"{seed} flips").choice((0.0, 0.0, 0.002, 0.02)))
     shape = _with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
     shape = _with_kv_dtypes(shape, *random.Random(f"{seed} dtypes").choice(KV_DTYPES))
     shape = _with_unequal_workers(shape, random.Random(f"{seed} unequal"))
@@ -92,6 +93,10 @@ def _with_priorities(asks: list[Ask], rng: random.Random) -> list[Ask]:
 
 def _with_prefix_caching(shape: Shape, on: bool) -> Shape:
     return replace(shape, prefill=replace(shape.prefill, prefix_caching=on), decode=replace(shape.decode, prefix_caching=on))
+
+
+def _with_flips(plan: FaultPlan, share: float) -> FaultPlan:
+    return replace(plan, reads=replace(plan.reads, flipped=share))
 
 
 def _with_kv_dtypes(shape: Shape, prefill: str, decode: str) -> Shape:
@@ -157,6 +162,7 @@ def _drive(world: World, asks: list[Ask], report: RunReport) -> None:
         report.outcomes["ok" if outcome.ok else outcome.error.code.value if outcome.error else "never ended"] += 1
         if outcome.ok and outcome.report is not None:
             report.attempts += outcome.report.attempts - 1
+    report.problems += false_alarms(world)
     if report.problems or timeline.errors:
         return
     # A link that the last fault cut one way looks whole until its silence is noticed.

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from kvtransfer.api import LocalRegion, Region
 from kvtransfer.staging import Staging
+from pdserve.core.ids import BlockSum
 from pdserve.core.kv_layout import KvLayout
 from pdserve.sim.engine import BLOCK_SIZE, SimKv
 from pdserve.sim.process import Process
 from pdserve.sim.transfer import SimTransfer
+
+T = TypeVar("T")
 
 NUM_BLOCKS: Final = 4  # so few that a block is used again as soon as it is given back
 CHUNK_BLOCKS: Final = 2
@@ -37,6 +40,9 @@ class SimStaged:
     def region(self) -> LocalRegion:
         return Region(_ADDRESS, len(self._staged.blocks), self._layout.block_bytes)
 
+    def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
+        return self._staged.sums(staged)
+
     def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
         for i, (source, target) in enumerate(zip(staged, local, strict=True)):
             tags = self._staged.blocks[source][: tokens - i * BLOCK_SIZE]
@@ -50,25 +56,26 @@ class SimConverter:
         self._process = process
         self._rng = rng
 
-    async def run(self, work: Callable[[], None]) -> None:
-        done: asyncio.Future[None] = self._process.loop.create_future()
+    async def run(self, work: Callable[[], T]) -> T:
+        done: asyncio.Future[T] = self._process.loop.create_future()
         self._process.transfer_loop.call_later(self._rng.random() * CONVERT_S, self._run, work, done)
-        await done
+        return await done
 
     def close(self) -> None:
         pass
 
-    def _run(self, work: Callable[[], None], done: asyncio.Future[None]) -> None:
-        work()
-        self._process.loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
+    def _run(self, work: Callable[[], T], done: asyncio.Future[T]) -> None:
+        result = work()
+        self._process.loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(result))
 
 
-def make_staging(process: Process, transfer: SimTransfer, kv: SimKv, rng: random.Random, *, poison: bool) -> Staging:
+def make_staging(
+    process: Process, transfer: SimTransfer, kv: SimKv, converter: SimConverter, rng: random.Random, *, poison: bool
+) -> Staging:
     def make_blocks(layout: KvLayout, num_blocks: int) -> SimStaged:
         memory = SimKv(num_blocks, rng, poison=poison)
         staged = SimStaged(layout, kv, memory)
         transfer.staged[staged.region] = memory
         return staged
 
-    converter = SimConverter(process, rng)
     return Staging(transfer, make_blocks, num_blocks=NUM_BLOCKS, chunk_blocks=CHUNK_BLOCKS, converter=converter)

@@ -137,6 +137,9 @@ class ServerContext:
         data = await self.inbox.take()
         return grpc.aio.EOF if data is None else self._handler.request_deserializer(data)  # type: ignore[attr-defined]
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """They say nothing that this network would carry."""
+
     async def write(self, message: Any) -> None:
         assert self._connection is not None
         self._connection.down.send(step_of(message), self._handler.response_serializer(message))

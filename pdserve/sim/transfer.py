@@ -34,6 +34,7 @@ class ReadFaults:
     failed: float = 0.0  # fails, and writes no more
     adrift: float = 0.0  # fails, and goes on writing
     stuck: float = 0.0  # never ends
+    flipped: float = 0.0  # of blocks: arrives with a bit that was not sent
     own_network: bool = False  # KV travels apart from messages, so a cut path does not stop it
 
 
@@ -155,7 +156,10 @@ class SimTransfer(TransferThread):
             return
         remote, local = pairs[0]
         into = self._kv if post.into is None else self.staged[post.into]
-        into.copy_in(local, peer[1].blocks[remote])
+        tags = list(peer[1].blocks[remote])
+        if self._pools.faults.flipped and self._rng.random() < self._pools.faults.flipped:
+            tags[self._rng.randrange(len(tags))] ^= 1 << self._rng.randrange(40)
+        into.copy_in(local, tags)
         self._copy(post, pairs[1:], waits_s[1:], end)
 
     def _fail(self, read_id: ReadId, reason: str) -> None:

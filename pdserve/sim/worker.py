@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 
 from decode_worker.role import DecodeRole
 from kvtransfer.api import Region
+from kvtransfer.summed import SummedReads
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import Incarnation
@@ -23,9 +24,9 @@ from pdserve.sim.engine import BLOCK_SIZE, SimEngine, SimKv
 from pdserve.sim.network import Network
 from pdserve.sim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from pdserve.sim.process import Process
-from pdserve.sim.staging import make_staging
+from pdserve.sim.staging import SimConverter, make_staging
 from pdserve.sim.transfer import Pools, SimTransfer
-from pdserve.worker.host import Host, Role, close_role
+from pdserve.worker.host import TICKET_SECRET_BYTES, Host, Role, close_role
 from pdserve.worker.member import Member
 from prefill_worker.role import PrefillRole
 
@@ -85,10 +86,14 @@ class SimWorker:
             max_model_len=shape.max_model_len,
             prefix_caching=shape.prefix_caching,
             check_steps=check_steps,
+            checksums=shape.lease.kv_checksum and process.role == "prefill",
         )
         self.transfer = SimTransfer(process, self.kv, pools, network, rng, reached, stuck_after_s=STUCK_S)
         self.layout = replace(LAYOUT, dtype=shape.kv_dtype)
-        self.staging = make_staging(process, self.transfer, self.kv, rng, poison=poison)
+        converter = SimConverter(process, rng)
+        self.staging = make_staging(process, self.transfer, self.kv, converter, rng, poison=poison)
+        self.summed = SummedReads(self.transfer, self.kv.sums, converter) if shape.lease.kv_checksum else None
+        self._ticket_secret = rng.randbytes(TICKET_SECRET_BYTES)
         self._network = network
         self._config = self._make_config()
         self.member = Member(
@@ -141,6 +146,8 @@ class SimWorker:
             send=self.member.link.send,
             open_channel=self._open_channel,
             staging=self.staging,
+            summed=self.summed,
+            ticket_secret=self._ticket_secret,
         )
 
     def _make_config(self) -> WorkerConfig:

@@ -1,17 +1,18 @@
 """What one engine step does to the scheduler and what it tells the loop, in two halves around the model. Pure.
 
-`begin` applies commands and plans; the caller computes the plan; `finish` collects. The engine thread calls them with
-the model between, a simulation with virtual time between.
+`begin` applies commands and plans; the caller computes the plan; `finish` collects, and `seal` sums what became final. The
+engine thread calls them with the model between, a simulation with virtual time between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from pdserve.core.batch import Sampled, StepPlan
-from pdserve.core.blocks import BlockPool
-from pdserve.core.ids import SeqId
+from pdserve.core.blocks import BlockPool, Holder, HolderKind
+from pdserve.core.ids import BlockId, BlockSum, SeqId
+from pdserve.engine.outcome import Final as FinalBlocks
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import SequenceKind
 from pdserve.worker.messages import (
@@ -22,18 +23,27 @@ from pdserve.worker.messages import (
     EndQuarantine,
     EngineSnapshot,
     Lent,
+    Rehash,
+    Rehashed,
     Reserve,
     ReserveResult,
     ReturnLease,
+    Sealed,
     StepEvents,
 )
+
+SumBlocks = Callable[[Sequence[BlockId]], tuple[BlockSum, ...]]
+"""Over all stored bytes of each of these blocks of the pool, in order."""
 
 CHECK_STEPS: Final = 512
 """The books are checked when the engine goes idle, at most once in so many steps: a walk over all blocks."""
 
 
 class EngineSteps:
-    def __init__(self, scheduler: Scheduler, pool: BlockPool) -> None:
+    def __init__(self, scheduler: Scheduler, pool: BlockPool, sum_blocks: SumBlocks | None = None) -> None:
+        """`sum_blocks`: None where nothing is summed."""
+        self._sum_blocks = sum_blocks
+        self._final: tuple[FinalBlocks, ...] = ()
         self._scheduler = scheduler
         self._pool = pool
         self._unchecked = 0
@@ -49,17 +59,21 @@ class EngineSteps:
     def begin(self, commands: Collection[Command]) -> tuple[StepPlan, StepEvents | None]:
         """The next step, and what the loop should know before it is computed. An empty plan has no `finish`."""
         self._commands_taken += len(commands)
-        reserved = tuple([result for command in commands if (result := self._apply(command)) is not None])
+        results = [result for command in commands if (result := self._apply(command)) is not None]
+        reserved = tuple([result for result in results if isinstance(result, ReserveResult)])
+        rehashed = tuple([result for result in results if isinstance(result, Rehashed)])
         plan = self._scheduler.plan()
-        lent = tuple([Lent(seq_id, block_ids) for seq_id, block_ids in self._scheduler.take_admitted()])
+        lent = tuple([Lent(seq_id, blocks, self._sums_of(seq_id)) for seq_id, blocks in self._scheduler.take_admitted()])
         if not plan.slices:
             self._check()
-            return plan, StepEvents(lent=lent, reserved=reserved, snapshot=self._snapshot())
+            return plan, StepEvents(lent=lent, reserved=reserved, rehashed=rehashed, snapshot=self._snapshot())
         # The reader's handshake need not wait for the computation.
-        return plan, StepEvents(lent=lent, reserved=reserved) if lent or reserved else None
+        early = StepEvents(lent=lent, reserved=reserved, rehashed=rehashed)
+        return plan, early if lent or reserved or rehashed else None
 
     def finish(self, sampled: list[Sampled]) -> StepEvents:
         outcome = self._scheduler.collect(sampled)
+        self._final = outcome.final
         self._unchecked += 1
         self._numerical_errors += len(outcome.failed)
         return StepEvents(
@@ -70,7 +84,41 @@ class EngineSteps:
             snapshot=self._snapshot(),
         )
 
-    def _apply(self, command: Command) -> ReserveResult | None:
+    def seal(self) -> StepEvents | None:
+        """Sum the blocks that the last step has completed: once the loop was told of it, so that nobody waits for a sum.
+
+        Before the next `begin`: the lease's references are still there.
+        """
+        final, self._final = self._final, ()
+        if self._sum_blocks is None or not any(done.block_ids for done in final):
+            return None
+        sums = iter(self._sum_blocks([block_id for done in final for block_id in done.block_ids]))
+        return StepEvents(sealed=tuple([self._seal(done, [next(sums) for _ in done.block_ids]) for done in final]))
+
+    def _seal(self, done: FinalBlocks, sums: list[BlockSum]) -> Sealed:
+        for position, block_sum in enumerate(sums, done.first):
+            self._pool.seal(_lent(done.seq_id), position, block_sum)
+        return Sealed(done.seq_id, done.first, tuple(sums))
+
+    def _sums_of(self, seq_id: SeqId) -> tuple[BlockSum, ...] | None:
+        if self._sum_blocks is None:
+            return None
+        return tuple([block_sum for block_sum in self._pool.sums_of(_lent(seq_id)) if block_sum is not None])
+
+    def _rehash(self, seq_id: SeqId) -> Rehashed:
+        """What has changed is not found any more, nor what may have been computed from it."""
+        assert self._sum_blocks is not None
+        holder = _lent(seq_id)
+        blocks = self._pool.blocks_of(holder)
+        if not blocks:
+            return Rehashed(seq_id, ())
+        now = zip(blocks, self._pool.sums_of(holder), self._sum_blocks(blocks), strict=True)
+        rotted = [(i, block_id) for i, (block_id, was, is_now) in enumerate(now) if was is not None and was != is_now]
+        if rotted:
+            self._pool.withdraw(holder, rotted[0][0])
+        return Rehashed(seq_id, tuple([block_id for _, block_id in rotted]))
+
+    def _apply(self, command: Command) -> ReserveResult | Rehashed | None:
         scheduler = self._scheduler
         match command:
             case AddLent(seq_id, prompt, params, priority, resumed, salt):
@@ -91,6 +139,8 @@ class EngineSteps:
                 scheduler.end_quarantine(seq_id)
             case ReturnLease(seq_id):
                 scheduler.return_lease(seq_id)
+            case Rehash(seq_id):
+                return self._rehash(seq_id)
         return None
 
     def _check(self) -> None:
@@ -113,3 +163,7 @@ class EngineSteps:
             scheduler.has_work,
             self._last_seq_id,
         )
+
+
+def _lent(seq_id: SeqId) -> Holder:
+    return Holder(HolderKind.LEASE, seq_id)

@@ -1,7 +1,7 @@
 """The engine thread: the only toucher of scheduler, block pool, model and device.
 
-Its step: drain commands, plan, tell the loop what was lent and reserved, compute, collect, publish. With nothing to
-do it blocks on its queue, so an idle worker costs no core.
+Its step: drain commands, plan, tell the loop what was lent and reserved, compute, collect, publish, sum what is final.
+With nothing to do it blocks on its queue, so an idle worker costs no core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import InternalBug, Overloaded
 from pdserve.engine.scheduler import Scheduler
-from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.engine_steps import EngineSteps, SumBlocks
 from pdserve.worker.messages import Command, StepEvents
 
 MAX_COMMANDS: Final = 65536
@@ -36,8 +36,11 @@ class EngineThread:
         build: Callable[[], tuple[Runner, Scheduler, BlockPool]],
         publish: Callable[[StepEvents], None],
         on_death: Callable[[BaseException], None],
+        sums_of: Callable[[], SumBlocks | None] = lambda: None,
     ) -> None:
+        """`sums_of`: how blocks of what was built are summed; None: they are not. Called after `build`."""
         self._build = build
+        self._sums_of = sums_of
         self._publish = publish
         self._on_death = on_death
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -77,7 +80,7 @@ class EngineThread:
             return
         self._ready.set()
         try:
-            steps = EngineSteps(scheduler, pool)
+            steps = EngineSteps(scheduler, pool, self._sums_of())
             while not self._stopping:
                 self._step(runner, steps)
         except BaseException as exc:  # noqa: BLE001 - the thread's last act is to report its death
@@ -89,6 +92,8 @@ class EngineThread:
             self._publish(early)
         if plan.slices:
             self._publish(steps.finish(runner.execute(plan)))
+            if (sealed := steps.seal()) is not None:
+                self._publish(sealed)
 
     def _take_commands(self, *, block: bool) -> list[Command]:
         """All that is queued; with `block`, wait for the first. None in the queue is the wish to stop."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
@@ -12,6 +13,7 @@ import grpc
 
 from kvtransfer.api import Device, DeviceKind, Region
 from kvtransfer.staging import Staging
+from kvtransfer.summed import SummedReads
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
@@ -31,6 +33,17 @@ if TYPE_CHECKING:  # the roles run without torch where the model is not the real
 log = logging.getLogger(__name__)
 
 
+TICKET_SECRET_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KvDamage:
+    """Blocks since the start: that readers had not read as they were written here, and that have changed in memory here."""
+
+    corrupt_blocks: int = 0
+    rotted_blocks: int = 0
+
+
 class Role(Protocol):
     """Prefill or decode. All methods run on the loop thread."""
 
@@ -42,6 +55,8 @@ class Role(Protocol):
 
     @property
     def leases_held(self) -> int: ...
+    @property
+    def damage(self) -> KvDamage: ...
     @property
     def idle(self) -> bool:
         """No request, lease, read or clean-up is left; the engine may still be at its last step."""
@@ -70,6 +85,10 @@ class Host:
     """To a peer's services."""
     staging: Staging | None = None
     """Reads KV of peers that store it in another dtype; None: such peers are refused."""
+    ticket_secret: bytes = field(default_factory=lambda: secrets.token_bytes(TICKET_SECRET_BYTES))
+    """What this incarnation seals its tickets with. It never leaves the process."""
+    summed: SummedReads | None = None
+    """Reads of peers that store KV alike, and sum it; None: checksums are off."""
     draining: bool = False
     """Nothing new is taken; what is here is finished."""
     counted: CountedCommands = field(default_factory=CountedCommands)

@@ -9,7 +9,9 @@ import torch
 from kvtransfer.api import Region
 from kvtransfer.staging import STAGING_BLOCKS
 from pdserve.checkpoint.card import KV_DTYPES
+from pdserve.core.ids import BlockSum
 from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
+from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.kv_convert import convert_blocks
 from pdserve.worker.host import device_of
@@ -30,10 +32,14 @@ class StagedKv:
         device = kv.device
         self._source, self._target = layout, kv.layout
         self._staged = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self._sums = BlockSums(self._staged, beside=True)
         self._pool = kv.blocks
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         # A block is a part of a CPU's cache, and conversion of one after the other up to 5 times as fast (bf16 to int8).
         self._step = 1 if self._stream is None else num_blocks
+
+    def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
+        return self._sums(staged)
 
     @property
     def region(self) -> Region:

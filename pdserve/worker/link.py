@@ -170,8 +170,13 @@ class Link:
         self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
 
     async def _beat(self) -> NoReturn:
-        """Heartbeats, until none was answered for too long. A process that stood still itself listens once more first."""
+        """Heartbeats from Welcome on, until none was answered for too long. A process that stood still itself listens once more
+        first. Not earlier: to gRPC a write that meets a refusal is an internal error, which hides what the refusal says."""
         loop = asyncio.get_running_loop()
+        try:
+            await asyncio.wait_for(self.connected.wait(), self._router_lost_s)
+        except TimeoutError:
+            raise ConnectionError(f"the router has not answered Hello for {self._router_lost_s:.1f} s") from None
         late = False
         while True:
             self._send_beat()

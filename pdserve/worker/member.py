@@ -199,4 +199,6 @@ class Member:
             engine_stalled_s=self._watch.stalled_s,
             numerical_errors=snapshot.numerical_errors,
             last_handle=host.counted.last_handle(snapshot.last_seq_id),
+            kv_corrupt_blocks=role.damage.corrupt_blocks,
+            kv_rotted_blocks=role.damage.rotted_blocks,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.outcome import Advance, OutputToken
 
@@ -66,7 +66,14 @@ class ReturnLease:
     seq_id: SeqId
 
 
-Command = AddLent | Reserve | Activate | Abort | EndQuarantine | ReturnLease
+@dataclass(frozen=True, slots=True)
+class Rehash:
+    """A reader did not read what was summed: look at what the lent blocks of this sequence hold now."""
+
+    seq_id: SeqId
+
+
+Command = AddLent | Reserve | Activate | Abort | EndQuarantine | ReturnLease | Rehash
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,25 @@ class Lent:
 
     seq_id: SeqId
     block_ids: tuple[BlockId, ...]
+    sums: tuple[BlockSum, ...] | None = None
+    """Of its prefix hits, which were final before; None: nothing is summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The checksums of blocks of a lent sequence from `first` on, which are final."""
+
+    seq_id: SeqId
+    first: int
+    sums: tuple[BlockSum, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rehashed:
+    """Those of the lent blocks that are not what was summed."""
+
+    seq_id: SeqId
+    rotted: tuple[BlockId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +143,5 @@ class StepEvents(NamedTuple):
     failed: tuple[SeqId, ...] = ()
     """Their logits were not finite numbers; the engine has forgotten them."""
     snapshot: EngineSnapshot | None = None
+    sealed: tuple[Sealed, ...] = ()
+    rehashed: tuple[Rehashed, ...] = ()

@@ -22,8 +22,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.converter import ConverterThread
 from kvtransfer.exposure import exposure_of
 from kvtransfer.staging import Staging
+from kvtransfer.summed import SummedReads
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
@@ -31,6 +33,7 @@ from pdserve.config import EngineConfig, WorkerConfig
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.memory_host import resident_bytes
 from pdserve.engine.memory_start import check_before_loading, settle
@@ -92,7 +95,7 @@ class RunningWorker:
         self._tokenizer = Tokenizer.load(directory)
         self._runner: ModelRunner | None = None
         self._events: Mailbox[StepEvents] = Mailbox(self._on_step)
-        self._engine = EngineThread(lambda: self._build(directory), self._events.put, self._die)
+        self._engine = EngineThread(lambda: self._build(directory), self._events.put, self._die, self._sums_of)
         try:
             self._engine.start(LOAD_TIMEOUT_S)
         except BaseException:
@@ -200,6 +203,11 @@ class RunningWorker:
         self._first_snapshot = EngineSnapshot(pool.counts(), 0, 0, 0)
         return runner, scheduler, pool
 
+    def _sums_of(self) -> BlockSums | None:
+        """Of who lends its blocks."""
+        lends = self._role_number == common_pb2.ROLE_PREFILL
+        return BlockSums(self.kv.blocks) if lends and self._config.lease.kv_checksum else None
+
     def _die(self, exc: BaseException) -> None:
         """A bug in the engine: nothing this process holds can be trusted, so it ends and is restarted."""
         log.critical("a worker thread died", exc_info=exc)
@@ -237,7 +245,10 @@ class RunningWorker:
         region = region_of(runner.kv)
         worker_id = WorkerId(config.worker_id)
         transfer = TransferThread(lambda: NixlTransport(worker_id, self.incarnation, region, exposure=self._exposure))
-        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, runner.kv))
+        converter = ConverterThread()
+        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, runner.kv), converter=converter)
+        sums = BlockSums(runner.kv.blocks, beside=True)
+        summed = SummedReads(transfer, sums, converter) if config.lease.kv_checksum else None
         server = grpc.aio.server(options=server_options())
         try:
             agent_metadata = await transfer.start()
@@ -266,6 +277,7 @@ class RunningWorker:
                 submit=member.submit,
                 send=member.link.send,
                 staging=staging,
+                summed=summed,
             )
             member.start(host, self._make_role)
             self._member = member

@@ -52,8 +52,9 @@ def test_every_flag_reaches_its_setting() -> None:
         *("--max-num-batched-tokens", "128", "--block-size", "8", "--kv-cache-memory", "64MiB", "--dtype", "float32"),
         *("--kv-cache-dtype", "bf16"),
         *("--placement", "colocated", "--colocate-below-tokens", "9", "--batch-invariant", "--log-dir", "l"),
-        *("--address", "auto"),
+        *("--address", "auto", "--no-kv-checksum"),
     )
+    assert not config.lease.kv_checksum
     engine, router = config.engine, config.router
     assert (config.prefill.replicas, config.decode.replicas, config.address, config.log_dir) == (0, 3, "auto", "l")
     assert (router.host, router.http_port, router.grpc_port, router.link_port) == ("0.0.0.0", 1, 2, 3)

@@ -81,6 +81,14 @@ def test_blocks_that_nobody_accounts_for_are_red() -> None:
         assert "\x1b[31m3" in _shown(inference_pb2.GetClusterStateResponse(workers=[worker]), width)
 
 
+def test_damaged_kv_is_told_in_red() -> None:
+    worker = inference_pb2.WorkerState(worker_id="prefill-0", ready=True, kv_corrupt_blocks=3, kv_rotted_blocks=1)
+    shown = _shown(inference_pb2.GetClusterStateResponse(workers=[worker]))
+    assert "\x1b[31mprefill-0: 3 lent KV blocks were not read as they were written" in shown
+    worker = inference_pb2.WorkerState(worker_id="prefill-0", ready=True)
+    assert "lent KV blocks" not in _shown(inference_pb2.GetClusterStateResponse(workers=[worker]))
+
+
 def test_pairs_set_aside_say_why_and_for_how_long() -> None:
     reason = "a KV read failed: the peer at 10.0.0.7:7001 did not answer within 5.0 s, tried for the third time"
     pairs = [

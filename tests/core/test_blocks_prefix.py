@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdserve.core.blocks import TRANSITIONS, BlockEvent, BlockPool, BlockState, Holder, HolderKind
 from pdserve.core.errors import IllegalTransition, InternalBug
-from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.prefix import BlockHash
 
 A, B, C = (BlockHash(name) for name in (b"a", b"b", b"c"))
@@ -161,6 +161,52 @@ def test_an_illegal_move_names_the_holder_and_what_went_before():
 def test_no_state_of_a_block_is_a_dead_end():
     for state in BlockState:
         assert any(source is state and target is not state for (source, _), target in TRANSITIONS.items())
+
+
+def test_a_checksum_is_set_once_lives_with_its_block_and_is_inherited():
+    """(1) Set by the lease, as its sequence may have ended; (2) cached and held again; (3) gone when the block is taken."""
+    pool = BlockPool(2)
+    pool.allocate(sequence(1), 1)
+    pool.publish(sequence(1), 0, A)
+    pool.share(sequence(1), lease(1))
+    assert pool.sums_of(lease(1)) == (None,)
+    pool.drop(sequence(1))
+    pool.seal(lease(1), 0, BlockSum(5))
+    with pytest.raises(InternalBug, match="has its checksum already"):
+        pool.seal(lease(1), 0, BlockSum(5))
+    pool.drop(lease(1))
+    pool.reserve(sequence(2), 1, [A])
+    assert pool.sums_of(sequence(2)) == (BlockSum(5),)
+    pool.drop(sequence(2))
+    pool.allocate(sequence(3), 2)
+    assert pool.sums_of(sequence(3)) == (None, None)
+
+
+def test_what_a_peer_is_read_into_is_not_summed_here():
+    """It is in the peer's form until it is converted; who lends it on sums it then, once it is its own."""
+    pool = BlockPool(1)
+    pool.allocate(inbound(1), 1)
+    with pytest.raises(InternalBug, match="not this holder's"):
+        pool.seal(inbound(1), 0, BlockSum(5))
+    pool.hand_over(inbound(1), sequence(1))
+    pool.seal(sequence(1), 0, BlockSum(5))
+
+
+def test_withdrawn_blocks_are_found_by_nobody_and_kept_by_their_holders():
+    pool = BlockPool(4)
+    pool.allocate(sequence(1), 3)
+    for position, name in enumerate((A, B, C)):
+        pool.publish(sequence(1), position, name)
+    held = pool.share(sequence(1), lease(1))
+    pool.withdraw(lease(1), 1)
+    assert pool.lookup([A, B, C]) == held[:1]
+    assert pool.blocks_of(sequence(1)) == held
+    pool.check_invariants()
+    pool.withdraw(lease(1), 1)
+    for holder in (sequence(1), lease(1)):
+        pool.drop(holder)
+    assert pool.counts().cached == 1
+    pool.check_invariants()
 
 
 class PrefixMachine(RuleBasedStateMachine):

@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdserve.core import lease as lease_module
 from pdserve.core.errors import InternalBug
-from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId, SeqId
-from pdserve.core.lease import FirstToken, LeaseTable
+from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
+from pdserve.core.lease import CommitAnswer, FirstToken, LeaseTable
 
 TTL_S = 10.0
 READER = ReaderId(Incarnation(7), 1)
@@ -189,3 +189,89 @@ class LeaseMachine(RuleBasedStateMachine):
 
 TestLeaseMachine = LeaseMachine.TestCase
 TestLeaseMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# --- checksums and proofs
+
+
+SUMS = (BlockSum(11), BlockSum(12))
+
+
+def summed(*, sums: tuple[BlockSum, ...] = SUMS) -> tuple[LeaseTable, LeaseId]:
+    """Two blocks, computed, of which the first is a prefix hit that had its checksum."""
+    table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
+    lease = table.grant(SeqId(1), (BlockId(0), BlockId(1)), 32, sums=sums[:1], now_s=0)
+    table.advance(lease, 32, TOKEN, now_s=0)
+    assert table.awaits_sums(lease, now_s=0)
+    table.seal(lease, 1, sums[1:], now_s=0)
+    assert not table.awaits_sums(lease, now_s=0)
+    return table, lease
+
+
+def test_commit_is_ok_only_for_what_was_summed():
+    table, lease = summed()
+    assert table.commit(lease, READER, 2, 0, (BlockSum(11), BlockSum(13)), now_s=0) is CommitAnswer.CORRUPT
+    assert table.take_returned() == [], "CORRUPT leaves the lease"
+    assert table.commit(lease, READER, 2, 0, SUMS, now_s=0) is CommitAnswer.OK
+
+
+def test_a_readers_own_blocks_are_not_compared():
+    table, lease = summed()
+    assert table.commit(lease, READER, 2, 1, SUMS[1:], now_s=0) is CommitAnswer.OK
+    table, lease = summed()
+    assert table.commit(lease, READER, 2, 2, (), now_s=0) is CommitAnswer.OK
+
+
+@pytest.mark.parametrize(("first", "sums"), [(0, ()), (0, SUMS[:1]), (1, SUMS), (1, ()), (3, ()), (0, (*SUMS, SUMS[0]))])
+def test_missing_or_surplus_checksums_are_not_ok(first, sums):
+    table, lease = summed()
+    assert table.commit(lease, READER, 2, first, sums, now_s=0) is CommitAnswer.GONE
+    assert table.num_held == 1
+
+
+def test_checksums_in_another_order_are_corrupt():
+    table, lease = summed()
+    assert table.commit(lease, READER, 2, 0, SUMS[::-1], now_s=0) is CommitAnswer.CORRUPT
+
+
+def test_nothing_is_ok_before_the_lender_has_summed_every_block():
+    table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
+    lease = table.grant(SeqId(1), (BlockId(0), BlockId(1)), 32, sums=SUMS[:1], now_s=0)
+    table.advance(lease, 32, TOKEN, now_s=0)
+    assert table.commit(lease, READER, 2, 0, SUMS, now_s=0) is CommitAnswer.GONE
+    assert table.commit(lease, READER, 2, 1, (), now_s=0) is CommitAnswer.GONE
+
+
+def test_checksums_out_of_order_are_our_bug_and_late_ones_are_ignored():
+    table, lease = summed()
+    with pytest.raises(InternalBug):
+        table.seal(lease, 0, SUMS, now_s=0)
+    table.release(lease, now_s=0)
+    table.seal(lease, 2, SUMS, now_s=0)
+
+
+def test_only_who_has_the_ticket_may_ask_renew_commit_and_release():
+    table, lease = summed()
+    for proof in (b"", b"a guess"):
+        assert not table.look(lease, proof, now_s=0).held, "no ticket is written yet"
+    table.expect(lease, b"the proof")
+    for proof in (b"", b"a guess"):
+        assert not table.look(lease, proof, now_s=0).held
+        assert not table.renew(lease, proof, now_s=9).held
+        assert table.commit(lease, READER, 2, 0, SUMS, proof=proof, now_s=9) is CommitAnswer.GONE
+        table.release(lease, proof, now_s=9)
+        assert table.num_held == 1
+    assert not table.look(lease, b"the proof", now_s=TTL_S).held, "a renewal without the ticket renews nothing"
+    table, lease = summed()
+    table.expect(lease, b"the proof")
+    assert table.commit(lease, READER, 2, 0, SUMS, proof=b"the proof", now_s=0)
+    assert not table.commit(lease, READER, 2, 0, SUMS, proof=b"a guess", now_s=0), "a repeat needs it too"
+    assert table.commit(lease, READER, 2, 0, SUMS, proof=b"the proof", now_s=0)
+
+
+def test_every_lease_over_a_rotted_block_ends():
+    table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
+    over = [table.grant(SeqId(i), blocks, 32, now_s=0) for i, blocks in enumerate([(0, 1), (0, 2), (3, 4)])]  # type: ignore[list-item]
+    table.release_all_over((BlockId(0),), now_s=0)
+    assert [table.look(lease, now_s=0).held for lease in over] == [False, False, True]
+    assert len(table.take_returned()) == 2

@@ -189,7 +189,7 @@ def test_a_prompt_of_three_chunks_is_read_chunk_by_chunk() -> None:
 def test_a_prompt_that_is_all_here_already_is_committed_once_it_is_final() -> None:
     one = reader(first_block=8)
     assert one.advanced(OURS, 29) == []
-    assert one.advanced(OURS, 30) == [SendCommit(8)]
+    assert one.advanced(OURS, 30) == [SendCommit(8, first=8)]
 
 
 def test_an_absurd_watermark_changes_nothing() -> None:

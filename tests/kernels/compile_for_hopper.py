@@ -25,6 +25,7 @@ import pdserve.engine.kernels.decode as decode_module
 import pdserve.engine.kernels.prefill as prefill_module
 from pdserve.engine.kernels import tiling
 from pdserve.engine.kernels.activation import silu_and_mul
+from pdserve.engine.kernels.block_sums import stripe_sums
 from pdserve.engine.kernels.blocks import gather_tokens, scatter_tokens
 from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
 from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
@@ -138,7 +139,12 @@ def quantised(kind: KvFormat) -> None:
     gather_tokens(kv, torch.zeros(2, dtype=torch.int32), 20, BF16)
 
 
+def sums() -> None:
+    stripe_sums(torch.zeros(4, 8200, dtype=torch.uint8), torch.tensor([0, 2]))
+
+
 CASES = {
+    "sums": sums,
     "rows": rows,
     "blocks": blocks,
     "decode": lambda: attention(KvFormat.PLAIN, 128, BF16, parts="d"),

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 from transfer_testing import FakePeer, new_incarnation
 
-from kvtransfer.api import Device
+from kvtransfer.api import Device, RemoteRegion
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.followed_lease import FollowedLease
 from kvtransfer.lease_service import LeaseService, PeerService
@@ -19,11 +19,14 @@ from kvtransfer.ticket import Ticket
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, SeqId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.core.lease import FirstToken, Lease, LeaseTable
+from pdserve.core.prefix import prompt_hash
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import peer_pb2_grpc
 
 TOKEN = "the cluster's token"
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=64, block_size=64, dtype="bfloat16")  # blocks of 96 KiB
+SECRET = bytes(range(32))
+PROMPT_HASH = prompt_hash(b"", "")
 FIRST = FirstToken(token_id=42, finish_reason=None)
 
 
@@ -71,6 +74,33 @@ def _failing(handler: Any, *, before: bool) -> Any:
     return make(behaviour, handler.request_deserializer, handler.response_serializer)  # type: ignore[operator]
 
 
+def ticket_of(
+    lease_id: LeaseId,
+    region: RemoteRegion,
+    block_ids: tuple[BlockId, ...],
+    prompt_len: int,
+    *,
+    address: str = "127.0.0.1:1",
+    layout: KvLayout = LAYOUT,
+    checksums: bool = False,
+) -> Ticket:
+    """As a prefill worker seals it."""
+    ticket = Ticket(
+        incarnation=lease_id.incarnation,
+        lease_counter=lease_id.counter,
+        peer_address=address,
+        layout=layout,
+        address=region.address,
+        num_blocks=region.num_blocks,
+        device=Device(),
+        block_ids=block_ids,
+        prompt_len=prompt_len,
+        prompt_hash=PROMPT_HASH,
+        checksums=checksums,
+    )
+    return ticket.sealed(SECRET)
+
+
 class Lender:
     """One incarnation of a prefill worker, without an engine."""
 
@@ -79,7 +109,8 @@ class Lender:
         self.calls = Calls()
         self.table = LeaseTable(peer.incarnation, ttl_s=ttl_s)
         self.returned: list[Lease] = []
-        self.service = LeaseService(self.table, self.now_s, self._on_change, cluster_token=TOKEN)
+        self.checksums = False
+        self.service = LeaseService(self.table, self.now_s, self._on_change, cluster_token=TOKEN, rehash=self._rehash)
         self.address = ""
         self.skew_s = 0.0  # added to the clock: lets a test pass time
         self._server: Any = None
@@ -105,12 +136,23 @@ class Lender:
 
     def grant(self, blocks: tuple[int, ...], prompt_len: int) -> tuple[LeaseId, Ticket]:
         block_ids = tuple(BlockId(block) for block in blocks)
-        lease_id = self.table.grant(SeqId(1), block_ids, prompt_len, now_s=self.now_s())
-        region = self.peer.region
-        ticket = Ticket(
-            self.peer.incarnation, self.address, LAYOUT, region.address, region.num_blocks, Device(), block_ids, prompt_len
-        )
+        sums = () if self.checksums else None
+        lease_id = self.table.grant(SeqId(1), block_ids, prompt_len, sums=sums, now_s=self.now_s())
+        ticket = ticket_of(lease_id, self.peer.region, block_ids, prompt_len, address=self.address, checksums=self.checksums)
+        self.table.expect(lease_id, ticket.proof)
         return lease_id, Ticket.decode(ticket.encode())
+
+    def seal(self, lease_id: LeaseId) -> None:
+        """Sum all its blocks, as an engine does once they are final."""
+        lease = self.table.held(lease_id)
+        assert lease is not None
+        self.service.seal(lease_id, 0, self.peer.pool.sums(lease.block_ids))
+
+    async def _rehash(self, _: SeqId) -> int:
+        """Of the one lease that is held."""
+        (lease,) = self.table._held.values()
+        assert lease.sums is not None
+        return sum(now != was for now, was in zip(self.peer.pool.sums(lease.block_ids), lease.sums, strict=True))
 
     def advance(self, lease_id: LeaseId, watermark: int, first: FirstToken | None = None, *, push: bool = True) -> None:
         view = self.table.advance(lease_id, watermark, first, now_s=self.now_s())

@@ -24,6 +24,7 @@ class Peer:
     incarnation: Incarnation
     metadata: bytes
     region: Region
+    pool: Pool
 
 
 def handle(lender: Lender, words: list[str]) -> dict[str, object]:
@@ -31,7 +32,18 @@ def handle(lender: Lender, words: list[str]) -> dict[str, object]:
         blocks = tuple(int(word) for word in words[1:])
         lease_id, ticket = lender.grant(blocks, len(blocks) * LAYOUT.block_size)
         return {"counter": lease_id.counter, "ticket": ticket.encode().hex()}
+    if words[0] == "checksums":
+        lender.checksums = True
+        return {}
+    if words[0] == "flip":
+        lender.peer.pool.flip(int(words[1]))
+        return {}
+    if words[0] == "corrupt_blocks":
+        return {"count": lender.service.corrupt_blocks}
     lease_id = LeaseId(lender.peer.incarnation, int(words[1]))
+    if words[0] == "seal":
+        lender.seal(lease_id)
+        return {}
     lender.advance(lease_id, int(words[2]), FIRST if words[3:] == ["last"] else None)
     return {}
 
@@ -40,7 +52,7 @@ async def serve() -> None:
     incarnation = Incarnation(int(sys.argv[1]))
     pool = Pool(seed=int(sys.argv[2]))
     transport = NixlTransport(WorkerId("lender"), incarnation, pool.region)
-    lender = Lender(cast(FakePeer, Peer(incarnation, transport.metadata(), pool.region)), ttl_s=30.0)
+    lender = Lender(cast(FakePeer, Peer(incarnation, transport.metadata(), pool.region, pool)), ttl_s=30.0)
     await lender.serve()
     print(json.dumps({"address": lender.address}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):

@@ -18,6 +18,7 @@ from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, IncompatiblePeer, LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseState
+from pdserve.core.reader import SendCommit
 from pdserve.core.sampling import FinishReason
 
 CONFIG = LeaseConfig(ttl_s=30.0, commit_timeout_s=5.0)
@@ -101,7 +102,7 @@ def test_watermark_and_first_token_arrive_by_push() -> None:
             first = FirstToken(7, FinishReason.STOP)
             w.lender.advance(lease.lease_id, 100, first)
             assert await first_token(lease) == first
-            await lease.commit(w.reader, 2)
+            await lease.commit(w.reader, SendCommit(2))
             assert w.state(lease.lease_id) is LeaseState.COMMITTED
             lease.close()
             assert w.client.num_followed == 0
@@ -195,7 +196,7 @@ def test_the_end_of_a_lease_reaches_its_reader() -> None:
             with pytest.raises(LeaseGone):
                 await wait_watermark(lease, 0)
             with pytest.raises(LeaseGone):
-                await lease.commit(w.reader, 2)
+                await lease.commit(w.reader, SendCommit(2))
 
     run(test)
 
@@ -266,7 +267,7 @@ def test_a_commit_whose_reply_is_lost_is_repeated_to_the_same_answer() -> None:
             w.lender.advance(lease.lease_id, 100, FIRST)
             await first_token(lease)
             w.lender.calls.drop_replies["Commit"] = 2
-            await lease.commit(w.reader, 2)
+            await lease.commit(w.reader, SendCommit(2))
             assert w.lender.calls.count["Commit"] == 3
 
     run(test)
@@ -279,7 +280,7 @@ def test_a_commit_that_gets_no_answer_is_not_a_commit() -> None:
             w.lender.advance(lease.lease_id, 100, FIRST)
             w.lender.calls.drop_replies["Commit"] = 3
             with pytest.raises(ReplicaLost, match="chaos"):
-                await lease.commit(w.reader, 2)
+                await lease.commit(w.reader, SendCommit(2))
 
     run(test)
 
@@ -291,7 +292,7 @@ def test_a_commit_of_too_few_or_many_blocks_is_refused(blocks: int) -> None:
             lease = await w.attach()
             w.lender.advance(lease.lease_id, 100, FIRST)
             with pytest.raises(LeaseGone):
-                await lease.commit(w.reader, blocks)
+                await lease.commit(w.reader, SendCommit(blocks))
 
     run(test)
 
@@ -306,9 +307,9 @@ def test_only_one_of_two_readers_commits() -> None:
             assert w.client.num_followed == 2
             w.lender.advance(lease_id, 100, FIRST)
             await asyncio.gather(first_token(one), first_token(two))
-            await one.commit(w.reader, 2)
+            await one.commit(w.reader, SendCommit(2))
             with pytest.raises(LeaseGone):
-                await two.commit(ReaderId(w.reader.incarnation, 2), 2)
+                await two.commit(ReaderId(w.reader.incarnation, 2), SendCommit(2))
 
     run(test)
 
@@ -423,7 +424,7 @@ def test_closing_the_client_ends_what_is_followed() -> None:
             with pytest.raises(ReplicaLost):
                 await waiting
             with pytest.raises(ReplicaLost):
-                await lease.commit(w.reader, 2)
+                await lease.commit(w.reader, SendCommit(2))
             await lease.release()
             with pytest.raises(ReplicaLost):
                 await w.attach()
@@ -436,8 +437,8 @@ def test_a_watermark_past_the_prompt_is_refused() -> None:
 
     async def test() -> None:
         async with world() as w:
-            lease_id, _ = w.lender.grant((1, 2), 100)
-            _, ticket = w.lender.grant((1, 2), 90)
+            lease_id, ticket = w.lender.grant((1, 2), 90)
+            w.lender.table._held[lease_id].prompt_len = 100
             lease = await w.client.attach(lease_id, ticket, deadline_s=30)
             w.lender.advance(lease_id, 100, FIRST)
             with pytest.raises(TransferFailed, match="watermark"):

@@ -36,8 +36,8 @@ async def watch(one: Lender) -> AsyncIterator[tuple[Any, Any]]:
         call.cancel()
 
 
-def subscription(lease_id: LeaseId) -> peer_pb2.WatchRequest:
-    return peer_pb2.WatchRequest(lease_id=codec.lease_id_to_wire(lease_id))
+def subscription(lease_id: LeaseId, proof: bytes = b"") -> peer_pb2.WatchRequest:
+    return peer_pb2.WatchRequest(lease_id=codec.lease_id_to_wire(lease_id), proof=proof)
 
 
 async def read(call: Any) -> LeaseView:
@@ -49,12 +49,15 @@ def test_gone_is_pushed_once_and_ends_the_subscription() -> None:
 
     async def test() -> None:
         async with lender(FakeFabric()) as one, watch(one) as (stub, call):
-            lease_id, _ = one.grant((1,), 30)
-            await call.write(subscription(lease_id))
+            lease_id, ticket = one.grant((1,), 30)
+            await call.write(subscription(lease_id, ticket.proof))
             assert await read(call) == LeaseView(lease_id, True, 0)
             one.advance(lease_id, 30, FIRST)
             assert await read(call) == LeaseView(lease_id, True, 30, FIRST)
-            await stub.Release(peer_pb2.ReleaseRequest(lease_id=codec.lease_id_to_wire(lease_id)), metadata=METADATA)
+            wire = codec.lease_id_to_wire(lease_id)
+            await stub.Release(peer_pb2.ReleaseRequest(lease_id=wire, proof=b"a guess"), metadata=METADATA)
+            assert one.table.num_held == 1, "without its ticket nobody ends it"
+            await stub.Release(peer_pb2.ReleaseRequest(lease_id=wire, proof=ticket.proof), metadata=METADATA)
             assert not (await read(call)).held
             assert one.service.num_watched == 0
             one.service.publish(LeaseView(lease_id, False))
@@ -67,14 +70,14 @@ def test_gone_is_pushed_once_and_ends_the_subscription() -> None:
 def test_a_stream_that_ends_takes_its_subscriptions_along() -> None:
     async def test() -> None:
         async with lender(FakeFabric()) as one:
-            lease_id, _ = one.grant((1,), 30)
+            lease_id, ticket = one.grant((1,), 30)
             async with watch(one) as (_, call):
-                await call.write(subscription(lease_id))
+                await call.write(subscription(lease_id, ticket.proof))
                 await read(call)
                 assert one.service.num_watched == 1
             await asyncio.wait_for(one.until_unwatched(), 30)
             async with watch(one) as (_, call):
-                await call.write(subscription(lease_id))
+                await call.write(subscription(lease_id, ticket.proof))
                 await read(call)
                 await call.done_writing()
                 await asyncio.wait_for(one.until_unwatched(), 30)
@@ -82,11 +85,22 @@ def test_a_stream_that_ends_takes_its_subscriptions_along() -> None:
     asyncio.run(test())
 
 
+def test_a_renewal_without_its_proof_is_refused_by_name() -> None:
+    async def test() -> None:
+        async with lender(FakeFabric()) as one, watch(one) as (stub, _):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.Renew(peer_pb2.RenewRequest(lease_ids=[common_pb2.LeaseId()]), metadata=METADATA)
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "proofs" in str(raised.value.details())
+
+    asyncio.run(test())
+
+
 def test_an_expired_lease_is_told_and_returned_once() -> None:
     async def test() -> None:
         async with lender(FakeFabric(), ttl_s=0.05) as one, watch(one) as (_, call):
-            lease_id, _ = one.grant((1,), 30)
-            await call.write(subscription(lease_id))
+            lease_id, ticket = one.grant((1,), 30)
+            await call.write(subscription(lease_id, ticket.proof))
             view = await read(call)
             while view.held:
                 one.expire_due()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from lender import LAYOUT, TOKEN, Lender, lender
+from lender import LAYOUT, PROMPT_HASH, TOKEN, Lender, lender
 from transfer_testing import ROOT, FakePeer, NixlPeer, Pool, new_incarnation
 
 from decode_worker.inbound import Inbound
@@ -45,10 +45,13 @@ class Reader:
     transfer: TransferThread
     pool: Pool
     client: LeaseClient
+    staging: None = None
+    summed: None = None
 
     def inbound(self) -> Inbound:
         blocks = tuple(BlockId(block) for block in range(len(BLOCKS)))
-        return Inbound(self, self.client, ReaderId(new_incarnation(), 1), blocks, wait_s=WAIT_S)
+        reader_id = ReaderId(new_incarnation(), 1)
+        return Inbound(self, self.client, reader_id, blocks, prompt_hash=PROMPT_HASH, wait_s=WAIT_S)
 
 
 @asynccontextmanager
@@ -57,7 +60,7 @@ async def reader(**lease: float) -> AsyncIterator[Reader]:
     pool, own = Pool(), new_incarnation()
     thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), own, pool.region))
     config = WorkerConfig("decode-0", "127.0.0.1:1", EngineConfig(model="tiny"), cluster_token=TOKEN)
-    config = replace(config, lease=LeaseConfig(**lease))  # type: ignore[arg-type]
+    config = replace(config, lease=LeaseConfig(kv_checksum=False, **lease))  # type: ignore[arg-type]
     try:
         client = LeaseClient(own, await thread.start(), thread, config.lease, cluster_token=TOKEN)
         yield Reader(LAYOUT, config, thread, pool, client)

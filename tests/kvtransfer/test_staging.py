@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
-from lender import FIRST, LAYOUT, TOKEN, Lender, lender
-from transfer_testing import BLOCK_BYTES, NUM_BLOCKS, FakePeer, NixlPeer, Pool, new_incarnation
+from lender import FIRST, LAYOUT, TOKEN, Lender, lender, ticket_of
+from transfer_testing import BLOCK_BYTES, FakePeer, NixlPeer, Pool, new_incarnation
 
-from kvtransfer.api import Device, Region
+from kvtransfer.api import Region
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease_client import LeaseClient
@@ -20,10 +20,9 @@ from kvtransfer.pull import Pull
 from kvtransfer.read import Read
 from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
-from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, LeaseGone, TransferFailed
-from pdserve.core.ids import BlockId, ReaderId, WorkerId
+from pdserve.core.ids import BlockId, BlockSum, LeaseId, ReaderId, WorkerId
 
 CONFIG = LeaseConfig()
 SLOTS, CHUNK = 8, 2
@@ -45,6 +44,10 @@ class Halves:
     @property
     def region(self) -> Region:
         return self.staged.region
+
+    def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
+        assert threading.current_thread().name.startswith(CONVERTER)
+        return self.staged.sums(staged)
 
     def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
         assert threading.current_thread().name.startswith(CONVERTER)
@@ -71,10 +74,8 @@ class World:
         """`tail`: tokens that the last block lacks."""
         other = self.peers[peer]
         blocks = tuple(BlockId(block) for block in remote)
-        ticket = Ticket(
-            other.incarnation, "127.0.0.1:1", LAYOUT, other.region.address, NUM_BLOCKS, Device(), blocks,
-            len(blocks) * LAYOUT.block_size - tail,
-        )  # fmt: skip
+        lease_id = LeaseId(other.incarnation, 1)
+        ticket = ticket_of(lease_id, other.region, blocks, len(blocks) * LAYOUT.block_size - tail)
         return self.staging.reads_of(ticket).read(other.incarnation, other.region, blocks, local, deadline_s=deadline_s)
 
     def arrived(self, remote: Iterable[int], local: Iterable[int], *, peer: int = 0) -> bool:
@@ -304,9 +305,7 @@ def test_a_transport_that_takes_no_more_reads_fails_the_read() -> None:
 def test_what_waits_counts_for_the_next_deadline() -> None:
     async def test() -> None:
         async with world() as w:
-            ticket = Ticket(
-                w.peers[0].incarnation, "127.0.0.1:1", LAYOUT, w.peers[0].region.address, NUM_BLOCKS, Device(), (BlockId(0),), 1
-            )
+            ticket = ticket_of(LeaseId(w.peers[0].incarnation, 1), w.peers[0].region, (BlockId(0),), 1)
             reads = w.staging.reads_of(ticket)
             alone_s = reads.deadline_s(w.peers[0].incarnation, BLOCK_BYTES, CONFIG)
             w.halves.may_convert.clear()
@@ -328,6 +327,8 @@ async def pull_of(one: Lender, thread: TransferThread, reads: Staging, remote: S
     client = LeaseClient(own, await thread.start(), thread, CONFIG, cluster_token=TOKEN)
     lease_id, ticket = one.grant(tuple(remote), len(remote) * LAYOUT.block_size)
     ticket.check_layout(replace(LAYOUT, dtype="int8"))
+    if one.checksums:
+        one.seal(lease_id)
     lease = await client.attach(lease_id, ticket, deadline_s=30)
     try:
         yield Pull(lease, ticket, range(len(remote)), ReaderId(own, 1), reads.reads_of(ticket), CONFIG)
@@ -336,6 +337,29 @@ async def pull_of(one: Lender, thread: TransferThread, reads: Staging, remote: S
         one.expire_due()
         lease.close()
         await client.close()
+
+
+def test_what_is_staged_is_summed_as_it_was_sent() -> None:
+    """The lender's checksums are of its own form; ours is another, and half as long."""
+
+    async def test() -> None:
+        fabric, pool = FakeFabric(), Pool(block_bytes=BLOCK_BYTES // 2)
+        halves = Halves(pool)
+        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), pool.region))
+        staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
+        try:
+            async with lender(fabric) as one:
+                one.checksums = True
+                async with pull_of(one, thread, staging, range(4, 14)) as pull:
+                    one.advance(pull._lease.lease_id, 10 * LAYOUT.block_size, FIRST)
+                    pulled = await pull.run(wait_s=30)
+                assert pulled.blocks == 10
+                assert one.service.corrupt_blocks == 0
+        finally:
+            await thread.close()
+            staging.close()
+
+    run(test)
 
 
 def test_a_handoff_through_staging_commits_when_all_is_converted() -> None:

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from lender import FIRST, LAYOUT
+from lender import FIRST, LAYOUT, ticket_of
 from transfer_testing import new_incarnation
 
-from kvtransfer.api import Device, RemoteRegion
-from kvtransfer.followed_lease import FollowedLease
+from kvtransfer.api import RemoteRegion
+from kvtransfer.followed_lease import Committed, FollowedLease
 from kvtransfer.pace import Pace
 from kvtransfer.pull import PrefillStalled, Pull, Pulled
 from kvtransfer.read import Read
-from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, LeaseGone, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId
-from pdserve.core.lease import LeaseView
+from pdserve.core.lease import CommitAnswer, LeaseView
+from pdserve.core.reader import SendCommit
 
 CONFIG = LeaseConfig(stalled_s=60.0)
 REMOTE = tuple(BlockId(block) for block in (40, 41, 42, 43, 10, 11, 12, 13))
@@ -75,17 +75,17 @@ class Script:
 
     def __post_init__(self) -> None:
         self.lease_id = LeaseId(Incarnation(5), 1)
-        ticket = Ticket(self.lease_id.incarnation, "127.0.0.1:1", LAYOUT, 4096, 64, Device(), REMOTE, PROMPT_LEN)
-        self.lease = FollowedLease(self.lease_id, PROMPT_LEN, self)
+        ticket = ticket_of(self.lease_id, RemoteRegion(4096, 64, LAYOUT.block_bytes), REMOTE, PROMPT_LEN, layout=LAYOUT)
+        self.lease = FollowedLease(self.lease_id, PROMPT_LEN, ticket.proof, self)
         self.pull = Pull(self.lease, ticket, LOCAL, ReaderId(new_incarnation(), 1), self, CONFIG)
         self.running: asyncio.Task[Pulled] | None = None
 
-    async def commit(self, lease_id: LeaseId, reader_id: ReaderId, blocks: int) -> bool:
-        self.committed.append(blocks)
+    async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:
+        self.committed.append(commit.blocks)
         await asyncio.sleep(self.commit_s)
-        return self.commit_ok
+        return Committed(CommitAnswer.OK if self.commit_ok else CommitAnswer.GONE)
 
-    async def release(self, lease_id: LeaseId) -> None: ...
+    async def release(self, lease_id: LeaseId, proof: bytes) -> None: ...
 
     def unfollow(self, lease: FollowedLease) -> None: ...
 

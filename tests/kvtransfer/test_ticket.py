@@ -7,18 +7,21 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.api import Device
-from kvtransfer.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket
+from kvtransfer.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket, WrongTicket
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
-from pdserve.core.ids import BlockId, Incarnation
+from pdserve.core.ids import BlockId, Incarnation, LeaseId
 from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
+from pdserve.core.prefix import prompt_hash
 
+SECRET = b"the lender's own"
 LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 TICKET = Ticket(
     incarnation=Incarnation(0xFEDCBA9876543210),
+    lease_counter=3,
     peer_address="127.0.0.1:40123",
     layout=LAYOUT,
     address=0x7F0000000000,
@@ -26,12 +29,18 @@ TICKET = Ticket(
     device=Device(),
     block_ids=(BlockId(7), BlockId(99), BlockId(0)),
     prompt_len=33,
-)
-FIELDS = ("version", "incarnation", "peer_address", "layout", "address", "num_blocks", "device", "block_ids", "prompt_len")
+    prompt_hash=prompt_hash(b"a prompt", "a salt"),
+    checksums=True,
+).sealed(SECRET)
+FIELDS = (
+    "version", "incarnation", "lease_counter", "peer_address", "layout", "address", "num_blocks", "device", "block_ids",
+    "prompt_len", "prompt_hash", "checksums", "seal",
+)  # fmt: skip
 
 tickets = st.builds(
     lambda incarnation, host, port, layout, address, ids, tail, device: Ticket(
         Incarnation(incarnation),
+        1 + incarnation % 1000,
         f"{host}:{port}",
         layout,
         address,
@@ -39,7 +48,9 @@ tickets = st.builds(
         device,
         tuple(BlockId(i) for i in ids),
         (len(ids) - 1) * layout.block_size + 1 + tail % layout.block_size,
-    ),
+        bytes([tail % 256]) * 32,
+        tail % 2 == 0,
+    ).sealed(bytes([port % 256])),
     st.integers(0, (1 << 64) - 1),
     st.sampled_from(["localhost", "10.1.2.3", "[::1]", "worker-0.pool"]),
     st.integers(1, 65535),
@@ -73,21 +84,25 @@ def encode_with(**changes: Any) -> bytes:
     return packed
 
 
+@settings(deadline=None)
 @given(tickets)
 def test_what_is_encoded_is_decoded(ticket: Ticket) -> None:
     assert Ticket.decode(ticket.encode()) == ticket
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_no_ticket(data: bytes) -> None:
     assert decode(data) is None
 
 
+@settings(deadline=None)
 @given(anything)
 def test_no_other_value_is_a_ticket(value: Any) -> None:
     assert decode(msgpack.packb(value)) is None
 
 
+@settings(deadline=None)
 @given(st.sampled_from(FIELDS), anything)
 def test_a_field_of_any_value_is_refused_or_sound(name: str, value: Any) -> None:
     """Whatever stands in a field, a ticket that is accepted holds together."""
@@ -98,6 +113,7 @@ def test_a_field_of_any_value_is_refused_or_sound(name: str, value: Any) -> None
         assert Ticket.decode(ticket.encode()) == ticket
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_damaged_ticket_raises_nothing_else(data: st.DataObject) -> None:
     encoded = bytearray(TICKET.encode())
@@ -134,6 +150,10 @@ def test_a_damaged_ticket_raises_nothing_else(data: st.DataObject) -> None:
         {"layout": [30, 3, 64, 0, "bfloat16"]},
         {"layout": [1 << 40, 3, 64, 16, "bfloat16"]},
         {"layout": [30, 3, 64, 16]},
+        {"lease_counter": 0},
+        {"prompt_hash": b"short"},
+        {"checksums": 1},
+        {"seal": b""},
     ],
 )
 def test_what_does_not_hold_together_is_refused(changes: dict[str, Any]) -> None:
@@ -142,8 +162,8 @@ def test_what_does_not_hold_together_is_refused(changes: dict[str, Any]) -> None
 
 
 def test_another_version_says_so_whatever_follows() -> None:
-    with pytest.raises(IncompatiblePeer, match="version 2"):
-        Ticket.decode(msgpack.packb([2, {"a": "new"}, "format"]))
+    with pytest.raises(IncompatiblePeer, match="version 3"):
+        Ticket.decode(msgpack.packb([3, {"a": "new"}, "format"]))
 
 
 def test_an_unknown_dtype_is_incompatible_and_not_garbage() -> None:
@@ -176,3 +196,51 @@ def test_layouts_that_store_the_same_numbers_in_another_way_do_pair(dtype: str) 
 def test_region_and_size_follow_the_layout() -> None:
     assert TICKET.region.block_bytes == 360 * 1024
     assert TICKET.kv_bytes == 3 * 360 * 1024
+
+
+def test_a_ticket_of_another_lease_or_prompt_is_refused_before_anything_is_read() -> None:
+    TICKET.check_request(TICKET.lease_id, prompt_hash(b"a prompt", "a salt"))
+    with pytest.raises(WrongTicket, match="of lease"):
+        TICKET.check_request(LeaseId(TICKET.incarnation, 4), TICKET.prompt_hash)
+    for other in (prompt_hash(b"another", "a salt"), prompt_hash(b"a prompt", ""), prompt_hash(b"lta prompt", "a sa")):
+        with pytest.raises(WrongTicket, match="another prompt"):
+            TICKET.check_request(TICKET.lease_id, other)
+
+
+def test_salt_and_prompt_are_not_run_together() -> None:
+    assert prompt_hash(b"bc", "a") != prompt_hash(b"c", "ab")
+
+
+def test_workers_that_do_not_agree_on_checksums_are_never_paired() -> None:
+    TICKET.check_checksums(True)
+    with pytest.raises(IncompatiblePeer, match=r"lease.kv_checksum is on at 127.0.0.1:40123 and off at this worker"):
+        TICKET.check_checksums(False)
+
+
+CHANGES: dict[str, Any] = {
+    "incarnation": Incarnation(1),
+    "lease_counter": 4,
+    "peer_address": "127.0.0.1:40124",
+    "layout": dataclasses.replace(LAYOUT, dtype="float16"),
+    "address": 0x7F0000001000,
+    "num_blocks": 101,
+    "device": Device("cpu", 1),
+    "block_ids": (BlockId(99), BlockId(7), BlockId(0)),
+    "prompt_len": 34,
+    "prompt_hash": bytes(32),
+    "checksums": False,
+    "seal": bytes(32),
+    "version": 3,
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Ticket)])
+def test_each_field_counts_for_the_seal_and_for_the_proof(name: str) -> None:
+    changed = dataclasses.replace(TICKET, **{name: CHANGES[name]})
+    assert changed.proof != TICKET.proof
+    assert name == "seal" or changed.sealed(SECRET).seal != TICKET.seal
+
+
+def test_only_the_lender_can_seal() -> None:
+    assert TICKET.sealed(SECRET) == TICKET
+    assert TICKET.sealed(b"another").proof != TICKET.proof

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from kvtransfer.api import ReadHandle, Region, Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
-from pdserve.core.ids import Incarnation
+from pdserve.core.ids import BlockSum, Incarnation
+from pdserve.engine.block_sums import BlockSums
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 48
@@ -42,6 +44,13 @@ class Pool:
     @property
     def region(self) -> Region:
         return Region(self.array.ctypes.data, *self.array.shape)
+
+    def sums(self, blocks: Sequence[int], /) -> tuple[BlockSum, ...]:
+        return BlockSums(torch.from_numpy(self.array))(blocks)
+
+    def flip(self, block: int) -> None:
+        """One bit."""
+        self.array[block, 1234] ^= 4
 
     def digest(self, blocks: Sequence[int]) -> str:
         sha = hashlib.sha256()

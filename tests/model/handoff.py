@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pdserve.core.ids import BlockSum
+from pdserve.core.lease import CommitAnswer
 from tests.model import handoff_events as do
 from tests.model.explorer import Step, Violation
 from tests.model.handoff_decode import DecodeSide, with_decode
-from tests.model.handoff_state import Asked, Bind, Decode, State, Used
+from tests.model.handoff_state import Asked, Bind, Decode, Prefill, State, Ticket, Used
 
 
 class Handoff(DecodeSide):
@@ -74,8 +76,23 @@ class Handoff(DecodeSide):
         decode = s.decodes[asked.worker]
         for bind in decode.binds:
             if bind.number == asked.bind and bind.reader < 0:
-                after = self.attached(decode, bind, asked.lease, asked.ticket)
-                yield Step(("attach", bind.number, "to", *asked.lease), with_decode(s, asked.worker, after))
+                for ticket in self.tickets(s, bind, asked):
+                    if self.accepts(bind, ticket):
+                        after = self.attached(decode, bind, ticket)
+                        yield Step(("attach", bind.number, "to", *ticket), with_decode(s, asked.worker, after))
+
+    def tickets(self, s: State, bind: Bind, asked: Asked) -> Iterator[Ticket]:
+        """The one that was written for this bind; and, from who means harm, another request's and two that were changed."""
+        assert asked.lease is not None
+        yield Ticket(asked.lease, bind.request, asked.ticket)
+        if not self.config.hostile_tickets:
+            return
+        if len(asked.ticket) > 1:
+            yield Ticket(asked.lease, bind.request, asked.ticket[::-1])
+        for request, other in enumerate(s.asked):
+            if other.lease is not None and request != bind.request:
+                yield Ticket(other.lease, request, other.ticket)
+                yield Ticket(asked.lease, bind.request, other.ticket)
 
     def with_asked(self, s: State, request: int, asked: Asked) -> State:
         return s._replace(asked=(*s.asked[:request], asked, *s.asked[request + 1 :]))
@@ -87,14 +104,39 @@ class Handoff(DecodeSide):
             if message[0] == "commit":
                 yield Step(("commit arrives", *message[1:]), self.commit_arrived(s, *message[1:]))
 
-    def commit_arrived(self, s: State, lease: do.LeaseKey, reader: do.ReaderKey, blocks: int) -> State:
-        table, (ok, ended) = self.machines.apply(s.prefill.table, do.commit, lease, reader, blocks)
+    def commit_arrived(
+        self,
+        s: State,
+        lease: do.LeaseKey,
+        reader: do.ReaderKey,
+        blocks: int,
+        first: int,
+        sums: tuple[BlockSum, ...],
+        proof: bytes,
+    ) -> State:
+        """A corrupt one is looked into before the lease's references can go back: commands to the engine keep their order."""
+        numbers = {key: number for key, number, _ in self.machines.ask(s.prefill.table, do.held_leases)}
+        table, (answer, ended) = self.machines.apply(s.prefill.table, do.commit, lease, reader, blocks, first, sums, proof)
         prefill = self.ended(s.prefill._replace(table=table), ended)
-        if ok:
-            others = {m[2] for m in s.sent if m[0] == "answer" and m[1] == lease and m[3]} - {reader}
+        if answer is CommitAnswer.CORRUPT:
+            prefill = self.looked_into(s, prefill, numbers[lease])
+        if answer:
+            others = {m[2] for m in s.sent if m[0] == "answer" and m[1] == lease and m[3] == CommitAnswer.OK.value} - {reader}
             if others:
                 raise Violation(f"two readers of lease {lease} were told OK: {reader} and {others}")
-        return s._replace(prefill=prefill).with_sent("answer", lease, reader, ok)
+        return s._replace(prefill=prefill).with_sent("answer", lease, reader, answer.value)
+
+    def looked_into(self, s: State, prefill: Prefill, number: int) -> Prefill:
+        """The pair is blamed only if nothing on the lender differs; there is nothing to find where nothing was done."""
+        if not s.used.rots and not s.used.flips:
+            raise Violation("a false alarm: CORRUPT, and nothing was corrupted")
+        prefill, rotted = self.rehashed(prefill, number)
+        if not rotted and not s.used.flips:
+            raise Violation("the pair is blamed for what happened in the lender's memory")
+        findable = self.machines.ask(prefill.pool, do.published) & set(rotted)
+        if findable:
+            raise Violation(f"rotted blocks {sorted(findable)} can still be found")
+        return prefill
 
     def time_events(self, s: State) -> Iterator[Step]:
         leases = self.machines.ask(s.prefill.table, do.held_leases)
@@ -119,14 +161,18 @@ class Handoff(DecodeSide):
 
     def check(self, s: State) -> None:
         for decode in s.decodes:
+            for block, block_sum in self.machines.ask(decode.pool, do.summed):
+                if block_sum != decode.memory[block]:
+                    raise Violation(f"a checksum of decode's block {block} is not of the form that it stores")
             for bind in decode.binds:
                 self.check_bind(decode, bind)
 
     def check_bind(self, decode: Decode, bind: Bind) -> None:
         if bind.active:
             content = tuple(decode.memory[block] for block in bind.blocks)
-            if content != self.tags[bind.request]:
-                raise Violation(f"bind {bind.number} decodes from {content} instead of {self.tags[bind.request]}")
+            expected = tuple(map(self.stored, self.tags[bind.request]))
+            if content != expected:
+                raise Violation(f"bind {bind.number} decodes from {content} instead of {expected}")
         targets = {local for read in bind.reads for _, local in read.pairs}
         if targets:
             astray = targets - self.machines.ask(decode.pool, do.writable, bind.number)

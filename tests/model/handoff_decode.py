@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from pdserve.core.blocks import BlockPool
+from pdserve.core.ids import BlockSum
+from pdserve.core.lease import CommitAnswer
 from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, Reusable, SendCommit
 from tests.model import handoff_events as do
 from tests.model.explorer import Step
 from tests.model.handoff_prefill import PrefillSide, with_tag
-from tests.model.handoff_state import BLOCK_SIZE, GARBAGE, Bind, Decode, Read, State
+from tests.model.handoff_state import BLOCK_SIZE, GARBAGE, Bind, Decode, Read, State, Ticket
 
 
 class DecodeSide(PrefillSide):
@@ -17,8 +20,8 @@ class DecodeSide(PrefillSide):
     decode_pool_type: type[BlockPool] = BlockPool
 
     def new_decode(self, worker: int, restarts: int) -> Decode:
-        cached = self.config.decode_cached and not restarts
-        pool, memory = self.new_memory(self.decode_pool_type, self.config.decode_blocks[worker], cached)
+        cached = tuple(map(self.stored, self.tags[0])) if self.config.decode_cached and not restarts else ()
+        pool, memory = self.new_memory(self.decode_pool_type, self.config.decode_blocks[worker], cached, summed=False)
         return Decode(100 * (worker + 1) + restarts, pool, memory)
 
     def reader_id(self, decode: Decode, bind: Bind) -> do.ReaderKey:
@@ -35,9 +38,15 @@ class DecodeSide(PrefillSide):
         bind = Bind(number, request, got.block_ids, got.hits)
         return self.cleared(decode._replace(pool=pool, binds=(*decode.binds, bind)))
 
-    def attached(self, decode: Decode, bind: Bind, lease: do.LeaseKey, ticket: tuple[int, ...]) -> Decode:
-        reader = do.new_reader(self.reader_type, lease, len(self.config.prompts[bind.request]), BLOCK_SIZE, bind.hits)
-        return with_bind(decode, bind._replace(lease=lease, remote=ticket, reader=self.machines.add(reader)))
+    def accepts(self, bind: Bind, ticket: Ticket) -> bool:
+        """It names the prompt that was bound, before anything is read."""
+        return ticket.request == bind.request
+
+    def attached(self, decode: Decode, bind: Bind, ticket: Ticket) -> Decode:
+        prompt_len = len(self.config.prompts[bind.request])
+        reader = self.machines.add(do.new_reader(self.reader_type, ticket.lease, prompt_len, BLOCK_SIZE, bind.hits))
+        bind = bind._replace(lease=ticket.lease, remote=ticket.blocks, proof=ticket.proof, reader=reader)
+        return with_bind(decode, bind)
 
     # --- events
 
@@ -97,8 +106,11 @@ class DecodeSide(PrefillSide):
             if read.pairs and not abandoned:
                 for pair in read.pairs:
                     yield Step(("copy", *pair, "in", *name), self.copied(s, worker, bind, read, pair), sure=True)
+                    if s.used.flips < self.config.flips:
+                        flipped = s._replace(used=s.used._replace(flips=s.used.flips + 1))
+                        yield Step(("flip", *pair, "in", *name), self.copied(flipped, worker, bind, read, pair, GARBAGE))
             else:
-                yield Step(("done", *name), self.resolved(s, worker, bind, read, "read_done"), sure=True)
+                yield Step(("done", *name), self.arrived(s, worker, bind, read), sure=True)
             if abandoned:
                 yield Step(("stopped", *name), self.resolved(s, worker, bind, read, "read_stopped"), sure=True)
             elif not read.failed:
@@ -133,7 +145,7 @@ class DecodeSide(PrefillSide):
         cap = self.config.wait_cap
         return cap is not None and bind.waited >= cap and self.machines.ask(bind.reader, do.waits)
 
-    def tell(self, s: State, worker: int, bind: Bind, method: str, *args: int) -> State:
+    def tell(self, s: State, worker: int, bind: Bind, method: str, *args: Any) -> State:
         reader, effects = self.machines.apply(bind.reader, do.told, method, *args)
         return self.performed(s, worker, bind._replace(reader=reader), effects)
 
@@ -143,14 +155,17 @@ class DecodeSide(PrefillSide):
 
     def renewed(self, s: State, worker: int, bind: Bind) -> State:
         """Answered by whatever process now lives where the lender was."""
-        table, (watermark, ended) = self.machines.apply(s.prefill.table, do.renew, bind.lease)
+        table, (watermark, ended) = self.machines.apply(s.prefill.table, do.renew, bind.lease, bind.proof)
         s = s._replace(prefill=self.ended(s.prefill._replace(table=table), ended))
         if watermark is None:
             return self.tell(s, worker, bind, "lease_gone")
         assert bind.lease is not None
         return self.viewed(s, worker, bind, bind.lease, watermark)
 
-    def answered(self, s: State, worker: int, bind: Bind, ok: bool) -> State:
+    def answered(self, s: State, worker: int, bind: Bind, answer: str) -> State:
+        ok = answer == CommitAnswer.OK.value
+        if answer == CommitAnswer.CORRUPT.value:
+            return self.tell(s, worker, bind, "commit_corrupt")
         s = self.tell(s, worker, bind, "commit_answered", ok)
         return self.activated(s, worker, bind.number) if ok else s
 
@@ -178,9 +193,10 @@ class DecodeSide(PrefillSide):
         match effect:
             case PostRead(read, first, count):
                 pairs = tuple((bind.remote[i], bind.blocks[i]) for i in range(first, first + count))
-                decode = with_bind(decode, bind._replace(reads=(*bind.reads, Read(read, pairs))))
-            case SendCommit(blocks):
-                return self.commit_sent(s, worker, bind, blocks)
+                local = bind.blocks[first : first + count]
+                decode = with_bind(decode, bind._replace(reads=(*bind.reads, Read(read, pairs, blocks=local))))
+            case SendCommit(blocks, first, sums):
+                return self.commit_sent(s, worker, bind, blocks, first, sums)
             case Discard(0):
                 decode = self.removed(decode, bind, do.inbound(number))
             case Discard():
@@ -190,9 +206,9 @@ class DecodeSide(PrefillSide):
                 decode = self.cleared(without_bind(decode._replace(pool=pool), bind))
         return with_decode(s, worker, decode)
 
-    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int) -> State:
+    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[BlockSum, ...]) -> State:
         key = self.reader_id(s.decodes[worker], bind)
-        return s.with_sent("commit", bind.lease, key, blocks)
+        return s.with_sent("commit", bind.lease, key, blocks, first, sums, bind.proof)
 
     def set_aside(self, decode: Decode, bind: Bind) -> Decode:
         pool, _ = self.machines.apply(decode.pool, do.quarantine, bind.number)
@@ -204,18 +220,34 @@ class DecodeSide(PrefillSide):
 
     # --- the transport
 
-    def copied(self, s: State, worker: int, bind: Bind, read: Read, pair: tuple[int, int]) -> State:
-        """Whatever lies at the remote address now, whichever process put it there."""
+    def stored(self, tag: int) -> int:
+        """Content as decode keeps it."""
+        return -tag if self.config.converted else tag
+
+    def arrived(self, s: State, worker: int, bind: Bind, read: Read) -> State:
+        """Every block is here: summed as it was sent, and then made what decode stores."""
+        if self.machines.ask(bind.reader, do.state_of) is ReaderState.ABANDONED:
+            return self.resolved(s, worker, bind, read, "read_done")
+        decode = s.decodes[worker]
+        sums = tuple(self.sum_of(decode.memory[block]) for block in read.blocks) if self.config.checksums else ()
+        memory = decode.memory
+        for block in read.blocks:
+            memory = with_tag(memory, block, self.stored(memory[block]))
+        return self.resolved(with_decode(s, worker, decode._replace(memory=memory)), worker, bind, read, "read_done", sums)
+
+    def copied(self, s: State, worker: int, bind: Bind, read: Read, pair: tuple[int, int], instead: int | None = None) -> State:
+        """Whatever lies at the remote address now, whichever process put it there; or something else `instead`."""
         remote, local = pair
         decode = s.decodes[worker]
         left = read._replace(pairs=tuple(other for other in read.pairs if other != pair))
         reads = tuple(left if other is read else other for other in bind.reads)
-        decode = decode._replace(memory=with_tag(decode.memory, local, s.prefill.memory[remote]))
+        tag = s.prefill.memory[remote] if instead is None else instead
+        decode = decode._replace(memory=with_tag(decode.memory, local, tag))
         return with_decode(s, worker, with_bind(decode, bind._replace(reads=reads)))
 
-    def resolved(self, s: State, worker: int, bind: Bind, read: Read, method: str) -> State:
+    def resolved(self, s: State, worker: int, bind: Bind, read: Read, method: str, *args: Any) -> State:
         left = bind._replace(reads=tuple(other for other in bind.reads if other is not read))
-        return self.tell(s, worker, left, method, read.number)
+        return self.tell(s, worker, left, method, read.number, *args)
 
     def failed(self, s: State, worker: int, bind: Bind, read: Read) -> State:
         reads = tuple(read._replace(failed=True) if other is read else other for other in bind.reads)

@@ -6,10 +6,11 @@ Time is translated so that now is always 0: a monotone clock has no origin of it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pdserve.core.blocks import BlockPool, BlockState, Holder, HolderKind, Reservation
-from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId, SeqId
-from pdserve.core.lease import FirstToken, LeaseTable
+from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
+from pdserve.core.lease import CommitAnswer, FirstToken, LeaseTable
 from pdserve.core.prefix import BlockHash
 from pdserve.core.reader import Effect, Reader, ReaderState
 
@@ -41,9 +42,25 @@ LOCAL = sequence(0)
 # --- the lease table
 
 
-def grant(table: LeaseTable, number: int, blocks: tuple[BlockId, ...], prompt_len: int) -> tuple[LeaseKey, Ended]:
-    lease = table.grant(SeqId(number), blocks, prompt_len, now_s=NOW_S)
+def grant(
+    table: LeaseTable, number: int, blocks: tuple[BlockId, ...], prompt_len: int, sums: tuple[BlockSum, ...] | None
+) -> tuple[LeaseKey, Ended]:
+    lease = table.grant(SeqId(number), blocks, prompt_len, sums=sums, now_s=NOW_S)
     return (lease.incarnation, lease.counter), _ended(table)
+
+
+def expect(table: LeaseTable, lease: LeaseKey, proof: bytes) -> None:
+    table.expect(_lease_id(lease), proof)
+
+
+def seal_lease(table: LeaseTable, lease: LeaseKey, first: int, block_sum: BlockSum) -> Ended:
+    table.seal(_lease_id(lease), first, (block_sum,), now_s=NOW_S)
+    return _ended(table)
+
+
+def release_all_over(table: LeaseTable, blocks: tuple[BlockId, ...]) -> Ended:
+    table.release_all_over(blocks, now_s=NOW_S)
+    return _ended(table)
 
 
 def advance(table: LeaseTable, lease: LeaseKey, watermark: int, final: bool) -> tuple[bool, Ended]:
@@ -51,15 +68,18 @@ def advance(table: LeaseTable, lease: LeaseKey, watermark: int, final: bool) -> 
     return view.held, _ended(table)
 
 
-def renew(table: LeaseTable, lease: LeaseKey) -> tuple[int | None, Ended]:
+def renew(table: LeaseTable, lease: LeaseKey, proof: bytes) -> tuple[int | None, Ended]:
     """The watermark, or None for GONE."""
-    view = table.renew(_lease_id(lease), now_s=NOW_S)
+    view = table.renew(_lease_id(lease), proof, now_s=NOW_S)
     return (view.watermark if view.held else None), _ended(table)
 
 
-def commit(table: LeaseTable, lease: LeaseKey, reader: ReaderKey, blocks: int) -> tuple[bool, Ended]:
+def commit(
+    table: LeaseTable, lease: LeaseKey, reader: ReaderKey, blocks: int, first: int, sums: tuple[BlockSum, ...], proof: bytes
+) -> tuple[CommitAnswer, Ended]:
     reader_id = ReaderId(Incarnation(reader[0]), reader[1])
-    return table.commit(_lease_id(lease), reader_id, blocks, now_s=NOW_S), _ended(table)
+    answer = table.commit(_lease_id(lease), reader_id, blocks, first, sums, proof=proof, now_s=NOW_S)
+    return answer, _ended(table)
 
 
 def release(table: LeaseTable, lease: LeaseKey) -> tuple[None, Ended]:
@@ -123,6 +143,31 @@ def publish(pool: BlockPool, holder: Holder, position: int, block_hash: BlockHas
     pool.publish(holder, position, block_hash)
 
 
+def withdraw(pool: BlockPool, number: int, first: int) -> None:
+    pool.withdraw(lease_of(number), first)
+
+
+def seal(pool: BlockPool, number: int, position: int, block_sum: BlockSum) -> None:
+    pool.seal(sequence(number), position, block_sum)
+
+
+def sums_lent(pool: BlockPool, number: int) -> tuple[BlockSum | None, ...]:
+    return pool.sums_of(lease_of(number))
+
+
+def lent(pool: BlockPool, number: int) -> tuple[BlockId, ...]:
+    return pool.blocks_of(lease_of(number))
+
+
+def summed(pool: BlockPool) -> tuple[tuple[BlockId, BlockSum], ...]:
+    """Every checksum of a block that means something."""
+    return tuple((block, value) for block, value in pool._sums.items() if pool._states[block] is not BlockState.FREE)
+
+
+def published(pool: BlockPool) -> frozenset[int]:
+    return frozenset(pool._hash_of)
+
+
 def evict_all(pool: BlockPool) -> None:
     """The worst that others can do: take everything that can be had, write it, and give it back."""
     pool.allocate(LOCAL, pool.num_allocatable)
@@ -154,11 +199,13 @@ def writable(pool: BlockPool, number: int) -> frozenset[int]:
     return frozenset([*fresh, *pool._quarantined.get(SeqId(number), ())])
 
 
-def with_prefix(pool: BlockPool, hashes: Sequence[BlockHash]) -> BlockPool:
+def with_prefix(pool: BlockPool, hashes: Sequence[BlockHash], sums: Sequence[BlockSum] = ()) -> BlockPool:
     """The pool after an earlier sequence has left this prefix in it."""
     pool.allocate(LOCAL, len(hashes))
     for position, block_hash in enumerate(hashes):
         pool.publish(LOCAL, position, block_hash)
+    for position, block_sum in enumerate(sums):
+        pool.seal(LOCAL, position, block_sum)
     pool.drop(LOCAL)
     return pool
 
@@ -174,7 +221,7 @@ def advanced(reader: Reader, lease: LeaseKey, watermark: int) -> list[Effect]:
     return reader.advanced(_lease_id(lease), watermark)
 
 
-def told(reader: Reader, method: str, *args: int) -> list[Effect]:
+def told(reader: Reader, method: str, *args: Any) -> list[Effect]:
     return list(getattr(reader, method)(*args))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pdserve.core.blocks import BlockPool
-from pdserve.core.ids import Incarnation
+from pdserve.core.ids import BlockSum, Incarnation
 from pdserve.core.lease import LeaseTable
 from pdserve.core.prefix import BlockHash, block_hashes
 from tests.model import handoff_events as do
 from tests.model.explorer import Step
 from tests.model.handoff_events import LeaseKey
-from tests.model.handoff_state import BLOCK_SIZE, GARBAGE, Computing, Config, Launched, Prefill, State
+from tests.model.handoff_state import BLOCK_SIZE, GARBAGE, Computing, Config, Launched, Prefill, State, Ticket
 from tests.model.machines import Machines
 
 
@@ -38,15 +38,20 @@ class PrefillSide:
     def new_prefill(self, restarts: int) -> Prefill:
         incarnation = self.incarnation(restarts)
         table = self.machines.add(self.table_type(Incarnation(incarnation), ttl_s=self.config.ttl))
-        pool, memory = self.new_memory(self.pool_type, self.config.prefill_blocks, self.config.prefill_cached and not restarts)
+        cached = self.tags[0] if self.config.prefill_cached and not restarts else ()
+        pool, memory = self.new_memory(self.pool_type, self.config.prefill_blocks, cached, summed=self.config.checksums)
         return Prefill(incarnation, table, pool, memory)
 
-    def new_memory(self, pool_type: type[BlockPool], blocks: int, cached: bool) -> tuple[int, tuple[int, ...]]:
+    def new_memory(
+        self, pool_type: type[BlockPool], blocks: int, cached: tuple[int, ...], *, summed: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        """With the full blocks of the first prompt in it where `cached` are the tags of its content."""
         pool = pool_type(blocks)
         memory = [GARBAGE] * blocks
         if cached:
-            do.with_prefix(pool, self.hashes[0])
-            for block, tag in zip(pool.lookup(self.hashes[0]), self.tags[0], strict=False):
+            full = cached[: len(self.hashes[0])]
+            do.with_prefix(pool, self.hashes[0], [self.sum_of(tag) for tag in full] if summed else [])
+            for block, tag in zip(pool.lookup(self.hashes[0]), full, strict=True):
                 memory[block] = tag
         return self.machines.add(pool), tuple(memory)
 
@@ -60,11 +65,18 @@ class PrefillSide:
         if reservation is None:
             return None
         pool, _ = self.machines.apply(pool, do.lend, number)
-        table, (lease, ended) = self.machines.apply(prefill.table, do.grant, number, reservation.block_ids, prompt_len)
+        sums = self.inherited(pool, prefill.memory, number) if self.config.checksums else None
+        table, (lease, ended) = self.machines.apply(prefill.table, do.grant, number, reservation.block_ids, prompt_len, sums)
+        proof = Ticket(lease, request, reservation.block_ids).proof
+        table, _ = self.machines.apply(table, do.expect, lease, proof)
         prefill = self.settled(prefill._replace(table=table, pool=pool))
         new = Computing(number, request, lease, reservation.block_ids, reservation.hits)
         prefill = self.ended(prefill._replace(sequences=(*prefill.sequences, new)), ended)
         return self.advanced(prefill, new) if new.computed else prefill
+
+    def inherited(self, pool: int, memory: tuple[int, ...], number: int) -> tuple[BlockSum, ...]:
+        """The checksums of the lease's prefix hits."""
+        return tuple(block_sum for block_sum in self.machines.ask(pool, do.sums_lent, number) if block_sum is not None)
 
     def advanced(self, prefill: Prefill, sequence: Computing) -> Prefill:
         """The table learns how far the sequence is final."""
@@ -93,6 +105,7 @@ class PrefillSide:
             if not sequence.aborted:
                 yield Step(("preempt", sequence.number), s._replace(prefill=self.released(p, sequence.lease)))
         yield from self.lease_events(s)
+        yield from self.rot_events(s)
         if self.machines.ask(p.pool, do.has_cached):
             pool, _ = self.machines.apply(p.pool, do.evict_all)
             yield Step(("evict", "prefill"), s._replace(prefill=self.settled(p._replace(pool=pool))))
@@ -127,6 +140,8 @@ class PrefillSide:
         moved = sequence._replace(computed=sequence.computed + 1)
         p = p._replace(sequences=tuple(moved if seq is sequence else seq for seq in p.sequences))
         p = self.published(p, moved, step.position)
+        if self.config.checksums:
+            p = self.sealed(p, moved, step.position, self.sum_of(p.memory[step.block]))
         if moved.computed == self.totals[moved.request]:
             p = self.forgotten(p, moved)
         return self.pushed(s._replace(prefill=self.advanced(p, moved)), moved)
@@ -137,6 +152,39 @@ class PrefillSide:
             return prefill
         pool, _ = self.machines.apply(prefill.pool, do.publish, do.sequence(sequence.number), position, hashes[position])
         return prefill._replace(pool=pool)
+
+    # --- checksums
+
+    def sum_of(self, tag: int) -> BlockSum:
+        return BlockSum(tag)
+
+    def sealed(self, prefill: Prefill, sequence: Computing, position: int, block_sum: BlockSum) -> Prefill:
+        """The block is final and summed: for the pool, and for the lease if it is still held."""
+        pool, _ = self.machines.apply(prefill.pool, do.seal, sequence.number, position, block_sum)
+        table, ended = self.machines.apply(prefill.table, do.seal_lease, sequence.lease, position, block_sum)
+        return self.ended(prefill._replace(pool=pool, table=table), ended)
+
+    def rehashed(self, prefill: Prefill, number: int) -> tuple[Prefill, tuple[int, ...]]:
+        """What of the lease is not what was summed: it is not found any more, and its leases end."""
+        blocks = self.machines.ask(prefill.pool, do.lent, number)
+        sums = self.machines.ask(prefill.pool, do.sums_lent, number) if blocks else ()
+        rotted = [
+            i for i, (block, value) in enumerate(zip(blocks, sums, strict=True)) if self.sum_of(prefill.memory[block]) != value
+        ]
+        if not rotted:
+            return prefill, ()
+        pool, _ = self.machines.apply(prefill.pool, do.withdraw, number, rotted[0])
+        bad = tuple(blocks[i] for i in rotted)
+        table, ended = self.machines.apply(prefill.table, do.release_all_over, bad)
+        return self.ended(prefill._replace(pool=pool, table=table), ended), bad
+
+    def rot_events(self, s: State) -> Iterator[Step]:
+        """A block that is final changes in memory."""
+        if s.used.rots < self.config.rots:
+            used = s.used._replace(rots=s.used.rots + 1)
+            for block, _ in self.machines.ask(s.prefill.pool, do.summed):
+                p = s.prefill._replace(memory=with_tag(s.prefill.memory, block, GARBAGE))
+                yield Step(("rot", block), s._replace(prefill=p, used=used))
 
     # --- ends
 

@@ -34,6 +34,16 @@ class Config:
     """The router may forget a request's bind and lease, and begin anew."""
     stalled: bool = False
     """The prefill engine launches nothing."""
+    checksums: bool = False
+    """Prefill sums blocks when they are final, decode what it read, and Commit compares."""
+    rots: int = 0
+    """Blocks of prefill's memory that change by themselves after they were final."""
+    flips: int = 0
+    """Copies that do not bring what lies at the remote address."""
+    converted: bool = False
+    """Decode stores KV in a form of its own."""
+    hostile_tickets: bool = False
+    """Binds are handed tickets of other requests, and tickets that were changed on their way."""
     wait_cap: int | None = None
     """Ticks that a bind waits for its first read. None: it may give up at any moment and need not count."""
 
@@ -73,6 +83,8 @@ class Read(NamedTuple):
     number: int
     pairs: tuple[tuple[int, int], ...]
     failed: bool = False
+    blocks: tuple[int, ...] = ()
+    """All local ones, in order: what is summed when it is done."""
 
 
 class Bind(NamedTuple):
@@ -82,6 +94,7 @@ class Bind(NamedTuple):
     hits: int
     lease: LeaseKey | None = None
     remote: tuple[int, ...] = ()
+    proof: bytes = b""
     reader: int = -1
     reads: tuple[Read, ...] = ()
     active: bool = False
@@ -98,6 +111,19 @@ class Decode(NamedTuple):
     step_aborted: bool = False
 
 
+class Ticket(NamedTuple):
+    """What a reader is told of a lease."""
+
+    lease: LeaseKey
+    request: int
+    blocks: tuple[int, ...]
+
+    @property
+    def proof(self) -> bytes:
+        """Of having this ticket, as it was written or as somebody changed it."""
+        return repr(tuple(self)).encode()
+
+
 class Asked(NamedTuple):
     """What the router believes of a request: its present bind, and the lease with the blocks that its ticket names."""
 
@@ -112,6 +138,8 @@ class Used(NamedTuple):
     grants: int = 0
     prefill_restarts: int = 0
     decode_restarts: int = 0
+    rots: int = 0
+    flips: int = 0
 
 
 class State(NamedTuple):

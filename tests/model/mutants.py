@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
-from pdserve.core.ids import LeaseId, ReaderId
-from pdserve.core.lease import LeaseState, LeaseTable, LeaseView
+from pdserve.core.ids import BlockSum, LeaseId, ReaderId
+from pdserve.core.lease import CommitAnswer, LeaseState, LeaseTable, LeaseView
 from pdserve.core.prefix import BlockHash
 from pdserve.core.reader import Effect, PostRead, Reader, ReaderState, SendCommit
 from tests.model import handoff_events as do
@@ -26,15 +27,15 @@ from tests.model.handoff_state import Bind, Computing, Config, Decode, Prefill, 
 class UseWhenRead(Handoff):
     """What was read is used as soon as the read has finished."""
 
-    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int) -> State:
-        return self.answered(s, worker, bind, ok=True)
+    def commit_sent(self, s: State, worker: int, bind: Bind, *args: Any) -> State:
+        return self.answered(s, worker, bind, CommitAnswer.OK.value)
 
 
 class OkToAnyRepeat(LeaseTable):
-    def commit(self, lease_id: LeaseId, reader: ReaderId, blocks: int, *, now_s: float) -> bool:
+    def commit(self, lease_id: LeaseId, reader: ReaderId, *args: Any, **kwargs: Any) -> CommitAnswer:
         ended = self._ended.get(lease_id)
         same = ended.reader if ended is not None and ended.reader is not None else reader
-        return super().commit(lease_id, same, blocks, now_s=now_s)
+        return super().commit(lease_id, same, *args, **kwargs)
 
 
 class CommitKeyedByLeaseOnly(Handoff):
@@ -57,7 +58,7 @@ class SameIncarnationAfterRestart(Handoff):
 
 
 class RenewableAfterExpiry(LeaseTable):
-    def renew(self, lease_id: LeaseId, *, now_s: float) -> LeaseView:
+    def renew(self, lease_id: LeaseId, proof: bytes | None = None, *, now_s: float) -> LeaseView:
         self._expire(now_s)
         lease = self._ended.get(lease_id)
         if lease is not None and lease.state is LeaseState.EXPIRED:
@@ -65,7 +66,7 @@ class RenewableAfterExpiry(LeaseTable):
             self._held[lease_id] = self._ended.pop(lease_id)
             self._earliest_s = now_s
             lease.expires_s = now_s + self.ttl_s
-        return super().renew(lease_id, now_s=now_s)
+        return super().renew(lease_id, proof, now_s=now_s)
 
 
 class RenewRevives(Handoff):
@@ -73,8 +74,8 @@ class RenewRevives(Handoff):
 
 
 class ExpiresWhenNoticed(LeaseTable):
-    def commit(self, lease_id: LeaseId, reader: ReaderId, blocks: int, *, now_s: float) -> bool:
-        return super().commit(lease_id, reader, blocks, now_s=now_s - 100)
+    def commit(self, *args: Any, now_s: float, **kwargs: Any) -> CommitAnswer:
+        return super().commit(*args, now_s=now_s - 100, **kwargs)
 
 
 class FreedBeforeExpiryIsApplied(Handoff):
@@ -170,12 +171,12 @@ class AnyonePublishes(BlockPool):
 class PublishedBeforeOk(Handoff):
     decode_pool_type = AnyonePublishes
 
-    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int) -> State:
+    def commit_sent(self, s: State, worker: int, bind: Bind, *args: Any) -> State:
         decode = s.decodes[worker]
         for position, block_hash in enumerate(self.hashes[bind.request]):
             pool, _ = self.machines.apply(decode.pool, do.publish, do.inbound(bind.number), position, block_hash)
             decode = decode._replace(pool=pool)
-        return super().commit_sent(with_decode(s, worker, decode), worker, bind, blocks)
+        return super().commit_sent(with_decode(s, worker, decode), worker, bind, *args)
 
 
 # --- rule 7: Commit when every read has resolved, and of every block
@@ -190,8 +191,8 @@ class ReadsAgain(Reader):
         self.in_flight[self.reads] = count
         return [PostRead(self.reads, self.posted - count, count)]
 
-    def read_done(self, read: int) -> list[Effect]:
-        return super().read_done(read) if read in self.in_flight else []
+    def read_done(self, read: int, sums: Sequence[BlockSum] = ()) -> list[Effect]:
+        return super().read_done(read, sums) if read in self.in_flight else []
 
     def read_stopped(self, read: int) -> list[Effect]:
         return super().read_stopped(read) if read in self.in_flight else []
@@ -215,12 +216,12 @@ class CommitsWhatIsThere(Reader):
 
 
 class CommitsUnchecked(LeaseTable):
-    def commit(self, lease_id: LeaseId, reader: ReaderId, blocks: int, *, now_s: float) -> bool:
+    def commit(self, lease_id: LeaseId, reader: ReaderId, blocks: int, *args: Any, **kwargs: Any) -> CommitAnswer:
         lease = self._held.get(lease_id)
         if lease is not None:
             lease.watermark = lease.prompt_len
             blocks = len(lease.block_ids)
-        return super().commit(lease_id, reader, blocks, now_s=now_s)
+        return super().commit(lease_id, reader, blocks, *args, **kwargs)
 
 
 class CommitOfSomeBlocks(Handoff):
@@ -284,7 +285,7 @@ class ReturnsGetLost(Handoff):
 
 @dataclass(frozen=True)
 class Mutant:
-    rule: int
+    rule: int | str
     model: type[Handoff]
     config: Config
     found_as: str

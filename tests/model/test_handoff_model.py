@@ -19,9 +19,33 @@ SMALL = {
         prefill_blocks=3, decode_blocks=(3,), max_binds=1, max_grants=1, prefill_cached=True, decode_cached=True
     ),
     "two binds of a lease on one worker": Config(decode_blocks=(2,), max_grants=1),
+    "a block of the lender rots, and a copy goes wrong": Config(
+        decode_blocks=(2,), max_binds=1, max_grants=1, prefill_restarts=0, checksums=True, rots=1, flips=1
+    ),
+    "checksums and a prefill that restarts": Config(decode_blocks=(2,), max_binds=1, max_grants=1, checksums=True),
+    "changed tickets": Config(decode_blocks=(2,), max_binds=1, max_grants=1, prefill_restarts=0, hostile_tickets=True),
 }
 
 LARGE = {
+    "tickets of others and changed ones": Config(
+        prompts=((1,), (2,)),
+        decode_blocks=(2,),
+        prefill_restarts=0,
+        retries=False,
+        hostile_tickets=True,
+    ),
+    "a rotted prefix, copies that go wrong, another form on decode": Config(
+        prefill_blocks=3,
+        decode_blocks=(3,),
+        max_binds=1,
+        prefill_restarts=0,
+        prefill_cached=True,
+        decode_cached=True,
+        checksums=True,
+        rots=1,
+        flips=1,
+        converted=True,
+    ),
     "three blocks": Config(prompts=((1, 2, 3, 4, 5),), prefill_blocks=3, decode_blocks=(3,), max_binds=1, max_grants=1),
     "decode restarts": Config(decode_blocks=(2,), max_grants=1, decode_restarts=1),
     "renewals in time": Config(decode_blocks=(2,), max_grants=1, ttl=2),

@@ -3,20 +3,22 @@
 import pytest
 
 from tests.model import handoff_events as do
+from tests.model.checksum_mutants import CHECKSUM_MUTANTS, AnyPromptsTicket
 from tests.model.deadlock import Order, TwoPools
 from tests.model.explorer import endless, explore, stranded
 from tests.model.handoff import Handoff
 from tests.model.mutants import BLOCK_MUTANT, MUTANTS, ONE, SLOW, STALLED, LeasesForEver, Mutant, NoCap, ReturnsGetLost
 
 MAX_STATES = 300_000
+TAKE_LONG = (*SLOW, AnyPromptsTicket)
 
 
 def told(mutant: Mutant) -> object:
-    marks = [pytest.mark.slow] if mutant.model in SLOW else []
+    marks = [pytest.mark.slow] if mutant.model in TAKE_LONG else []
     return pytest.param(mutant, id=f"rule {mutant.rule}: {mutant.model.__name__}", marks=marks)
 
 
-@pytest.mark.parametrize("mutant", [told(mutant) for mutant in MUTANTS])
+@pytest.mark.parametrize("mutant", [told(mutant) for mutant in (*MUTANTS, *CHECKSUM_MUTANTS)])
 def test_without_this_rule_the_search_finds_wrong_kv(mutant, capsys):
     result = explore(mutant.model(mutant.config), max_states=MAX_STATES)
     found = result.counterexample
@@ -26,7 +28,7 @@ def test_without_this_rule_the_search_finds_wrong_kv(mutant, capsys):
         print(f"\nrule {mutant.rule}, {mutant.model.__name__}: {len(found.events)} events, {result.num_states:,} states")
 
 
-CLEAN = dict.fromkeys(mutant.config for mutant in MUTANTS if mutant.model not in SLOW)
+CLEAN = dict.fromkeys(mutant.config for mutant in (*MUTANTS, *CHECKSUM_MUTANTS) if mutant.model not in TAKE_LONG)
 """What breaks a mutant is not its configuration. Those of slow mutants are among the larger configurations."""
 
 

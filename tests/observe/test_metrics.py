@@ -41,6 +41,13 @@ def test_retries_are_counted_by_reason_and_rebinds_apart() -> None:
     assert values(metrics, "pdserve_rebinds_total") == {(): 2.0}
 
 
+def test_damaged_kv_is_counted_by_worker() -> None:
+    worker = dataclasses.replace(WORKER, kv_corrupt_blocks=3, kv_rotted_blocks=1)
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(worker,)))
+    assert values(metrics, "pdserve_kv_corrupt_blocks_total") == {("decode", "d"): 3.0}
+    assert values(metrics, "pdserve_kv_rotted_blocks_total") == {("decode", "d"): 1.0}
+
+
 def test_the_cluster_shows_pairs_set_aside_draining_workers_and_lost_blocks() -> None:
     pair = PairSnapshot("p", "d", "a KV read failed", 3.0, 1)
     metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(WORKER,), set_aside=(pair,)))

@@ -289,7 +289,7 @@ def test_a_silent_worker_is_lost_and_a_heartbeat_is_answered() -> None:
     run(story())
 
 
-@pytest.mark.parametrize("reason", ["LEASE_GONE", "TRANSFER_FAILED", "REPLICA_LOST", "OVERLOADED", "UNAVAILABLE"])
+@pytest.mark.parametrize("reason", ["LEASE_GONE", "TRANSFER_FAILED", "KV_CORRUPT", "KV_ROTTED", "REPLICA_LOST", "OVERLOADED"])
 def test_a_request_that_a_worker_gives_up_is_tried_again(reason: str) -> None:
     async def story() -> None:
         async with local_cluster(worker=lambda: {"heartbeat_interval_s": 0.05}) as cluster:

@@ -86,7 +86,7 @@ async def exactness(*quantizations: str, **config: Any) -> tuple[bool, bool, boo
         workers = [cluster.worker(role, quantization=held) for role, held in zip(roles, quantizations, strict=True)]
         for worker in workers:
             await worker.start()
-        state = await cluster.stub.GetClusterState(inference_pb2.GetClusterStateRequest())
+        state = await cluster.admin.GetClusterState(inference_pb2.GetClusterStateRequest())
         call = cluster.stub.Generate(generate_request((1, 2), 3))
         answer = await read_answer(call)
         timeline = json.loads(dict(await call.trailing_metadata())[TIMELINE_METADATA])

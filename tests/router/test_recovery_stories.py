@@ -8,6 +8,8 @@ import pytest
 
 from pdserve.core.errors import (
     DeadlineExceeded,
+    KvCorrupt,
+    KvRotted,
     LeaseGone,
     NumericalError,
     Overloaded,
@@ -282,7 +284,10 @@ def test_a_message_that_comes_twice_on_a_live_handle_fails_its_request_alone() -
         stage.assert_empty()
 
 
-@pytest.mark.parametrize("error", [LeaseGone("gone"), TransferFailed("no route"), ReplicaLost("lender lost")])
+@pytest.mark.parametrize(
+    "error",
+    [LeaseGone("gone"), KvRotted("rotted"), KvCorrupt("flipped"), TransferFailed("no route"), ReplicaLost("lender lost")],
+)
 @pytest.mark.parametrize("reach", [prefilling, in_handoff])
 def test_a_failed_pull_is_tried_again_on_another_pair(error: Exception, reach: Callable[[Stage], None]) -> None:
     stage = pools()
@@ -292,12 +297,12 @@ def test_a_failed_pull_is_tried_again_on_another_pair(error: Exception, reach: C
     (handle,) = decode.jobs
     lender = sent(stage, ev.SendPrefill)[0].link
     del decode.jobs[handle]
-    pair_failed = not isinstance(error, LeaseGone)
+    pair_failed = not isinstance(error, LeaseGone | KvRotted)
     stage.tell(ev.RequestFailed(decode.link, handle, error, pair_failed))  # type: ignore[arg-type]
     finish(stage, outcome, attempts=2, binds=2)
     again = (sent(stage, ev.SendPrefill)[-1].link, sent(stage, ev.SendBind)[-1].link)
     aside = list(stage.core.pairs.set_aside(now_s=stage.now_s))
-    assert len(aside) == (0 if isinstance(error, LeaseGone) else 1)
+    assert len(aside) == (0 if isinstance(error, LeaseGone | KvRotted) else 1), "only what lies between the two is the pair's"
     assert not aside or again != (lender, decode.link)
 
 

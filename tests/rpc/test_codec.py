@@ -25,10 +25,10 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
     max_tokens = draw(st.integers(1, 1 << 31))
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=draw(st.floats(0, 2)),
+        temperature=draw(st.just(0.0) | st.floats(1e-6, 2)),
         top_k=draw(st.integers(0, 1 << 31)),
-        top_p=draw(st.floats(0, 1, exclude_min=True)),
-        min_p=draw(st.floats(0, 1)),
+        top_p=draw(st.floats(1e-6, 1)),
+        min_p=draw(st.just(0.0) | st.floats(1e-6, 1)),
         seed=draw(U64),
         stop=tuple(draw(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=9), max_size=16))),
         stop_token_ids=tuple(draw(st.lists(U32, max_size=8))),
@@ -36,7 +36,7 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
         ignore_eos=draw(st.booleans()),
         presence_penalty=draw(st.floats(-2, 2)),
         frequency_penalty=draw(st.floats(-2, 2)),
-        repetition_penalty=draw(st.floats(0, 2, exclude_min=True)),
+        repetition_penalty=draw(st.floats(0.01, 2)),
         logit_bias=tuple(sorted(draw(st.dictionaries(U32, st.floats(-100, 100), max_size=8)).items())),
         logprobs=draw(st.none() | st.integers(0, 20)),
     )

@@ -10,12 +10,14 @@ import pytest
 
 from decode_worker.inbound import Inbound
 from decode_worker.role import DecodeRole
+from kvtransfer.followed_lease import Committed
 from kvtransfer.peer_link import PeerLink
 from kvtransfer.pull import Pull
+from kvtransfer.read import Read
 from kvtransfer.slots import SlotPool
 from kvtransfer.staging import Staging
-from pdserve.core.blocks import Holder, HolderKind
-from pdserve.core.lease import LeaseEvent, LeaseState, LeaseTable
+from pdserve.core.blocks import BlockPool, Holder, HolderKind
+from pdserve.core.lease import CommitAnswer, Lease, LeaseEvent, LeaseState, LeaseTable
 from pdserve.core.reader import Reader, ReaderState, SendCommit
 from pdserve.engine.scheduler import Scheduler
 from pdserve.rpc.numbering import Incoming
@@ -43,11 +45,36 @@ def gone_is_taken_for_ok(patch: pytest.MonkeyPatch) -> None:
     """Rule 1."""
     real = PeerLink.commit
 
-    async def commit(self: Any, *args: Any) -> bool:
+    async def commit(self: Any, *args: Any) -> Committed:
         await real(self, *args)
-        return True
+        return Committed(CommitAnswer.OK)
 
     patch.setattr(PeerLink, "commit", commit)
+
+
+def what_was_read_is_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """Rule C2: OK only if the reader's checksums are the lender's."""
+    patch.setattr(Lease, "differing", lambda self, first, sums: 0)
+
+
+def missing_checksums_are_ok(patch: pytest.MonkeyPatch) -> None:
+    """Rule C2."""
+    succeed, differing = Read.succeed, Lease.differing
+    patch.setattr(Read, "succeed", lambda self, duration_s, sums=(): succeed(self, duration_s))
+    patch.setattr(Lease, "differing", lambda self, first, sums: differing(self, first, sums) if sums else 0)
+
+
+def checksums_outlive_their_content(patch: pytest.MonkeyPatch) -> None:
+    """Rule C1: a block that is taken for something else has none."""
+    real = BlockPool._take
+
+    def take(self: Any) -> Any:
+        kept = dict(self._sums)
+        block_id = real(self)
+        self._sums = kept
+        return block_id
+
+    patch.setattr(BlockPool, "_take", take)
 
 
 def blocks_are_read_ahead_of_the_watermark(patch: pytest.MonkeyPatch) -> None:
@@ -231,6 +258,9 @@ def a_hung_engine_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
 MUTANTS: tuple[Mutant, ...] = (
     used_before_the_commit_is_answered,
     gone_is_taken_for_ok,
+    what_was_read_is_not_compared,
+    missing_checksums_are_ok,
+    checksums_outlive_their_content,
     blocks_are_read_ahead_of_the_watermark,
     commit_is_sent_with_a_read_in_flight,
     blocks_are_freed_under_a_read,

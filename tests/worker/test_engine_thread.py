@@ -2,16 +2,17 @@
 
 import queue
 import threading
+from collections.abc import Sequence
 
 import pytest
 
 from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool
-from pdserve.core.ids import SeqId
+from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.engine.scheduler import Scheduler
 from pdserve.worker.engine_thread import EngineThread
-from pdserve.worker.messages import Abort, Activate, AddLent, EndQuarantine, Reserve, ReturnLease, StepEvents
+from pdserve.worker.messages import Abort, Activate, AddLent, EndQuarantine, Rehash, Rehashed, Reserve, ReturnLease, StepEvents
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 WAIT_S = 10.0
@@ -32,15 +33,30 @@ class CountingRunner:
 
 
 class Engine:
-    def __init__(self, num_blocks: int = 10) -> None:
+    def __init__(self, num_blocks: int = 10, *, lends: bool = False) -> None:
+        """`lends`: shares prefixes and sums its blocks, as a prefill worker does."""
+        self.lends = lends
         self.events: queue.Queue[StepEvents] = queue.Queue()
         self.deaths: queue.Queue[BaseException] = queue.Queue()
         self.runner = CountingRunner()
         self.pool = BlockPool(num_blocks)
-        self.thread = EngineThread(lambda: (self.runner, self._scheduler(), self.pool), self.events.put, self.deaths.put)
+        self.memory = {BlockId(block): BlockSum(100 + block) for block in range(num_blocks)}
+        """What each block is summed to."""
+        self.summed: list[BlockId] = []
+        self.thread = EngineThread(
+            lambda: (self.runner, self._scheduler(), self.pool),
+            self.events.put,
+            self.deaths.put,
+            lambda: self.sums if lends else None,
+        )
+
+    def sums(self, block_ids: Sequence[BlockId]) -> tuple[BlockSum, ...]:
+        self.summed += block_ids
+        return tuple(self.memory[block_id] for block_id in block_ids)
 
     def _scheduler(self) -> Scheduler:
-        return Scheduler(self.pool, 4, max_num_seqs=8, max_num_batched_tokens=8, max_model_len=32, eos_token_ids=(0,))
+        sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 32}
+        return Scheduler(self.pool, 4, **sizes, eos_token_ids=(0,), prefix_salt=b"test" if self.lends else None)
 
     def __enter__(self) -> "Engine":
         self.thread.start(WAIT_S)
@@ -95,6 +111,49 @@ def test_lent_blocks_outlive_the_sequence_until_the_lease_returns():
         assert engine.settled().snapshot.blocks.held == 5
         engine.thread.submit(ReturnLease(SeqId(1)))
         assert engine.settled().snapshot.blocks.free == 10
+
+
+def test_each_lent_block_is_summed_once_when_it_is_final_and_after_the_step_was_told():
+    """(1) Chunks of 8 tokens: two blocks each; the last one is not full; (2) whoever shares them inherits the sums."""
+    with Engine(lends=True) as engine:
+        engine.thread.submit(AddLent(SeqId(1), tuple(range(1, 19)), GREEDY, 0))
+        seen = engine.until(lambda seen: sum(len(s.sums) for e in seen for s in e.sealed) == 5)
+        blocks = seen[0].lent[0].block_ids
+        assert seen[0].lent[0].sums == ()
+        kinds = ["sealed" if e.sealed else "told" for e in seen if e.sealed or e.advanced or e.tokens]
+        assert kinds == ["told", "sealed"] * 3, "a reader need not wait for a sum"
+        sealed = [s for e in seen for s in e.sealed]
+        assert [(s.seq_id, s.first, s.sums) for s in sealed] == [
+            (1, first, tuple(engine.memory[b] for b in blocks[first : first + 2])) for first in (0, 2, 4)
+        ]
+        engine.thread.submit(AddLent(SeqId(2), tuple(range(1, 19)), GREEDY, 0))
+        seen = engine.until(lambda seen: any(e.sealed for e in seen))
+        lent = next(lent for e in seen for lent in e.lent)
+        assert lent.block_ids[:4] == blocks[:4]
+        assert lent.sums == tuple(engine.memory[b] for b in blocks[:4])
+        assert sorted(engine.summed) == sorted({*blocks, *lent.block_ids}), "once each"
+
+
+def test_a_rotted_block_is_found_and_never_shared_again_nor_what_came_after_it():
+    with Engine(lends=True) as engine:
+        engine.thread.submit(AddLent(SeqId(1), tuple(range(1, 19)), GREEDY, 0))
+        blocks = engine.until(lambda seen: sum(len(s.sums) for e in seen for s in e.sealed) == 5)[0].lent[0].block_ids
+        engine.thread.submit(Rehash(SeqId(1)))
+        assert engine.until(lambda seen: bool(seen[-1].rehashed))[-1].rehashed == (Rehashed(SeqId(1), ()),)
+        engine.memory[blocks[1]] = BlockSum(7)
+        engine.thread.submit(Rehash(SeqId(1)))
+        engine.thread.submit(ReturnLease(SeqId(1)))
+        seen = engine.until(lambda seen: any(e.rehashed for e in seen))
+        assert seen[-1].rehashed == (Rehashed(SeqId(1), (blocks[1],)),)
+        engine.thread.submit(AddLent(SeqId(2), tuple(range(1, 19)), GREEDY, 0))
+        lent = engine.until(lambda seen: any(e.lent for e in seen))[-1].lent[0]
+        assert lent.sums == (engine.memory[blocks[0]],), "only the block before it is shared"
+
+
+def test_a_lease_that_has_gone_back_has_nothing_to_look_at():
+    with Engine(lends=True) as engine:
+        engine.thread.submit(Rehash(SeqId(1)))
+        assert engine.until(lambda seen: bool(seen[-1].rehashed))[-1].rehashed == (Rehashed(SeqId(1), ()),)
 
 
 def test_an_inbound_request_decodes_from_token_1_after_activation():

@@ -10,6 +10,8 @@ from pdserve.core.errors import (
     Cancelled,
     DeadlineExceeded,
     IncompatiblePeer,
+    KvCorrupt,
+    KvRotted,
     LeaseGone,
     PdserveError,
     ReplicaLost,
@@ -25,6 +27,8 @@ from pdserve.worker.refuse import failed
     [
         (TransferFailed("a read took more than 5 s"), True),
         (ReplicaLost("no answer for 5 s"), True),
+        (KvCorrupt("a block did not arrive as it was sent"), True),
+        (KvRotted("a block changed where it was lent"), False),
         (PrefillStalled("16 of 64 tokens, no progress for 60 s"), False),
         (DeadlineExceeded("16 of 64 tokens after 0.3 s"), False),
         (LeaseGone("expired"), False),

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from struct import Struct
-from typing import Final
+from typing import Final, Protocol
 
 _ABI: Final = 4  # of abi.h
 
@@ -44,11 +44,46 @@ ROW_MORE: Final = Struct("@PPqPPqdddPqPPq")  # bias, seen, penalties, banned, lo
 ROW_BYTES: Final = ROW_DRAW.size + ROW_MORE.size
 
 
+BEST: Final = 0
+"""The fastest way of summing that this CPU has; 1 plain C++, 2 AVX2, 3 AVX-512: the same bits from each."""
+
+
+class SumBlocks(Protocol):
+    """Addresses: of the region, of int64 ids, of room for as many uint64 sums."""
+
+    def __call__(self, region: int, block_bytes: int, ids: int, count: int, sums: int, way: int = BEST) -> bool:
+        """False: this CPU has no such way."""
+        ...
+
+
+@cache
+def load_sums() -> SumBlocks | None:
+    """The checksum of blocks, which any CPU has. None where the library was not built, or is older."""
+    path = _path()
+    if path is None:
+        return None
+    try:
+        function = ctypes.CDLL(str(path)).pdserve_block_sums
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)
+    function.restype = c_int
+
+    def sum_blocks(region: int, block_bytes: int, ids: int, count: int, sums: int, way: int = BEST) -> bool:
+        return bool(function(region, block_bytes, ids, count, sums, way))
+
+    return sum_blocks
+
+
+def _path() -> Path | None:
+    here = Path(__file__).parent
+    return next((p for suffix in EXTENSION_SUFFIXES if (p := here / f"_kernels{suffix}").is_file()), None)
+
+
 @cache
 def load() -> ctypes.CDLL | None:
     """None where the library was not built or this CPU lacks AVX-512 with bfloat16 and VNNI."""
-    here = Path(__file__).parent
-    path = next((p for suffix in EXTENSION_SUFFIXES if (p := here / f"_kernels{suffix}").is_file()), None)
+    path = _path()
     if path is None:
         return None
     try:

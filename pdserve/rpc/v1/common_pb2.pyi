@@ -32,6 +32,8 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_WORKER_ID_TAKEN: _ClassVar[ErrorReason]
     ERROR_REASON_NUMERICAL_ERROR: _ClassVar[ErrorReason]
     ERROR_REASON_REQUEST_TIMEOUT: _ClassVar[ErrorReason]
+    ERROR_REASON_KV_CORRUPT: _ClassVar[ErrorReason]
+    ERROR_REASON_KV_ROTTED: _ClassVar[ErrorReason]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -65,6 +67,8 @@ ERROR_REASON_UNKNOWN_WORKER: ErrorReason
 ERROR_REASON_WORKER_ID_TAKEN: ErrorReason
 ERROR_REASON_NUMERICAL_ERROR: ErrorReason
 ERROR_REASON_REQUEST_TIMEOUT: ErrorReason
+ERROR_REASON_KV_CORRUPT: ErrorReason
+ERROR_REASON_KV_ROTTED: ErrorReason
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role

@@ -226,7 +226,7 @@ class SetAsidePair(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ..., remaining_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "ready", "blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "heartbeat_age_s", "requests_placed", "loop_lag_ms", "pid", "draining", "not_ready_reason", "prefix_queried_tokens", "prefix_hit_tokens", "niceness", "quantization")
+    __slots__ = ("worker_id", "role", "incarnation", "address", "ready", "blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "heartbeat_age_s", "requests_placed", "loop_lag_ms", "pid", "draining", "not_ready_reason", "prefix_queried_tokens", "prefix_hit_tokens", "niceness", "quantization", "kv_corrupt_blocks", "kv_rotted_blocks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +247,8 @@ class WorkerState(_message.Message):
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NICENESS_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    KV_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_ROTTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _common_pb2.Role
     incarnation: int
@@ -267,7 +269,9 @@ class WorkerState(_message.Message):
     prefix_hit_tokens: int
     niceness: int
     quantization: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., ready: _Optional[bool] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ..., requests_placed: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., pid: _Optional[int] = ..., draining: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
+    kv_corrupt_blocks: int
+    kv_rotted_blocks: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., ready: _Optional[bool] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ..., requests_placed: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., pid: _Optional[int] = ..., draining: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id",)

@@ -102,7 +102,7 @@ class Hello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "numerical_errors", "last_handle")
+    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "numerical_errors", "last_handle", "kv_corrupt_blocks", "kv_rotted_blocks")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,8 @@ class Heartbeat(_message.Message):
     ENGINE_STALLED_S_FIELD_NUMBER: _ClassVar[int]
     NUMERICAL_ERRORS_FIELD_NUMBER: _ClassVar[int]
     LAST_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    KV_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_ROTTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: _common_pb2.BlockCounts
     queued_requests: int
     queued_tokens: int
@@ -127,7 +129,9 @@ class Heartbeat(_message.Message):
     engine_stalled_s: float
     numerical_errors: int
     last_handle: int
-    def __init__(self, blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., numerical_errors: _Optional[int] = ..., last_handle: _Optional[int] = ...) -> None: ...
+    kv_corrupt_blocks: int
+    kv_rotted_blocks: int
+    def __init__(self, blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., numerical_errors: _Optional[int] = ..., last_handle: _Optional[int] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("rows",)

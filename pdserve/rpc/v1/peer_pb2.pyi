@@ -19,12 +19,14 @@ class CommitResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMMIT_RESULT_UNSPECIFIED: _ClassVar[CommitResult]
     COMMIT_RESULT_OK: _ClassVar[CommitResult]
     COMMIT_RESULT_GONE: _ClassVar[CommitResult]
+    COMMIT_RESULT_CORRUPT: _ClassVar[CommitResult]
 LEASE_STATE_UNSPECIFIED: LeaseState
 LEASE_STATE_HELD: LeaseState
 LEASE_STATE_GONE: LeaseState
 COMMIT_RESULT_UNSPECIFIED: CommitResult
 COMMIT_RESULT_OK: CommitResult
 COMMIT_RESULT_GONE: CommitResult
+COMMIT_RESULT_CORRUPT: CommitResult
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("incarnation", "agent_metadata")
@@ -43,10 +45,12 @@ class HandshakeResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("lease_id",)
+    __slots__ = ("lease_id", "proof")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     lease_id: _common_pb2.LeaseId
-    def __init__(self, lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class LeaseStatus(_message.Message):
     __slots__ = ("lease_id", "state", "watermark", "first_token")
@@ -69,10 +73,12 @@ class FirstToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("lease_ids",)
+    __slots__ = ("lease_ids", "proofs")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROOFS_FIELD_NUMBER: _ClassVar[int]
     lease_ids: _containers.RepeatedCompositeFieldContainer[_common_pb2.LeaseId]
-    def __init__(self, lease_ids: _Optional[_Iterable[_Union[_common_pb2.LeaseId, _Mapping]]] = ...) -> None: ...
+    proofs: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, lease_ids: _Optional[_Iterable[_Union[_common_pb2.LeaseId, _Mapping]]] = ..., proofs: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ("statuses",)
@@ -81,26 +87,36 @@ class RenewResponse(_message.Message):
     def __init__(self, statuses: _Optional[_Iterable[_Union[LeaseStatus, _Mapping]]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("lease_id", "reader_id", "blocks")
+    __slots__ = ("lease_id", "reader_id", "blocks", "first", "sums", "proof")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     READER_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     lease_id: _common_pb2.LeaseId
     reader_id: _common_pb2.ReaderId
     blocks: int
-    def __init__(self, lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., reader_id: _Optional[_Union[_common_pb2.ReaderId, _Mapping]] = ..., blocks: _Optional[int] = ...) -> None: ...
+    first: int
+    sums: _containers.RepeatedScalarFieldContainer[int]
+    proof: bytes
+    def __init__(self, lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., reader_id: _Optional[_Union[_common_pb2.ReaderId, _Mapping]] = ..., blocks: _Optional[int] = ..., first: _Optional[int] = ..., sums: _Optional[_Iterable[int]] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
-    __slots__ = ("result",)
+    __slots__ = ("result", "rotted_blocks")
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    ROTTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     result: CommitResult
-    def __init__(self, result: _Optional[_Union[CommitResult, str]] = ...) -> None: ...
+    rotted_blocks: int
+    def __init__(self, result: _Optional[_Union[CommitResult, str]] = ..., rotted_blocks: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("lease_id",)
+    __slots__ = ("lease_id", "proof")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     lease_id: _common_pb2.LeaseId
-    def __init__(self, lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()

@@ -1,0 +1,108 @@
+// Checksums of KV blocks; what they are stands in engine/block_sums.py. The same bits from vectors of any width, so the
+// widest that this CPU has is taken. Runs on any x86-64, and in plain C++ elsewhere.
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#include <immintrin.h>
+#define PDSERVE_VECTORS 1
+#endif
+
+namespace {
+
+constexpr long kWords = 512;  // of a stripe
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
+
+constexpr uint64_t mix(uint64_t word) {
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9u;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EBu;
+    return word ^ (word >> 31);
+}
+
+struct Keys {
+    alignas(64) uint64_t at[kWords];
+    constexpr Keys() : at() {
+        for (long i = 0; i < kWords; i++) at[i] = mix(uint64_t(i + 1) * kGolden) | 1;
+    }
+};
+constexpr Keys kKeys;
+
+inline uint64_t term(uint64_t word, uint64_t key) {
+    const uint64_t keyed = word ^ key;
+    return ((word >> 32) | (word << 32)) + uint64_t(uint32_t(keyed)) * (keyed >> 32);
+}
+
+// S of `bytes` of a stripe, from word `begin` on.
+inline uint64_t plain(const uint8_t* data, long bytes, long begin = 0) {
+    uint64_t sum = 0;
+    for (long i = begin; i * 8 < bytes; i++) {
+        uint64_t word = 0;
+        std::memcpy(&word, data + i * 8, bytes - i * 8 < 8 ? bytes - i * 8 : 8);
+        sum += term(word, kKeys.at[i]);
+    }
+    return sum;
+}
+
+using Stripe = uint64_t (*)(const uint8_t* data, long bytes);
+
+uint64_t stripe_plain(const uint8_t* data, long bytes) { return plain(data, bytes); }
+
+#ifdef PDSERVE_VECTORS
+__attribute__((target("avx2"))) uint64_t stripe_avx2(const uint8_t* data, long bytes) {
+    __m256i sum0 = _mm256_setzero_si256(), sum1 = sum0;
+    long i = 0;
+    for (; (i + 8) * 8 <= bytes; i += 8) {
+        const __m256i a = _mm256_loadu_si256((const __m256i*)(data + i * 8)), b = _mm256_loadu_si256((const __m256i*)(data + i * 8 + 32));
+        const __m256i x = _mm256_xor_si256(a, _mm256_load_si256((const __m256i*)(kKeys.at + i)));
+        const __m256i y = _mm256_xor_si256(b, _mm256_load_si256((const __m256i*)(kKeys.at + i + 4)));
+        sum0 = _mm256_add_epi64(sum0, _mm256_add_epi64(_mm256_shuffle_epi32(a, 0xB1), _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32))));
+        sum1 = _mm256_add_epi64(sum1, _mm256_add_epi64(_mm256_shuffle_epi32(b, 0xB1), _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32))));
+    }
+    alignas(32) uint64_t lanes[4];
+    _mm256_store_si256((__m256i*)lanes, _mm256_add_epi64(sum0, sum1));
+    return lanes[0] + lanes[1] + lanes[2] + lanes[3] + plain(data, bytes, i);
+}
+
+__attribute__((target("avx512f"))) uint64_t stripe_avx512(const uint8_t* data, long bytes) {
+    __m512i sum0 = _mm512_setzero_si512(), sum1 = sum0;
+    long i = 0;
+    for (; (i + 16) * 8 <= bytes; i += 16) {
+        const __m512i a = _mm512_loadu_si512(data + i * 8), b = _mm512_loadu_si512(data + i * 8 + 64);
+        const __m512i x = _mm512_xor_si512(a, _mm512_load_si512(kKeys.at + i)), y = _mm512_xor_si512(b, _mm512_load_si512(kKeys.at + i + 8));
+        sum0 = _mm512_add_epi64(sum0, _mm512_add_epi64(_mm512_rol_epi64(a, 32), _mm512_mul_epu32(x, _mm512_srli_epi64(x, 32))));
+        sum1 = _mm512_add_epi64(sum1, _mm512_add_epi64(_mm512_rol_epi64(b, 32), _mm512_mul_epu32(y, _mm512_srli_epi64(y, 32))));
+    }
+    alignas(64) uint64_t lanes[8];
+    _mm512_store_si512(lanes, _mm512_add_epi64(sum0, sum1));
+    uint64_t sum = plain(data, bytes, i);
+    for (uint64_t lane : lanes) sum += lane;
+    return sum;
+}
+#endif
+
+// way: 0 the best, 1 plain, 2 AVX2, 3 AVX-512. Null where this CPU lacks it.
+Stripe stripe_by(int way) {
+#ifdef PDSERVE_VECTORS
+    if ((way == 0 || way == 3) && __builtin_cpu_supports("avx512f")) return stripe_avx512;
+    if ((way == 0 || way == 2) && __builtin_cpu_supports("avx2")) return stripe_avx2;
+#endif
+    return way <= 1 ? stripe_plain : nullptr;
+}
+
+}  // namespace
+
+// sums[i] of block ids[i]; block b begins at blocks + b * block_bytes. Any number of callers. 0 where `way` is not to be had.
+extern "C" int pdserve_block_sums(const uint8_t* blocks, int64_t block_bytes, const int64_t* ids, int64_t count, uint64_t* sums, int way) {
+    const Stripe stripe = stripe_by(way);
+    if (stripe == nullptr) return 0;
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t* block = blocks + ids[i] * block_bytes;
+        uint64_t total = uint64_t(block_bytes);
+        for (int64_t at = 0, place = 1; at < block_bytes; at += kWords * 8, place++) {
+            const int64_t left = block_bytes - at;
+            total += mix(stripe(block + at, left < kWords * 8 ? left : kWords * 8) + uint64_t(place) * kGolden);
+        }
+        sums[i] = mix(total);
+    }
+    return 1;
+}
