@@ -245,7 +245,7 @@ inline void soften(const float* scores, long visible, float scale, const float* 
         sum = _mm512_add_ps(sum, Scaled ? weight : widen(rounded));
     }
     factor = _mm512_cvtss_f32(exp_lanes(_mm512_set1_ps(top - raised)));
-    total = total * factor + _mm512_reduce_add_ps(sum);
+    total = total * factor + sum_lanes(sum);
     top = raised;
 }
 
