@@ -28,6 +28,7 @@ from typing import Any, Final, cast
 from rich.console import Console
 from rich.table import Table
 
+from bench.ratios import ratio
 from bench.service_engine import TIMEOUT_S, Turn, Work, started
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
@@ -36,7 +37,7 @@ from pdserve.config import EngineConfig
 GOAL: Final = 1.25
 PDSERVE: Final = (sys.executable, "-m", "pdserve.cli")
 READY_TIMEOUT_S: Final = 240.0
-_END: Final = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+_END: Final = b"\r\n0\r\n\r\n"
 
 
 class _Stream(asyncio.Protocol):
@@ -58,7 +59,7 @@ class _Stream(asyncio.Protocol):
         if b'"finish_reason":"length"' in data:
             self.last_s = now_s
         self._received += data
-        if self._received.endswith(b"\r\n0\r\n\r\n") and self._whole is not None:
+        if self._received.endswith(_END) and self._whole is not None:
             self._whole.set_result(bytes(self._received))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -143,13 +144,6 @@ def work_of(rng: random.Random, vocab: int, streams: int, requests: int, prompt:
     return Work(tuple(tuple(one() for _ in range(requests)) for _ in range(streams)), tokens)
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Of their median, 95 %, by drawing from them again and again."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[-51]
-
-
 MEASURES: Final[dict[str, Callable[[Turn], float]]] = {
     "whole turn": lambda turn: turn.wall_s,
     "TTFT": lambda turn: statistics.median(turn.ttft_s),
@@ -167,11 +161,10 @@ def report(found: dict[int, list[tuple[Turn, Turn]]], tokens: dict[int, int], ti
         made.add_row(str(streams), "tokens/s", f"{rates[0]:.0f}", f"{rates[1]:.0f}")
         for name, of in MEASURES.items():
             ours, bare = ([of(turn) for turn in side] for side in zip(*turns, strict=True))
-            ratios = [a / b for a, b in zip(ours, bare, strict=True)]
-            low, high = interval(ratios)
+            of = ratio(ours, bare)
             cells = (f"{1e3 * statistics.median(side):.1f} ms" for side in (ours, bare))
             goal = f"{GOAL}" if name == "whole turn" else ""
-            made.add_row("", name, *cells, f"{statistics.median(ratios):.2f}", f"{low:.2f} to {high:.2f}", goal)
+            made.add_row("", name, *cells, f"{of.median:.2f}", f"{of.low:.2f} to {of.high:.2f}", goal)
         made.add_section()
     return made
 

@@ -63,14 +63,23 @@ def test_whatever_a_first_step_lacks_is_an_error_and_the_next_step_runs(quantiza
     assert list(dict.fromkeys(said[:-2])) == ["OutOfMemory", "OutOfThreads"]
 
 
-def test_what_a_thread_throws_reaches_the_caller_and_the_pool_goes_on(tmp_path: Path) -> None:
-    """An exception that left a thread ended the process, and one that left the caller's share left the others waiting."""
-    program = tmp_path / "pool_failures"
-    source = Path(__file__).parent / "pool_failures.cpp"
+@pytest.fixture(scope="module")
+def pool_check(tmp_path_factory) -> Path:
+    """A program around pool.h that tries out what it is asked to and says what was wrong."""
+    program = tmp_path_factory.mktemp("pool") / "pool_check"
+    source = Path(__file__).parent / "pool_check.cpp"
     build = [compiler("g++"), "-std=c++20", "-O1", "-pthread", f"-I{NATIVE}", str(source), "-o", str(program)]
     subprocess.run(build, check=True, timeout=120)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    return program
+
+
+@pytest.mark.parametrize("what", ["throwing", "standing still", "coming late"])
+def test_threads_that_throw_stand_still_or_come_late_hold_nobody_up(pool_check: Path, what: str) -> None:
+    """What a thread throws reaches the caller, and the pool goes on: it ended the process, or left the others waiting. One
+    that stands still holds up the piece that it has and nothing else, one that comes late nothing: each phase had a barrier
+    for all."""
+    done = subprocess.run([pool_check, what], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{what}\n"), done.stderr
 
 
 def test_a_worker_that_gets_no_thread_says_what_to_raise(make_runner, monkeypatch) -> None:
