@@ -101,7 +101,9 @@ void Model::fit(const PdStep& step) {
     grow(query_, rows * query_width());
     grow(attended_, rows * query_width());
     grow(wanted_attended_, step.out_rows * query_width());
-    const long together = by_rows(rows) ? step.out_rows : rows, own_rows = by_rows(rows) ? kTileRows : kPrivateRows;
+    // A step that shares rows out has room for all smaller ones too: memory is settled by the largest.
+    const long together = by_rows(rows) ? std::max<long>(step.out_rows, kRowsEach * threads_) : rows;
+    const long own_rows = by_rows(rows) ? kTileRows : kPrivateRows;
     const long words = std::max(hidden / 2, integers() ? widest() / 4 : 0);
     together_.fit(together, words, head_.integers());
     grow(gated_, together * shape_.intermediate);
