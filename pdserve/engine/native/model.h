@@ -216,7 +216,7 @@ class Model {
             multiply(rows, part.rows, w, panel, end, out);
             then(panel, end);
         };
-        if (!part.together) return work(0, w.count());
+        if (!part.together || threads_ == 1) return work(0, w.count());
         unit *= std::max<long>(1, w.count() / (kPieces * threads_ * unit));
         pool_.share(thread, (w.count() + unit - 1) / unit, [&](long i) { work(i * unit, std::min(w.count(), (i + 1) * unit)); });
     }

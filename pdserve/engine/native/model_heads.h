@@ -20,24 +20,25 @@ Paged<Kv> Model::paged(long span, long layer, long head) const {
 template <class Kv>
 void Model::put_heads(Own& own, long layer, const Part& part, long head, long end) {
     const long dim = shape_.head_dim, heads = shape_.heads, kv_heads = shape_.kv_heads;
-    const long plain_end = Kv::kScaled ? std::min(end, heads) : end;
+    const long plain_end = Kv::kScaled ? std::min(end, heads) : end, head_bytes = step_->block_size * Kv::bytes(dim);
     float* spare = own.spare.data();
     for (long span = 0; span < step_->spans; span++) {
         const long from = std::max(part.row, span_row_[span]), to = std::min(part.row + part.rows, span_row_[span + 1]);
+        const Paged<Kv> kv = paged<Kv>(span, layer, 0);
         for (long row = from; row < to; row++) {
             const long position = step_->span_start[span] + row - span_row_[span];
-            const float* table = step_->rope + position * 2 * dim;
-            for (long i = head; i < plain_end; i++) {
-                const float* x = qkv_.data() + row * qkv_width() + i * dim;
-                if (i < heads + kv_heads) turn_head(x, table, dim, spare);
-                if (i < heads) {
-                    put_head<Bf16Kv>(spare, dim, (uint8_t*)(query_.data() + row * query_width() + i * dim));
-                    continue;
-                }
-                const Paged<Kv> kv = paged<Kv>(span, layer, (i - heads) % kv_heads);
-                const bool key = i < heads + kv_heads;
-                put_head<Kv>(key ? spare : x, dim, kv.row(position, key ? kv.key : kv.value));
+            const float *table = step_->rope + position * 2 * dim, *x = qkv_.data() + row * qkv_width();
+            uint8_t *keys = kv.row(position, kv.key), *values = kv.row(position, kv.value);
+            long i = head;
+            for (; i < std::min(plain_end, heads); i++) {
+                turn_head(x + i * dim, table, dim, spare);
+                put_head<Bf16Kv>(spare, dim, (uint8_t*)(query_.data() + row * query_width() + i * dim));
             }
+            for (; i < std::min(plain_end, heads + kv_heads); i++) {
+                turn_head(x + i * dim, table, dim, spare);
+                put_head<Kv>(spare, dim, keys + (i - heads) * head_bytes);
+            }
+            for (; i < plain_end; i++) put_head<Kv>(x + i * dim, dim, values + (i - heads - kv_heads) * head_bytes);
         }
     }
     if constexpr (Kv::kScaled)
