@@ -83,6 +83,9 @@ bench-checksums: setup ## what checksums of KV cost prefill, with and without in
 bench-engine: setup ## prefill and decode steps beside floors; PEERS=1 installs vLLM, llama.cpp and transformers and runs them too
 	$(BIN)/python -m bench.engine $(if $(PEERS),--peers --rounds 7 --plot roofline.png)
 
+bench-service: setup ## the service over HTTP beside its bare engine, same prompts, lengths and arrivals
+	@$(BIN)/python -m bench.service
+
 bench-step: setup   ## what a decode step costs besides the model, by phase, and what its streams cost it
 	$(BIN)/python -m bench.step
 

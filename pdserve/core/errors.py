@@ -167,6 +167,11 @@ class OutOfMemory(InternalBug):
     process took what was promised or a bound is wrong. The worker ends and is started again; its requests go elsewhere."""
 
 
+class OutOfThreads(InternalBug):
+    """A step got no thread of the system: it allows this process no more of them, or no memory for one's stack. Threads are
+    made by a worker's first step, before it serves anybody; a later step makes none."""
+
+
 class IllegalTransition(InternalBug):
     """A state machine got an event that its state does not know. `history` holds its last events."""
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pdserve.core.ids import BlockSum
 from pdserve.engine.kernels.support import triton_usable
-from pdserve.engine.native import library
+from pdserve.engine.native.block_sums import load_sums
 
 STRIPE_WORDS: Final = 512
 """Of 8 bytes: 4 KiB of data and as much of keys stay in a core's first cache."""
@@ -96,7 +96,7 @@ class BlockSums:
         self._blocks = blocks
         on_cuda = blocks.device.type == "cuda"
         self._stream = torch.cuda.Stream(blocks.device) if beside and on_cuda else None  # type: ignore[no-untyped-call]
-        self._compiled = library.load_sums() if blocks.device.type == "cpu" else None
+        self._compiled = load_sums() if blocks.device.type == "cpu" else None
 
     def __call__(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
         if not block_ids:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
-from pdserve.core.errors import ConfigError, OutOfMemory
+from pdserve.core.errors import ConfigError, OutOfMemory, OutOfThreads
 from pdserve.core.kv_layout import DTYPE_BITS
 from pdserve.engine import memory_host as host
 from pdserve.engine.cuda_limits import check_cuda
@@ -88,6 +88,11 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> Settled
     except OutOfMemory as exc:
         raise ConfigError(
             "not enough memory for the largest step: lower max_num_batched_tokens, max_num_seqs or kv_cache_memory"
+        ) from exc
+    except OutOfThreads as exc:
+        raise ConfigError(
+            f"the system gives this process no thread for a step: lower threads ({config.threads}), or raise its limits of"
+            " processes (ulimit -u, pids.max) and of address space (ulimit -v)"
         ) from exc
     return Settled(step_bytes, slowest_s)
 

@@ -26,6 +26,7 @@ from pdserve.engine.memory_steps import StepLimits, largest_steps
 from pdserve.engine.models.api import Model
 from pdserve.engine.models.batched import BatchedLlama, Hidden
 from pdserve.engine.models.llama import Backend, Llama
+from pdserve.engine.native import library
 from pdserve.engine.native import llama as native
 from pdserve.engine.ops import TorchOps
 from pdserve.engine.rows import TiledRows, WholeRows
@@ -38,7 +39,10 @@ ReadWeights = Callable[[torch.dtype, torch.device], LlamaWeights]
 class ModelRunner:
     """Made by `load`. Allocates the whole KV pool at once and no KV after that."""
 
-    def __init__(self, model: Model, kv: KvCache, *, weights_bytes: int, max_model_len: int, batch_invariant: bool) -> None:
+    def __init__(
+        self, model: Model, kv: KvCache, *, weights_bytes: int, max_model_len: int, batch_invariant: bool, why: str
+    ) -> None:
+        """why: the model computes as it does, in words."""
         self.kv = kv
         self.compiled = isinstance(model, native.NativeLlama)
         self.batch_invariant = batch_invariant or (self.compiled and not kv.layout.quantised)
@@ -47,6 +51,7 @@ class ModelRunner:
         """Of the checkpoint's tensors in the model's dtype; a tied head that is laid out for its kernel comes on top."""
         self.max_model_len = max_model_len
         self._model = model
+        self._why = why
 
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
         """To be executed while nobody uses the pool: they need as much memory as steps ever will."""
@@ -111,17 +116,18 @@ class ModelRunner:
         except MemoryError as exc:
             raise ConfigError("not enough memory to lay the model's weights out for the compiled code") from exc
         invariant = bool(config.batch_invariant)
-        return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant)
+        why = native.obstacle(card, kv) or library.find().why
+        return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant, why=why)
 
     def describe(self) -> str:
-        """How steps are computed, for a log."""
+        """How steps are computed and why so, for a log and whoever starts a cluster."""
         way = f"{'compiled' if self.compiled else 'torch'} {str(self.kv.dtype).removeprefix('torch.')}"
-        return f"{way}; batch-invariant: {'yes' if self.batch_invariant else 'no'}"
+        return f"{way} ({self._why}); batch-invariant: {'yes' if self.batch_invariant else 'no'}"
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Compute the plan, write its KV and draw a token for every slice that asks for one, in plan order.
 
-        Raises `OutOfMemory`; what was computed by then is not to be trusted.
+        Raises `OutOfMemory` or `OutOfThreads`; what was computed by then is not to be trusted.
         """
         if not plan.slices:
             return []
@@ -155,7 +161,7 @@ def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineCo
     if native.supports(card, kv):
         return native.NativeLlama(card, weights, kv, max_positions, bits=native.BITS[config.quantization])
     if config.quantization is not None:
-        raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}")
+        raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}; {native.obstacle(card, kv)}")
     backend = _backend(kv, card.num_heads, invariant=bool(config.batch_invariant))
     model = Llama(card, weights, backend, max_positions)
     hidden = _recorded(model, backend, kv, max_positions, config.max_num_seqs) or model.hidden

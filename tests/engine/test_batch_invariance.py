@@ -112,7 +112,8 @@ def test_the_default_model_too(make_runner, make_sheets, default_model, way):
 def test_compiled_steps_are_invariant_without_being_asked(make_runner, make_sheets, quantization):
     """They have one mode: what users get for nothing."""
     runner = make_runner(dtype="bfloat16", quantization=quantization)
-    assert runner.describe() == "compiled bfloat16; batch-invariant: yes"
+    assert runner.describe().startswith("compiled bfloat16 (AVX-512, ")
+    assert runner.describe().endswith("; batch-invariant: yes")
     rng = random.Random(6)
     sheets = make_sheets(runner, LENGTHS, rng)
     alone = [runner.logits(sheet.whole()) for sheet in sheets]
@@ -124,10 +125,12 @@ def test_a_runner_says_whether_it_is_invariant(make_runner):
     assert not make_runner().batch_invariant
     assert make_runner(batch_invariant=True).batch_invariant
     assert not make_runner(compiled=False, dtype="bfloat16").batch_invariant
-    assert make_runner(batch_invariant=True).describe() == "torch float32; batch-invariant: yes"
-    assert make_runner().describe() == "torch float32; batch-invariant: no"
+    assert (
+        make_runner(batch_invariant=True).describe() == "torch float32 (compiled steps are for bfloat16); batch-invariant: yes"
+    )
+    assert make_runner().describe() == "torch float32 (compiled steps are for bfloat16); batch-invariant: no"
     quantised = make_runner(dtype="bfloat16", kv_cache_dtype="int8")  # how a block is rounded depends on how it was filled
-    assert quantised.describe().endswith("bfloat16; batch-invariant: no")
+    assert quantised.describe().endswith("; batch-invariant: no")
 
 
 def test_rows_are_cut_into_few_calls():

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.block_sums import STRIPE_WORDS, BlockSums, sums_in_numpy
-from pdserve.engine.native import library
+from pdserve.engine.native.block_sums import load_sums
 
 STRIPE_BYTES = STRIPE_WORDS * 8
 sizes = st.one_of(st.integers(1, 300).map(lambda n: 4 * n), st.integers(1, 5).map(lambda n: n * STRIPE_BYTES))
-needs_library = pytest.mark.skipif(library.load_sums() is None, reason="the compiled kernels were not built")
+needs_library = pytest.mark.skipif(load_sums() is None, reason="the compiled kernels were not built")
 
 
 def block_of(size: int, seed: int = 0) -> np.ndarray:
@@ -31,7 +31,7 @@ def sum_of(block: np.ndarray) -> int:
 def test_compiled_code_of_any_width_sums_as_numpy_does(way: int, size: int, seed: int) -> None:
     blocks = np.stack([block_of(size, seed), block_of(size, seed + 10), np.full(size, 255, np.uint8)])
     ids, sums = np.array([2, 0, 1], np.int64), np.empty(3, np.uint64)
-    compiled = library.load_sums()
+    compiled = load_sums()
     assert compiled is not None
     if not compiled(blocks.ctypes.data, size, ids.ctypes.data, 3, sums.ctypes.data, way):
         pytest.skip("this CPU lacks it")

@@ -195,7 +195,7 @@ def test_compiled_tokens_equal_the_torch_samplers_in_a_vocabulary_of_no_round_si
     wide = torch.randn(3, 512 * 7 - 3, generator=generator).round(decimals=1)
     shape = library.Shape(0, 0, 0, 0, 0, 0, wide.shape[1], 0.0)
     assert shape.vocab % 16
-    model = native._got(library.load().pdserve_model_new(ctypes.byref(shape), None))
+    model = library.load().pdserve_model_new(ctypes.byref(shape), None)
     specs = [SampleSpec(SamplingParams(seed=i, top_p=0.9, logprobs=20), i) for i in range(3)]
     packed = PackedRows(list(range(3)), specs)
     try:
@@ -229,25 +229,37 @@ def test_a_greedy_row_a_banned_one_and_drawn_ones_share_a_step(tiny_runner):
     assert together[0][0] == first[1]
 
 
+@pytest.fixture
+def installed_as(monkeypatch, tmp_path):
+    """installed_as(contents): the package's folder holds this for a library, or none. Returns what is found there."""
+
+    def found(contents: bytes | None) -> library.Found:
+        if contents is not None:
+            (tmp_path / "_kernels.so").write_bytes(contents)
+        monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+        library.find.cache_clear()
+        return library.find()
+
+    yield found
+    library.find.cache_clear()
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_without_the_library_fewer_bits_are_refused_by_name(monkeypatch, tiny_dir, quantization):
-    monkeypatch.setattr(library, "load", lambda: None)
+def test_without_the_library_fewer_bits_are_refused_by_name(installed_as, tiny_dir, quantization):
+    installed_as(None)
     config = EngineConfig(kv_cache_memory=MIB, dtype="bfloat16", quantization=quantization)
-    with pytest.raises(ConfigError, match="quantization"):
+    with pytest.raises(ConfigError, match=r"quantization .* no C\+\+ compiler"):
         ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), config)
 
 
-def test_without_the_library_torch_computes(monkeypatch, tiny_dir):
-    monkeypatch.setattr(library, "load", lambda: None)
+def test_without_the_library_torch_computes_and_it_is_said_why(installed_as, tiny_dir):
+    installed_as(None)
     runner = ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), EngineConfig(kv_cache_memory=MIB, dtype="bfloat16"))
     assert isinstance(runner._model, BatchedLlama)
+    assert runner.describe().startswith("torch bfloat16 (no compiled kernels: there was no C++ compiler for x86-64 when")
 
 
-def test_a_library_of_another_platform_is_passed_over(monkeypatch, tmp_path):
-    (tmp_path / "_kernels.so").write_bytes(b"not ELF")
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    library.load.cache_clear()
-    try:
-        assert library.load() is None
-    finally:
-        library.load.cache_clear()
+def test_a_library_of_another_platform_is_passed_over(installed_as):
+    found = installed_as(b"not ELF")
+    assert found.library is None
+    assert found.why.startswith("the compiled kernels do not load, install pdserve again")

@@ -47,26 +47,40 @@ struct PdRow {
     int64_t tops;
 };
 
-// PDSERVE_ABI when this CPU has what the kernels need, else 0.
-#define PDSERVE_ABI 4  // changes with this file; library.py knows the same number
-int pdserve_supported(void);
+#define PDSERVE_ABI 5  // changes with this file; library.py knows the same number
+int pdserve_abi(void);
+
+// What of the instructions that the kernels need this CPU lacks, as /proc/cpuinfo calls it; empty when nothing. No other
+// function may be called unless it is.
+const char *pdserve_missing(void);
+
+// By which compiler, in words.
+const char *pdserve_compiler(void);
+
+// How a call ended. After any of these the model is as good as before, and can be called again.
+enum {
+    PDSERVE_DONE = 1,
+    PDSERVE_NO_MEMORY = 0,
+    PDSERVE_UNSOUND = -1,    // a token has no block, or a block or an id is not there
+    PDSERVE_NO_THREAD = -2,  // the system gives none
+    PDSERVE_FAILED = -3,     // something else that a thread threw
+};
 
 // Null when memory is short. `embedding` [vocab, hidden] must outlive the model.
 void *pdserve_model_new(const PdShape *shape, const uint16_t *embedding);
 void pdserve_model_free(void *model);
 
 // which: 0 qkv, 1 attention out, 2 gate and up by turns of sixteen rows, 3 down, 4 head (any layer). Weights are
-// [n, k] bfloat16 and packed here. bits: 16, 8 (k a multiple of 64) or 4 (of 32), the same for all but the head. 0 when
-// memory is short.
+// [n, k] bfloat16 and packed here. bits: 16, 8 (k a multiple of 64) or 4 (of 32), the same for all but the head.
 int pdserve_model_weight(void *model, int64_t layer, int which, const uint16_t *weight, int64_t n, int64_t k, int bits);
 
 // which: 0 before attention, 1 before the MLP, 2 before the head. [hidden] float32.
-void pdserve_model_norm(void *model, int64_t layer, int which, const float *weight);
+int pdserve_model_norm(void *model, int64_t layer, int which, const float *weight);
 
-// 1; 0 when memory is short; -1 when a token has no block, or a block is not in the pool. One caller at a time.
+// One caller at a time.
 int pdserve_model_forward(void *model, const PdStep *step);
 
 // logits: [rows, vocab], changed where a row has biases, penalties or bans; ids: [count], one for each of `rows`, no two of
-// which name the same row; -1 where there is no largest finite number to draw from. 0 when memory is short. One caller at a time.
+// which name the same row; -1 where there is no largest finite number to draw from. One caller at a time.
 int pdserve_model_sample(void *model, int64_t threads, float *logits, const PdRow *rows, int64_t count, int32_t *ids);
 }

@@ -33,12 +33,12 @@ inline __m512i code_table() {  // 0 to 15 twice, so that a fifth bit of an index
 }
 
 // For each group of each row, the sum of its activations. to: [rows, k / kGroup4].
-inline void sum_groups(const Rows& x, long row, long row_end, long words, float* to) {
+inline void sum_groups(const Rows& x, long rows, long words, float* to) {
     const __m512i ones = _mm512_set1_epi16(0x3F80);
-    for (; row < row_end; row++)
+    for (long row = 0; row < rows; row++)
         for (long k = 0; k < words; k += kGroup4Words) {
             const __m512i group = _mm512_loadu_si512(x.words + row * x.stride + k);
-            *to++ = _mm512_reduce_add_ps(Bf16Dot::add(_mm512_setzero_ps(), group, ones));
+            *to++ = sum_lanes(Bf16Dot::add(_mm512_setzero_ps(), group, ones));
         }
 }
 
@@ -51,7 +51,7 @@ inline void sums4(const Rows& x, long row, const float* x_sums, const Weight& w,
     const __m512i table = code_table();
     const long groups = w.words / kGroup4Words;
     __m512 total[R][2];
-#pragma GCC unroll 6
+    PDSERVE_UNROLL(6)
     for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm512_setzero_ps();
     for (long group = 0; group < groups; group++, panel += kGroup4Stride, from += kGroup4Words) {
         if (ahead != nullptr) {
@@ -59,7 +59,7 @@ inline void sums4(const Rows& x, long row, const float* x_sums, const Weight& w,
             ahead += kGroup4Stride;
         }
         __m512 part[R][2];
-#pragma GCC unroll 6
+        PDSERVE_UNROLL(6)
         for (int r = 0; r < R; r++) part[r][0] = part[r][1] = _mm512_setzero_ps();
         for (long i = 0; i < kGroup4Words; i += 2) {
             const __m512i codes = _mm512_loadu_si512(panel + 2 * kLanes + i / 2 * kLanes);
@@ -67,13 +67,13 @@ inline void sums4(const Rows& x, long row, const float* x_sums, const Weight& w,
             const __m512i high = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
             const __m512i low_next = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
             const __m512i high_next = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
-#pragma GCC unroll 6
+            PDSERVE_UNROLL(6)
             for (int r = 0; r < R; r++) {
                 const __m512i spread = _mm512_set1_epi32(int(from[r * x.stride + i]));
                 part[r][0] = Bf16Dot::add(part[r][0], spread, low);
                 part[r][1] = Bf16Dot::add(part[r][1], spread, high);
             }
-#pragma GCC unroll 6
+            PDSERVE_UNROLL(6)
             for (int r = 0; r < R; r++) {
                 const __m512i spread = _mm512_set1_epi32(int(from[r * x.stride + i + 1]));
                 part[r][0] = Bf16Dot::add(part[r][0], spread, low_next);
@@ -83,31 +83,28 @@ inline void sums4(const Rows& x, long row, const float* x_sums, const Weight& w,
         for (int half = 0; half < 2; half++) {
             const __m512 scale = load_bf16((const bf16*)panel + half * kLanes);
             const __m512 least = load_bf16((const bf16*)(panel + kLanes) + half * kLanes);
-#pragma GCC unroll 6
+            PDSERVE_UNROLL(6)
             for (int r = 0; r < R; r++) {
                 total[r][half] = _mm512_fmadd_ps(part[r][half], scale, total[r][half]);
                 total[r][half] = _mm512_fmadd_ps(_mm512_set1_ps(x_sums[r * groups + group]), least, total[r][half]);
             }
         }
     }
-#pragma GCC unroll 6
+    PDSERVE_UNROLL(6)
     for (int r = 0; r < R; r++) sum[r][0] = total[r][0], sum[r][1] = total[r][1];
 }
 
 // As `multiply_by`: one piece of rows asks for what it needs itself a little later, of several the first asks for the
 // next panel.
 template <class Out>
-void multiply_int4(const Rows& x, long row, long row_end, const Weight& w, long panel, long panel_end, const Out& out) {
-    thread_local Lines<float> x_sums;
+void multiply_int4(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
     const long groups = w.words / kGroup4Words;
-    if (long(x_sums.size()) < (row_end - row) * groups) x_sums.resize((row_end - row) * groups);
-    sum_groups(x, row, row_end, w.words, x_sums.data());
-    const bool single = row_end - row <= kMostRows4;
+    const bool single = rows <= kMostRows4;
     for (long p = panel; p < panel_end; p++) {
         const uint32_t* ahead = single ? w.panel(p) + kAheadWords : w.panel(p + 1);
-        row_pieces<kMostRows4>(row, row_end, [&]<int R>(long first) {
+        row_pieces<kMostRows4>(0, rows, [&]<int R>(long first) {
             __m512 sum[R][2];
-            sums4<R>(x, first, x_sums.data() + (first - row) * groups, w, w.panel(p), ahead, sum);
+            sums4<R>(x, first, x.sums + first * groups, w, w.panel(p), ahead, sum);
             if (!single) ahead = nullptr;
             for (int r = 0; r < R; r++) out(first + r, p * kPanel, sum[r][0], sum[r][1]);
         });

@@ -1,21 +1,26 @@
 """The compiled kernels: found beside this file, declared for ctypes, tried once.
 
 Built when pdserve is installed, where there is a compiler (`pyproject.toml`). A plain C interface over addresses needs
-none of torch's headers, compiles in five seconds and works with any torch. Its threads are its own: torch's OpenMP
-threads spin after each parallel region, which on two cores costs the next one its core.
+none of torch's headers and works with any torch. Its threads are its own: torch's OpenMP threads spin after each parallel
+region, which on two cores costs the next one its core.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from struct import Struct
-from typing import Final, Protocol
+from typing import Final
 
-_ABI: Final = 4  # of abi.h
+ABI: Final = 5  # of abi.h
+DONE: Final = 1
+NO_MEMORY: Final = 0
+UNSOUND: Final = -1
+NO_THREAD: Final = -2
 
 
 class Shape(Structure):
@@ -44,57 +49,51 @@ ROW_MORE: Final = Struct("@PPqPPqdddPqPPq")  # bias, seen, penalties, banned, lo
 ROW_BYTES: Final = ROW_DRAW.size + ROW_MORE.size
 
 
-BEST: Final = 0
-"""The fastest way of summing that this CPU has; 1 plain C++, 2 AVX2, 3 AVX-512: the same bits from each."""
-
-
-class SumBlocks(Protocol):
-    """Addresses: of the region, of int64 ids, of room for as many uint64 sums."""
-
-    def __call__(self, region: int, block_bytes: int, ids: int, count: int, sums: int, way: int = BEST) -> bool:
-        """False: this CPU has no such way."""
-        ...
-
-
-@cache
-def load_sums() -> SumBlocks | None:
-    """The checksum of blocks, which any CPU has. None where the library was not built, or is older."""
-    path = _path()
-    if path is None:
-        return None
-    try:
-        function = ctypes.CDLL(str(path)).pdserve_block_sums
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)
-    function.restype = c_int
-
-    def sum_blocks(region: int, block_bytes: int, ids: int, count: int, sums: int, way: int = BEST) -> bool:
-        return bool(function(region, block_bytes, ids, count, sums, way))
-
-    return sum_blocks
-
-
-def _path() -> Path | None:
+def installed(name: str) -> Path | None:
+    """A library that was built with this package."""
     here = Path(__file__).parent
-    return next((p for suffix in EXTENSION_SUFFIXES if (p := here / f"_kernels{suffix}").is_file()), None)
+    return next((path for suffix in EXTENSION_SUFFIXES if (path := here / f"{name}{suffix}").is_file()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The library, or None; and in words what it is, or why there is none that runs here."""
+
+    library: ctypes.CDLL | None
+    why: str
 
 
 @cache
-def load() -> ctypes.CDLL | None:
-    """None where the library was not built or this CPU lacks AVX-512 with bfloat16 and VNNI."""
-    path = _path()
+def find() -> Found:
+    """What was installed with this package."""
+    path = installed("_kernels")
     if path is None:
-        return None
+        return Found(None, "no compiled kernels: there was no C++ compiler for x86-64 when pdserve was installed")
+    return open_library(path)
+
+
+def open_library(path: Path) -> Found:
+    """A file of one's own. It is asked what it needs before anything else in it runs."""
     try:
         library = _declare(ctypes.CDLL(str(path)))
-    except (OSError, AttributeError):  # of another platform or version
-        return None
-    return library if library.pdserve_supported() == _ABI else None  # one of older sources is as good as none
+    except (OSError, AttributeError) as exc:
+        return Found(None, f"the compiled kernels do not load, install pdserve again: {exc}")
+    if library.pdserve_abi() != ABI:
+        return Found(None, "the compiled kernels are of another version of pdserve: install it again")
+    missing = library.pdserve_missing().decode()
+    if missing:
+        return Found(None, f"this CPU lacks {missing}")
+    return Found(library, f"AVX-512, {library.pdserve_compiler().decode().split('(')[0].strip()}")
+
+
+def load() -> ctypes.CDLL | None:
+    """None where `find` says why."""
+    return find().library
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.pdserve_supported.restype = c_int
+    library.pdserve_abi.restype = c_int
+    library.pdserve_missing.restype = library.pdserve_compiler.restype = c_char_p
     library.pdserve_model_new.argtypes = (POINTER(Shape), c_void_p)
     library.pdserve_model_new.restype = c_void_p
     library.pdserve_model_free.argtypes = (c_void_p,)
@@ -102,7 +101,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_model_weight.argtypes = (c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int)
     library.pdserve_model_weight.restype = c_int
     library.pdserve_model_norm.argtypes = (c_void_p, c_int64, c_int, c_void_p)
-    library.pdserve_model_norm.restype = None
+    library.pdserve_model_norm.restype = c_int
     library.pdserve_model_forward.argtypes = (c_void_p, POINTER(Step))
     library.pdserve_model_forward.restype = c_int
     library.pdserve_model_sample.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.core.batch import Sampled, SampleSpec, StepPlan
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, InternalBug, OutOfThreads
 from pdserve.core.ids import BlockId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.models.api import Logits
@@ -40,12 +40,22 @@ _QKV, _ATTENTION_OUT, _GATE_UP, _DOWN, _HEAD = range(5)
 _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
 
 
+def obstacle(card: ModelCard, kv: KvCache) -> str | None:
+    """Why the compiled code does not run this model here; None where it does."""
+    if kv.device.type != "cpu":
+        return "compiled steps are for CPUs"
+    if kv.dtype is not torch.bfloat16 or kv.layout.dtype not in KV_FORMATS:
+        return "compiled steps are for bfloat16"
+    if any(width % LANES for width in (card.hidden_size, card.intermediate_size, card.head_dim)):
+        return f"compiled steps need widths that are multiples of {LANES}"
+    if card.head_dim > MOST_HEAD_DIM:
+        return f"compiled steps need heads of at most {MOST_HEAD_DIM}"
+    return None if library.load() is not None else library.find().why
+
+
 def supports(card: ModelCard, kv: KvCache) -> bool:
     """Whether the compiled code is here and runs this model: bfloat16 on a CPU, KV of any dtype, widths of whole vectors."""
-    widths = (card.hidden_size, card.intermediate_size, card.head_dim)
-    shaped = not any(w % LANES for w in widths) and card.head_dim <= MOST_HEAD_DIM
-    placed = kv.dtype is torch.bfloat16 and kv.layout.dtype in KV_FORMATS and kv.device.type == "cpu"
-    return shaped and placed and library.load() is not None
+    return obstacle(card, kv) is None
 
 
 class NativeLlama:
@@ -74,7 +84,9 @@ class NativeLlama:
             card.hidden_size, card.intermediate_size, card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim,
             card.vocab_size, card.rms_norm_eps,
         )  # fmt: skip
-        self._model = _got(loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr()))
+        self._model = loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr())
+        if self._model is None:
+            raise MemoryError
         weakref.finalize(self, loaded.pdserve_model_free, self._model)
         for index, layer in enumerate(weights.layers):
             self._take_layer(index, layer, bits)
@@ -95,8 +107,7 @@ class NativeLlama:
             self.threads, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays),
             *self._pool, self._rope_address, self._logits_address, best.buffer_info()[0],
         )  # fmt: skip
-        done = _got(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
-        assert done == 1, "tokens without a block, or ids that are not there"
+        _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
 
     def _make_room(self, rows: int) -> None:
@@ -111,7 +122,7 @@ class NativeLlama:
     def _sample(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
         """As `Samples` of models.api."""
         packed = PackedRows(rows, specs)
-        _got(
+        _done(
             self._library.pdserve_model_sample(
                 self._model, self.threads, logits.data_ptr(), packed.address, len(rows), packed.ids_address
             )
@@ -128,16 +139,16 @@ class NativeLlama:
 
     def _take(self, layer: int, which: int, weight: Tensor, bits: int) -> None:
         held = weight.contiguous()
-        _got(self._library.pdserve_model_weight(self._model, layer, which, held.data_ptr(), *held.shape, bits))
+        _done(self._library.pdserve_model_weight(self._model, layer, which, held.data_ptr(), *held.shape, bits))
 
     def _take_norm(self, layer: int, which: int, weight: Tensor) -> None:
         held = weight.float().contiguous()
-        self._library.pdserve_model_norm(self._model, layer, which, held.data_ptr())
+        _done(self._library.pdserve_model_norm(self._model, layer, which, held.data_ptr()))
 
 
 def split_batches(num_kv_heads: int) -> tuple[int, ...]:
     """Decodes of so many sequences are cut into parts, each with room of its own: one, and the most that are (`plan` of
-    kernels.cpp)."""
+    plan.cpp)."""
     most = (4 * torch.get_num_threads() - 1) // num_kv_heads
     return (1, most) if most > 1 else (1,)
 
@@ -151,7 +162,12 @@ def _by_turns(gate_up: Tensor) -> Tensor:
     return gate_up.view(2, -1, LANES, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
 
 
-def _got(result: int | None) -> int:
-    if not result:
+def _done(result: int) -> None:
+    """What the compiled code says of memory and threads, by the errors that there are for it."""
+    if result == library.NO_MEMORY:
         raise MemoryError
-    return result
+    if result == library.NO_THREAD:
+        raise OutOfThreads("the system gives the compiled step no thread")
+    assert result != library.UNSOUND, "tokens without a block, or ids that are not there"
+    if result != library.DONE:
+        raise InternalBug("a thread of the compiled step failed")

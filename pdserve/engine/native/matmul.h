@@ -43,25 +43,25 @@ template <class Dot, int R, int Panels, class Meanwhile>
 inline void tile(const uint32_t* x, long x_stride, const uint32_t* panel, long panel_words, long words,
                  typename Dot::Sum (&sum)[R][2 * Panels], const Meanwhile& meanwhile) {
     typename Dot::Sum at[R][2 * Panels];  // gcc 12 keeps these in registers, but not what a reference leads to
-#pragma GCC unroll 12
+    PDSERVE_UNROLL(12)
     for (int r = 0; r < R; r++)
         for (int h = 0; h < 2 * Panels; h++) at[r][h] = sum[r][h];
     for (long k = 0; k < words; k++) {
         __m512i half[2 * Panels];
         for (int h = 0; h < 2 * Panels; h++) half[h] = _mm512_loadu_si512(panel + h / 2 * panel_words + k * kPanel + h % 2 * kLanes);
         meanwhile(k);
-#pragma GCC unroll 12
+        PDSERVE_UNROLL(12)
         for (int r = 0; r < R; r++) {
             const __m512i spread = _mm512_set1_epi32(int(x[r * x_stride + k]));
             for (int h = 0; h < 2 * Panels; h++) at[r][h] = Dot::add(at[r][h], spread, half[h]);
         }
     }
-#pragma GCC unroll 12
+    PDSERVE_UNROLL(12)
     for (int r = 0; r < R; r++)
         for (int h = 0; h < 2 * Panels; h++) sum[r][h] = at[r][h];
 }
 
-// Calls f<R>(row) for pieces of nearly equal size, at most `most` rows each.
+// Calls f<R>(row) for pieces of nearly equal size of rows [first, end), at most `Most` rows each.
 template <int Most = kRows, class Function>
 inline void row_pieces(long first, long end, const Function& f) {
     long pieces = (end - first + Most - 1) / Most;
@@ -101,6 +101,7 @@ struct Rows {
     long stride = 0;             // in words
     float* scales = nullptr;     // [rows, stride / kGroupWords]
     int32_t* offsets = nullptr;  // beside each scale: -128 times the sum of the group
+    const float* sums = nullptr;  // for weights of four bits: of each group, see int4.h
 
     long group(long row) const { return row * stride / kGroupWords; }
 };
@@ -112,28 +113,28 @@ inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel
     const auto ask = [&](long k) {
         for (int line = 0; line < Lines; line++) _mm_prefetch((const char*)(ahead + (k * Lines + line) * kLanes), _MM_HINT_T1);
     };
-#pragma GCC unroll 12
+    PDSERVE_UNROLL(12)
     for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     if constexpr (std::is_same_v<Dot, Bf16Dot>) {
         tile<Dot, R, 1>(from, x.stride, panel, 0, w.words, sum, ask);
     } else {
         __m512 total[R][2];
-#pragma GCC unroll 12
+        PDSERVE_UNROLL(12)
         for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm512_setzero_ps();
         for (long group = 0; group < w.words / kGroupWords; group++) {
             __m512i part[R][2];
             const long at = group * kGroupWords;
-#pragma GCC unroll 12
+            PDSERVE_UNROLL(12)
             for (int r = 0; r < R; r++) part[r][0] = part[r][1] = _mm512_set1_epi32(x.offsets[x.group(row + r) + group]);
             tile<Dot, R, 1>(from + at, x.stride, panel + at * kPanel, 0, kGroupWords, part, [&](long k) { ask(at + k); });
-#pragma GCC unroll 12
+            PDSERVE_UNROLL(12)
             for (int r = 0; r < R; r++) {
                 const __m512 scale = _mm512_set1_ps(x.scales[x.group(row + r) + group]);
                 total[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][0]), scale, total[r][0]);
                 total[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][1]), scale, total[r][1]);
             }
         }
-#pragma GCC unroll 12
+        PDSERVE_UNROLL(12)
         for (int r = 0; r < R; r++) sum[r][0] = total[r][0], sum[r][1] = total[r][1];
     }
 }
@@ -152,11 +153,11 @@ void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t*
 // Weights come from memory, rows from caches. One piece of rows asks for what it needs itself a little later; of
 // several, the first two ask for the halves of the next panel, so that memory works while the others compute.
 template <class Dot, class Out>
-void multiply_by(const Rows& x, long row, long row_end, const Weight& w, long panel, long panel_end, const Out& out) {
-    const bool single = row_end - row <= Dot::kMostRows;
+void multiply_by(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
+    const bool single = rows <= Dot::kMostRows;
     for (long p = panel; p < panel_end; p++) {
         const uint32_t* next = w.panel(p + 1);
-        row_pieces<Dot::kMostRows>(row, row_end, [&]<int R>(long first) {
+        row_pieces<Dot::kMostRows>(0, rows, [&]<int R>(long first) {
             if (single)
                 piece<Dot, R, 2>(x, first, w, p, w.panel(p) + kAheadWords, out);
             else if (next < w.panel(p + 2))

@@ -1,12 +1,13 @@
 // The Llama decoder: one call computes a step of all layers.
 //
-// A layer is five products and attention with barriers between. Few rows: every thread computes all rows and its share
-// of the columns, so that each weight is read once by one core. Many rows: every thread keeps its share of the rows
-// through a layer and meets the others at attention only. The bits are the same (matmul.h).
+// Few rows: a product's columns are shared out, so that each weight is read once by one core; a layer is five products and
+// attention, each a phase of the pool (pool.h). Many rows: rows are shared out, in tiles that go through all products of a
+// layer by themselves, and threads meet at attention only. The bits are the same (matmul.h).
 #pragma once
 
 #include <atomic>
 #include <memory>
+#include <numeric>
 
 #include "abi.h"
 #include "arena.h"
@@ -18,19 +19,22 @@
 
 namespace pdserve {
 
-constexpr long kRowsEach = 48;    // from so many rows a thread on, threads share out rows instead of columns; not tuned
-constexpr long kPrivateRows = 4;  // up to so many rows, every thread computes them itself and spares a barrier; not tuned
+constexpr long kRowsEach = 48;    // from so many rows a thread on, rows are shared out instead of columns; 12 and 24 were as fast
+constexpr long kTileRows = 256;   // at most, of a tile: each reads all weights again; with 128 a prompt of 2,048 took 1.01 to 1.07 times as long
+constexpr long kPrivateRows = 8;  // up to so many rows, every thread prepares them itself and spares a phase
+constexpr long kRowPieces = 4;    // of a thread's share where rows are prepared: any few
+constexpr long kPieces = 32;      // about, of a thread's share of a product that has as many panels
 
-// out(row, column, low, high) for rows [row, row_end) and panels [panel, panel_end): sixteen columns from `column`
-// and the sixteen after them.
+// out(row, column, low, high) for rows [0, rows) and panels [panel, panel_end): sixteen columns from `column` and the
+// sixteen after them.
 template <class Out>
-void multiply(const Rows& x, long row, long row_end, const Weight& w, long panel, long panel_end, const Out& out) {
+void multiply(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
     if (w.bits == 4)
-        multiply_int4(x, row, row_end, w, panel, panel_end, out);
+        multiply_int4(x, rows, w, panel, panel_end, out);
     else if (w.bits == 8)
-        multiply_by<Int8Dot>(x, row, row_end, w, panel, panel_end, out);
+        multiply_by<Int8Dot>(x, rows, w, panel, panel_end, out);
     else
-        multiply_by<Bf16Dot>(x, row, row_end, w, panel, panel_end, out);
+        multiply_by<Bf16Dot>(x, rows, w, panel, panel_end, out);
 }
 
 struct Layer {
@@ -54,19 +58,51 @@ struct RowRoom {
     Lines<float> scales;
     Lines<int32_t> offsets;
 
+    // Each by itself: there may have been no memory for all of it.
     void fit(size_t rows, size_t words_each, bool integers) {
         if (words.size() < rows * words_each) words.resize(rows * words_each);
         const size_t groups = integers ? rows * words_each / kGroupWords : 0;
-        if (scales.size() < groups) scales.resize(groups), offsets.resize(groups);
+        if (scales.size() < groups) scales.resize(groups);
+        if (offsets.size() < groups) offsets.resize(groups);
+    }
+
+    Rows view(const Weight& next) {
+        if (!next.integers()) return {words.data(), next.words};
+        return {words.data(), next.words, scales.data(), offsets.data()};
     }
 };
 
 // What one thread needs for itself.
 struct Own {
     AttentionScratch attention;
-    Lines<float> spare, turned;  // turned: keys of one head and block
+    Lines<float> spare, turned, sums;  // turned: keys of one head and block; sums: of groups (int4.h)
     RowRoom rows;
+    Lines<bf16> gated;
     DrawScratch draw;
+};
+
+// The rows that are still computed: all of a step's, or in the end those whose logits are wanted.
+struct Batch {
+    float* x;  // [rows, hidden]
+    bf16* attended;
+    long rows;
+};
+
+// Some of a batch's rows, and who computes them: one thread all columns, or all threads together.
+struct Part {
+    long row, rows;
+    bool together;
+};
+
+// Where a product's rows come from: x / rms(x) * weight, or bfloat16 as they are.
+
+struct Normed {
+    const float* x;
+    const std::vector<float>& weight;
+};
+
+struct Halves {
+    bf16* from;
 };
 
 class Model {
@@ -97,70 +133,97 @@ class Model {
 
     long widest() const { return std::max({long(shape_.hidden), long(shape_.intermediate), query_width()}); }
 
+    bool integers() const { return layers_[0].down.integers(); }
+
+    // Whether rows are shared out.
+    bool by_rows(long rows) const { return rows >= kRowsEach * threads_ && threads_ > 1; }
+
     bool sound(const PdStep& step) const;
     void plan(const PdStep& step);
     void plan_touched(const PdStep& step);
     void fit(const PdStep& step);
     void compute(int thread);
-    void embed(int thread);
-    void write(int thread, long layer);
+    void embed(long row, long end);
+    void begin_layer(int thread, long layer, const Batch& batch, const Part& part);
+    void finish_layer(int thread, long layer, const Batch& batch, const Part& part);
+    Batch keep_wanted(int thread, const Batch& batch);
     template <class Kv>
-    void turn_and_put(int thread, long layer);
+    void put_heads(Own& own, long layer, const Part& part, long head, long end);
     template <class Kv>
-    void quantise(int thread, long layer);
+    void put_scaled(Own& own, long layer, const Touched& touched, long head);
+    template <class Kv>
+    void put_all_scaled(int thread, long layer);
     template <class Kv>
     void attend(int thread, long layer);
     template <class Kv>
-    void run(const Task& task, long layer, Own& own);
+    void run(int thread, const Task& task, long layer);
     template <class Kv>
-    Asker<Kv> first_of_next(long layer) const;
+    Asker<Kv> first_of_next(int thread, long layer) const;
     void merge_parts(const Task& task, Own& own);
-    void choose(int thread);
-    void keep_wanted(int thread);
     template <class Kv>
     Paged<Kv> paged(long span, long layer, long head) const;
 
-    bool by_rows(long rows) const { return rows >= kRowsEach * threads_ && threads_ > 1; }
-
-    void meet(long rows) {
-        if (!by_rows(rows)) pool_.barrier();
+    void prepare(const Normed& from, long row, float* spare, const Rows& to, const Weight&) const {
+        norm_row(from.x + row * shape_.hidden, from.weight.data(), shape_.hidden, float(shape_.rms_norm_eps), spare, to, row);
     }
 
-    // f(row, rows) for each row, into `shared` or, for few rows, into the thread's own; returns where they are.
+    void prepare(const Halves& from, long row, float* spare, const Rows& to, const Weight& next) const {
+        requantise(from.from + row * next.k, next.k, spare, to, row);
+    }
+
+    // Null where rows have to be prepared.
+    static uint32_t* as_it_is(const Normed&, const Weight&) { return nullptr; }
+    static uint32_t* as_it_is(const Halves& from, const Weight& next) { return next.integers() ? nullptr : (uint32_t*)from.from; }
+
+    // f(row, end) for all rows, in a few pieces a thread.
     template <class F>
-    Rows each_row(int thread, long rows, long stride, bool integers, RowRoom& shared, const F& f) {
-        const bool alone = rows <= kPrivateRows && !by_rows(rows);
-        RowRoom& room = alone ? own_[thread].rows : shared;
-        Rows out{room.words.data(), stride};
-        if (integers) out.scales = room.scales.data(), out.offsets = room.offsets.data();
-        const long first = alone ? 0 : rows * thread / threads_, end = alone ? rows : rows * (thread + 1) / threads_;
-        for (long row = first; row < end; row++) f(row, out);
-        if (!alone) meet(rows);
-        return out;
+    void share_rows(int thread, long rows, const F& f) {
+        const long pieces = std::min<long>(rows, kRowPieces * threads_);
+        pool_.share(thread, pieces, [&](long i) { f(rows * i / pieces, rows * (i + 1) / pieces); });
     }
 
-    // A room holds rows of one stride: a thread that is ahead must not write where another still reads.
-    Rows normalised(int thread, long rows, const std::vector<float>& weight, const Weight& next, RowRoom& room) {
-        return each_row(thread, rows, next.words, next.integers(), room, [&](long row, const Rows& out) {
-            norm_row(x_ + row * shape_.hidden, weight.data(), shape_.hidden, float(shape_.rms_norm_eps), own_[thread].spare.data(), out, row);
+    // f(part) for all of a batch: its tiles one by one, or the whole together.
+    template <class F>
+    void each_part(int thread, long rows, const F& f) {
+        if (!by_rows(rows)) return f(Part{0, rows, true});
+        const long tiles = (rows + kTileRows * threads_ - 1) / (kTileRows * threads_) * threads_;
+        pool_.share(thread, tiles, [&](long i) {
+            const long row = rows * i / tiles;
+            f(Part{row, rows * (i + 1) / tiles - row, false});
         });
     }
 
-    // bfloat16 rows as the next weight wants them.
-    Rows as_input(int thread, long rows, Lines<bf16>& from, const Weight& next) {
-        if (!next.integers()) return {(uint32_t*)from.data(), next.k / 2};
-        // Again one stride, of the widest.
-        return each_row(thread, rows, widest() / 4, true, whole_, [&](long row, const Rows& out) {
-            requantise(from.data() + row * next.k, next.k, own_[thread].spare.data(), out, row);
-        });
+    // A part's rows times a weight: out(row, column, low, high) as in `multiply`, then(panel, panel_end) behind each piece, a
+    // multiple of `unit` panels. Rows of `from` and `out` count from the part's first.
+    template <class From, class Out, class Then>
+    void product(int thread, const Part& part, const Weight& w, const From& from, const Out& out, long unit, const Then& then) {
+        Own& own = own_[thread];
+        const bool alone = !part.together || part.rows <= kPrivateRows;
+        Rows rows = (alone ? own.rows : together_).view(w);
+        uint32_t* given = as_it_is(from, w);
+        const auto fill = [&](long row, long end) {
+            for (; row < end; row++) prepare(from, row, own.spare.data(), rows, w);
+        };
+        if (given != nullptr)
+            rows.words = given;
+        else if (!alone)
+            share_rows(thread, part.rows, fill);
+        bool ready = false;  // a thread that gets no piece must look at nothing: others may be further on
+        const auto work = [&](long panel, long end) {
+            if (!ready && given == nullptr && alone) fill(0, part.rows);
+            if (!ready && w.bits == 4) sum_groups(rows, part.rows, w.words, own.sums.data()), rows.sums = own.sums.data();
+            ready = true;
+            multiply(rows, part.rows, w, panel, end, out);
+            then(panel, end);
+        };
+        if (!part.together || threads_ == 1) return work(0, w.count());
+        unit *= std::max<long>(1, w.count() / (kPieces * threads_ * unit));
+        pool_.share(thread, (w.count() + unit - 1) / unit, [&](long i) { work(i * unit, std::min(w.count(), (i + 1) * unit)); });
     }
 
-    template <class Out>
-    void project(int thread, const Rows& x, long rows, const Weight& weight, const Out& out) {
-        if (by_rows(rows))
-            multiply(x, rows * thread / threads_, rows * (thread + 1) / threads_, weight, 0, weight.count(), out);
-        else
-            multiply(x, 0, rows, weight, weight.count() * thread / threads_, weight.count() * (thread + 1) / threads_, out);
+    template <class From, class Out>
+    void product(int thread, const Part& part, const Weight& w, const From& from, const Out& out) {
+        product(thread, part, w, from, out, 1, [](long, long) {});
     }
 
     PdShape shape_;
@@ -177,12 +240,11 @@ class Model {
     std::vector<Task> tasks_;
     std::vector<Touched> touched_;
     std::vector<long> span_row_;  // the first row of each span
-    std::unique_ptr<std::atomic<long>[]> next_, missing_;  // tasks taken in a layer; parts that a task's span still lacks
+    std::unique_ptr<std::atomic<long>[]> missing_;  // parts that a task's span still lacks
     long missing_count_ = 0;
-    float* x_ = nullptr;
     std::vector<Own> own_;
     Lines<float> residual_, wanted_, qkv_, part_sums_, part_tops_, part_totals_;
-    RowRoom normed_, whole_, head_normed_;
+    RowRoom together_;  // what all threads multiply
     Lines<bf16> query_, attended_, wanted_attended_, gated_;
 };
 

@@ -1,13 +1,24 @@
-// The threads of one model. They meet at barriers, spin for a moment only and then sleep: two workers of two threads
-// each on two cores must not spin each other out of their time slices.
+// The threads of one model, and how they share work out.
+//
+// A run goes through phases, and a phase is so many pieces of work. A thread takes the pieces of its own share one after
+// the other, which lie beside each other, and then what the others have not begun: so a thread that has lost its core for a
+// while holds up one piece, not half a phase. A phase ends when its pieces are done, whoever did them: a thread that comes
+// late finds nothing to do and goes on to the next. Waiting threads spin for a moment only and then sleep: two workers of
+// two threads each on two cores must not spin each other out of their time slices.
+//
+// What a piece throws ends the run: the other threads leave at their next wait, and `run` throws it again.
 #pragma once
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
+#include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace pdserve {
@@ -15,68 +26,151 @@ namespace pdserve {
 // Tens of microseconds: chosen, not tuned. Beside another busy process two threads lose more than their share of time.
 constexpr int kSpins = 2000;
 
-inline void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
+// Until done(value). Whoever changes the value so that it is has to notify.
+template <class Done>
+inline void wait_until(const std::atomic<uint32_t>& value, const Done& done) {
     for (int i = 0; i < kSpins; i++) {
-        if (value.load(std::memory_order_acquire) != old) return;
+        if (done(value.load(std::memory_order_acquire))) return;
         _mm_pause();
     }
-    while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+    for (uint32_t seen; !done(seen = value.load(std::memory_order_acquire));) value.wait(seen, std::memory_order_acquire);
 }
 
 class Pool {
   public:
-    ~Pool() { resize(1); }
+    ~Pool() { stop(); }
 
-    // Runs work(thread) on `threads` threads, the caller among them as thread 0, and returns when all are done.
+    // Runs work(thread) on `threads` threads, the caller among them as thread 0, and returns when all have left it. Every
+    // thread must go through the same phases. Throws what a thread threw, and std::system_error when there is no thread to
+    // be had; it can be called again after that.
     void run(int threads, const std::function<void(int)>& work) {
-        if (threads != int(workers_.size()) + 1) resize(threads);
+        if (threads != this->threads() || lanes_ == nullptr) resize(threads);
         work_ = &work;
         signal(round_);
-        work(0);
-        barrier();
+        take_part(0);
+        wait_until(left_, [this](uint32_t left) { return left == workers_.size(); });
+        left_.store(0, std::memory_order_relaxed);
+        if (!failed_.load(std::memory_order_relaxed)) return;
+        reset();
+        std::rethrow_exception(std::exchange(error_, nullptr));
     }
 
     int threads() const { return int(workers_.size()) + 1; }
 
-    // Every thread of the current `run` comes here before any goes on.
-    void barrier() {
-        if (workers_.empty()) return;
-        const uint32_t now = phase_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(threads())) {
-            arrived_.store(0, std::memory_order_relaxed);
-            signal(phase_);
-        } else {
-            wait_while(phase_, now);
-        }
+    // A phase: f(piece) once for each piece of [0, count), of which every thread has an equal share to begin with.
+    template <class F>
+    void share(int thread, long count, const F& f) {
+        phase(thread, count, [this, count](int of) { return count * of / threads(); }, f);
+    }
+
+    // The same with one share for all: pieces begin in their order.
+    template <class F>
+    void queue(int thread, long count, const F& f) {
+        phase(thread, count, [count](int of) { return of == 0 ? 0 : count; }, f);
+    }
+
+    // In a queue: the piece that is probably taken next; `count` or more where none is left.
+    long next_in_queue(int thread) const {
+        return long(lanes_[0].next.load(std::memory_order_relaxed) - (lanes_[thread].phase << kPieceBits));
     }
 
   private:
+    static constexpr int kPieceBits = 20;  // of a number of 64: no phase has a million pieces, and phases count for centuries
+
+    struct alignas(64) Lane {
+        std::atomic<uint64_t> next{0};  // of this thread's share: the phase's number, and behind it the first piece not taken
+        uint64_t phase = 0;             // that this thread is in
+        uint32_t due = 0;               // pieces that are done when that one ends, since the pool began
+    };
+
+    struct Abandoned {};  // another thread threw
+
     static void signal(std::atomic<uint32_t>& value) {
         value.fetch_add(1, std::memory_order_acq_rel);
         value.notify_all();
     }
 
-    void resize(int threads) {
+    template <class Bound, class F>
+    void phase(int thread, long count, const Bound& bound, const F& f) {
+        if (workers_.empty()) {
+            lanes_[0].phase++;
+            for (long piece = 0; piece < count; piece++) {
+                lanes_[0].next.store((lanes_[0].phase << kPieceBits) + uint64_t(piece) + 1, std::memory_order_relaxed);
+                f(piece);
+            }
+            return;
+        }
+        Lane& own = lanes_[thread];
+        own.phase++;
+        own.due += uint32_t(count);
+        uint32_t done = 0;
+        for (int i = 0; i < threads(); i++) {
+            const int of = (thread + i) % threads();
+            const long first = bound(of), size = bound(of + 1) - first;
+            for (long piece; (piece = take(lanes_[of].next, own.phase, size)) >= 0; done++) f(first + piece);
+        }
+        if (done > 0 && done_.fetch_add(done, std::memory_order_acq_rel) + done == own.due) done_.notify_all();
+        wait_until(done_, [&](uint32_t now) { return int32_t(now - own.due) >= 0 || failed_.load(std::memory_order_relaxed); });
+        if (failed_.load(std::memory_order_relaxed)) throw Abandoned();
+    }
+
+    // A piece of a share of `size`, or -1. A phase that is over has no pieces left: its number is less.
+    static long take(std::atomic<uint64_t>& next, uint64_t phase, long size) {
+        const uint64_t begin = phase << kPieceBits;
+        uint64_t seen = next.load(std::memory_order_relaxed);
+        for (;;) {
+            const uint64_t piece = std::max(seen, begin);
+            if (piece - begin >= uint64_t(size)) return -1;
+            if (next.compare_exchange_weak(seen, piece + 1, std::memory_order_relaxed)) return long(piece - begin);
+        }
+    }
+
+    void take_part(int thread) {
+        try {
+            (*work_)(thread);
+        } catch (const Abandoned&) {
+        } catch (...) {
+            if (!failed_.exchange(true)) error_ = std::current_exception();
+            signal(done_);
+        }
+    }
+
+    void serve(int thread, uint32_t round) {
+        for (;; round++) {
+            wait_until(round_, [round](uint32_t now) { return now != round; });
+            if (work_ == nullptr) return;
+            take_part(thread);
+            signal(left_);
+        }
+    }
+
+    void stop() {
         work_ = nullptr;  // the wish to end
         if (!workers_.empty()) signal(round_);
         for (auto& worker : workers_) worker.join();
         workers_.clear();
+    }
+
+    void resize(int threads) {
+        stop();
+        lanes_.reset(new Lane[threads]);
+        done_.store(0);
+        workers_.reserve(threads - 1);
         const uint32_t round = round_.load();
         for (int i = 1; i < threads; i++) workers_.emplace_back([this, i, round] { serve(i, round); });
     }
 
-    void serve(int thread, uint32_t round) {
-        for (;;) {
-            wait_while(round_, round);
-            round++;
-            if (work_ == nullptr) return;
-            (*work_)(thread);
-            barrier();
-        }
+    void reset() {  // nobody is in a phase
+        for (int i = 0; i < threads(); i++) lanes_[i].phase = lanes_[i].due = 0, lanes_[i].next.store(0);
+        done_.store(0);
+        failed_.store(false);
     }
 
     const std::function<void(int)>* work_ = nullptr;
-    std::atomic<uint32_t> round_{0}, phase_{0}, arrived_{0};
+    std::unique_ptr<Lane[]> lanes_;
+    std::atomic<uint32_t> round_{0}, left_{0}, done_{0};  // done_: pieces
+    std::atomic<bool> failed_{false};
+    std::exception_ptr error_;
     std::vector<std::thread> workers_;
 };
 

@@ -51,7 +51,7 @@ inline void norm_row(const float* x, const float* weight, long k, float eps, flo
         const __m512 value = _mm512_loadu_ps(x + i);
         squares = _mm512_fmadd_ps(value, value, squares);
     }
-    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(k) + eps));
+    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(sum_lanes(squares) / float(k) + eps));
     for (long i = 0; i < k; i += kLanes) {
         const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(x + i), scale);
         _mm512_storeu_ps(spare + i, _mm512_mul_ps(value, _mm512_loadu_ps(weight + i)));

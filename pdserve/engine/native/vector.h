@@ -5,6 +5,13 @@
 
 #include <cstdint>
 
+#ifdef __clang__
+#define PDSERVE_UNROLL(n) _Pragma("unroll")
+#else
+#define PDSERVE_DO(x) _Pragma(#x)
+#define PDSERVE_UNROLL(n) PDSERVE_DO(GCC unroll n)
+#endif
+
 namespace pdserve {
 
 using bf16 = uint16_t;  // the upper half of a float
@@ -23,6 +30,14 @@ inline __m512 load_bf16(const bf16* from) { return widen(_mm256_loadu_si256((con
 
 inline void store_bf16(bf16* to, __m512 value, __mmask16 lanes = 0xFFFF) {
     _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+// In one order, whatever the compiler's own reduction does: halves are added until one is left.
+inline float sum_lanes(__m512 x) {
+    const __m256 eight = _mm256_add_ps(_mm512_extractf32x8_ps(x, 1), _mm512_castps512_ps256(x));
+    const __m128 four = _mm_add_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 // e^x to 2 units in the last place; exactly 1 at 0 and exactly 0 below -87, minus infinity included.

@@ -1,0 +1,85 @@
+// A step, layer by layer: every thread of the pool runs `compute`.
+#include "model.h"
+#include "model_attention.h"
+#include "model_heads.h"
+
+namespace pdserve {
+
+void Model::compute(int thread) {
+    const long last = shape_.layers - 1;
+    Batch batch{residual_.data(), attended_.data(), step_->rows};
+    share_rows(thread, batch.rows, [&](long row, long end) { embed(row, end); });
+    each_part(thread, batch.rows, [&](const Part& part) { begin_layer(thread, 0, batch, part); });
+    for (long i = 0; i <= last; i++) {
+        with_format(step_->kv_format, [&]<class Kv>() {
+            if (Kv::kScaled && by_rows(step_->rows)) put_all_scaled<Kv>(thread, i);
+            if (i < last || step_->out_rows > 0) attend<Kv>(thread, i);
+        });
+        if (i == last && step_->out_rows == 0) return;
+        if (i == last && step_->out_rows < batch.rows) batch = keep_wanted(thread, batch);
+        each_part(thread, batch.rows, [&](const Part& part) {
+            finish_layer(thread, i, batch, part);
+            if (i < last) begin_layer(thread, i + 1, batch, part);
+        });
+    }
+    product(thread, Part{0, batch.rows, true}, head_, Normed{batch.x, norm_}, Store{step_->logits, shape_.vocab});
+    share_rows(thread, batch.rows, [&](long row, long end) {
+        for (; row < end; row++) step_->best[row] = best_of(step_->logits + row * shape_.vocab, shape_.vocab);
+    });
+}
+
+void Model::embed(long row, long end) {
+    for (; row < end; row++)
+        for (long i = 0; i < shape_.hidden; i += kLanes)
+            _mm512_storeu_ps(&residual_[row * shape_.hidden + i], load_bf16(embedding_ + step_->token_ids[row] * shape_.hidden + i));
+}
+
+// Up to the queries, keys and values of a part's rows. A thread that has all columns of a head also turns it and puts it where
+// it belongs.
+void Model::begin_layer(int thread, long index, const Batch& batch, const Part& part) {
+    const Layer& layer = layers_[index];
+    const Normed normed{batch.x + part.row * shape_.hidden, layer.attention_norm};
+    const Store store{qkv_.data() + part.row * qkv_width(), qkv_width()};
+    const long unit = std::lcm(long(shape_.head_dim), long(kPanel)) / kPanel, all = shape_.heads + 2 * shape_.kv_heads;
+    product(thread, part, layer.qkv, normed, store, unit, [&](long panel, long end) {
+        const long head = panel * kPanel / shape_.head_dim, head_end = std::min(all, end * kPanel / shape_.head_dim);
+        with_format(step_->kv_format, [&]<class Kv>() { put_heads<Kv>(own_[thread], index, part, head, head_end); });
+    });
+}
+
+// From attention on.
+void Model::finish_layer(int thread, long index, const Batch& batch, const Part& part) {
+    const Layer& layer = layers_[index];
+    const AddTo residual{batch.x + part.row * shape_.hidden, shape_.hidden};
+    bf16* gated = part.together ? gated_.data() : own_[thread].gated.data();
+    product(thread, part, layer.attention_out, Halves{batch.attended + part.row * query_width()}, residual);
+    product(thread, part, layer.gate_up, Normed{residual.to, layer.mlp_norm}, SiluMul{gated, shape_.intermediate});
+    product(thread, part, layer.down, Halves{gated}, residual);
+}
+
+// The rows whose logits are wanted become the only ones.
+Batch Model::keep_wanted(int thread, const Batch& batch) {
+    const long hidden = shape_.hidden, width = query_width();
+    pool_.share(thread, step_->out_rows, [&](long i) {
+        std::copy_n(batch.x + step_->out[i] * hidden, hidden, wanted_.begin() + i * hidden);
+        std::copy_n(batch.attended + step_->out[i] * width, width, wanted_attended_.begin() + i * width);
+    });
+    return {wanted_.data(), wanted_attended_.data(), step_->out_rows};
+}
+
+void Model::sample(int threads, float* logits, const PdRow* rows, long count, int32_t* ids) {
+    if (long(own_.size()) < threads) own_.resize(threads);
+    int64_t edits = 0, tops = 0;
+    for (const PdRow* row = rows; row < rows + count; row++) {
+        edits = std::max(edits, row->biases + row->seen + row->banned);
+        tops = std::max(tops, row->tops);
+    }
+    for (Own& own : own_) own.draw.fit(shape_.vocab, edits, tops);
+    pool_.run(threads, [&](int thread) {
+        pool_.queue(thread, count, [&](long i) {  // rows differ in what they cost
+            ids[i] = take(logits + rows[i].row * shape_.vocab, shape_.vocab, rows[i], own_[thread].draw);
+        });
+    });
+}
+
+}  // namespace pdserve

@@ -1,0 +1,123 @@
+// What a step needs before it is computed: whether it is sound, attention cut into tasks, and room.
+#include "model.h"
+
+namespace pdserve {
+
+void Model::set(Weight& weight, const bf16* from, long n, long k, int bits) {
+    weight.n = n, weight.k = k, weight.bits = bits;
+    weight.words = bits == 8 ? k / 4 : k / 2;
+    weight.panel_words = bits == 4 ? k / kGroup4 * kGroup4Stride : weight.words * kPanel;
+    uint32_t* panels = (uint32_t*)arena_.take(weight.count() * weight.panel_words * 4);
+    weight.panels = panels;
+    if (bits == 4) return pack_int4(from, n, k, panels);
+    if (bits == 16) return pack(from, n, k, panels);
+    float* scales = (float*)arena_.take(weight.count() * kPanel * 4);
+    pack_int8(from, n, k, panels, scales);
+    weight.scales = scales;
+}
+
+// What the caller promises: were it not so, another sequence's KV would be read or written.
+bool Model::sound(const PdStep& step) const {
+    long rows = 0;
+    for (long span = 0; span < step.spans; span++) {
+        const long blocks = step.span_table[span + 1] - step.span_table[span];
+        if (step.span_start[span] + step.span_count[span] > blocks * step.block_size) return false;
+        rows += step.span_count[span];
+    }
+    for (long i = 0; i < step.span_table[step.spans]; i++)
+        if (step.tables[i] < 0 || step.tables[i] >= step.blocks) return false;
+    for (long row = 0; row < step.rows; row++)
+        if (step.token_ids[row] < 0 || step.token_ids[row] >= shape_.vocab) return false;
+    return rows == step.rows && with_format(step.kv_format, []<class Kv>() {});
+}
+
+bool Model::forward(const PdStep& step) {
+    if (!sound(step)) return false;
+    step_ = &step;
+    threads_ = int(step.threads);
+    plan(step);
+    fit(step);
+    pool_.run(threads_, [this](int thread) { compute(thread); });
+    return true;
+}
+
+// Attention in pieces, the most expensive first. A decode is cut into its chunks where threads would lack work.
+void Model::plan(const PdStep& step) {
+    tasks_.clear();
+    span_row_.assign(1, 0);
+    for (long span = 0; span < step.spans; span++) span_row_.push_back(span_row_.back() + step.span_count[span]);
+    plan_touched(step);
+    long parts = 0;
+    const bool few = threads_ > 1 && step.spans * shape_.kv_heads < 4 * threads_;
+    for (long span = 0; span < step.spans; span++)
+        for (long head = 0; head < shape_.kv_heads; head++)
+            for (long begin = 0; begin < step.span_count[span]; begin += kQueryTile) {
+                const long tokens = std::min<long>(kQueryTile, step.span_count[span] - begin);
+                const long chunks = (step.span_start[span] + begin + tokens + kChunk - 1) / kChunk;
+                if (few && tokens == 1 && chunks > 1) {
+                    for (long chunk = 0; chunk < chunks; chunk++)
+                        tasks_.push_back({span, head, begin, tokens, chunk, chunk + 1, parts, chunks});
+                    parts += chunks;
+                } else {
+                    tasks_.push_back({span, head, begin, tokens, 0, chunks, -1, 0});
+                }
+            }
+    std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
+        return (a.chunk_end - a.chunk) * a.tokens > (b.chunk_end - b.chunk) * b.tokens;
+    });
+    if (parts > missing_count_) {
+        missing_.reset(new std::atomic<long>[parts]);
+        missing_count_ = parts;
+    }
+    for (const Task& task : tasks_)
+        if (task.part >= 0) missing_[task.part].store(task.parts);
+    const long padded = round_up(shape_.head_dim, kPanel);
+    part_sums_.resize(parts * group() * padded);
+    part_tops_.resize(parts * group());
+    part_totals_.resize(parts * group());
+}
+
+void Model::plan_touched(const PdStep& step) {
+    touched_.clear();
+    with_format(step.kv_format, [&]<class Kv>() {
+        if (!Kv::kScaled) return;
+        for (long span = 0; span < step.spans; span++)
+            for (long done = 0, count; done < step.span_count[span]; done += count) {
+                const long position = step.span_start[span] + done;
+                count = std::min<long>(step.block_size - position % step.block_size, step.span_count[span] - done);
+                touched_.push_back({span, span_row_[span] + done, position, count});
+            }
+    });
+}
+
+void Model::fit(const PdStep& step) {
+    const auto grow = [](auto& room, long size) {
+        if (long(room.size()) < size) room.resize(size);
+    };
+    const long rows = step.rows, hidden = shape_.hidden;
+    grow(residual_, rows * hidden);
+    grow(wanted_, step.out_rows * hidden);
+    grow(qkv_, rows * qkv_width());
+    grow(query_, rows * query_width());
+    grow(attended_, rows * query_width());
+    grow(wanted_attended_, step.out_rows * query_width());
+    // A step that shares rows out has room for all smaller ones too: memory is settled by the largest.
+    const long together = by_rows(rows) ? std::max<long>(step.out_rows, kRowsEach * threads_) : rows;
+    const long own_rows = by_rows(rows) ? kTileRows : kPrivateRows;
+    const long words = std::max(hidden / 2, integers() ? widest() / 4 : 0);
+    together_.fit(together, words, head_.integers());
+    grow(gated_, together * shape_.intermediate);
+    if (long(own_.size()) < threads_) own_.resize(threads_);
+    long most = 1;
+    for (const Task& task : tasks_) most = std::max(most, task.tokens);
+    for (Own& own : own_) {
+        own.attention.fit(most * group(), round_up(shape_.head_dim, kPanel));
+        grow(own.spare, widest());
+        if (!touched_.empty()) grow(own.turned, step.block_size * shape_.head_dim);
+        own.rows.fit(own_rows, words, head_.integers());
+        if (by_rows(rows)) grow(own.gated, kTileRows * shape_.intermediate);
+        if (layers_[0].down.bits == 4) grow(own.sums, std::max(together, own_rows) * widest() / kGroup4);
+    }
+}
+
+}  // namespace pdserve
