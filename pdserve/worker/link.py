@@ -174,7 +174,8 @@ class Link:
         first. Not earlier: to gRPC a write that meets a refusal is an internal error, which hides what the refusal says."""
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.wait_for(self.connected.wait(), self._router_lost_s)
+            async with asyncio.timeout(self._router_lost_s):  # `wait_for` loses a cancellation that comes with the Welcome
+                await self.connected.wait()
         except TimeoutError:
             raise ConnectionError(f"the router has not answered Hello for {self._router_lost_s:.1f} s") from None
         late = False
