@@ -7,6 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 NATIVE := $(wildcard pdserve/engine/native/*.h pdserve/engine/native/*.cpp)
 N      ?= 2000
 SEED   ?= 1
+PYTESTS ?= 2  # processes that share the tests, a file at a time: much of a test is waiting
 
 .PHONY: $(shell sed -n "s/^\([a-z-]*\):.*/\1/p" Makefile)
 
@@ -34,7 +35,7 @@ demo: setup      ## a real model through two pools, then stop everything
 	@$(BIN)/python -m pdserve.cli demo
 
 test: setup      ## the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile
 
 test-all: test   ## the tests, and then those that take long: the swarm, every state, real faults
 	@$(BIN)/python -m pytest -m slow

@@ -26,7 +26,7 @@ REAL = ("-m", "pdserve.cli")
 UP = ("up", "--model", "tiny", "--prefill", "1", "--decode", "1", "--kv-cache-memory", "16MiB")
 FREE = ("--port", "0", "--grpc-port", "0")
 BOUND_S = 60.0
-STREAMS, TOKENS = 8, 400
+STREAMS, TOKENS = 8, 1500
 
 
 def test_up_serves_heals_and_stops(run_command: Any) -> None:

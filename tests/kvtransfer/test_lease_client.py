@@ -208,7 +208,7 @@ def test_a_broken_watch_is_reopened() -> None:
         async with world() as w:
             w.lender.calls.failures["Watch"] = 3
             lease = await w.attach()
-            await eventually(lambda: w.lender.calls.count["Watch"] == 4)
+            await eventually(lambda: w.lender.calls.count.get("Watch") == 4)
             w.lender.advance(lease.lease_id, 100, FIRST)
             assert await first_token(lease) == FIRST
 

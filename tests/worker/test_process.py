@@ -60,9 +60,12 @@ def test_it_says_one_line_when_ready_and_exits_0_when_told_to_stop(tmp_path, mod
     [
         ("worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {model: /nowhere}", ["/nowhere"]),
         ("worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {model: tiny, kv_cache_memory: 64}", ["kv_cache_memory"]),
-        ("worker_id: w\nrouter_address: 127.0.0.1:1\nhost: 198.51.100.1", ["host 198.51.100.1", "allow_public_bind"]),
         (
-            "worker_id: w\nrouter_address: 127.0.0.1:1\nhost: 198.51.100.1\nallow_public_bind: true",
+            "worker_id: w\nrouter_address: 127.0.0.1:1\ncluster_token: t\nhost: 198.51.100.1",
+            ["host 198.51.100.1", "allow_public_bind"],
+        ),
+        (
+            "worker_id: w\nrouter_address: 127.0.0.1:1\ncluster_token: t\nhost: 198.51.100.1\nallow_public_bind: true",
             ["host 198.51.100.1", "set host to an address of this machine"],
         ),
         ("worker_id: w", ["router_address"]),

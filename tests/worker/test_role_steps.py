@@ -160,7 +160,7 @@ def test_a_prefill_that_fails_gives_its_lease_back_and_leaves_the_others_of_the_
         for handle in (FIRST, SECOND):
             lender.role.on_command(prefill(handle))
         if failing == "grant":
-            break_at(monkeypatch, PrefillRole, "_ticket", lambda role, lent, prompt_len: lent.seq_id == 1)
+            break_at(monkeypatch, PrefillRole, "_ticket", lambda role, lease_id, lent, request: lent.seq_id == 1)
         elif failing == "advance":
             break_at(monkeypatch, PrefillRole, "_advance", lambda role, request, computed: request.handle == FIRST)
         else:
