@@ -29,11 +29,9 @@ from rich.table import Table
 from bench.transfer import PEER_INCARNATION, READER_INCARNATION, TIMEOUT_S, Pool, copy
 from kvtransfer.api import Device, Region
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.converter import ConverterThread
 from kvtransfer.lease_client import LeaseClient
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.pull import Pull, Pulled
-from kvtransfer.summed import SummedReads
 from kvtransfer.thread import TransferThread
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
@@ -131,8 +129,7 @@ class Reader:
         self.pool = shape.pool(fill=False)
         self.source = shape.pool(fill=True)
         self.thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), READER_INCARNATION, self.pool.region))
-        self.converter = ConverterThread()
-        self.summed = SummedReads(self.thread, BlockSums(torch.from_numpy(self.pool.array)), self.converter)
+        self.sums = BlockSums(torch.from_numpy(self.pool.array))
         self.config = LeaseConfig()
         self.binds = 0
 
@@ -151,8 +148,8 @@ class Reader:
         self.binds += 1
         lease = await self.client.attach(lease_id, ticket, deadline_s=TIMEOUT_S)
         reader_id = ReaderId(READER_INCARNATION, self.binds)
-        reads = self.summed if checksums else self.thread
-        pulled = await Pull(lease, ticket, range(blocks), reader_id, reads, self.config).run(wait_s=TIMEOUT_S)
+        self.thread.sum_blocks = self.sums if checksums else None
+        pulled = await Pull(lease, ticket, range(blocks), reader_id, self.thread, self.config).run(wait_s=TIMEOUT_S)
         lease.close()
         assert np.array_equal(self.pool.array[:blocks], self.source.array[list(ticket.block_ids)]), "bytes differ"
         return pulled
@@ -168,7 +165,6 @@ class Reader:
     async def close(self) -> None:
         await self.client.close()
         await self.thread.close()
-        self.converter.close()
 
 
 @asynccontextmanager

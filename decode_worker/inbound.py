@@ -32,11 +32,6 @@ class Puller(Protocol):
     def transfer(self) -> PostsReads: ...
 
     @property
-    def summed(self) -> Reads | None:
-        """None: checksums are off."""
-        ...
-
-    @property
     def staging(self) -> Staging | None:
         """None: KV of another dtype cannot be converted here."""
         ...
@@ -122,7 +117,7 @@ class Inbound:
     def _reads_of(self, ticket: Ticket) -> Reads:
         """Straight into the pool where both sides store KV alike."""
         if ticket.layout == self._host.layout:
-            return self._host.summed or self._host.transfer
+            return self._host.transfer
         if self._host.staging is None:
             raise IncompatiblePeer(f"KV comes in {ticket.layout.dtype}, and is stored in {self._host.layout.dtype} here")
         return self._host.staging.reads_of(ticket)

@@ -1,4 +1,6 @@
-"""The thread in which KV that was read is summed and converted: off the loop, and beside the transfer and engine threads."""
+"""The thread in which KV is converted that was read into staging blocks, and summed before that: off the loop, and beside
+the transfer and engine threads.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What runs in the transfer thread: takes commands, polls reads, says what became of them.
 
+Blocks whose read has arrived are summed here, before anybody hears of it: handing them to another thread takes as long as
+summing a chunk. What is read meanwhile goes on where the transport does not need this thread to copy.
+
 Knows no asyncio: answers leave through `emit`. With nothing in flight it blocks on its queue and costs nothing; with
 reads in flight it polls with back-off, because the transport has nothing to wait on.
 """
@@ -8,18 +11,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Final, NewType
+from typing import Final, NewType, Protocol
 
 from kvtransfer.api import LocalRegion, ReadAdrift, ReadHandle, RemoteRegion, Transport
-from pdserve.core.errors import TransferFailed
-from pdserve.core.ids import Incarnation
+from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
+from pdserve.core.ids import BlockSum, Incarnation
 
 logger = logging.getLogger(__name__)
 
 ReadId = NewType("ReadId", int)
+
+
+class SumBlocks(Protocol):
+    """Checksums over all stored bytes of these blocks of one region, in order. Any thread; it blocks."""
+
+    def __call__(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]: ...
+
 
 POLL_MIN_S: Final = 50e-6  # a small read over TCP takes about 100 us
 POLL_MAX_S: Final = 2e-3  # 500 polls a second of a slow read: about 1 % of a core
@@ -40,7 +50,8 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Not posted at all when the monotonic clock has passed `deadline_s` by the time its turn comes."""
+    """Not posted at all when the monotonic clock has passed `deadline_s` by the time its turn comes. `sum_blocks`: of the
+    local blocks, once all have arrived; None: nobody asks for their sums."""
 
     read_id: ReadId
     peer: Incarnation
@@ -49,6 +60,7 @@ class Post:
     local_blocks: tuple[int, ...]
     deadline_s: float
     into: LocalRegion | None = None
+    sum_blocks: SumBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +81,20 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
+    """`sums`: of the local blocks, in order; empty where nobody asked."""
+
     read_id: ReadId
     duration_s: float
+    sums: tuple[BlockSum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """The peer has to be connected again. `stopped` False: the read may still write into local memory, and only the
-    thread's end says more."""
+    """After a `TransferFailed` the peer has to be connected again. `stopped` False: the read may still write into local
+    memory, and only the thread's end says more."""
 
     read_id: ReadId
-    error: TransferFailed
+    error: PdserveError
     stopped: bool
 
 
@@ -89,6 +104,7 @@ Event = Connected | ReadDone | ReadFailed
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     handle: ReadHandle
+    post: Post
     posted_s: float
 
 
@@ -156,7 +172,7 @@ class Reactor:
         except TransferFailed as exc:
             self._fail(command.read_id, command.peer, exc)
         else:
-            self._reads[command.read_id] = _InFlight(handle, now_s)
+            self._reads[command.read_id] = _InFlight(handle, command, now_s)
 
     def _poll_all(self) -> bool:
         """True when a read ended."""
@@ -174,7 +190,7 @@ class Reactor:
             return True
         if done:
             del self._reads[read_id]
-            self._emit(ReadDone(read_id, time.monotonic() - read.posted_s))
+            self._emit(_arrived(read))
             self._leave_if_unused(read.handle.peer)
         return done
 
@@ -198,3 +214,14 @@ class Reactor:
         if all(read.handle.peer != peer for read in self._reads.values()):
             self._leaving.discard(peer)
             self._transport.disconnect(peer)
+
+
+def _arrived(read: _InFlight) -> ReadDone | ReadFailed:
+    post, duration_s = read.post, time.monotonic() - read.posted_s
+    if post.sum_blocks is None:
+        return ReadDone(post.read_id, duration_s)
+    try:
+        return ReadDone(post.read_id, duration_s, post.sum_blocks(post.local_blocks))
+    except Exception as exc:
+        logger.exception("summing KV of peer %016x", post.peer)
+        return ReadFailed(post.read_id, InternalBug(f"summing KV: {exc!r}"), stopped=True)

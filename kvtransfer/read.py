@@ -67,8 +67,8 @@ class Read:
 
 
 class Reads(Protocol):
-    """Who copies a peer's blocks into ours, as a pull sees it: the `TransferThread`, `SummedReads` around it where
-    checksums are on, or those of `Staging` where the peer stores KV in another dtype."""
+    """Who copies a peer's blocks into ours, as a pull sees it: the `TransferThread`, or those of `Staging` where the peer
+    stores KV in another dtype."""
 
     def read(
         self,

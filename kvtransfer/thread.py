@@ -16,7 +16,20 @@ from typing import Any, Final
 
 from kvtransfer.api import LocalRegion, RemoteRegion, Transport
 from kvtransfer.pace import Pace
-from kvtransfer.reactor import Command, Connect, Connected, Disconnect, Event, Post, Reactor, ReadDone, ReadFailed, ReadId, Stop
+from kvtransfer.reactor import (
+    Command,
+    Connect,
+    Connected,
+    Disconnect,
+    Event,
+    Post,
+    Reactor,
+    ReadDone,
+    ReadFailed,
+    ReadId,
+    Stop,
+    SumBlocks,
+)
 from kvtransfer.read import Read, mark_retrieved
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, PdserveError, ReplicaLost, TransferFailed
@@ -32,13 +45,22 @@ CONNECT_TIMEOUT_S: Final = 10.0
 class TransferThread:
     """Made, called and closed on one loop. `factory` runs in the thread and makes the transport there."""
 
-    def __init__(self, factory: Callable[[], Transport], *, stuck_after_s: float = 120.0, max_reads: int = MAX_READS) -> None:
+    def __init__(
+        self,
+        factory: Callable[[], Transport],
+        *,
+        stuck_after_s: float = 120.0,
+        max_reads: int = MAX_READS,
+        sum_blocks: SumBlocks | None = None,
+    ) -> None:
         self.unhealthy = asyncio.Event()
         """Set when a read has not stopped within `stuck_after_s`, or the thread died: this process must be recycled."""
         self.unhealthy_reason = ""
         self._factory = factory
         self._stuck_after_s = stuck_after_s
         self._max_reads = max_reads
+        self.sum_blocks = sum_blocks
+        """Of our pool: reads into it that are asked for while this is set come with the sums of their blocks."""
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._reads: dict[ReadId, Read] = {}
         self._paces: dict[Incarnation, Pace] = {}
@@ -123,7 +145,8 @@ class TransferThread:
         ]
         self._reads[read_id] = read
         self.pace(peer).posted(read.nbytes, now_s=loop.time())
-        post = Post(read_id, peer, region, tuple(remote_blocks), tuple(local_blocks), loop.time() + deadline_s, into)
+        due_s, sum_blocks = loop.time() + deadline_s, self.sum_blocks if into is None else None
+        post = Post(read_id, peer, region, tuple(remote_blocks), tuple(local_blocks), due_s, into, sum_blocks)
         self._commands.put(post)
         return read
 
@@ -197,7 +220,7 @@ class TransferThread:
             case ReadDone():
                 read = self._reads.pop(event.read_id)
                 self._end_pace(read, arrived=True)
-                read.succeed(event.duration_s)
+                read.succeed(event.duration_s, event.sums)
                 read.mark_stopped()
             case ReadFailed():
                 self._on_read_failed(event)

@@ -113,8 +113,6 @@ def _left_on(worker: SimWorker) -> list[str]:
         found.append(f"{counts}, {scheduler.num_live} sequences")
     if worker.transfer.num_unstopped:
         found.append(f"{worker.transfer.num_unstopped} reads")
-    if worker.summed is not None and not worker.summed.idle:
-        found.append("reads that are summed")
     if not worker.staging.idle:
         found.append(f"{worker.staging.num_held} staging blocks")
     if role is not None and not role.idle:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 from kvtransfer.api import LocalRegion, ReadAdrift
@@ -59,8 +59,9 @@ class SimTransfer(TransferThread):
         reached: Callable[[str, Process], None],
         *,
         stuck_after_s: float,
+        summed: bool,
     ) -> None:
-        super().__init__(_no_transport, stuck_after_s=stuck_after_s)
+        super().__init__(_no_transport, stuck_after_s=stuck_after_s, sum_blocks=kv.sums if summed else None)
         self._process = process
         self._kv = kv
         self._pools = pools
@@ -136,6 +137,8 @@ class SimTransfer(TransferThread):
         if not pairs:
             if end is not None:
                 self._reached("read_done", self._process)
+                if isinstance(end, ReadDone) and post.sum_blocks is not None:
+                    end = replace(end, sums=post.sum_blocks(post.local_blocks))
                 self._emit(end)
             return
         self._later(waits_s[0], self._copy_block, post, pairs, waits_s, end, GIVE_UP_S)

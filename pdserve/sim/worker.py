@@ -13,7 +13,6 @@ from typing import Any, Final, cast
 
 from decode_worker.role import DecodeRole
 from kvtransfer.api import Region
-from kvtransfer.summed import SummedReads
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import Incarnation
@@ -88,11 +87,12 @@ class SimWorker:
             check_steps=check_steps,
             checksums=shape.lease.kv_checksum and process.role == "prefill",
         )
-        self.transfer = SimTransfer(process, self.kv, pools, network, rng, reached, stuck_after_s=STUCK_S)
+        self.transfer = SimTransfer(
+            process, self.kv, pools, network, rng, reached, stuck_after_s=STUCK_S, summed=shape.lease.kv_checksum
+        )
         self.layout = replace(LAYOUT, dtype=shape.kv_dtype)
         converter = SimConverter(process, rng)
         self.staging = make_staging(process, self.transfer, self.kv, converter, rng, poison=poison)
-        self.summed = SummedReads(self.transfer, self.kv.sums, converter) if shape.lease.kv_checksum else None
         self._ticket_secret = rng.randbytes(TICKET_SECRET_BYTES)
         self._network = network
         self._config = self._make_config()
@@ -146,7 +146,6 @@ class SimWorker:
             send=self.member.link.send,
             open_channel=self._open_channel,
             staging=self.staging,
-            summed=self.summed,
             ticket_secret=self._ticket_secret,
         )
 

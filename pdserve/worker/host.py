@@ -13,7 +13,6 @@ import grpc
 
 from kvtransfer.api import Device, DeviceKind, Region
 from kvtransfer.staging import Staging
-from kvtransfer.summed import SummedReads
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
@@ -87,8 +86,6 @@ class Host:
     """Reads KV of peers that store it in another dtype; None: such peers are refused."""
     ticket_secret: bytes = field(default_factory=lambda: secrets.token_bytes(TICKET_SECRET_BYTES))
     """What this incarnation seals its tickets with. It never leaves the process."""
-    summed: SummedReads | None = None
-    """Reads of peers that store KV alike, and sum it; None: checksums are off."""
     draining: bool = False
     """Nothing new is taken; what is here is finished."""
     counted: CountedCommands = field(default_factory=CountedCommands)

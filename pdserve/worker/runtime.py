@@ -22,10 +22,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.converter import ConverterThread
 from kvtransfer.exposure import exposure_of
 from kvtransfer.staging import Staging
-from kvtransfer.summed import SummedReads
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
@@ -244,11 +242,11 @@ class RunningWorker:
         runner, config = self._runner, self._config
         region = region_of(runner.kv)
         worker_id = WorkerId(config.worker_id)
-        transfer = TransferThread(lambda: NixlTransport(worker_id, self.incarnation, region, exposure=self._exposure))
-        converter = ConverterThread()
-        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, runner.kv), converter=converter)
-        sums = BlockSums(runner.kv.blocks, beside=True)
-        summed = SummedReads(transfer, sums, converter) if config.lease.kv_checksum else None
+        transfer = TransferThread(
+            lambda: NixlTransport(worker_id, self.incarnation, region, exposure=self._exposure),
+            sum_blocks=BlockSums(runner.kv.blocks, beside=True) if config.lease.kv_checksum else None,
+        )
+        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, runner.kv))
         server = grpc.aio.server(options=server_options())
         try:
             agent_metadata = await transfer.start()
@@ -277,7 +275,6 @@ class RunningWorker:
                 submit=member.submit,
                 send=member.link.send,
                 staging=staging,
-                summed=summed,
             )
             member.start(host, self._make_role)
             self._member = member

@@ -16,9 +16,7 @@ from decode_worker.inbound import Inbound
 from kvtransfer.api import Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.converter import ConverterThread
 from kvtransfer.lease_client import LeaseClient
-from kvtransfer.summed import SummedReads
 from kvtransfer.thread import TransferThread
 from kvtransfer.ticket import Ticket, WrongTicket
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
@@ -41,7 +39,6 @@ class Reader:
     transfer: TransferThread
     pool: Pool
     client: LeaseClient
-    summed: SummedReads | None = None
     staging: None = None
     damage: Callable[[Sequence[int]], None] = lambda _: None
 
@@ -59,20 +56,23 @@ class Reader:
 async def reader(make: Callable[[Incarnation, Pool], Transport], *, summed: bool = True) -> AsyncIterator[Reader]:
     """Nothing may be followed, in flight, summed or quarantined when the block ends."""
     pool, own = Pool(), new_incarnation()
-    thread, converter = TransferThread(lambda: make(own, pool)), ConverterThread()
+    one: Reader | None = None
+
+    def sums(block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
+        assert one is not None
+        return one.sums(block_ids)
+
+    thread = TransferThread(lambda: make(own, pool), sum_blocks=sums if summed else None)
     config = WorkerConfig("decode-0", "127.0.0.1:1", EngineConfig(model="tiny"), LeaseConfig(), cluster_token=TOKEN)
     try:
         client = LeaseClient(own, await thread.start(), thread, config.lease, cluster_token=TOKEN)
         one = Reader(LAYOUT, config, thread, pool, client)
-        one.summed = SummedReads(thread, one.sums, converter) if summed else None
         yield one
         assert thread.num_unstopped == 0
         assert client.num_followed == 0
-        assert one.summed is None or one.summed.idle
         await client.close()
     finally:
         await thread.close()
-        converter.close()
 
 
 @asynccontextmanager
@@ -375,33 +375,5 @@ def test_a_read_that_fails_is_not_summed() -> None:
                 await pulled(two, lease_id, ticket)
             assert not summed
             one.expire_due()
-
-    run(test)
-
-
-def test_a_long_read_is_summed_in_pieces_each_while_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order: Commit compares them along the prompt."""
-    monkeypatch.setattr("kvtransfer.summed.CHUNK_BLOCKS", 1)
-
-    async def test() -> None:
-        async with pair() as (one, two):
-            pieces: list[Sequence[int]] = []
-            two.damage = pieces.append
-            await pulled(two, *computed(one))
-            assert [tuple(piece) for piece in pieces] == [(0,), (1,), (2,), (3,)]
-
-    run(test)
-
-
-def test_a_long_read_of_which_a_piece_fails_stops_with_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """(1) The transport takes two pieces and no third; (2) the read fails; (3) nothing writes into its blocks any more."""
-    monkeypatch.setattr("kvtransfer.summed.CHUNK_BLOCKS", 1)
-
-    async def test() -> None:
-        async with pair() as (one, two):
-            monkeypatch.setattr(two.transfer, "_max_reads", 2)
-            with pytest.raises(TransferFailed, match="no more are posted"):
-                await pulled(two, *computed(one))
-            assert two.transfer.num_unstopped == 0
 
     run(test)

@@ -46,7 +46,6 @@ class Reader:
     pool: Pool
     client: LeaseClient
     staging: None = None
-    summed: None = None
 
     def inbound(self) -> Inbound:
         blocks = tuple(BlockId(block) for block in range(len(BLOCKS)))

@@ -126,10 +126,10 @@ def test_a_pair_that_is_cut_is_found_out_by_requests_too_hurried_to_say_so() -> 
     cut = Fault(0.2, FaultKind.CUT, "prefill0", until_s, "decode0")
     plan = FaultPlan((cut,), Weather(), ReadFaults(), {}, until_s)
     shape = Shape(router=replace(CONFIG, probe_workers=True, pair_aside_s=60.0, pair_aside_max_s=60.0))
-    drawn = draw_asks(random.Random(5), 80, until_s=until_s, unruly=False)
+    drawn = draw_asks(random.Random(3), 80, until_s=until_s, unruly=False)
     asks = [replace(ask, at_s=0.4 + 0.28 * n, deadline_s=2.0, placement=Placement.DISAGGREGATED) for n, ask in enumerate(drawn)]
     census = Census()
-    simulate(5, shape, plan, asks, census)
+    simulate(3, shape, plan, asks, census)
     assert census.world is not None
     ended = {client.outcome.ask.at_s: client.outcome for client in census.world.clients if client.outcome.ask in asks}
     failed_s = [at_s for at_s, outcome in ended.items() if not outcome.ok]

@@ -111,8 +111,8 @@ def test_kv_that_rots_on_its_lender_is_never_decoded_from_and_not_lent_again(pai
 def test_kv_that_changes_on_its_way_is_never_decoded_from(pair):
     """(1) A bit of what was read flips; (2) the handoff fails as corrupt; (3) the lender's blocks may be lent on."""
     prompt = prompt_of(100, seed=2)
-    summed = pair.reader._member._host.summed
-    real, damaged = summed._sum_blocks, []
+    transfer = pair.reader._member._host.transfer
+    real, damaged = transfer.sum_blocks, []
 
     def damaging(block_ids):
         if not damaged:
@@ -120,7 +120,7 @@ def test_kv_that_changes_on_its_way_is_never_decoded_from(pair):
             flip(pair.reader, block_ids[0])
         return real(block_ids)
 
-    summed._sum_blocks = damaging
+    transfer.sum_blocks = damaging
     bound, started = pair.bind(prompt), pair.compute(prompt)
     pair.router.attach(pair.decode, bound, started)
     assert pair.failure(bound) == "KV_CORRUPT"
