@@ -32,9 +32,11 @@ class SumBlocks(Protocol):
 
 
 CHUNK_BLOCKS: Final = 32
-"""Summed while the next so many are read: a step's worth of KV by default, 12 MB of SmolLM2-135M in bf16."""
+"""Blocks of one chunk, which are summed while the next chunk is read: a step's worth of KV by default, 12 MB of SmolLM2-135M
+in bf16."""
 MAX_CHUNKS: Final = 4
-"""Of one read, whose chunks are larger then: two reads of each of 64 sequences stay under the transfer thread's limit."""
+"""The most chunks of one read; a longer read has larger chunks. So two reads of each of 64 sequences stay under the transfer
+thread's limit."""
 
 
 class SummedReads:
@@ -85,7 +87,7 @@ class SummedReads:
         return read
 
     async def _carry(self, read: Read, parts: list[Read], chunks: list[tuple[int, ...]]) -> None:
-        """`parts`: those reads that were posted, of so many chunks or fewer."""
+        """`parts`: the reads that were posted, one for each of the first chunks; posting the rest may have failed."""
         began_s = asyncio.get_running_loop().time()
         sums: list[BlockSum] = []
         for part, chunk in zip(parts, chunks, strict=False):
@@ -103,7 +105,7 @@ class SummedReads:
         read.mark_stopped()
 
     async def _sum(self, read: Read, chunk: tuple[int, ...]) -> tuple[BlockSum, ...]:
-        """Nothing where the result is in before, by the read's own timer if need be: the sum is of no use to anybody."""
+        """Returns no sums when the read has its result already, for example from its own timer: nobody needs them then."""
         summing = asyncio.ensure_future(self._converter.run(partial(self._sum_blocks, chunk)))
         either: list[asyncio.Future[Any]] = [summing, read.result]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

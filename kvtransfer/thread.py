@@ -227,7 +227,7 @@ class TransferThread:
             self._drop_pace(read.peer)
 
     def _drop_pace(self, peer: Incarnation) -> None:
-        """Of a peer that we parted from, unless a read has not stopped; that one's end drops it."""
+        """Forget the pace of a peer that we parted from; while a read of it has not stopped, the end of that read does it."""
         if self.pace(peer).in_flight_bytes == 0:
             del self._paces[peer]
             self._parted.discard(peer)

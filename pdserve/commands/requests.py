@@ -52,7 +52,7 @@ def address_option(command: Command) -> Command:
 
 
 def admin_options(command: Command) -> Command:
-    """Where the administration of the router listens, and what it asks for off loopback."""
+    """Options for the router's admin port: its address, and the token that it asks for when it is not on loopback."""
     command = click.option(
         "--cluster-token",
         default="",
