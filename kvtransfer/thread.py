@@ -43,7 +43,7 @@ class TransferThread:
         self._reads: dict[ReadId, Read] = {}
         self._paces: dict[Incarnation, Pace] = {}
         self._parted: set[Incarnation] = set()
-        """Peers whose pace is kept only until their last read has stopped."""
+        """Peers that we parted from, whose pace is kept only until their last read has stopped."""
         self._last_read_id = 0
         self._connected: set[Incarnation] = set()
         self._connecting: dict[Incarnation, asyncio.Future[None]] = {}

@@ -82,7 +82,7 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """For one more sequence, as far as this router knows."""
+        """Whether there is room for one more sequence, as far as this router knows."""
         return len(self.work) < self.hello.max_num_seqs and self.refused_blocks is None and not self.turned_away
 
     def sent(self, handle: Handle, tokens: int) -> None:

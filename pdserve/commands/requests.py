@@ -58,7 +58,7 @@ def admin_options(command: Command) -> Command:
         default="",
         envvar="PDSERVE_CLUSTER_TOKEN",
         show_envvar=True,
-        help="Of the router, where its admin port is not on loopback. Others see arguments: better set the variable.",
+        help="Needed where the admin port is not on loopback. Other users see arguments: better set the variable.",
     )(command)
     text = "Admin address of the router."
     return click.option(
