@@ -76,7 +76,9 @@ def exposure_of(
     interfaces: Interfaces | None = None,
     rdma_devices: Path = _RDMA_DEVICES,
 ) -> Exposure:
-    """Of a worker that binds `host`. UCX_NET_DEVICES stays what the user has set, under the same rule.
+    """What the transport of a worker that binds `host` may open.
+
+    UCX_NET_DEVICES stays what the user has set, under the same rule.
 
     Raises `ConfigError` when an interface is not loopback and `allow_public` is not given, or when no interface has
     the address of `host`.

@@ -14,7 +14,7 @@ from pdserve.core.reader import SendCommit
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The lender's answer. `rotted_blocks`, if CORRUPT: so many have changed in its memory; None: it does not know."""
+    """The lender's answer. If it is CORRUPT, `rotted_blocks` have changed in the lender's memory; None: it does not know."""
 
     answer: CommitAnswer
     rotted_blocks: int | None = None

@@ -61,7 +61,7 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         rehash: Callable[[SeqId], Awaitable[int]] | None = None,
     ) -> None:
         self.corrupt_blocks = 0
-        """That readers had summed otherwise than this worker, over all Commits."""
+        """Blocks whose checksum by the reader was not ours, over all Commits."""
         self._rehash = rehash
         self._sealed: asyncio.Future[None] | None = None
         """Done when checksums have come, or leases gone, since somebody began to wait."""

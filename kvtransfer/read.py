@@ -15,8 +15,8 @@ from pdserve.core.ids import BlockSum, Incarnation
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """`duration_s`: from being posted to the arrival of the last byte. `sums`: of the blocks as they came, in order; empty
-    where nobody sums."""
+    """`duration_s`: from being posted to the arrival of the last byte. `sums`: checksums of the blocks as they
+    came, in order; empty where nobody sums."""
 
     nbytes: int
     duration_s: float

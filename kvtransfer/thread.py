@@ -65,7 +65,7 @@ class TransferThread:
         self._reads: dict[ReadId, Read] = {}
         self._paces: dict[Incarnation, Pace] = {}
         self._parted: set[Incarnation] = set()
-        """Peers whose pace is kept only until their last read has stopped."""
+        """Peers that we parted from, whose pace is kept only until their last read has stopped."""
         self._last_read_id = 0
         self._connected: set[Incarnation] = set()
         self._connecting: dict[Incarnation, asyncio.Future[None]] = {}
@@ -250,7 +250,7 @@ class TransferThread:
             self._drop_pace(read.peer)
 
     def _drop_pace(self, peer: Incarnation) -> None:
-        """Of a peer that we parted from, unless a read has not stopped; that one's end drops it."""
+        """Forget the pace of a peer that we parted from; while a read of it has not stopped, the end of that read does it."""
         if self.pace(peer).in_flight_bytes == 0:
             del self._paces[peer]
             self._parted.discard(peer)

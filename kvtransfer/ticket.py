@@ -31,7 +31,7 @@ from pdserve.core.prefix import PROMPT_HASH_BYTES
 
 VERSION: Final = 2
 SEAL_BYTES: Final = 32
-"""Of a MAC: as long as a hash that nobody finds a second text for."""
+"""Bytes of a MAC: as long as a hash for which nobody finds a second text."""
 MAX_TICKET_BYTES: Final = 1 << 20  # 200,000 blocks of 5 bytes: a prompt of three million tokens
 _MAX_ADDRESS_CHARS: Final = 256
 _MAX_DIMENSION: Final = 1 << 20

@@ -65,7 +65,7 @@ class _Client:
     """One connection to a port of a router, at host:port. Thread-safe; close it."""
 
     def __init__(self, address: str, hint: str) -> None:
-        """`hint`: what to do when nothing answers there."""
+        """`hint`: what to do when nothing answers there, or something else."""
         self.address = address
         self._hint = hint
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
@@ -88,10 +88,10 @@ class _Client:
 
 
 class InferenceClient(_Client):
-    """Of the clients' port."""
+    """Calls on the port for clients."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, "is `pdserve up` running there? (--address HOST:PORT)")
+        super().__init__(address, "is `pdserve up` running there, and this its gRPC port? (--address HOST:PORT)")
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def generate(self, request: inference_pb2.GenerateRequest) -> Answer:
@@ -104,7 +104,7 @@ class InferenceClient(_Client):
 
 
 class AdminClient(_Client):
-    """Of the administration's port."""
+    """Calls on the port for administration."""
 
     def __init__(self, address: str, cluster_token: str = "") -> None:
         """`cluster_token`: needed where the router listens for others than its own machine."""
@@ -133,6 +133,10 @@ def _explain(exc: Any, address: str, hint: str) -> CallFailed:
     reason = trailing.get(status.REASON_METADATA)
     if code is grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in NOTHING_LISTENS):
         message = f"nothing answers at {address}; {hint}"
+    elif code is grpc.StatusCode.UNIMPLEMENTED and reason is None:
+        message = f"what answers at {address} is another port or another server; {hint}"
+    elif code is grpc.StatusCode.UNAUTHENTICATED:
+        message = f"{details}; set PDSERVE_CLUSTER_TOKEN to the same secret here and for `pdserve up`"
     elif code is grpc.StatusCode.UNAVAILABLE and reason is None:
         message = f"the connection to {address} broke: {details}"
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED and reason is None:

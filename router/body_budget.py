@@ -9,8 +9,8 @@ from typing import Final
 from pdserve.core.errors import Overloaded
 
 FREE_BYTES: Final = 64 << 10
-"""Of each body, not counted: a connection buffers as much anyway, and small requests get in however many large ones are on
-their way."""
+"""The first bytes of each body, which are not counted: a connection buffers as much anyway, and small requests get in however
+many large ones are on their way."""
 RETRY_AFTER_S: Final = 1.0
 
 
@@ -21,7 +21,7 @@ class BodyBudget:
 
     @contextmanager
     def share(self) -> Iterator[BodyShare]:
-        """Of one body, from its first byte until nothing needs it any more."""
+        """The share of one body, from its first byte until nothing needs it any more."""
         share = BodyShare(self)
         try:
             yield share

@@ -44,10 +44,10 @@ class WorkerHello:
     kv_bytes_per_token: int
     pid: int = 0
     step_timeout_s: float = 0.0
-    """For so long its engine may make no step while work waits; 0: it does not say."""
+    """How long its engine may make no step while work waits; 0: it does not say."""
     niceness: int = 0  # of its process: above 0, ordinary processes of its machine go first
     quantization: str = ""
-    """Of its weights; empty: none."""
+    """How its weights are quantised; empty: they are not."""
 
     @property
     def kv_tokens(self) -> int:
@@ -117,7 +117,7 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """It says itself that it is stuck, and ends its process."""
+    """The worker itself says that it is stuck, and that it ends its process."""
 
     link: LinkId
     message: str
@@ -214,7 +214,7 @@ WorkerEvent = (
     | RequestFailed
     | StepRows
 )
-"""By a link."""
+"""What a link may deliver."""
 
 Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
 

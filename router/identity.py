@@ -38,7 +38,7 @@ class CancelTokens:
         self._key = key
 
     def issue(self, request_id: RequestId) -> str:
-        """ASCII, 81 characters."""
+        """The cancel token of a request, 81 ASCII characters."""
         return f"{self._incarnation}-{hmac.new(self._key, request_id.encode(), 'sha256').hexdigest()}"
 
     def check(self, request_id: RequestId, token: str) -> Claim:

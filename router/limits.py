@@ -13,8 +13,8 @@ from router.model import ServedModel
 from router.registry import Registry
 
 OPEN_ENDED_SHARE: Final = 0.75
-"""Of the longest answer, which one that names no length must be granted. Pools that were measured differ by a few percent;
-without any give, all such answers would go to the largest worker, and the others would have none of them."""
+"""The share of the longest answer that a request which names no length must be granted. Pools that were measured differ by
+a few percent; without any give, all such answers would go to the largest worker, and the others would have none of them."""
 
 
 class LengthLimit:

@@ -33,7 +33,7 @@ Deliver = Callable[[ev.WorkerEvent], None]
 
 
 class Links(Protocol):
-    """What the core says to workers. For a link that has gone nothing happens: the core hears of that by itself."""
+    """How the core speaks to workers. Nothing happens for a link that has gone: the core is told of that by an event."""
 
     def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
         """Queue a command."""

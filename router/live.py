@@ -90,7 +90,7 @@ class LiveRequest:
     """Error codes: why each attempt but the first was needed."""
     rebinds: int = 0
     exact: bool = True
-    """Whenever a part of it was placed, all workers computed alike."""
+    """Whether all workers computed alike each time when a part of this request was placed."""
     unplaceable_since_s: float | None = None
     """Queued, and no worker is there that could serve it."""
     prefill: RemoteWork | None = None

@@ -57,7 +57,7 @@ class Pairs:
         self._doubted.pop(_key(prefill, decode), None)
 
     def doubt(self, prefill: WorkerHello, decode: WorkerHello) -> None:
-        """A request ended while its KV was long in coming. That is no evidence, and a reason to look."""
+        """A request ended while its KV was long in coming. That is no evidence against the pair, but a reason to probe it."""
         self._doubted[_key(prefill, decode)] = (prefill, decode)
 
     def in_doubt(self) -> list[tuple[WorkerHello, WorkerHello]]:

@@ -30,9 +30,9 @@ class Job:
     max_prompt_tokens: int
     """More token ids than this are refused by their number, before they are looked at."""
     header_id: str | None = None
-    """Of HTTP: X-Request-Id."""
+    """The X-Request-Id header; only of HTTP requests."""
     call_remaining_s: float | None = None
-    """Of gRPC: what is left of the call's own deadline."""
+    """Seconds that are left of the call's own deadline; only of gRPC requests."""
     max_deadline_s: float = 0.0
 
 

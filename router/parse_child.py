@@ -37,7 +37,7 @@ def pack(result: Any) -> Any:
 
 
 def answer(job: Job) -> tuple[str, Any]:
-    """("parsed", result) or ("refused", (message, field))."""
+    """Returns ("parsed", result) or ("refused", (message, field))."""
     try:
         return "parsed", pack(parse(job))
     except InvalidRequest as exc:
@@ -47,7 +47,7 @@ def answer(job: Job) -> tuple[str, Any]:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """None at the end of the stream."""
+    """Read one job; None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

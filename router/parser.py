@@ -30,7 +30,8 @@ from router.parse_child import LENGTH
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES: Final = 32 << 10
-"""Read on the loop: 3 ms at worst. Most requests are smaller, and a child costs them more than that."""
+"""Requests of up to so many bytes are read on the loop: 3 ms at worst. Most requests are smaller, and a child costs them more
+than that."""
 PARSE_TIMEOUT_S: Final = 20.0  # of one request; 8 MiB take 0.8 s of a core, and the child starts in 0.5
 WAIT_TIMEOUT_S: Final = 60.0  # behind others
 STOP_TIMEOUT_S: Final = 1.0

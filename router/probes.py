@@ -49,7 +49,7 @@ class Probes:
         self._enabled = enabled
         self._count = 0
         self._claims: dict[LinkId, LinkId] = {}
-        """By decode worker: whose probe gets the next room there."""
+        """For each decode worker that is claimed, the worker whose probe gets the next room there."""
         requests.on_probe_end = self._ended
 
     def start_due(self, now_s: float) -> None:

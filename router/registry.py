@@ -82,16 +82,16 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """For one more sequence, as far as this router knows."""
+        """Whether there is room for one more sequence, as far as this router knows."""
         return len(self.work) < self.hello.max_num_seqs and self.refused_blocks is None and not self.turned_away
 
     def sent(self, handle: Handle, tokens: int) -> None:
-        """A prompt to compute went to it."""
+        """Count a prompt that was sent to the worker, until a heartbeat counts it."""
         self.on_the_way[handle] = tokens
         self.on_the_way_tokens += tokens
 
     def ended(self, handle: Handle) -> None:
-        """This work is over, or was withdrawn."""
+        """Forget work that is over or was withdrawn, and its tokens on the way."""
         self.work.pop(handle, None)
         self.on_the_way_tokens -= self.on_the_way.pop(handle, 0)
         self.refused_blocks = None  # something was freed there

@@ -22,15 +22,15 @@ STOP_GRACE_S: Final = 0.5
 
 
 CALLS_PER_CONNECTION: Final = 4
-"""On average, over all connections: a busy client multiplexes, many hold one stream. Calls beyond that are refused before
-their message is read."""
+"""Calls of one connection, on average over all: a busy client multiplexes, many hold one stream. Calls beyond that are
+refused before their message is read."""
 MAX_STREAMS: Final = 1024  # of one connection: as many as the queue holds by default
 MAX_METADATA_BYTES: Final = 16 << 10  # twice gRPC's default; ours take 200 bytes
 IDLE_MS: Final = 300_000  # a connection without a call; clients connect again by themselves
 
 
 def client_options(max_connections: int) -> list[tuple[str, int]]:
-    """Of a server whose clients are not trusted."""
+    """Options of a gRPC server whose clients are not trusted."""
     return [
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", MAX_STREAMS),

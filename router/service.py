@@ -153,7 +153,7 @@ class RouterService:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """One token of output must fit behind."""
+        """The longest prompt: one token of output must fit behind it."""
         return self._limit.max_model_len - 1
 
     def metrics(self) -> bytes:

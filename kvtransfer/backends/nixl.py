@@ -196,7 +196,7 @@ class NixlTransport:
 
     @property
     def num_peers(self) -> int:
-        """Of which it keeps metadata and descriptors, alive or not."""
+        """Peers whose metadata and descriptors are kept, whether they live or not."""
         return len(self._peers)
 
     def metadata(self) -> bytes:

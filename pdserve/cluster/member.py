@@ -96,7 +96,10 @@ class Member:
         self.pending = self.actor.place.remote() if self.state is State.PLACING else self.actor.load.remote()
 
     def died(self, now_s: float, *, counts: bool) -> float | None:
-        """The wait before its next process; None: it is gone for good. counts: against its restarts of the hour."""
+        """Returns how long to wait before its next process, or None when it is gone for good.
+
+        counts: whether this death counts against its restarts of the hour.
+        """
         delay_s = self._backoff.next_delay_s(now_s) if counts else FIRST_WAIT_S
         self._without_process(State.GONE if delay_s is None else State.BACKING_OFF, now_s)
         self.again_s = now_s + (delay_s or 0.0)

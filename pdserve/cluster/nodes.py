@@ -138,7 +138,7 @@ def start_command(needs: Needs, view: View, workers: int) -> str:
 
 
 def _settings(role: str, needs: Needs) -> str:
-    """The settings that ask for it."""
+    """The names of the settings that ask for it."""
     names = [_SETTINGS[name] for name in _FLAGS if name in needs.amounts]
     names += ["resources"] if needs.amounts.keys() - _FLAGS.keys() else []
     names += ["labels"] if needs.labels else []

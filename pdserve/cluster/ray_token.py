@@ -46,7 +46,7 @@ def send_token_if_asked(address: str) -> None:
 
 
 def _admits(address: str, headers: Mapping[str, str]) -> bool | None:
-    """None: no telling."""
+    """Whether it takes this token; None: it cannot be told."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         metadata = tuple((name.lower(), value) for name, value in headers.items())
         try:

@@ -66,7 +66,9 @@ class StartView:
     def _say(self, event: Event) -> None:
         line = _sentence(event)
         if line:
-            self._console.print(f"[{time.monotonic() - self._began:6.1f} s] {line}", markup=False, highlight=False)
+            self._console.print(
+                f"[{time.monotonic() - self._began:6.1f} s] {line}", markup=False, highlight=False, soft_wrap=True
+            )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         grid = Table.grid(padding=(0, 1))

@@ -52,13 +52,13 @@ def address_option(command: Command) -> Command:
 
 
 def admin_options(command: Command) -> Command:
-    """Where the administration of the router listens, and what it asks for off loopback."""
+    """Options for the router's admin port: its address, and the token that it asks for when it is not on loopback."""
     command = click.option(
         "--cluster-token",
         default="",
         envvar="PDSERVE_CLUSTER_TOKEN",
         show_envvar=True,
-        help="Of the router, where its admin port is not on loopback. Others see arguments: better set the variable.",
+        help="Needed where the admin port is not on loopback. Other users see arguments: better set the variable.",
     )(command)
     text = "Admin address of the router."
     return click.option(

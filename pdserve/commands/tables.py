@@ -114,7 +114,7 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
 
 
 def _damage(worker: inference_pb2.WorkerState) -> Text | None:
-    """Of KV that this worker lent; none of it was used."""
+    """What was damaged of the KV that this worker lent; none of it was used."""
     if not worker.kv_corrupt_blocks:
         return None
     said = f"{worker.worker_id}: {worker.kv_corrupt_blocks} lent KV blocks were not read as they were written"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     default="",
     envvar="PDSERVE_CLUSTER_TOKEN",
     show_envvar=True,
-    help="Between router and workers, and of who drains from elsewhere (default: a new secret).",
+    help="Secret of the router, its workers, and whoever administers it off loopback (default: a new one).",
 )
 @one_line_errors
 def up(cluster_token: str, **flags: Any) -> int:

@@ -57,7 +57,7 @@ class BlockEvent(Enum):
     """One more holder: a lease over a sequence's block, or a prefix hit."""
     PUBLISH = "publish"
     WITHDRAW = "withdraw"
-    """Nobody finds it any more: what it holds may be wrong."""
+    """From now on no prompt finds this block: what it holds may be wrong."""
     UNHOLD = "unhold"
     """The last reference to a block without a hash is gone."""
     UNHOLD_HASHED = "unhold_hashed"

@@ -6,7 +6,10 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Of a host as settings name it: an address, or `localhost`. Another name is taken for one that others reach."""
+    """Whether only this machine reaches a host, which settings name by an address or as `localhost`.
+
+    Another name is taken for one that others reach.
+    """
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -97,7 +97,7 @@ class Lease:
     prompt_len: int
     expires_s: float
     sums: tuple[BlockSum, ...] | None = None
-    """Of its first blocks, as many as are final and summed. None: checksums are off."""
+    """Checksums of its first blocks, as many as are final and summed; None: checksums are off."""
     proof: bytes | None = None
     """What a reader must show. None: no reader can know it yet."""
     state: LeaseState = LeaseState.HELD
@@ -267,7 +267,7 @@ class LeaseTable:
             self._end(lease, LeaseEvent.RELEASE)
 
     def held(self, lease_id: LeaseId) -> Lease | None:
-        """As it stands now, whether or not it is due. Not to be changed."""
+        """The lease as it stands now, whether or not it is due. The caller must not change it."""
         return self._held.get(lease_id)
 
     def expire_due(self, *, now_s: float) -> None:

@@ -19,7 +19,7 @@ MAX_LOGIT_BIASES = 300  # OpenAI's and vLLM's limit
 MAX_LOGPROBS = 20  # OpenAI's for chat; vLLM's default too
 SEED_LIMIT = 1 << 64
 LEAST_REAL = 1e-6
-"""Of temperature, top_p and min_p, where they are not 0. All is drawn in float32: logits over 3e38 times a temperature
+"""The smallest temperature, top_p and min_p that are not 0. All is drawn in float32: logits over 3e38 times a temperature
 overflow, and a share that float32 rounds to 0 is none. vLLM takes less than 1e-5 for greedy."""
 LEAST_REPETITION_PENALTY = 0.01
 """Logits are divided by it: those of a model, far under 1e6, stay far from where float32 overflows and draws say nothing."""

@@ -31,7 +31,7 @@ from pdserve.engine.kernels.support import triton_usable
 from pdserve.engine.native.block_sums import load_sums
 
 STRIPE_WORDS: Final = 512
-"""Of 8 bytes: 4 KiB of data and as much of keys stay in a core's first cache."""
+"""Words of 8 bytes in a stripe: 4 KiB of data and as much of keys stay in a core's first cache."""
 GOLDEN: Final = 0x9E3779B97F4A7C15
 _FIRST: Final = 0xBF58476D1CE4E5B9
 _SECOND: Final = 0x94D049BB133111EB

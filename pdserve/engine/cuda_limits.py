@@ -33,7 +33,7 @@ def check_cuda(config: EngineConfig, device: torch.device) -> None:
 
 
 def refuse_fp8(config: EngineConfig, gpu: Gpu) -> None:
-    """Without this the first step would fail, in the words of Triton's compiler."""
+    """Refuse what the kernels cannot do, because otherwise the first step would fail with a message of Triton's compiler."""
     if config.kv_cache_dtype == "fp8_e4m3" and gpu.capability < FP8_CAPABILITY:
         major, minor = gpu.capability
         raise ConfigError(

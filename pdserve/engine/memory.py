@@ -20,7 +20,7 @@ REST_BYTES: Final = 128 * MIB
 until it is ready; each peer adds some."""
 
 GPU_MARGIN_BYTES: Final = 256 * MIB
-"""Of a GPU's memory stays free whatever is set: kernels that are loaded at their first use, workspaces of cuBLAS, the
+"""Bytes of a GPU's memory that stay free whatever is set: kernels that are loaded at their first use, workspaces of cuBLAS, the
 transport's own buffers, and what the allocator cannot use between two tensors. vLLM keeps 150 MiB. Chosen, not measured."""
 
 

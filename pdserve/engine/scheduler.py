@@ -420,7 +420,7 @@ class Scheduler:
             seq.decoding = True
 
     def _final(self, seq: Sequence) -> Final:
-        """What its last chunk has completed."""
+        """The blocks that its last chunk has completed."""
         ended = seq.computed == len(seq.tokens)
         blocks = self._blocks_for(seq.computed) if ended else seq.computed // self._block_size
         first, seq.final = seq.final, blocks

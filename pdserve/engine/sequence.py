@@ -68,7 +68,7 @@ class Sequence:
     published: int = 0
     """Leading blocks that others can find: its own prefix hits, and those it has published."""
     final: int = 0
-    """Leading blocks that nothing writes any more, of a lent one."""
+    """How many leading blocks of a lent sequence nothing writes any more."""
     decoding: bool = False
     """It runs, and has nothing left to compute but its last output token."""
     served: int = 0

@@ -20,7 +20,8 @@ STEPS_A_LEVEL: Final = 16
 """Full steps of prompts that one level of priority is worth: 5 s of a small CPU model (512 tokens in 0.3 s), 3 s of a GPU
 (8,192 in 0.2 s). Twenty levels then outweigh a minute, all two hundred the default deadline."""
 FLOOR_SHARE: Final = 4
-"""One part in so many of a step's prompt tokens is for who was overtaken: larger priorities are a third slower for it."""
+"""One part in so many of a step's prompt tokens is kept for whoever was overtaken: larger priorities are a third
+slower for it."""
 
 
 def turn_of(clock: int, priority: int, token_budget: int) -> int:

@@ -86,7 +86,7 @@ def draw_plan(rng: random.Random, *, until_s: float) -> FaultPlan:
 
 
 def with_lost_numbers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
-    """In a third of the plans, for a few steps or for a while."""
+    """In a third of the plans the logits of some workers are not numbers, for a few steps or for a while."""
     count = rng.choice((0, 0, 0, 0, 1, 3))
     faults = [
         Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.NO_NUMBERS, rng.choice(WORKERS), rng.choice((0.02, 0.3, 2.0)))

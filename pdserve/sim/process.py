@@ -22,7 +22,7 @@ class Process:
         self.disturbed = False
         """Was killed or stopped."""
         self.hung = False
-        """Its engine is."""
+        """Its engine hangs, and its loop goes on."""
         self._stops = 0
 
     @property

@@ -138,7 +138,7 @@ class ServerContext:
         return grpc.aio.EOF if data is None else self._handler.request_deserializer(data)  # type: ignore[attr-defined]
 
     async def send_initial_metadata(self, metadata: Any) -> None:
-        """They say nothing that this network would carry."""
+        """The metadata is dropped: nothing in the simulation reads it."""
 
     async def write(self, message: Any) -> None:
         assert self._connection is not None

@@ -46,7 +46,7 @@ class Shape:
     check_steps: bool = True
     router: RouterConfig | None = None
     unequal: Mapping[str, WorkerShape] = field(default_factory=dict)
-    """By name: workers that are not as the rest of their pool."""
+    """Workers that differ from the rest of their pool, by name."""
 
     def of(self, name: str, role: str) -> WorkerShape:
         return self.unequal.get(name) or (self.prefill if role == "prefill" else self.decode)

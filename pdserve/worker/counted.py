@@ -23,7 +23,7 @@ class CountedCommands:
         self._given.append((seq_id, handle))
 
     def last_handle(self, last_seq_id: SeqId) -> Handle:
-        """The last command that counts include which were taken when `last_seq_id` had been asked for."""
+        """The last command that is included in counts which were taken when `last_seq_id` was the newest sequence."""
         while self._given and self._given[0][0] <= last_seq_id:
             _, self._last = self._given.popleft()
         return self._last

@@ -33,7 +33,7 @@ from pdserve.worker.messages import (
 )
 
 SumBlocks = Callable[[Sequence[BlockId]], tuple[BlockSum, ...]]
-"""Over all stored bytes of each of these blocks of the pool, in order."""
+"""Returns the checksum over all stored bytes of each of these blocks of the pool, in order."""
 
 CHECK_STEPS: Final = 512
 """The books are checked when the engine goes idle, at most once in so many steps: a walk over all blocks."""

@@ -12,7 +12,7 @@ from typing import Final
 from pdserve.worker.messages import StepEvents
 
 LOOK_S: Final = 0.5
-"""Between two looks; a heartbeat later at most, the router knows as well."""
+"""Seconds between two looks. At most one heartbeat later the router knows as well."""
 MAX_STEPS_LATE: Final = 30
 """A step may take so many times what the slowest of the largest ones took when the worker started. Measured: a worker that
 shared its cores with two busy processes at a lower priority took 28 times as long as alone."""

@@ -92,7 +92,7 @@ class Host:
     _last_seq_id: int = 0
 
     def next_seq_id(self, handle: Handle) -> SeqId:
-        """Of the sequence that this command asks the engine for."""
+        """The id of the sequence that this command asks the engine for."""
         self._last_seq_id += 1
         seq_id = SeqId(self._last_seq_id)
         self.counted.give(seq_id, handle)

@@ -83,7 +83,7 @@ class Lent:
     seq_id: SeqId
     block_ids: tuple[BlockId, ...]
     sums: tuple[BlockSum, ...] | None = None
-    """Of its prefix hits, which were final before; None: nothing is summed."""
+    """Checksums of its prefix hits, which were final before; None: nothing is summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Rehashed:
-    """Those of the lent blocks that are not what was summed."""
+    """The lent blocks that do not hold what was summed."""
 
     seq_id: SeqId
     rotted: tuple[BlockId, ...]
@@ -122,11 +122,11 @@ class EngineSnapshot(NamedTuple):
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     commands_taken: int = 0
-    """Of all that were submitted since the start."""
+    """How many commands the engine has taken, of all that were submitted since the start."""
     numerical_errors: int = 0
-    """Sequences that failed for want of numbers, since the start."""
+    """Sequences since the start that failed because their logits were not finite numbers."""
     has_work: bool = False
-    """It goes on without a further command."""
+    """Whether the engine goes on without a further command."""
     last_seq_id: SeqId = SeqId(0)
     """The last sequence that was asked for before these counts were taken."""
 
@@ -141,7 +141,7 @@ class StepEvents(NamedTuple):
     tokens: tuple[OutputToken, ...] = ()
     preempted: tuple[SeqId, ...] = ()
     failed: tuple[SeqId, ...] = ()
-    """Their logits were not finite numbers; the engine has forgotten them."""
+    """Sequences whose logits were not finite numbers; the engine has forgotten them."""
     snapshot: EngineSnapshot | None = None
     sealed: tuple[Sealed, ...] = ()
     rehashed: tuple[Rehashed, ...] = ()

@@ -202,7 +202,7 @@ class RunningWorker:
         return runner, scheduler, pool
 
     def _sums_of(self) -> BlockSums | None:
-        """Of who lends its blocks."""
+        """Returns what sums the pool's blocks; None where this worker does not lend them, or checksums are off."""
         lends = self._role_number == common_pb2.ROLE_PREFILL
         return BlockSums(self.kv.blocks) if lends and self._config.lease.kv_checksum else None
 

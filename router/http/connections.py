@@ -11,7 +11,7 @@ from typing import Protocol
 
 class Connection(Protocol):
     def give_way(self) -> None:
-        """End now: another takes the place."""
+        """End now: another connection takes the place."""
 
 
 class ConnectionTable:
@@ -38,13 +38,13 @@ class ConnectionTable:
         return True
 
     def waits(self, connection: Connection) -> None:
-        """It has no request any more, since now."""
+        """From now on this connection has no request."""
         self._waiting.pop(connection, None)
         if connection in self._all:
             self._waiting[connection] = None
 
     def serves(self, connection: Connection) -> None:
-        """It has a whole head, and so a request."""
+        """The whole head has come, so this connection has a request now."""
         self._waiting.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:

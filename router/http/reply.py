@@ -47,7 +47,7 @@ class Reply:
         await self.encoded(status, encode_json(payload), headers, more=more)
 
     async def encoded(self, status: int, body: bytes, headers: Headers | None = None, *, more: bool = False) -> None:
-        """As `json`, of what is JSON already."""
+        """Answer with a body that is encoded as JSON already; otherwise like `json`."""
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         told = [(TIMELINE_METADATA.encode(), timeline(self._report).encode())] if self._report else []
         await self._start(status, own + told + (headers or []))

@@ -1,4 +1,4 @@
-"""A request that offers to go on in another protocol, as one that does not: what RFC 9110 section 7.8 lets a server do.
+"""Turns a request that offers to go on in another protocol into one that does not, as RFC 9110 section 7.8 allows.
 
 httptools takes every offer for accepted and stops at the head, body or not. Java's HttpClient and `curl --http2` offer
 HTTP/2 with each first request.

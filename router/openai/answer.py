@@ -26,7 +26,7 @@ class _Output:
     tokens: int
     finish_reason: FinishReason
     logprobs: bytes
-    """JSON."""
+    """The log-probabilities as JSON."""
 
 
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:

@@ -27,13 +27,13 @@ class Call:
 
     chat: bool
     request_id: str
-    """The router's own, unique."""
+    """The router's own id of the request, unique."""
     inputs: tuple[GenerateInput, ...]
     stream: bool
     include_usage: bool
     continuous_usage: bool
     correlation_id: str = ""
-    """What the client calls it."""
+    """What the client calls the request; it need not be unique."""
 
 
 def parse_completion(body: bytes, header_id: str | None, max_prompt_tokens: int = ANY_NUMBER) -> Call:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -70,6 +71,20 @@ def test_chat_survives_a_refused_turn(address: str) -> None:
 def test_status_as_table_and_as_json(address: str) -> None:
     assert "router: 0 queued, 0 running" in run("status", "--address", address).stdout
     assert json.loads(run("status", "--address", address, "--json").stdout)["queued_requests"] == 0
+
+
+def test_status_asked_of_another_port_says_which_one_it_needs() -> None:
+    """It said "Method not found!", which names neither the port nor what to do."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        result = run("status", "--address", address)
+    finally:
+        server.stop(None)
+    assert result.exit_code == 1
+    assert f"{address} is another port or another server" in result.stderr
+    assert "its admin port? (--address HOST:PORT)" in result.stderr
 
 
 def test_watching_and_generating_end_with_ctrl_c(address: str) -> None:

@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from pdserve.cluster.actor import WorkerReport
+from pdserve.cluster.events import WorkerChanged, WorkerPhase
 from pdserve.commands import tables
+from pdserve.commands.progress import StartView
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve.worker.memory import MemoryReport
 
@@ -167,3 +169,13 @@ def test_status_says_when_tokens_depend_on_where_a_request_runs() -> None:
         with console.capture() as captured:
             console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker], exact=exact), 80))
         assert ("exact: false" in captured.get()) is not exact
+
+
+def test_a_command_that_the_start_tells_is_not_broken_over_lines() -> None:
+    """It was cut at 160 columns, so that half of a long `ray start` would have run when it was copied from a log."""
+    command = "RAY_worker_niceness=0 ray start --address=192.0.2.2:6379 " + "--labels=pool=prefill" * 8
+    console = Console(width=160, highlight=False)
+    with console.capture() as captured:
+        StartView(console, lambda: None)(WorkerChanged("prefill-0", WorkerPhase.WAITING, f"start one with: {command}"))
+    assert command in captured.get()
+    assert len(captured.get().splitlines()) == 1

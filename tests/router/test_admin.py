@@ -62,6 +62,7 @@ def _ask(address: str) -> None:
                 with pytest.raises(CallFailed) as caught:
                     ask()
                 assert caught.value.status is grpc.StatusCode.UNAUTHENTICATED
+                assert "set PDSERVE_CLUSTER_TOKEN" in str(caught.value)  # "does not match" named nothing that one could change
     with AdminClient(address, TOKEN) as operator:
         assert not any(worker.draining for worker in operator.cluster_state().workers)
         call = operator.drain("decode-0")
