@@ -7,7 +7,8 @@ CONSTRAINTS := requirements/constraints.txt
 NATIVE := $(wildcard pdserve/engine/native/*.h pdserve/engine/native/*.cpp)
 N      ?= 2000
 SEED   ?= 1
-PYTESTS ?= 2  # processes that share the tests, a file at a time: much of a test is waiting
+# Processes that share the tests, a file at a time: much of a test is waiting.
+PYTESTS ?= 2
 
 .PHONY: $(shell sed -n "s/^\([a-z-]*\):.*/\1/p" Makefile)
 
