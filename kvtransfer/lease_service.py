@@ -177,6 +177,7 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         if self._rehash is None:
             return None
         try:
-            return await asyncio.wait_for(self._rehash(lease.seq_id), SUMS_WAIT_S)
+            async with asyncio.timeout(SUMS_WAIT_S):
+                return await self._rehash(lease.seq_id)
         except (TimeoutError, PdserveError):
             return None

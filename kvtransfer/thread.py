@@ -85,7 +85,8 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="pdserve-transfer", daemon=True)
         self._thread.start()
         try:
-            return await asyncio.wait_for(asyncio.shield(self._metadata), START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                return await asyncio.shield(self._metadata)
         except TimeoutError as exc:
             raise TransferFailed(f"the transport did not start within {START_TIMEOUT_S:.0f} s") from exc
 
@@ -104,7 +105,8 @@ class TransferThread:
             answer.add_done_callback(mark_retrieved)
             self._commands.put(Connect(incarnation, metadata))
         try:
-            await asyncio.wait_for(asyncio.shield(answer), CONNECT_TIMEOUT_S)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):  # `wait_for` would lose an abort that comes with the answer
+                await asyncio.shield(answer)
         except TimeoutError as exc:
             raise TransferFailed(f"peer {incarnation:016x} was not connected within {CONNECT_TIMEOUT_S:.0f} s") from exc
 
@@ -179,7 +181,8 @@ class TransferThread:
             self._closing = True
             self._commands.put(Stop())
         try:
-            await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._ended)
         except TimeoutError:
             self.become_unhealthy(f"the transfer thread did not end within {timeout_s:.1f} s")
             self._fail_all(TransferFailed("the transfer thread is closing"), stopped=False)

@@ -1,4 +1,4 @@
-"""File descriptors: clients get what workers do not need, so that no flood of connections locks a worker out."""
+"""File descriptors: each port has its share, so that no flood of connections to one of them locks others out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ logger = logging.getLogger(__name__)
 
 RESERVED: Final = 256
 """For links (one each), sockets that listen, logs, pipes, and connections that were accepted and are being refused."""
+OWN: Final = 64
+"""Of the reserved ones: what is no connection that a port has admitted."""
+MAX_ADMINS: Final = 32
+"""Connections of the admin port: people and their scripts."""
 MIN_CONNECTIONS: Final = 16
 
 
@@ -37,3 +41,8 @@ def share_of_clients(limit: int, max_connections: int) -> int:
     if share < max_connections:
         logger.warning("router.max_connections %d is lowered to %d: RLIMIT_NOFILE is %d", max_connections, share, limit)
     return share
+
+
+def share_of_links(limit: int, share_of_clients: int) -> int:
+    """Connections that the link port may have: whatever the ports of clients and the admin port leave."""
+    return limit - 2 * share_of_clients - MAX_ADMINS - OWN

@@ -13,9 +13,10 @@ from pdserve.core.hosts import is_loopback
 from pdserve.rpc import status
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from router.descriptors import MAX_ADMINS
 from router.draining import find, follow
 from router.malformed import MalformedGuard
-from router.server import bind_port, make_server, stop_server
+from router.server import bind_port, client_options, make_server, stop_server
 from router.service import RouterService
 from router.wire import cluster_state_to_wire
 
@@ -58,7 +59,9 @@ class AdminServer:
     def __init__(self, router: RouterService, cluster_token: str) -> None:
         self._router = router
         self._cluster_token = cluster_token
-        self._server = make_server(max_receive_bytes=MAX_REQUEST_BYTES, interceptors=[MalformedGuard(SERVICE)])
+        self._server = make_server(
+            max_receive_bytes=MAX_REQUEST_BYTES, interceptors=[MalformedGuard(SERVICE)], options=client_options(MAX_ADMINS)
+        )
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:

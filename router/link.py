@@ -145,13 +145,15 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         if not hmac.compare_digest(given, self._token):
             logger.warning("refused a link from %s: wrong cluster token", context.peer())
             with contextlib.suppress(TimeoutError):  # to gRPC a Hello that meets the refusal is an internal error of its sender
-                await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    await context.read()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{status.CLUSTER_TOKEN_METADATA} does not match")
 
     async def _hello(self, context: Any, numbers: Incoming) -> ev.WorkerHello:
         """Aborts the call unless the first message is a sensible Hello."""
         try:
-            message = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                message = await context.read()
         except TimeoutError:
             message = None
         if not isinstance(message, link_pb2.WorkerMessage) or message.WhichOneof("body") != "hello":

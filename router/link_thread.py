@@ -23,7 +23,7 @@ from pdserve.core.errors import ConfigError, InternalBug, Overloaded, PdserveErr
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from router import events as ev
 from router.link import Deliver, LinkService
-from router.server import bind_port, make_server, stop_server
+from router.server import bind_port, client_options, make_server, stop_server
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,16 @@ MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
 MAX_HEARD: Final = 1 << 16
 """Events that wait for the main loop: minutes of the steps of many workers. Whose event finds no room loses its link."""
 STUCK_S: Final = 30.0  # the longest that the main loop was ever held is a tenth
+MAX_CONNECTIONS: Final = 1024  # one for each worker; a router process says how many its descriptors allow
 CLOSE_TIMEOUT_S: Final = 5.0  # above the grace of a server that stops
 
 
 class LinkThread:
     """`start` it on the main loop, which calls all its methods, and `close` it."""
 
-    def __init__(self, cluster_token: str) -> None:
+    def __init__(self, cluster_token: str, max_connections: int = MAX_CONNECTIONS) -> None:
         self._token = cluster_token
+        self._max_connections = max_connections
         self._heard: deque[ev.WorkerEvent] = deque()
         self._heard_since_s: float | None = None  # the main loop has been told that something waits
         self._said: deque[Callable[[LinkService], None]] = deque()
@@ -119,7 +121,7 @@ class LinkThread:
     async def _serve(self, host: str, port: int, ready: concurrent.futures.Future[int]) -> None:
         self._stop = asyncio.Event()
         self._service = LinkService(self._token, self._hear, answers=self._main_takes)
-        server = make_server(max_receive_bytes=MAX_LINK_MESSAGE_BYTES)
+        server = make_server(max_receive_bytes=MAX_LINK_MESSAGE_BYTES, options=client_options(self._max_connections))
         link_pb2_grpc.add_WorkerLinkServicer_to_server(self._service, server)
         try:
             bound = bind_port(server, host, port, "--link-port")

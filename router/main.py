@@ -19,7 +19,7 @@ import uvloop
 from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
-from router.descriptors import raise_limit, share_of_clients
+from router.descriptors import raise_limit, share_of_clients, share_of_links
 from router.grpc_admin import AdminServer
 from router.grpc_front import GrpcFront
 from router.http import serve_http
@@ -80,8 +80,9 @@ async def serve(
     """
     settings = config.router
     link_host = settings.link_host or settings.host
-    max_connections = share_of_clients(raise_limit(), settings.max_connections)
-    links = LinkThread(config.cluster_token)
+    descriptors = raise_limit()
+    max_connections = share_of_clients(descriptors, settings.max_connections)
+    links = LinkThread(config.cluster_token, share_of_links(descriptors, max_connections))
     service = RouterService(settings, model, links=links)
     async with contextlib.AsyncExitStack() as stack:
         service.start()

@@ -79,7 +79,8 @@ def _checked(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any
 async def _received(context: Any) -> Any:
     """The one message, or an error in its place."""
     try:
-        request = await asyncio.wait_for(context.read(), RECEIVE_TIMEOUT_S)
+        async with asyncio.timeout(RECEIVE_TIMEOUT_S):  # `wait_for` would lose that the client left with its message
+            request = await context.read()
     except TimeoutError:
         return RequestTimeout(f"request: not complete after {RECEIVE_TIMEOUT_S:g} s")
     if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs

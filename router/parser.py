@@ -18,7 +18,6 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
 from router.openai.request import Call
 from router.parse import Job, Parsed, parse
 from router.parse_child import LENGTH
+from router.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class RequestParser:
     def __init__(self, max_body_bytes: int, command: Sequence[str] = COMMAND) -> None:
         """How much may wait for it at a time is bounded by the front ends, which hold the bytes."""
         self._command = [*command, str(max_body_bytes)]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
+        self._turns = Turns("parse")
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -64,15 +64,14 @@ class RequestParser:
 
     async def _in_child(self, job: Job) -> tuple[str, Any]:
         try:
-            loop = asyncio.get_running_loop()
             async with asyncio.timeout(WAIT_TIMEOUT_S):
-                return await loop.run_in_executor(self._thread, self._exchange, job)
+                return await self._turns.run(lambda: self._exchange(job))
         except TimeoutError:
             raise Overloaded(f"the request was not read within {WAIT_TIMEOUT_S:g} s", retry_after_s=1.0) from None
 
     def close(self) -> None:
         """Bounded. Whoever waits for the child is told that it ended."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()
         self._drop()
 
     # In the thread -----------------------------------------------------------------------------------------------------
@@ -80,12 +79,11 @@ class RequestParser:
     def _exchange(self, job: Job) -> tuple[str, Any]:
         request = pickle.dumps(job, protocol=5)
         child = self._ready_child()
+        end_s = time.monotonic() + PARSE_TIMEOUT_S
         try:
-            assert child.stdin is not None
-            child.stdin.write(LENGTH.pack(len(request)))
-            child.stdin.write(request)
-            child.stdin.flush()
-            reply: tuple[str, Any] = pickle.loads(self._read_reply(child))  # noqa: S301 - from our own child
+            for part in (LENGTH.pack(len(request)), request):
+                self._send(child, part, end_s)
+            reply: tuple[str, Any] = pickle.loads(self._read_reply(child, end_s))  # noqa: S301 - from our own child
         except TimeoutError:
             self._drop()
             raise Overloaded(f"the request was not read within {PARSE_TIMEOUT_S:g} s", retry_after_s=1.0) from None
@@ -94,17 +92,22 @@ class RequestParser:
             raise InternalBug(f"the process that reads large requests ended: {exc!r}") from exc
         return reply
 
-    def _read_reply(self, child: subprocess.Popen[bytes]) -> bytes:
+    def _send(self, child: subprocess.Popen[bytes], data: bytes, end_s: float) -> None:
+        """A child that takes nothing must not hold the thread for ever: the pipe has room for 64 KiB."""
+        assert child.stdin is not None
+        descriptor = child.stdin.fileno()
+        left = memoryview(data)
+        while left:
+            _await_pipe(descriptor, select.POLLOUT, end_s)
+            left = left[os.write(descriptor, left) :]
+
+    def _read_reply(self, child: subprocess.Popen[bytes], end_s: float) -> bytes:
         assert child.stdout is not None
         descriptor = child.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        end_s = time.monotonic() + PARSE_TIMEOUT_S
         received = bytearray()
         wanted = LENGTH.size
         while len(received) < wanted:
-            if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
-                raise TimeoutError
+            _await_pipe(descriptor, select.POLLIN, end_s)
             part = os.read(descriptor, min(1 << 20, wanted - len(received)))
             if not part:
                 raise EOFError(f"exit status {child.poll()}")
@@ -119,7 +122,9 @@ class RequestParser:
         if self._child is None:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             pipe = subprocess.PIPE
-            self._child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, env=environment)
+            self._child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, env=environment, bufsize=0)
+            assert self._child.stdin is not None
+            os.set_blocking(self._child.stdin.fileno(), False)
         return self._child
 
     def _drop(self) -> None:
@@ -133,6 +138,13 @@ class RequestParser:
                     stream.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(STOP_TIMEOUT_S)
+
+
+def _await_pipe(descriptor: int, event: int, end_s: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+        raise TimeoutError
 
 
 async def _unpacked(result: Any) -> Parsed:

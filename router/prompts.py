@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from pdserve.core.errors import InvalidRequest, Overloaded
 from router.api import ChatMessage, Prompt
 from router.limits import LengthLimit
 from router.model import ServedModel
+from router.turns import Turns
 
 T = TypeVar("T")
 
@@ -28,11 +27,11 @@ class PromptEncoder:
     def __init__(self, model: ServedModel, limit: LengthLimit) -> None:
         self._model = model
         self._limit = limit
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._turns = Turns("tokenize")
         self._encoding = 0
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Not empty, every id in range, any length. Raises `InvalidRequest` naming `prompt` or `messages`."""
@@ -88,7 +87,7 @@ class PromptEncoder:
             raise Overloaded(f"{MAX_ENCODING} long prompts are being tokenised", retry_after_s=1.0)
         self._encoding += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await self._turns.run(work)
         finally:
             self._encoding -= 1
 

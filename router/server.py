@@ -30,7 +30,7 @@ IDLE_MS: Final = 300_000  # a connection without a call; clients connect again b
 
 
 def client_options(max_connections: int) -> list[tuple[str, int]]:
-    """Options of a gRPC server whose clients are not trusted."""
+    """Options of a gRPC server whose callers are not trusted, at least not before they have shown a token."""
     return [
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", MAX_STREAMS),

@@ -246,7 +246,8 @@ class RouterService:
 
     async def _wait_busy(self, timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(self._busy.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` would lose a `close` that comes with a request
+                await self._busy.wait()
         except TimeoutError:
             pass
 

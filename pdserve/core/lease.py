@@ -313,6 +313,7 @@ class LeaseTable:
     def _end(self, lease: Lease, event: LeaseEvent) -> None:
         lease.move(event)
         del self._held[lease.lease_id]
+        lease.sums = None  # those of thousands of long prompts are hundreds of MiB
         self._ended[lease.lease_id] = lease
         while len(self._ended) > MAX_TOMBSTONES:
             self._ended.popitem(last=False)

@@ -25,6 +25,7 @@ from router.openai.answer import answer
 from router.openai.errors import encode_json, error_headers, error_payload
 from router.openai.request import Call
 from router.parse import Job, Kind
+from router.parser import INLINE_BYTES
 
 DEFAULT_LIMITS: Final = RouterConfig()
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -78,7 +79,9 @@ class _Generate:
             with self._budget.share() as share:
                 body = await read_body(scope, receive, self._api.max_body_bytes, share)
                 header_id = Request(scope).headers.get(CORRELATION_ID_METADATA)
-                call = await self._api.parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id))
+                reading = self._api.parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id))
+                # A large body waits for its turn; one whose client has left is not to hold up the others.
+                call = await (self._live.run(receive, reading) if len(body) > INLINE_BYTES else reading)
                 assert isinstance(call, Call)
             reply.name(call.request_id, call.correlation_id)
             await self._live.run(receive, answer(self._api, call, reply))

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from pdserve.core.errors import Cancelled, Unavailable
+
+T = TypeVar("T")
 
 
 class LiveRequests:
     """Owner: one HTTP server. Work is cancelled when its client leaves or when the server closes."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    async def run(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-        """Raises what `work` raises, `Cancelled` when the client left, `Unavailable` when the server closes.
+    async def run(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises what it raises, `Cancelled` when the client left, `Unavailable` when the server closes.
 
         `receive` must have delivered the whole body: what it says next is that the client is gone, and it says so
         also while nothing is being sent.
@@ -35,7 +37,7 @@ class LiveRequests:
                 raise Cancelled("the client left")
             if task.cancelled():
                 raise Unavailable("the server is closing")
-            task.result()
+            return task.result()
         finally:
             self._tasks.discard(task)
             task.cancel()

@@ -1,5 +1,7 @@
 """The lease machine: what a late, repeated, foreign or premature event may and may not do."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,6 +33,26 @@ def test_commit_needs_every_block_and_the_whole_watermark():
     assert table.take_returned() == [], "a refused commit leaves the lease as it was"
     assert table.commit(lease, READER, 2, now_s=1)
     assert [lease.block_ids for lease in table.take_returned()] == [(0, 1)]
+
+
+def test_a_lease_that_has_ended_keeps_no_checksums():
+    blocks = 1000
+    table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
+    ids = tuple(BlockId(i) for i in range(blocks))
+    sums = [BlockSum(i) for i in range(blocks)]
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            lease = table.grant(SeqId(number), ids, 16 * blocks, sums=(), now_s=0)
+            table.seal(lease, 0, sums, now_s=0)
+            table.advance(lease, 16 * blocks, TOKEN, now_s=0)
+            assert table.commit(lease, READER, blocks, 0, sums, now_s=0)
+            table.take_returned()
+            del lease
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 100 * blocks, "the checksums of a prompt take 8 kB and more"
 
 
 def test_a_repeated_commit_is_ok_to_the_same_reader_only():

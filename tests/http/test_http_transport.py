@@ -16,6 +16,8 @@ import router.http.protocol
 from pdserve import __version__
 from pdserve.core.errors import ConfigError, ReplicaLost
 from router.http import serve_http
+from router.parse import Job, Parsed
+from router.parser import INLINE_BYTES, RequestParser
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "p"}
 STREAM = {**BODY, "stream": True}
@@ -125,6 +127,33 @@ def test_a_client_that_leaves_while_waiting_is_cancelled_at_once(payload: dict[s
                 writer.transport.abort()
                 await api.closed.wait()
             assert not any(generation.finished for generation in api.generations)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_its_large_body_waits_to_be_read_gives_up_its_turn() -> None:
+    """Else whoever sends large bodies and goes keeps the clients behind it waiting."""
+
+    class Busy(RequestParser):
+        began, left = asyncio.Event(), asyncio.Event()
+
+        async def parse(self, job: Job) -> Parsed:
+            self.began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.left.set()
+            raise AssertionError
+
+    async def run() -> None:
+        busy = Busy(8 << 20)
+        async with served(FakeApi(parser=busy)) as base:
+            _, writer = await connect(base)
+            writer.write(post(COMPLETIONS, {**BODY, "user": "u" * INLINE_BYTES}))
+            async with asyncio.timeout(10):
+                await busy.began.wait()
+                writer.transport.abort()
+                await busy.left.wait()
 
     asyncio.run(run())
 

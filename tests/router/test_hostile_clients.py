@@ -22,6 +22,7 @@ from .test_process import PORTS, ready_line, router_process
 BOUND_S = 60.0
 MIB = 1 << 20
 PROMPT = (1, 2, 3)
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty SETTINGS
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -104,6 +105,14 @@ def test_a_swarm_of_hostile_clients_costs_little_memory_and_nobody_else(tmp_path
         assert "was silent" not in err
 
 
+async def held(address: str, stack: contextlib.AsyncExitStack) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection until the stack ends. It keeps both streams: one that is garbage would close the connection."""
+    host, _, port = address.rpartition(":")
+    streams = await asyncio.open_connection(host, int(port))
+    stack.callback(lambda: streams[1].transport.abort())
+    return streams
+
+
 def test_a_flood_of_connections_locks_no_worker_out(tmp_path: Path) -> None:
     """(1) Few descriptors, and more connections than there are, on both ports of clients. (2) A worker dials and serves.
     (3) Who connects over HTTP is served too: idle ones make room."""
@@ -111,11 +120,9 @@ def test_a_flood_of_connections_locks_no_worker_out(tmp_path: Path) -> None:
     async def story(ready: dict[str, Any], pid: int) -> None:
         async with asyncio.timeout(BOUND_S), contextlib.AsyncExitStack() as stack:
             for address in (ready["http"], ready["grpc"]):
-                host, _, port = address.rpartition(":")
                 for _ in range(300):
                     with contextlib.suppress(OSError):
-                        _, writer = await asyncio.open_connection(host, int(port))
-                        stack.callback(writer.transport.abort)
+                        await held(address, stack)
             assert footprint(pid).fds < 320
             async with worker(ready["link"]) as linked:
                 await linked.wait_for(lambda: linked.alive_seen > 0)
@@ -127,6 +134,28 @@ def test_a_flood_of_connections_locks_no_worker_out(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=10)
         assert "router.max_connections 1024 is lowered to 32" in err
+
+
+def test_a_flood_of_the_links_port_or_the_admins_locks_no_client_out(tmp_path: Path) -> None:
+    """Whoever shares the network needs no token to connect. Each port is tried until it refuses."""
+
+    async def admitted(address: str, stack: contextlib.AsyncExitStack) -> bool:
+        reader, writer = await held(address, stack)
+        writer.write(HTTP2_PREFACE)
+        with contextlib.suppress(ConnectionError):
+            return bool(await reader.read(1))
+        return False
+
+    async def story(ready: dict[str, Any]) -> None:
+        async with asyncio.timeout(20.0), contextlib.AsyncExitStack() as stack, worker(ready["link"]) as linked:
+            await linked.wait_for(lambda: linked.alive_seen > 0)
+            for address in (ready["link"], ready["admin"]):
+                while await admitted(address, stack):
+                    pass
+            assert (await post(ready))["usage"]["completion_tokens"] == 5
+
+    with router_process(tmp_path, *PORTS, descriptors=320) as process:
+        asyncio.run(story(ready_line(process)))
 
 
 def test_descriptors_for_hardly_any_client_are_a_named_refusal_to_start(tmp_path: Path) -> None:

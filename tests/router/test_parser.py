@@ -188,3 +188,16 @@ def test_closing_ends_who_waits() -> None:
                 await waiting
 
     run(story())
+
+
+def test_a_child_that_takes_nothing_of_a_large_request_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the pipe has room for: the thread would be stuck in the write, and so every large request after it."""
+    monkeypatch.setattr(parser, "PARSE_TIMEOUT_S", 0.3)
+
+    async def story() -> None:
+        async with parser_of(sys.executable, "-c", "import time; time.sleep(60)") as made:
+            with pytest.raises(Overloaded, match=r"0\.3 s"):
+                await made.parse(job(Kind.COMPLETION, {"prompt": "x" * (1 << 20)}))
+            assert made.child_pid is None
+
+    run(story())

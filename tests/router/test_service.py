@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from pdserve.config import RouterConfig
 from pdserve.core.errors import Overloaded
 from pdserve.core.ids import Incarnation
 from pdserve.testing.fake_worker import DECODE, PREFILL
@@ -17,7 +18,7 @@ from router.waiting import RETRY_AFTER_UNKNOWN_S, WaitingRequests
 from router.wire import cluster_state_to_wire
 
 from .core_peers import hello
-from .local_cluster import local_cluster, right_ids
+from .local_cluster import local_cluster, right_ids, tiny_model
 
 
 def test_books_that_disagree_are_logged_and_counted_and_stop_nobody(
@@ -96,3 +97,21 @@ def test_the_retry_hint_forgets_how_fast_things_went_long_ago() -> None:
     with pytest.raises(Overloaded) as caught:
         waiting.check_room(1, now_s=64 * 600.0)
     assert caught.value.retry_after_s == RETRY_AFTER_UNKNOWN_S
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_closing_is_not_lost_when_a_request_has_just_come(turns: int) -> None:
+    """A cancelled ticker that had just been woken went on for ever, and closing waited for it."""
+
+    async def story() -> None:
+        made = service.RouterService(RouterConfig(), tiny_model())
+        made.start()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        made._busy.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await made.close()
+
+    asyncio.run(story())

@@ -49,3 +49,29 @@ def test_a_call_that_ends_before_its_message_is_invalid() -> None:
             assert "request: is missing" in (caught.value.details() or "")
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_client_that_leaves_as_its_message_comes_has_left(turns: int) -> None:
+    """Its cancellation was lost in the wait, and its request was served to nobody."""
+
+    class Context:
+        def __init__(self) -> None:
+            self.message: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def read(self) -> str:
+            return await self.message
+
+    async def story() -> None:
+        context = Context()
+        waiting = asyncio.create_task(malformed._received(context))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        context.message.set_result("request")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        cancelled = waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled() == cancelled
+
+    asyncio.run(story())
