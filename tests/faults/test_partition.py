@@ -44,7 +44,7 @@ def both() -> Iterator[Far]:
         pytest.skip(reason)
     with Neighbour() as neighbour:
         control, data = neighbour.control, neighbour.data
-        places = {FAR: Place(neighbour.command, {}, {"host": data.their_ip})}
+        places = {FAR: Place(neighbour.command, worker={"host": data.their_ip})}
         cluster = ProcessCluster(
             tiny(),
             prefill=2,
