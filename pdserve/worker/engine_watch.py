@@ -32,21 +32,24 @@ class EngineWatch:
         self._submitted = 0
         self._taken = 0
         self._has_work = False
+        self._owed = False  # at the last look, and nothing was heard since
 
     def submitted(self) -> None:
         """One more command waits for the engine."""
         self._submitted += 1
 
     def heard(self, events: StepEvents) -> None:
-        self.stalled_s = 0.0
+        self.stalled_s, self._owed = 0.0, False
         if events.snapshot is not None:
             self._taken, self._has_work = events.snapshot.commands_taken, events.snapshot.has_work
 
     def look(self, elapsed_s: float) -> bool:
         """Called every `LOOK_S`, with the time since the last call. Returns whether the engine is stuck."""
         owes = self._has_work or self._submitted > self._taken
-        # Of a look that comes late, only the time that it was to take counts: nobody was there to hear the engine.
-        self.stalled_s = self.stalled_s + min(elapsed_s, 2 * LOOK_S) if owes else 0.0
+        # Work that came since the last look has waited for less than a look, and counts from this one. Of a look that comes
+        # late, only the time that it was to take counts: nobody was there to hear the engine.
+        self.stalled_s = self.stalled_s + min(elapsed_s, 2 * LOOK_S) if owes and self._owed else 0.0
+        self._owed = owes
         return self.stalled_s > self.timeout_s
 
     @property

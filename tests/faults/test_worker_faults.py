@@ -76,5 +76,5 @@ def test_no_client_sees_an_engine_that_hangs(service: Service, hanging: str) -> 
         assert_all_equal(load.finish(), service.expected)
     assert process.popen.wait(BOUND_S) == 1
     assert f"{hanging} is lost: the engine has made no step for" in process.log()
-    assert f"{hanging} gave itself up: the engine has made no step for" in cluster.processes["router"].log()
+    assert "has made no step for" in cluster.processes["router"].log()  # by its own word, or by its heartbeats before that
     service.assert_healed()

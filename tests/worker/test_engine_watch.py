@@ -24,7 +24,7 @@ def looks(watch: EngineWatch, count: int) -> bool:
 def test_a_command_that_is_never_taken_is_a_hang_after_the_bound() -> None:
     watch = EngineWatch(TIMEOUT_S)
     watch.submitted()
-    assert not looks(watch, LOOKS)
+    assert not looks(watch, 1 + LOOKS), "the first look begins the count"
     assert watch.stalled_s == TIMEOUT_S
     assert looks(watch, 1)
     assert "no step for 6.5 s, of at most 6.0 s" in watch.reason
@@ -34,7 +34,19 @@ def test_a_step_that_never_ends_is_a_hang_although_all_commands_were_taken() -> 
     watch = EngineWatch(TIMEOUT_S)
     watch.submitted()
     watch.heard(events(taken=1, has_work=True))
-    assert looks(watch, LOOKS + 1)
+    assert looks(watch, 1 + LOOKS + 1)
+
+
+def test_work_that_came_just_before_a_look_does_not_make_the_engine_late() -> None:
+    """It counted from the look before, when the engine was idle: for half a second too long, which set a worker aside."""
+    watch = EngineWatch(TIMEOUT_S)
+    assert not looks(watch, 1)
+    watch.submitted()
+    assert not looks(watch, 1)
+    assert watch.stalled_s == 0.0
+    watch.heard(events(taken=1, has_work=True))
+    assert not looks(watch, 1)
+    assert watch.stalled_s == 0.0
 
 
 def test_an_idle_engine_owes_nothing() -> None:
@@ -69,6 +81,7 @@ def test_a_process_that_stood_still_does_not_take_its_engine_for_hung() -> None:
     """Stopped for an hour, or its loop was: nobody was there to hear the engine, which gets its time again."""
     watch = EngineWatch(TIMEOUT_S)
     watch.submitted()
+    assert not watch.look(LOOK_S)
     assert not watch.look(3600.0)
     assert watch.stalled_s == 2 * LOOK_S
 
