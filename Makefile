@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
-NATIVE := $(wildcard pdserve/engine/native/*.h pdserve/engine/native/*.cpp)
+NATIVE := $(wildcard pdserve/engine/native/src/*)
 N      ?= 2000
 SEED   ?= 1
 # Processes that share the tests, a file at a time: much of a test is waiting.
@@ -42,7 +42,7 @@ test-all: test   ## the tests, and then those that take long: the swarm, every s
 	@$(BIN)/python -m pytest -m slow
 
 sim-swarm: setup ## N seeds of the fault simulation from SEED on, and its matrix of directed faults
-	@$(BIN)/python -m pdserve.sim --count $(N) --first $(SEED) --matrix
+	@$(BIN)/python -m faultsim --count $(N) --first $(SEED) --matrix
 
 check: setup     ## format, lint, types, import contracts, stale stubs and pages
 	$(BIN)/ruff format --check .
@@ -68,54 +68,54 @@ goldens: setup   ## regenerate tests/goldens from the reference implementation
 	$(BIN)/python tools/make_goldens.py
 
 bench-smoke: setup  ## TTFT, ITL, tokens/s, KV transfer and phases, disaggregated and colocated, beside their floors
-	$(BIN)/python -m bench.smoke
+	$(BIN)/python -m bench.service.smoke
 
 bench-idle: setup   ## CPU and memory of an idle cluster
-	$(BIN)/python -m bench.idle
+	$(BIN)/python -m bench.service.idle
 
 bench-transfer: setup ## NIXL reads beside memcpy and a TCP socket
-	$(BIN)/python -m bench.transfer
+	$(BIN)/python -m bench.transfer.reads
 
 bench-handoff: setup ## what of a handoff is exposed when KV is read chunk by chunk, beside whole reads and memcpy
-	$(BIN)/python -m bench.handoff
+	$(BIN)/python -m bench.transfer.handoff
 
 bench-checksums: setup ## what checksums of KV cost prefill, with and without in turns
-	@$(BIN)/python -m bench.checksums
+	@$(BIN)/python -m bench.transfer.checksums
 
 bench-engine: setup ## prefill and decode steps beside floors; PEERS=1 installs vLLM, llama.cpp and transformers and runs them too
-	$(BIN)/python -m bench.engine $(if $(PEERS),--peers --rounds 7 --plot roofline.png)
+	$(BIN)/python -m bench.engine.rates $(if $(PEERS),--peers --rounds 7 --plot roofline.png)
 
 bench-service: setup ## the service over HTTP beside its bare engine, same prompts, lengths and arrivals
-	@$(BIN)/python -m bench.service
+	@$(BIN)/python -m bench.service.beside_engine
 
 bench-step: setup   ## what a decode step costs besides the model, by phase, and what its streams cost it
-	$(BIN)/python -m bench.step
+	$(BIN)/python -m bench.engine.step_cost
 
 bench-quality: setup ## what int8 and int4 cost in perplexity and in equal tokens
-	@$(BIN)/python -m bench.quality
+	@$(BIN)/python -m bench.engine.quality
 
 bench-invariance: setup ## steps whose bits depend on nothing but each sequence, beside ordinary ones
-	@$(BIN)/python -m bench.invariance
+	@$(BIN)/python -m bench.engine.invariance
 
 bench-chunks: setup ## what a prompt of 4,000 tokens costs the streams beside it, by the size of its chunks
-	@$(BIN)/python -m bench.chunks
+	@$(BIN)/python -m bench.engine.chunks
 
 bench-kv-layout: setup ## one run of bytes for a KV block, on the wire and in attention, beside a pool for each layer
-	@$(BIN)/python -m bench.kv_layout
+	@$(BIN)/python -m bench.engine.kv_layout
 
 bench-sampling: setup ## what it costs to get from logits to a token, beside reading them once and transformers
-	$(BIN)/python -m bench.sampling
+	$(BIN)/python -m bench.engine.sampling
 
 bench-router: setup ## CPU that the router takes for a request and for a token, beside its floors
-	$(BIN)/python -m bench.router
+	$(BIN)/python -m bench.router.cost
 
 bench-disconnect: setup ## how long blocks stay taken after their client has left, beside one engine step
-	$(BIN)/python -m bench.disconnect
+	$(BIN)/python -m bench.service.disconnect
 
 MINUTES ?= 10
 SEED ?= 1
 soak: setup      ## random load and random faults for MINUTES (SEED), then what was wrong: must be nothing
-	@$(BIN)/python -m bench.soak --minutes $(MINUTES) --seed $(SEED)
+	@$(BIN)/python -m bench.soak.run --minutes $(MINUTES) --seed $(SEED)
 
 gpu-check:       ## the GPU path on this GPU: transport, handoff, correctness, floors, peers, in one table within eight minutes; no setup
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu_check

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from kvtransfer.followed_lease import FollowedLease
-from kvtransfer.lease_client import LeaseClient
-from kvtransfer.pull import PrefillStalled, Pull, Pulled
-from kvtransfer.read import Reads
-from kvtransfer.staging import PostsReads, Staging
-from kvtransfer.ticket import Ticket
+from kvtransfer.lease.client import LeaseClient
+from kvtransfer.lease.followed import FollowedLease
+from kvtransfer.lease.ticket import Ticket
+from kvtransfer.reads.pull import PrefillStalled, Pull, Pulled
+from kvtransfer.reads.read import Reads
+from kvtransfer.staging.staging import PostsReads, Staging
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import IncompatiblePeer, KvCorrupt, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId

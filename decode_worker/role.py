@@ -18,13 +18,13 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from decode_worker.inbound import Inbound, speaks_against_pair
-from kvtransfer.lease_client import LeaseClient
-from kvtransfer.peer_link import PeerLink
-from kvtransfer.pull import Pulled
+from kvtransfer.lease.client import LeaseClient
+from kvtransfer.lease.peer_link import PeerLink
+from kvtransfer.reads.pull import Pulled
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
 from pdserve.core.prefix import prompt_hash
-from pdserve.engine.outcome import OutputToken
+from pdserve.engine.schedule.outcome import OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import decode_pb2, link_pb2
 from pdserve.worker.host import Host, KvDamage

@@ -19,13 +19,14 @@ import uvloop
 from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
-from router.descriptors import raise_limit, share_of_clients, share_of_links
-from router.grpc_admin import AdminServer
-from router.grpc_front import GrpcFront
+from router.grpc.admin import AdminServer
+from router.grpc.front import GrpcFront
 from router.http import serve_http
-from router.link_thread import LinkThread
-from router.model import ServedModel
-from router.service import RouterService
+from router.parsing.parser import RequestParser
+from router.service.descriptors import raise_limit, share_of_clients, share_of_links
+from router.service.model import ServedModel
+from router.service.service import RouterService
+from router.workers.link_thread import LinkThread
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,13 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         service.start()
         stack.push_async_callback(service.close)
+        parser = RequestParser(settings.max_body_bytes)
+        stack.callback(parser.close)
 
         stack.push_async_callback(links.close)
         link_port = await links.start(service.tell, link_host, settings.link_port, on_broken)
 
-        front = GrpcFront(service, max_connections)
+        front = GrpcFront(service, parser, max_connections)
         stack.push_async_callback(front.close)
         await front.start(settings.host, settings.grpc_port)
 
@@ -100,7 +103,7 @@ async def serve(
         await admin.start(settings.admin_host, settings.admin_port_or_default)
 
         limits = dataclasses.replace(settings, max_connections=max_connections)
-        http = await serve_http(service, settings.host, settings.http_port, limits)
+        http = await serve_http(service, parser, settings.host, settings.http_port, limits)
         stack.push_async_callback(http.close)
 
         yield {

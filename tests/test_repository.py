@@ -75,7 +75,40 @@ print([name for name in {HEAVY!r} if name in sys.modules], "router.main" in sys.
     assert done.stdout == "[] True\n", done.stderr
 
 
-@pytest.mark.parametrize("package", ["pdserve.engine.scheduler", "kvtransfer.pull", "pdserve.worker.link"])
+PURE_ROOMS = ("pdserve.core", "pdserve.engine.schedule", "router.api", "router.core", "router.openai")
+IMPURE = (
+    "asyncio",
+    "threading",
+    "socket",
+    "subprocess",
+    "selectors",
+    "numpy",
+    "torch",
+    "grpc",
+    "google.protobuf",
+    "starlette",
+    "uvicorn",
+    "ray",
+)
+STANDARD = ("threading", "socket", "selectors", "subprocess")
+
+
+@pytest.mark.parametrize("room", PURE_ROOMS)
+def test_a_pure_room_brings_nothing_impure_along(room):
+    """The contracts read import statements. This looks at what an import of each file of a room really loads."""
+    code = f"""
+import importlib, pkgutil, sys
+before = set(sys.modules)
+package = importlib.import_module({room!r})
+for found in pkgutil.walk_packages(package.__path__, {room!r} + "."):
+    importlib.import_module(found.name)
+print(sorted(set({IMPURE!r}) & (set(sys.modules) - before)))
+"""
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("package", ["pdserve.engine.schedule.scheduler", "kvtransfer.reads.pull", "pdserve.worker.link"])
 def test_what_decides_for_workers_needs_no_nixl_and_no_ray(package):
     code = (
         f"import importlib, sys; importlib.import_module({package!r}); print([n for n in ('ray', 'nixl') if n in sys.modules])"

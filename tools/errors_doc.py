@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from pdserve.core.error_table import CLASSES, TABLE, StatusRow
 from pdserve.core.errors import ErrorCode
-from pdserve.rpc.status import CLASSES, REASON_METADATA, RETRY_AFTER_METADATA, TABLE, TIMELINE_METADATA, StatusRow
+from pdserve.rpc.status import REASON_METADATA, RETRY_AFTER_METADATA, TIMELINE_METADATA
 from tools import generated_doc
 
 TARGET: Final = "docs/errors.md"
 HEAD: Final = f"""# Errors
 
-Generated from `pdserve/rpc/status.py` by `make docs`; do not edit.
+Generated from `pdserve/core/error_table.py` by `make docs`; do not edit.
 
 A failed call carries its reason in gRPC's trailing metadata `{REASON_METADATA}` and in `error.code` of an HTTP body (there
 OpenAI's own `model_not_found` stands for `unknown_model`). The same word is the label of the metrics

@@ -16,7 +16,8 @@ Host memory (DRAM) and CUDA memory (VRAM) take the same path. What shaped this f
   not say whether it still writes (NIXL_ERR_NOT_FOUND): a broken connection is replaced only when its reads are over.
 - An agent name that is known cannot be loaded again, so agents are named by worker and incarnation.
 - NIXL's own helpers for addresses are pickles and its notifications are unauthenticated: neither is used.
-- UCX listens at the first address of each interface that it may use, and trusts whoever dials: see `kvtransfer.exposure`.
+- UCX listens at the first address of each interface that it may use, and trusts whoever dials:
+  see `kvtransfer.backends.exposure`.
   NIXL's own parameter for that, device_list, takes RDMA devices only (it asks for "lo:1").
 - There is a wheel for each major version of CUDA, and `import nixl` refuses one that is not torch's.
 """
@@ -36,7 +37,7 @@ import numpy as np
 
 from kvtransfer.api import Device, LocalRegion, ReadAdrift, ReadHandle, Region, RemoteRegion, check_shapes
 from kvtransfer.backends.cuda import CudaContext, GpuContext
-from kvtransfer.exposure import LOOPBACK_HOST, Exposure, exposure_of
+from kvtransfer.backends.exposure import LOOPBACK_HOST, Exposure, exposure_of
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.ids import Incarnation, WorkerId
 

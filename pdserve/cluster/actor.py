@@ -24,7 +24,7 @@ from pdserve.cluster.plan import WorkerPlan, on_this_node
 from pdserve.config import WorkerConfig
 from pdserve.core.niceness import niced
 from pdserve.observe.logs import setup_logging
-from pdserve.worker.memory import MemoryReport
+from pdserve.worker.memory_report import MemoryReport
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The errors of pdserve. A class says what the caller should do; ids and limits are attributes.
 
-Every class has one `ErrorCode`; `pdserve.rpc.status` maps the code to gRPC, HTTP and metric labels.
+Every class has one `ErrorCode`; `pdserve.core.error_table` says what each code means on gRPC and HTTP.
 """
 
 from __future__ import annotations

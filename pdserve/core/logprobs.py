@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +17,24 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class PackedLogprobs(Protocol):
+    """Log-probabilities of consecutive tokens, one list behind the other, as they cross the wire. Each token has equally many
+    likeliest tokens."""
+
+    @property
+    def chosen(self) -> Sequence[float]: ...
+    @property
+    def top_ids(self) -> Sequence[int]: ...
+    @property
+    def top(self) -> Sequence[float]: ...
+
+
+def unpack_logprobs(packed: PackedLogprobs, count: int) -> tuple[TokenLogprobs, ...]:
+    """Return the log-probabilities of `count` tokens. Raises ValueError when `packed` holds another number of them."""
+    width, rest = divmod(len(packed.top), max(count, 1))
+    if len(packed.chosen) != count or rest:
+        raise ValueError(f"log-probabilities of {len(packed.chosen)} tokens with {len(packed.top)} others, of {count} expected")
+    top = tuple(zip(packed.top_ids, packed.top, strict=True))
+    return tuple(TokenLogprobs(value, top[i * width : (i + 1) * width]) for i, value in enumerate(packed.chosen))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from pdserve.core.errors import InvalidRequest
 
@@ -30,6 +31,10 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+
+
+FINISH_BY_NUMBER: Final = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH}
+"""Finish reasons by their number on the wire (`FinishReason` in common.proto). None: the output goes on."""
 
 
 class Placement(Enum):

@@ -17,21 +17,21 @@ from pdserve.core.kv_layout import fit_max_model_len
 from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
-from pdserve.engine.elementwise import silu_and_mul, silu_and_mul_fixed
 from pdserve.engine.kernels.support import triton_usable
-from pdserve.engine.kv_cache import TORCH_DTYPES, KvCache
-from pdserve.engine.memory_device import PoolMeasure, is_memory_error
-from pdserve.engine.memory_host import return_freed_memory
-from pdserve.engine.memory_steps import StepLimits, largest_steps
+from pdserve.engine.kv.cache import TORCH_DTYPES, KvCache
+from pdserve.engine.layers.elementwise import silu_and_mul, silu_and_mul_fixed
+from pdserve.engine.layers.rows import TiledRows, WholeRows
+from pdserve.engine.layers.torch_ops import TorchOps
+from pdserve.engine.memory.device import PoolMeasure, is_memory_error
+from pdserve.engine.memory.host import return_freed_memory
+from pdserve.engine.memory.largest_steps import StepLimits, largest_steps
+from pdserve.engine.models import native_llama as native
 from pdserve.engine.models.api import Model
 from pdserve.engine.models.batched import BatchedLlama, Hidden
 from pdserve.engine.models.llama import Backend, Llama
+from pdserve.engine.models.weights import LlamaWeights, load_llama
 from pdserve.engine.native import library
-from pdserve.engine.native import llama as native
-from pdserve.engine.ops import TorchOps
-from pdserve.engine.rows import TiledRows, WholeRows
 from pdserve.engine.sampler import sample
-from pdserve.engine.weights import LlamaWeights, load_llama
 
 ReadWeights = Callable[[torch.dtype, torch.device], LlamaWeights]
 
@@ -185,7 +185,7 @@ def _recorded(model: Llama, backend: Backend, kv: KvCache, max_positions: int, m
     if not triton_usable(kv.device):
         return None
     from pdserve.engine.attention.triton import TritonAttention
-    from pdserve.engine.graphs import DecodeGraphs, cuda_recorder
+    from pdserve.engine.models.graphs import DecodeGraphs, cuda_recorder
 
     if not isinstance(backend.attention, TritonAttention):
         return None

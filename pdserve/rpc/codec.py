@@ -5,19 +5,15 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason, Placement, SamplingParams
+from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
 from pdserve.rpc.v1 import common_pb2, peer_pb2
 
-_FINISH_TO_WIRE = {
-    None: common_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-}
-_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_FINISH_TO_WIRE = {reason: cast(common_pb2.FinishReason, number) for number, reason in FINISH_BY_NUMBER.items()}
 
 _PLACEMENT_FROM_WIRE = {
     common_pb2.PLACEMENT_UNSPECIFIED: None,
@@ -51,7 +47,8 @@ def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
 
 
 def finish_from_wire(wire: int) -> FinishReason | None:
-    return _FINISH_FROM_WIRE[wire]  # type: ignore[index]
+    """Raises KeyError for a number that is not in the enum."""
+    return FINISH_BY_NUMBER[wire]
 
 
 def placement_from_wire(wire: int) -> Placement | None:
@@ -113,15 +110,6 @@ def logprobs_to_wire(tokens: Sequence[TokenLogprobs]) -> common_pb2.Logprobs | N
         top_ids=[token_id for token in tokens for token_id, _ in token.top],
         top=[logprob for token in tokens for _, logprob in token.top],
     )
-
-
-def logprobs_from_wire(wire: common_pb2.Logprobs, count: int) -> tuple[TokenLogprobs, ...]:
-    """Of `count` tokens. Raises ValueError when the message holds another number of them."""
-    width, rest = divmod(len(wire.top), max(count, 1))
-    if len(wire.chosen) != count or rest:
-        raise ValueError(f"log-probabilities of {len(wire.chosen)} tokens with {len(wire.top)} others, of {count} expected")
-    top = tuple(zip(wire.top_ids, wire.top, strict=True))
-    return tuple(TokenLogprobs(value, top[i * width : (i + 1) * width]) for i, value in enumerate(wire.chosen))
 
 
 def lease_id_to_wire(lease_id: LeaseId) -> common_pb2.LeaseId:

@@ -19,9 +19,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from pdserve.core.errors import ConfigError, InvalidRequest
+from pdserve.core.limits import MAX_MESSAGES
 from pdserve.text.sandbox import MAX_CHARS, Sandbox, check_weight, started
 
-MAX_MESSAGES: Final = 4096
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # What an expression of a template can raise beside Jinja's own errors, given data it was not written for.

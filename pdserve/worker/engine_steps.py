@@ -12,9 +12,9 @@ from typing import Final
 from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool, Holder, HolderKind
 from pdserve.core.ids import BlockId, BlockSum, SeqId
-from pdserve.engine.outcome import Final as FinalBlocks
-from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import SequenceKind
+from pdserve.engine.schedule.outcome import Final as FinalBlocks
+from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.engine.schedule.sequence import SequenceKind
 from pdserve.worker.messages import (
     Abort,
     Activate,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import grpc
 
 from kvtransfer.api import Device, DeviceKind, Region
-from kvtransfer.staging import Staging
-from kvtransfer.thread import TransferThread
+from kvtransfer.reads.thread import TransferThread
+from kvtransfer.staging.staging import Staging
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import Handle, Incarnation, SeqId
@@ -27,7 +27,7 @@ from pdserve.worker.messages import Command, StepEvents
 if TYPE_CHECKING:  # the roles run without torch where the model is not the real one
     from torch import Tensor
 
-    from pdserve.engine.kv_cache import KvCache
+    from pdserve.engine.kv.cache import KvCache
 
 log = logging.getLogger(__name__)
 

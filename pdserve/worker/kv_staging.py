@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from kvtransfer.api import Region
-from kvtransfer.staging import STAGING_BLOCKS
+from kvtransfer.staging.staging import STAGING_BLOCKS
 from pdserve.checkpoint.card import KV_DTYPES
 from pdserve.core.ids import BlockSum
 from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
 from pdserve.engine.block_sums import BlockSums
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_convert import convert_blocks
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.convert import convert_blocks
 from pdserve.worker.host import device_of
 
 
@@ -26,7 +26,7 @@ def most_staged_bytes(layout: KvLayout) -> int:
 
 
 class StagedKv:
-    """`num_blocks` blocks of a peer's layout, on the device of our pool. See `kvtransfer.staging.StagingBlocks`."""
+    """`num_blocks` blocks of a peer's layout, on the device of our pool. See `kvtransfer.staging.staging.StagingBlocks`."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, kv: KvCache) -> None:
         device = kv.device

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.outcome import Advance, OutputToken
+from pdserve.engine.schedule.outcome import Advance, OutputToken
 
 
 @dataclass(frozen=True, slots=True)

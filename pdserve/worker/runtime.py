@@ -21,10 +21,10 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from kvtransfer.backends.exposure import exposure_of
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.exposure import exposure_of
-from kvtransfer.staging import Staging
-from kvtransfer.thread import TransferThread
+from kvtransfer.reads.thread import TransferThread
+from kvtransfer.staging.staging import Staging
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig, WorkerConfig
@@ -32,11 +32,11 @@ from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.engine.block_sums import BlockSums
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.memory_host import resident_bytes
-from pdserve.engine.memory_start import check_before_loading, settle
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.memory.host import resident_bytes
 from pdserve.engine.runner import ModelRunner
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.engine.warm_up import check_before_loading, settle
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2
 from pdserve.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ from pdserve.worker.host import Host, RoleFactory, close_role, region_of
 from pdserve.worker.kv_staging import StagedKv, most_staged_bytes
 from pdserve.worker.mailbox import Mailbox
 from pdserve.worker.member import Member
-from pdserve.worker.memory import MemoryReport
+from pdserve.worker.memory_report import MemoryReport
 from pdserve.worker.messages import EngineSnapshot, StepEvents
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP front end: routes, and nothing about requests that `router.api` does not say."""
+"""The OpenAI-compatible HTTP front end: routes, and nothing about requests that `router.api.api` does not say."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
+from pdserve.core.error_table import TABLE
 from pdserve.core.errors import InternalBug, PdserveError, UnknownModel
-from pdserve.rpc.status import CORRELATION_ID_METADATA, TABLE
-from router.api import RouterApi
-from router.body_budget import BodyBudget
+from pdserve.rpc.status import CORRELATION_ID_METADATA
+from router.api.router_api import RouterApi
+from router.http.answer import answer
 from router.http.body import BodyRefused, read_body, refuse_body
-from router.http.live import LiveRequests
 from router.http.reply import Reply
+from router.http.running_calls import RunningCalls
 from router.http.server import HttpServer, start_server
-from router.openai.answer import answer
 from router.openai.errors import encode_json, error_headers, error_payload
 from router.openai.request import Call
-from router.parse import Job, Kind
-from router.parser import INLINE_BYTES
+from router.parsing.parse import Job, Kind
+from router.parsing.parser import INLINE_BYTES, RequestParser
+from router.service.body_budget import BodyBudget
 
 DEFAULT_LIMITS: Final = RouterConfig()
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,23 +34,25 @@ METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 __all__ = ["HttpServer", "build_app", "serve_http"]
 
 
-async def serve_http(api: RouterApi, host: str, port: int, limits: RouterConfig = DEFAULT_LIMITS) -> HttpServer:
+async def serve_http(
+    api: RouterApi, parser: RequestParser, host: str, port: int, limits: RouterConfig = DEFAULT_LIMITS
+) -> HttpServer:
     """Listen (port 0: any free one) and serve until the result is closed. Raises `ConfigError` naming the flag."""
-    live = LiveRequests()
-    return await start_server(_app(api, live, limits), live, host, port, limits)
+    running = RunningCalls()
+    return await start_server(_app(api, parser, running, limits), running, host, port, limits)
 
 
-def build_app(api: RouterApi) -> Starlette:
+def build_app(api: RouterApi, parser: RequestParser) -> Starlette:
     """The application alone, for any ASGI server."""
-    return _app(api, LiveRequests(), DEFAULT_LIMITS)
+    return _app(api, parser, RunningCalls(), DEFAULT_LIMITS)
 
 
-def _app(api: RouterApi, live: LiveRequests, limits: RouterConfig) -> Starlette:
+def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: RouterConfig) -> Starlette:
     info = _Info(api)
     budget = BodyBudget(limits.max_inflight_body_bytes)
     routes = [
-        Route("/v1/completions", _Generate(api, live, budget, Kind.COMPLETION), methods=["POST"]),
-        Route("/v1/chat/completions", _Generate(api, live, budget, Kind.CHAT), methods=["POST"]),
+        Route("/v1/completions", _Generate(api, parser, running, budget, Kind.COMPLETION), methods=["POST"]),
+        Route("/v1/chat/completions", _Generate(api, parser, running, budget, Kind.CHAT), methods=["POST"]),
         Route("/v1/models", info.models),
         Route("/v1/models/{model:path}", info.model),
         Route("/health", info.health),
@@ -67,9 +70,10 @@ def _app(api: RouterApi, live: LiveRequests, limits: RouterConfig) -> Starlette:
 class _Generate:
     """An ASGI endpoint that runs generations. Not a Starlette handler: those cost several calls for each token."""
 
-    def __init__(self, api: RouterApi, live: LiveRequests, budget: BodyBudget, kind: Kind) -> None:
+    def __init__(self, api: RouterApi, parser: RequestParser, running: RunningCalls, budget: BodyBudget, kind: Kind) -> None:
         self._api = api
-        self._live = live
+        self._parser = parser
+        self._running = running
         self._budget = budget
         self._kind = kind
 
@@ -79,12 +83,12 @@ class _Generate:
             with self._budget.share() as share:
                 body = await read_body(scope, receive, self._api.max_body_bytes, share)
                 header_id = Request(scope).headers.get(CORRELATION_ID_METADATA)
-                reading = self._api.parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id))
+                reading = self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id))
                 # A large body waits for its turn; one whose client has left is not to hold up the others.
-                call = await (self._live.run(receive, reading) if len(body) > INLINE_BYTES else reading)
+                call = await (self._running.run(receive, reading) if len(body) > INLINE_BYTES else reading)
                 assert isinstance(call, Call)
             reply.name(call.request_id, call.correlation_id)
-            await self._live.run(receive, answer(self._api, call, reply))
+            await self._running.run(receive, answer(self._api, call, reply))
         except BodyRefused as exc:
             await refuse_body(scope, receive, reply, exc.error)
         except PdserveError as exc:

@@ -8,8 +8,8 @@ from typing import Final
 from starlette.types import Receive, Scope
 
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge
-from router.body_budget import BodyShare
 from router.http.reply import Reply
+from router.service.body_budget import BodyShare
 
 BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
 SILENCE_S: Final = 10.0  # of a client in the middle of its body: a link that is lost for so long is lost

@@ -6,11 +6,12 @@ from typing import Any, Final
 
 from starlette.types import Send
 
+from pdserve.core.error_table import TABLE
 from pdserve.core.errors import PdserveError
-from pdserve.rpc.status import CORRELATION_ID_METADATA, REQUEST_ID_METADATA, TABLE, TIMELINE_METADATA
-from router.api import Report
+from pdserve.rpc.status import CORRELATION_ID_METADATA, REQUEST_ID_METADATA, TIMELINE_METADATA
+from router.api.answer import Report
+from router.api.timeline import report_json, timeline
 from router.openai.errors import encode_json, error_headers, error_payload
-from router.timeline import report_json, timeline
 
 Headers = list[tuple[bytes, bytes]]
 

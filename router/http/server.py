@@ -15,8 +15,8 @@ from uvicorn.server import ServerState
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from router.http.connections import ConnectionTable
-from router.http.live import LiveRequests
 from router.http.protocol import GuardedProtocol
+from router.http.running_calls import RunningCalls
 
 BACKLOG: Final = 1024
 KEEP_ALIVE_S: Final = 75  # above the usual 60 s of proxies, so that the client side closes first
@@ -27,10 +27,10 @@ CLOSE_STEP_S: Final = 1.0  # and cancelled ones may say so
 class HttpServer:
     """Made by `router.http.serve_http`; its owner must `close` it."""
 
-    def __init__(self, server: asyncio.Server, state: ServerState, live: LiveRequests, port: int) -> None:
+    def __init__(self, server: asyncio.Server, state: ServerState, running: RunningCalls, port: int) -> None:
         self._server = server
         self._state = state
-        self._live = live
+        self._running = running
         self.port = port
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
@@ -39,7 +39,7 @@ class HttpServer:
         for connection in list(self._state.connections):
             connection.shutdown()
         await self._wait(grace_s)
-        self._live.cancel_all()
+        self._running.cancel_all()
         await self._wait(CLOSE_STEP_S)
         for connection in list(self._state.connections):
             connection.transport.abort()
@@ -54,7 +54,7 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
-async def start_server(app: ASGIApp, live: LiveRequests, host: str, port: int, limits: RouterConfig) -> HttpServer:
+async def start_server(app: ASGIApp, running: RunningCalls, host: str, port: int, limits: RouterConfig) -> HttpServer:
     """Raises `ConfigError` naming the flag when the address cannot be had."""
     sock = await _listen(host, port, limits.stalled_client_s)
     try:
@@ -74,7 +74,7 @@ async def start_server(app: ASGIApp, live: LiveRequests, host: str, port: int, l
     except BaseException:
         sock.close()
         raise
-    return HttpServer(server, state, live, sock.getsockname()[1])
+    return HttpServer(server, state, running, sock.getsockname()[1])
 
 
 async def _listen(host: str, port: int, stalled_client_s: float) -> socket.socket:

@@ -12,10 +12,10 @@ from json.encoder import encode_basestring
 from typing import Any, Final
 
 from pdserve.core.sampling import FinishReason
-from router.api import Report
+from router.api.answer import Report
+from router.api.timeline import report_json
 from router.openai.errors import encode_json
 from router.openai.request import Call
-from router.timeline import report_json
 
 DONE: Final = b"data: [DONE]\n\n"
 _TEXT_MARK: Final = "\x00text\x00"  # stands for the text while the constant parts are cut out

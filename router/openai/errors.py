@@ -6,8 +6,8 @@ import json
 import math
 from typing import Any, Final
 
+from pdserve.core.error_table import TABLE, retry_after_s
 from pdserve.core.errors import ErrorCode, InvalidRequest, PdserveError
-from pdserve.rpc.status import TABLE, retry_after_s
 
 _OPENAI_CODES: Final = {ErrorCode.UNKNOWN_MODEL: "model_not_found"}
 """Where OpenAI has a code of its own, clients match on it; elsewhere ours says more."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.text.chat import MAX_MESSAGES
-from router.api import ChatMessage, Prompt
+from pdserve.core.limits import MAX_MESSAGES
+from router.api.request import ChatMessage, Prompt
 from router.openai.json import Fields, integer, kind, refuse, section, show, text
 
 MAX_PROMPTS: Final = 256  # of one body; each is a request of its own in the router's bounded queue

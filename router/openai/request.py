@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.core.sampling import Placement
-from router.api import GenerateInput, Prompt
-from router.identity import new_request_id
+from router.api.identity import new_request_id
+from router.api.request import GenerateInput, Prompt
 from router.openai.json import Fields, parse_object, refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_sampling

@@ -7,16 +7,16 @@ import sys
 
 import pytest
 
-from bench.engine_peers import peer
-from bench.engine_peers.cases import CASES, Case
-from bench.engine_peers.peer import Peer, PeerFailed
-from bench.roofline import BF16, INT4, work_of
+from bench.engine.peers import peer
+from bench.engine.peers.cases import CASES, Case
+from bench.engine.peers.peer import Peer, PeerFailed
+from bench.engine.roofline import BF16, INT4, work_of
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 
 SERVER = """
 import os
-from bench.engine_peers.protocol import serve
+from bench.engine.peers.protocol import serve
 
 def timer(case):
     print("noise of a library")

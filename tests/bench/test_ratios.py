@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.engine_against import report
-from bench.engine_peers.cases import CASES
+from bench.engine.against import report
+from bench.engine.peers.cases import CASES
 from bench.ratios import ratio
 
 

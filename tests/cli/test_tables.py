@@ -12,7 +12,7 @@ from pdserve.cluster.events import WorkerChanged, WorkerPhase
 from pdserve.commands import tables
 from pdserve.commands.progress import StartView
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from pdserve.worker.memory import MemoryReport
+from pdserve.worker.memory_report import MemoryReport
 
 
 def _drawn(width: int, **blocks: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-from pdserve.worker.memory import MemoryReport
+from pdserve.worker.memory_report import MemoryReport
 
 
 class Worker:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import KvLayout
-from pdserve.engine.attention.api import Span
 from pdserve.engine.attention.bounded import BoundedAttention
 from pdserve.engine.attention.fast import PIECE, FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.attention.reference import ReferenceAttention
-from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.span import Span
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from pdserve.checkpoint.resolve import resolve
 from pdserve.core.batch import StepPlan
 from pdserve.core.errors import ConfigError
 from pdserve.engine.attention.invariant import KV_TILE_TOKENS, InvariantAttention
-from pdserve.engine.elementwise import exp_fixed
+from pdserve.engine.layers.elementwise import exp_fixed
+from pdserve.engine.layers.rows import CANDIDATES, PROBE_ROWS, TILE_ROWS, TiledRows, cut
 from pdserve.engine.models.batched import BatchedLlama
-from pdserve.engine.rows import CANDIDATES, PROBE_ROWS, TILE_ROWS, TiledRows, cut
 
 LENGTHS = [1, 2, 8, TILE_ROWS + 1, 63, KV_TILE_TOKENS, KV_TILE_TOKENS + 1, 300]
 

@@ -17,8 +17,8 @@ from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.native import library
 from pdserve.engine.sampler import sample
-from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import SequenceKind
+from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.engine.schedule.sequence import SequenceKind
 
 VOCAB = 512
 NAN, INF = math.nan, math.inf

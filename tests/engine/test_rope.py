@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.rope import Llama3Scaling
-from pdserve.engine.rope import rope_table, rotate
+from pdserve.engine.layers.rope import rope_table, rotate
 
 SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=512)
 

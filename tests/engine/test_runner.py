@@ -16,10 +16,10 @@ from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine import linear
+from pdserve.engine.layers import linear
 from pdserve.engine.runner import ModelRunner
-from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import SequenceKind
+from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.engine.schedule.sequence import SequenceKind
 
 
 def serve(runner: ModelRunner, requests, *, blocks: int, budget: int) -> tuple[list[list[int]], int]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.core.errors import ConfigError
-from pdserve.engine.weights import load_llama
+from pdserve.engine.models.weights import load_llama
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from pdserve.config import MIB, EngineConfig, RouterConfig
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from pdserve.testing.client import generate_all, request
-from pdserve.testing.load import Load, Outcome
-from pdserve.testing.processes import ProcessCluster, State
+from testkit.client import generate_all, request
+from testkit.load import Load, Outcome
+from testkit.processes import ProcessCluster, State
 
 APART = common_pb2.PLACEMENT_DISAGGREGATED
 TOGETHER = common_pb2.PLACEMENT_COLOCATED

@@ -10,9 +10,9 @@ import pytest
 from fault_service import AUTO, messages, oracle, tiny
 
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-from pdserve.testing.client import generate
-from pdserve.testing.footprint import Footprint, footprint
-from pdserve.testing.processes import ProcessCluster
+from testkit.client import generate
+from testkit.footprint import Footprint, footprint
+from testkit.processes import ProcessCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

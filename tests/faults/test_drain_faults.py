@@ -10,8 +10,8 @@ import pytest
 from fault_service import BOUND_S, Phase, Service, assert_all_equal, wait_phase
 
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
-from pdserve.testing.load import Load
-from pdserve.testing.processes import ProcessCluster
+from testkit.load import Load
+from testkit.processes import ProcessCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -15,9 +15,9 @@ import pytest
 from fault_service import BOUND_S, ROUTER, WORKER, Service, assert_all_equal, assert_serves, messages, tiny
 from namespaces import Neighbour, why_not
 
-from pdserve.testing.faults import Supervisor
-from pdserve.testing.load import Load
-from pdserve.testing.processes import Place, ProcessCluster, State
+from testkit.faults import Supervisor
+from testkit.load import Load
+from testkit.processes import Place, ProcessCluster, State
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

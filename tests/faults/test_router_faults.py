@@ -7,7 +7,7 @@ import time
 import pytest
 from fault_service import ROUTER_LOST_S, Phase, Service, assert_all_equal, assert_equal_or_retryable, wait_phase
 
-from pdserve.testing.load import Load
+from testkit.load import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.soak_leaks import COMPLAINTS, Growth, _Seen, block_leaks, complaints
-from bench.soak_load import HANGS_AFTER_S, Case, Clients, Tally, random_cases
-from bench.soak_report import Report, ended
+from bench.soak.leaks import COMPLAINTS, Growth, _Seen, block_leaks, complaints
+from bench.soak.load import HANGS_AFTER_S, Case, Clients, Tally, random_cases
+from bench.soak.report import Report, ended
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from pdserve.testing.client import Answer, request
-from pdserve.testing.faults import Restart
-from pdserve.testing.footprint import Footprint
-from pdserve.testing.load import Outcome
-from pdserve.testing.processes import FRESH_S, ProcessCluster
+from testkit.client import Answer, request
+from testkit.faults import Restart
+from testkit.footprint import Footprint
+from testkit.load import Outcome
+from testkit.processes import FRESH_S, ProcessCluster
 
 RIGHT = (5, 6, 7)
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -148,7 +148,7 @@ class StandIn(ProcessCluster):
     ],
 )
 def test_whatever_a_worker_holds_at_the_end_is_a_leak(worker: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.soak_leaks.EMPTY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("bench.soak.leaks.EMPTY_TIMEOUT_S", 0.0)
     held = inference_pb2.WorkerState(worker_id="decode-0", **worker)
     (leak,) = block_leaks(StandIn(inference_pb2.GetClusterStateResponse(workers=[held])))
     assert "decode-0" in leak

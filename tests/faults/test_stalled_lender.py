@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 from fault_service import LOST_S, ROUTER, WORKER, Phase, Service, assert_all_equal, messages, tiny, wait_phase
 
-from pdserve.testing.faults import Supervisor
-from pdserve.testing.load import Load
-from pdserve.testing.processes import ProcessCluster
+from testkit.faults import Supervisor
+from testkit.load import Load
+from testkit.processes import ProcessCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

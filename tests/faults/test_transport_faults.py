@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.read import Read
-from kvtransfer.thread import TransferThread
+from kvtransfer.reads.read import Read
+from kvtransfer.reads.thread import TransferThread
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import WorkerId
 

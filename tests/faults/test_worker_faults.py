@@ -7,14 +7,14 @@ import signal
 import pytest
 from fault_service import BOUND_S, LOST_S, Phase, Service, assert_all_equal, tiny, wait_phase
 
-from pdserve.testing.faults import Fault, strike
-from pdserve.testing.load import Load
-from pdserve.testing.processes import Place, State
+from testkit.faults import Fault, strike
+from testkit.load import Load
+from testkit.processes import Place, State
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 STEP_TIMEOUT_S = 3.0  # instead of 60; a step of the tiny model takes milliseconds
-HANGING = Place(module="pdserve.testing.hanging_worker", worker={"engine": tiny(step_timeout_s=STEP_TIMEOUT_S)})
+HANGING = Place(module="testkit.hanging_worker", worker={"engine": tiny(step_timeout_s=STEP_TIMEOUT_S)})
 
 
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.value)

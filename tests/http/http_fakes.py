@@ -8,13 +8,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from starlette.applications import Starlette
+
 from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, UnknownModel
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
-from router.api import Delta, GenerateInput, Prompt, Report
-from router.http import serve_http
-from router.parser import RequestParser
+from router.api.answer import Delta, Report
+from router.api.request import GenerateInput, Prompt
+from router.http import build_app, serve_http
+from router.parsing.parser import RequestParser
 
 MODEL = "org/tiny"
 WORDS = ("Hal", "lo ", "wör", "ld", " 世界", "!\n", '"quoted"', "\u2028", "end")
@@ -122,10 +125,15 @@ class FakeApi:
         return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"
 
 
+def app_of(api: FakeApi) -> Starlette:
+    """The application alone, as `asgi_post` calls it."""
+    return build_app(api, api.parser)
+
+
 @asynccontextmanager
 async def served(api: FakeApi, **limits: Any) -> AsyncIterator[str]:
     """A real socket for the fake router; nothing of it may be left afterwards."""
-    server = await serve_http(api, "127.0.0.1", 0, RouterConfig(**limits))
+    server = await serve_http(api, api.parser, "127.0.0.1", 0, RouterConfig(**limits))
     try:
         yield f"http://127.0.0.1:{server.port}"
     finally:

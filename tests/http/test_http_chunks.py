@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.sampling import FinishReason
-from router.api import GenerateInput
+from router.api.request import GenerateInput
 from router.openai.chunks import ChunkFormat, Envelope
 from router.openai.request import Call
 

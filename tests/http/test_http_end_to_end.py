@@ -11,8 +11,8 @@ import openai
 import pytest
 from raw_http import connect, exchange, head, post
 
-from pdserve.testing.fake_worker import DECODE
 from router.http import serve_http
+from testkit.fake_worker import DECODE
 from tests.router.local_cluster import LocalCluster, local_cluster, right_text
 
 TIMEOUT_S = 30.0
@@ -30,7 +30,7 @@ def run(story: Coroutine[Any, Any, None]) -> None:
 @asynccontextmanager
 async def http_cluster(**config: Any) -> AsyncIterator[tuple[LocalCluster, str]]:
     async with local_cluster(**config) as cluster:
-        server = await serve_http(cluster.service, "127.0.0.1", 0)
+        server = await serve_http(cluster.service, cluster.parser, "127.0.0.1", 0)
         try:
             yield cluster, f"http://127.0.0.1:{server.port}"
         finally:

@@ -13,10 +13,10 @@ from raw_http import TIMEOUT_S, Answer, connect, exchange, head, post, read_answ
 
 import router.http.app
 import router.http.body
-from router.body_budget import FREE_BYTES, BodyBudget
 from router.http import protocol
 from router.http.connections import ConnectionTable
 from router.http.upgrade import declined
+from router.service.body_budget import FREE_BYTES, BodyBudget
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "p"}
 COMPLETIONS = "/v1/completions"

@@ -8,16 +8,16 @@ import json
 from typing import Any
 
 import pytest
-from http_fakes import MODEL, FakeApi
+from http_fakes import MODEL, FakeApi, app_of
 from raw_http import asgi_post
 
-import router.openai.answer
+import router.http.answer
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement
-from router.api import Delta, GenerateInput, Report
-from router.generation import LiveGeneration
-from router.http import build_app
+from router.api.answer import Delta, Report
+from router.api.request import GenerateInput
 from router.openai.logprobs import LogprobsFormat, logprobs_format
+from router.service.buffered_generation import BufferedGeneration
 
 TOKENS, TOP = 500, 20
 PATHS = {"/v1/completions": {"prompt": "p", "logprobs": TOP}, "/v1/chat/completions": {
@@ -32,7 +32,7 @@ class Finished(FakeApi):
     """Every answer is complete before anybody takes of it: the longest that the writing of one can take at a time."""
 
     async def submit(self, request: GenerateInput) -> Any:
-        generation = LiveGeneration("r", 1, lambda _: None)
+        generation = BufferedGeneration("r", 1, lambda _: None)
         for i in range(TOKENS):
             last = i + 1 == TOKENS
             generation.push(Delta(i, (i % 9,), '","logprobs":"', FinishReason.LENGTH if last else None, (told(i),)))
@@ -59,7 +59,7 @@ def test_a_long_answer_with_logprobs_lets_the_loop_go_on(path: str, stream: bool
     turns: list[int] = []
     most: list[int] = []
     monkeypatch.setattr(
-        router.openai.answer,
+        router.http.answer,
         "logprobs_format",
         lambda token_bytes, chat: Watched(logprobs_format(token_bytes, chat=chat), turns, most),
     )
@@ -73,7 +73,7 @@ def test_a_long_answer_with_logprobs_lets_the_loop_go_on(path: str, stream: bool
         task = asyncio.create_task(others())
         body = json.dumps({"model": MODEL, "stream": stream, **PATHS[path]}).encode()
         try:
-            return await asgi_post(build_app(Finished()), path, body)
+            return await asgi_post(app_of(Finished()), path, body)
         finally:
             task.cancel()
 
@@ -87,7 +87,7 @@ def test_a_long_answer_with_logprobs_lets_the_loop_go_on(path: str, stream: bool
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_written_piece_by_piece_is_what_was_written_at_once(path: str) -> None:
     """Also beside text that looks like the place where they go."""
-    answer = asyncio.run(asgi_post(build_app(Finished()), path, json.dumps({"model": MODEL, **PATHS[path]}).encode()))
+    answer = asyncio.run(asgi_post(app_of(Finished()), path, json.dumps({"model": MODEL, **PATHS[path]}).encode()))
     choice = answer.json["choices"][0]
     chat = "chat" in path
     format_ = logprobs_format(Finished().token_bytes, chat=chat)
@@ -96,5 +96,5 @@ def test_what_is_written_piece_by_piece_is_what_was_written_at_once(path: str) -
     text = choice["message"]["content"] if chat else choice["text"]
     assert text == '","logprobs":"' * TOKENS
     plain = {name: value for name, value in PATHS[path].items() if "logprobs" not in name}
-    alone = asyncio.run(asgi_post(build_app(Finished()), path, json.dumps({"model": MODEL, **plain}).encode()))
+    alone = asyncio.run(asgi_post(app_of(Finished()), path, json.dumps({"model": MODEL, **plain}).encode()))
     assert alone.json["choices"][0]["logprobs"] is None

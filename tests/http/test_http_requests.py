@@ -7,15 +7,14 @@ import json
 from typing import Any
 
 import pytest
-from http_fakes import FakeApi
+from http_fakes import FakeApi, app_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_http import asgi_post
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import Placement
-from router.api import ChatMessage
-from router.http import build_app
+from router.api.request import ChatMessage
 from router.openai.request import parse_chat, parse_completion
 from router.openai.unsupported import NEUTRAL
 
@@ -198,7 +197,7 @@ BODIES = st.dictionaries(NAMES, VALUES, max_size=4)
 @given(path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]), body=BODIES, good=st.booleans())
 def test_no_body_makes_a_server_error(path: str, body: dict[str, Any], good: bool) -> None:
     payload = {"prompt": "p", "messages": HI, **body} if good else body
-    answer = asyncio.run(asgi_post(build_app(FakeApi()), path, json.dumps(payload).encode()))
+    answer = asyncio.run(asgi_post(app_of(FakeApi()), path, json.dumps(payload).encode()))
     assert answer.status in (200, 400, 404), answer
     if answer.status != 200:
         assert answer.error["type"] == "invalid_request_error"
@@ -208,5 +207,5 @@ def test_no_body_makes_a_server_error(path: str, body: dict[str, Any], good: boo
 @settings(max_examples=200, deadline=None)
 @given(body=st.binary(max_size=40), request_id=st.binary(max_size=20))
 def test_no_bytes_make_a_server_error(body: bytes, request_id: bytes) -> None:
-    answer = asyncio.run(asgi_post(build_app(FakeApi()), "/v1/completions", body, ((b"x-request-id", request_id),)))
+    answer = asyncio.run(asgi_post(app_of(FakeApi()), "/v1/completions", body, ((b"x-request-id", request_id),)))
     assert answer.status == 400

@@ -11,8 +11,9 @@ import pytest
 from http_fakes import MODEL, WORDS, FakeApi, served
 from raw_http import exchange, post
 
+from pdserve.core.error_table import CLASSES, TABLE
 from pdserve.core.errors import DeadlineExceeded, ErrorCode, InternalBug, Overloaded, ReplicaLost
-from pdserve.rpc.status import CLASSES, TABLE, TIMELINE_METADATA, from_reason, to_reason
+from pdserve.rpc.status import TIMELINE_METADATA, from_reason, to_reason
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

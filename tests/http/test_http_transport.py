@@ -16,8 +16,8 @@ import router.http.protocol
 from pdserve import __version__
 from pdserve.core.errors import ConfigError, ReplicaLost
 from router.http import serve_http
-from router.parse import Job, Parsed
-from router.parser import INLINE_BYTES, RequestParser
+from router.parsing.parse import Job, Parsed
+from router.parsing.parser import INLINE_BYTES, RequestParser
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "p"}
 STREAM = {**BODY, "stream": True}
@@ -274,7 +274,7 @@ def test_close_tells_running_streams() -> None:
     async def run() -> None:
         api = FakeApi(words=("w",) * 10)
         api.gate.clear()
-        server = await serve_http(api, "127.0.0.1", 0)
+        server = await serve_http(api, api.parser, "127.0.0.1", 0)
         base = f"http://127.0.0.1:{server.port}"
         reader, writer = await connect(base)
         writer.write(post(COMPLETIONS, BODY))
@@ -298,12 +298,13 @@ def test_close_tells_running_streams() -> None:
 
 def test_addresses_that_cannot_be_had_name_their_flag() -> None:
     async def run() -> None:
-        server = await serve_http(FakeApi(), "127.0.0.1", 0)
+        api = FakeApi()
+        server = await serve_http(api, api.parser, "127.0.0.1", 0)
         try:
             with pytest.raises(ConfigError, match=f"--http-port: port {server.port}"):
-                await serve_http(FakeApi(), "127.0.0.1", server.port)
+                await serve_http(api, api.parser, "127.0.0.1", server.port)
             with pytest.raises(ConfigError, match="--host"):
-                await serve_http(FakeApi(), "192.0.2.1", 0)
+                await serve_http(api, api.parser, "192.0.2.1", 0)
         finally:
             await server.close()
 

@@ -11,7 +11,7 @@ from http_fakes import MODEL, WORDS, FakeApi, served
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, ReplicaLost
 from pdserve.core.sampling import Placement
-from router.api import ChatMessage
+from router.api.request import ChatMessage
 
 HELLO: list[Any] = [{"role": "user", "content": "Say hello"}]
 

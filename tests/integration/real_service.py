@@ -12,8 +12,8 @@ import grpc
 
 from pdserve.config import MIB, EngineConfig
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from pdserve.testing.client import request
-from pdserve.testing.processes import ProcessCluster
+from testkit.client import request
+from testkit.processes import ProcessCluster
 
 APART = common_pb2.PLACEMENT_DISAGGREGATED
 TOGETHER = common_pb2.PLACEMENT_COLOCATED

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from real_service import tiny
 
-from pdserve.testing.processes import ProcessCluster
+from testkit.processes import ProcessCluster
 
 pytestmark = pytest.mark.cluster
 

@@ -28,8 +28,8 @@ from real_service import (
 
 from pdserve.rpc.status import CANCEL_TOKEN_METADATA, REQUEST_ID_METADATA
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-from pdserve.testing.client import generate, generate_all, request
-from pdserve.testing.processes import ProcessCluster, is_empty
+from testkit.client import generate, generate_all, request
+from testkit.processes import ProcessCluster, is_empty
 
 pytestmark = pytest.mark.cluster
 

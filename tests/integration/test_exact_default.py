@@ -15,8 +15,8 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine.native import library
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from pdserve.testing.client import Answer, generate_all, request
-from pdserve.testing.processes import ProcessCluster
+from testkit.client import Answer, generate_all, request
+from testkit.processes import ProcessCluster
 
 pytestmark = pytest.mark.cluster
 COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")

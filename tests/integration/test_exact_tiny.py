@@ -12,8 +12,8 @@ from pdserve.client import InferenceClient
 from pdserve.config import MIB, EngineConfig
 from pdserve.engine.native import library
 from pdserve.rpc.v1 import common_pb2
-from pdserve.testing.client import generate_all, request
-from pdserve.testing.processes import ProcessCluster
+from testkit.client import generate_all, request
+from testkit.processes import ProcessCluster
 
 pytestmark = pytest.mark.cluster
 COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")

@@ -12,7 +12,7 @@ import pytest
 from real_service import tiny
 
 from pdserve.config import ClusterConfig, load
-from pdserve.testing.processes import ProcessCluster
+from testkit.processes import ProcessCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -22,10 +22,10 @@ from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.kv_convert import convert_blocks
+from pdserve.engine.kv.convert import convert_blocks
 from pdserve.engine.runner import ModelRunner
-from pdserve.testing.client import Answer, generate_all, request
-from pdserve.testing.processes import Place, ProcessCluster
+from testkit.client import Answer, generate_all, request
+from testkit.processes import Place, ProcessCluster
 
 pytestmark = pytest.mark.cluster
 

@@ -16,8 +16,8 @@ import pytest
 from real_service import APART, AUTO, BOUND_S, GREEDY, TOGETHER, OpenStream, tiny
 
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from pdserve.testing.client import generate, generate_all, request
-from pdserve.testing.processes import ProcessCluster
+from testkit.client import generate, generate_all, request
+from testkit.processes import ProcessCluster
 
 pytestmark = pytest.mark.cluster
 

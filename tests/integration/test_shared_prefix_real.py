@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.config import MIB, EngineConfig, RouterConfig
 from pdserve.rpc.v1 import common_pb2
-from pdserve.testing.client import generate_all, request
-from pdserve.testing.processes import ProcessCluster
+from testkit.client import generate_all, request
+from testkit.processes import ProcessCluster
 
 pytestmark = pytest.mark.cluster
 

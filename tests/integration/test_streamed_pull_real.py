@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from real_service import APART, BOUND_S, GREEDY, TOGETHER, tiny
 
-from pdserve.testing.client import Answer, generate_all, request
-from pdserve.testing.processes import ProcessCluster
+from testkit.client import Answer, generate_all, request
+from testkit.processes import ProcessCluster
 
 pytestmark = pytest.mark.cluster
 

@@ -9,8 +9,8 @@ import pytest
 from dying_transfer import PROMPT_BLOCKS
 from real_service import APART, BOUND_S, GREEDY, QUICK_BEATS, TOGETHER, tiny
 
-from pdserve.testing.client import generate_all, request
-from pdserve.testing.processes import Place, ProcessCluster
+from testkit.client import generate_all, request
+from testkit.processes import Place, ProcessCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -27,9 +27,9 @@ from real_service import (
 from pdserve.config import RouterConfig
 from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import common_pb2
-from pdserve.testing.client import Answer, generate_all, request
-from pdserve.testing.load import Load
-from pdserve.testing.processes import ProcessCluster
+from testkit.client import Answer, generate_all, request
+from testkit.load import Load
+from testkit.processes import ProcessCluster
 
 MANY = 400  # tokens: half a second of decoding at least
 

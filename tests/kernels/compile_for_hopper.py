@@ -28,10 +28,10 @@ from pdserve.engine.kernels.activation import silu_and_mul
 from pdserve.engine.kernels.block_sums import stripe_sums
 from pdserve.engine.kernels.blocks import gather_tokens, scatter_tokens
 from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
-from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
 from pdserve.engine.kernels.quantise import quantise_write
 from pdserve.engine.kernels.rope import rotate_and_write
 from pdserve.engine.kernels.tiling import decode_tiling, prefill_tiling
+from pdserve.engine.kv.paged import KvFormat, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
 
 BF16 = torch.bfloat16
 

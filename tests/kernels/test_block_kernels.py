@@ -7,7 +7,7 @@ import torch
 from kernel_cases import DEVICE, LAYERS, make_pool, stored_values
 
 from pdserve.engine.kernels.blocks import gather_tokens, scatter_tokens
-from pdserve.engine.kernels.paged_kv import KvFormat
+from pdserve.engine.kv.paged import KvFormat
 
 KINDS = list(KvFormat)
 

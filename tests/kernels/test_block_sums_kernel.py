@@ -7,8 +7,8 @@ import pytest
 import torch
 from kernel_cases import DEVICE
 
-from pdserve.engine.block_sums import combine, sums_in_numpy
 from pdserve.engine.kernels.block_sums import stripe_sums
+from pdserve.engine.kv.checksum import combine, sums_in_numpy
 
 
 @pytest.mark.parametrize("block_bytes", [4, 12, 4096, 4100, 8192 + 8, 3 * 4096 - 4])

@@ -9,8 +9,8 @@ import torch
 from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_attention, tables_tensor, tolerance
 
 from pdserve.engine.kernels.decode import MIN_SPLIT, choose_splits, decode
-from pdserve.engine.kernels.paged_kv import KvFormat
 from pdserve.engine.kernels.tiling import Tiling, decode_tiling
+from pdserve.engine.kv.paged import KvFormat
 
 TILING = Tiling(rows=16, positions=16, warps=4, stages=1)
 PLAIN = KvFormat.PLAIN

@@ -9,11 +9,11 @@ import torch
 from kernel_cases import DEVICE, LAYERS, make_pool, stored_values
 
 from pdserve.core.kv_layout import KvLayout
-from pdserve.engine.attention.api import Span
-from pdserve.engine.kernels.paged_kv import KvFormat, quantised_block_bytes, quantised_kv, touched_blocks, touched_tensor
 from pdserve.engine.kernels.quantise import quantise_write
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_format import from_numbers
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.format import from_numbers
+from pdserve.engine.kv.paged import KvFormat, quantised_block_bytes, quantised_kv, touched_blocks, touched_tensor
+from pdserve.engine.kv.span import Span
 
 KINDS = [KvFormat.INT8, KvFormat.FP8_E4M3, KvFormat.INT4]
 

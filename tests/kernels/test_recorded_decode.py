@@ -12,8 +12,9 @@ from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.batch import SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.engine import graphs, runner
-from pdserve.engine.graphs import buckets
+from pdserve.engine import runner
+from pdserve.engine.models import graphs
+from pdserve.engine.models.graphs import buckets
 from pdserve.engine.runner import ModelRunner
 
 

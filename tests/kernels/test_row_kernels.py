@@ -6,12 +6,12 @@ import pytest
 import torch
 from kernel_cases import DEVICE, NAN, make_pool
 
-from pdserve.engine import elementwise
 from pdserve.engine.kernels.activation import silu_and_mul
 from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
-from pdserve.engine.kernels.paged_kv import KvFormat
 from pdserve.engine.kernels.rope import rotate_and_write
-from pdserve.engine.rope import rotate
+from pdserve.engine.kv.paged import KvFormat
+from pdserve.engine.layers import elementwise
+from pdserve.engine.layers.rope import rotate
 
 STEP = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # of a number near 1, twice rounded
 DTYPES = list(STEP)

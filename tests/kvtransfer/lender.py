@@ -13,9 +13,9 @@ from transfer_testing import FakePeer, new_incarnation
 
 from kvtransfer.api import Device, RemoteRegion
 from kvtransfer.backends.fake import FakeFabric
-from kvtransfer.followed_lease import FollowedLease
-from kvtransfer.lease_service import LeaseService, PeerService
-from kvtransfer.ticket import Ticket
+from kvtransfer.lease.followed import FollowedLease
+from kvtransfer.lease.service import LeaseService, PeerService
+from kvtransfer.lease.ticket import Ticket
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, SeqId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.core.lease import FirstToken, Lease, LeaseTable

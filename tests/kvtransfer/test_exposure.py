@@ -14,8 +14,8 @@ import psutil
 import pytest
 from transfer_testing import Pool, new_incarnation
 
+from kvtransfer.backends.exposure import NET_DEVICES, Exposure, exposure_of
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.exposure import NET_DEVICES, Exposure, exposure_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import WorkerId
 

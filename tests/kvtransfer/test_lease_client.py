@@ -12,8 +12,8 @@ from lender import FIRST, TOKEN, Lender, first_token, lender, wait_watermark
 from transfer_testing import new_incarnation
 
 from kvtransfer.backends.fake import FakeFabric
-from kvtransfer.followed_lease import FollowedLease
-from kvtransfer.lease_client import LeaseClient
+from kvtransfer.lease.client import LeaseClient
+from kvtransfer.lease.followed import FollowedLease
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, IncompatiblePeer, LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId

@@ -14,8 +14,8 @@ from lender import FIRST, TOKEN, Lender, lender
 from transfer_testing import new_incarnation
 
 from kvtransfer.backends.fake import FakeFabric
-from kvtransfer.lease_service import MAX_RENEWALS
-from kvtransfer.watchers import MAX_WATCHED, TooManyWatched, Watcher, Watchers
+from kvtransfer.lease.service import MAX_RENEWALS
+from kvtransfer.lease.watchers import MAX_WATCHED, TooManyWatched, Watcher, Watchers
 from pdserve.core.ids import LeaseId
 from pdserve.core.lease import LeaseView
 from pdserve.rpc import codec

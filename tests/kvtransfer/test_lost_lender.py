@@ -20,8 +20,8 @@ from transfer_testing import ROOT, FakePeer, NixlPeer, Pool, new_incarnation
 from decode_worker.inbound import Inbound
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.lease_client import LeaseClient
-from kvtransfer.thread import TransferThread
+from kvtransfer.lease.client import LeaseClient
+from kvtransfer.reads.thread import TransferThread
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.errors import LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId, WorkerId

@@ -12,10 +12,10 @@ from lender import FIRST, LAYOUT, ticket_of
 from transfer_testing import new_incarnation
 
 from kvtransfer.api import RemoteRegion
-from kvtransfer.followed_lease import Committed, FollowedLease
-from kvtransfer.pace import Pace
-from kvtransfer.pull import PrefillStalled, Pull, Pulled
-from kvtransfer.read import Read
+from kvtransfer.lease.followed import Committed, FollowedLease
+from kvtransfer.reads.pace import Pace
+from kvtransfer.reads.pull import PrefillStalled, Pull, Pulled
+from kvtransfer.reads.read import Read
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, LeaseGone, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId

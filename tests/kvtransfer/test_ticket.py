@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.api import Device
-from kvtransfer.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket, WrongTicket
+from kvtransfer.lease.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket, WrongTicket
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId
 from pdserve.core.kv_layout import DTYPE_BITS, KvLayout

@@ -13,11 +13,11 @@ from transfer_testing import FakePeer, Pool, new_incarnation
 
 from kvtransfer.api import ReadHandle, Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
-from kvtransfer.read import Read
-from kvtransfer.thread import TransferThread
+from kvtransfer.reads.read import Read
+from kvtransfer.reads.thread import TransferThread
+from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation
-from pdserve.rpc.status import TABLE
 
 
 @dataclass

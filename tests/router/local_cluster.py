@@ -12,12 +12,13 @@ import grpc.aio
 
 from pdserve.config import EngineConfig, RouterConfig
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker, expected_text, token_at
-from router.grpc_admin import AdminServer
-from router.grpc_front import GrpcFront
-from router.link_thread import LinkThread
-from router.model import ServedModel
-from router.service import RouterService
+from router.grpc.admin import AdminServer
+from router.grpc.front import GrpcFront
+from router.parsing.parser import RequestParser
+from router.service.model import ServedModel
+from router.service.service import RouterService
+from router.workers.link_thread import LinkThread
+from testkit.fake_worker import DECODE, PREFILL, FakeWorker, expected_text, token_at
 
 TOKEN = "secret"
 HOST = "127.0.0.1"
@@ -46,6 +47,7 @@ class Answer:
 @dataclass
 class LocalCluster:
     service: RouterService
+    parser: RequestParser
     stub: Any
     channel: grpc.aio.Channel
     link_address: str
@@ -137,9 +139,11 @@ async def local_cluster(
     async with contextlib.AsyncExitStack() as stack:
         service.start()
         stack.push_async_callback(service.close)
+        parser = RequestParser(service.max_body_bytes)
+        stack.callback(parser.close)
         stack.push_async_callback(links.close)
         link_port = await links.start(service.tell, HOST, 0)
-        front = GrpcFront(service, MAX_CONNECTIONS)
+        front = GrpcFront(service, parser, MAX_CONNECTIONS)
         stack.push_async_callback(front.close)
         await front.start(HOST, 0)
         address = f"{HOST}:{front.port}"
@@ -150,7 +154,7 @@ async def local_cluster(
         await admin_server.start(HOST, 0)
         admin_channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{admin_server.port}"))
         admin = admin_pb2_grpc.AdminStub(admin_channel)
-        cluster = LocalCluster(service, stub, channel, f"{HOST}:{link_port}", address, admin, [])
+        cluster = LocalCluster(service, parser, stub, channel, f"{HOST}:{link_port}", address, admin, [])
         for role in roles:
             await stack.enter_async_context(cluster.worker(role, **worker()))
         yield cluster

@@ -12,8 +12,8 @@ from pdserve.config import RouterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import is_loopback
 from pdserve.rpc.v1 import inference_pb2
-from router import grpc_admin
-from router.grpc_admin import AdminServer
+from router.grpc import admin as grpc_admin
+from router.grpc.admin import AdminServer
 
 from .local_cluster import TOKEN, local_cluster
 

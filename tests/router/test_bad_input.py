@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.rpc.v1 import inference_pb2
-from router.api import ChatMessage, GenerateInput
+from router.api.request import ChatMessage, GenerateInput
 
 from .local_cluster import generate_request, local_cluster, right_ids
 from .test_end_to_end import failure, run

@@ -13,7 +13,7 @@ from pdserve.core.errors import ErrorCode
 from pdserve.core.ids import Incarnation
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.link import Link
-from router import events as ev
+from router.core import events as ev
 
 from .core_peers import Stage
 from .local_cluster import TOKEN, LocalCluster, local_cluster

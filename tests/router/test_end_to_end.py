@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pdserve.core.errors import UnknownWorker
 from pdserve.rpc.status import REASON_METADATA, RETRY_AFTER_METADATA
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker, logprobs_at
-from router.api import GenerateInput
+from router.api.request import GenerateInput
+from testkit.fake_worker import DECODE, PREFILL, FakeWorker, logprobs_at
 
 from .local_cluster import LocalCluster, cancel_request, generate_request, local_cluster, read_answer, right_ids, right_text
 
@@ -81,7 +81,7 @@ def test_logprobs_of_every_token_arrive_by_whichever_link_it_comes() -> None:
 def test_a_worker_that_tells_no_logprobs_where_they_are_asked_for_fails_the_request_alone(monkeypatch) -> None:
     async def story() -> None:
         async with local_cluster() as cluster:
-            monkeypatch.setattr("pdserve.testing.fake_worker.logprobs_at", lambda *_: None)
+            monkeypatch.setattr("testkit.fake_worker.logprobs_at", lambda *_: None)
             message = generate_request((1, 2, 3), 4)
             message.sampling.logprobs = 1
             code, reason, details = await failure(read_answer(cluster.stub.Generate(message)))

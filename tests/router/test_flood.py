@@ -20,8 +20,8 @@ import grpc
 import pytest
 
 from pdserve.rpc.v1 import common_pb2, inference_pb2, link_pb2
-from pdserve.testing.footprint import footprint
 from pdserve.worker.link import Link
+from testkit.footprint import footprint
 
 from .local_cluster import TOKEN, tiny_model
 from .test_process import PORTS, ready_line, router_process

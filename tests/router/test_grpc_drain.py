@@ -11,12 +11,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-import router.draining
+import router.service.draining
 from pdserve.core.blocks import BlockCounts
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
-from router.grpc_admin import AdminServer
+from router.grpc.admin import AdminServer
 
 TIMEOUT_S = 30.0
 BUSY = WorkerSnapshot(
@@ -82,7 +82,7 @@ def test_progress_until_the_worker_has_left() -> None:
 
 
 def test_a_quiet_drain_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.draining, "QUIET_S", 0.0)
+    monkeypatch.setattr(router.service.draining, "QUIET_S", 0.0)
 
     async def story() -> None:
         async with served() as (_, stub):

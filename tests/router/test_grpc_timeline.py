@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.rpc.status import REASON_METADATA, TIMELINE_METADATA
 from pdserve.rpc.v1 import inference_pb2
-from pdserve.testing.fake_worker import DECODE, PREFILL
+from testkit.fake_worker import DECODE, PREFILL
 
 from .local_cluster import generate_request, local_cluster, read_answer
 

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 
 from pdserve.rpc.v1 import inference_pb2_grpc
-from pdserve.testing.fake_worker import DECODE, FakeWorker
-from pdserve.testing.footprint import footprint
+from testkit.fake_worker import DECODE, FakeWorker
+from testkit.footprint import footprint
 
 from .local_cluster import TOKEN, generate_request, read_answer, right_ids, tiny_model
 from .test_process import PORTS, ready_line, router_process

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from pdserve.core.errors import ErrorCode
-from pdserve.testing.fake_worker import DECODE, PREFILL
-from router import events as ev
+from router.core import events as ev
+from testkit.fake_worker import DECODE, PREFILL
 
 from .core_peers import Stage
 from .local_cluster import LocalCluster, local_cluster, right_ids

@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from pdserve.core.ids import Handle
+from pdserve.rpc.server import make_server
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc
-from router import events as ev
-from router.link import LinkService
-from router.server import make_server
-from router.wire import welcome
+from router.core import events as ev
+from router.workers.link import LinkService
+from router.workers.wire import welcome
 
 WAIT_S = 10.0
 

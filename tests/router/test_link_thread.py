@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.testing.fake_worker import DECODE, FakeWorker
-from router import events as ev
-from router import link_thread
-from router.link_thread import LinkThread
-from router.wire import welcome
+from router.core import events as ev
+from router.workers import link_thread
+from router.workers.link_thread import LinkThread
+from router.workers.wire import welcome
+from testkit.fake_worker import DECODE, FakeWorker
 
 WAIT_S = 20.0
 

@@ -21,7 +21,7 @@ import grpc
 import pytest
 
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from pdserve.testing.fake_worker import DECODE, PREFILL, FakeWorker
+from testkit.fake_worker import DECODE, PREFILL, FakeWorker
 
 from .local_cluster import TOKEN, generate_request, read_answer, right_ids, tiny_model
 

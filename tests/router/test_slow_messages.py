@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from pdserve.rpc.status import REASON_METADATA
-from router import malformed
+from router.grpc import malformed
 
 from .local_cluster import local_cluster
 

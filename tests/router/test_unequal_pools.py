@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from pdserve.core.errors import IncompatiblePeer, Unavailable
 from pdserve.core.ids import Handle
 from pdserve.core.sampling import Placement
-from pdserve.testing.fake_worker import DECODE, PREFILL
-from router import events as ev
-from router.dispatcher import LOOK_PAST
-from router.limits import LengthLimit
-from router.registry import Registry, Worker
+from router.core import events as ev
+from router.core.dispatcher import LOOK_PAST
+from router.core.registry import Registry, Worker
+from router.service.limits import LengthLimit
+from testkit.fake_worker import DECODE, PREFILL
 
 from .core_peers import FINGERPRINT, Peer, Stage, hello, row
 from .local_cluster import generate_request, local_cluster, read_answer, tiny_model

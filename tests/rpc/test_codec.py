@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason, Placement, SamplingParams
+from pdserve.core.logprobs import TokenLogprobs, unpack_logprobs
+from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, peer_pb2
 
@@ -62,7 +62,7 @@ def test_logprobs(tokens: list[tuple[float, list[tuple[int, float]]]]) -> None:
     wire = codec.logprobs_to_wire(given_ones)
     assert (wire is None) == (not given_ones)
     wire = common_pb2.Logprobs.FromString(wire.SerializeToString()) if wire is not None else common_pb2.Logprobs()
-    assert codec.logprobs_from_wire(wire, len(given_ones)) == given_ones
+    assert unpack_logprobs(wire, len(given_ones)) == given_ones
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_logprobs(tokens: list[tuple[float, list[tuple[int, float]]]]) -> None:
 def test_logprobs_of_another_number_of_tokens_are_refused(chosen: list[float], ids: list[int], top: list[float]) -> None:
     wire = common_pb2.Logprobs(chosen=chosen, top_ids=ids, top=top)
     with pytest.raises(ValueError, match=r"expected|zip"):
-        codec.logprobs_from_wire(wire, 2)
+        unpack_logprobs(wire, 2)
 
 
 def test_sampling_of_a_peer_is_checked() -> None:
@@ -121,3 +121,10 @@ def test_lease_and_reader_ids(lease_id: LeaseId, reader_id: ReaderId) -> None:
 def test_lease_views(view: LeaseView) -> None:
     wire = peer_pb2.LeaseStatus.FromString(codec.lease_view_to_wire(view).SerializeToString())
     assert codec.lease_view_from_wire(wire) == view
+
+
+def test_finish_reasons_have_the_numbers_of_the_wire() -> None:
+    """The router's core reads them by number, since it must not load protobuf."""
+    names = {number: None if reason is None else f"FINISH_REASON_{reason.name}" for number, reason in FINISH_BY_NUMBER.items()}
+    wire = {value: name for name, value in common_pb2.FinishReason.items()}
+    assert names == wire | {0: None}

@@ -10,23 +10,23 @@ import pytest
 
 from decode_worker.inbound import Inbound
 from decode_worker.role import DecodeRole
-from kvtransfer.followed_lease import Committed
-from kvtransfer.peer_link import PeerLink
-from kvtransfer.pull import Pull
-from kvtransfer.read import Read
-from kvtransfer.slots import SlotPool
-from kvtransfer.staging import Staging
+from kvtransfer.lease.followed import Committed
+from kvtransfer.lease.peer_link import PeerLink
+from kvtransfer.reads.pull import Pull
+from kvtransfer.reads.read import Read
+from kvtransfer.staging.slots import SlotPool
+from kvtransfer.staging.staging import Staging
 from pdserve.core.blocks import BlockPool, Holder, HolderKind
 from pdserve.core.lease import CommitAnswer, Lease, LeaseEvent, LeaseState, LeaseTable
 from pdserve.core.reader import Reader, ReaderState, SendCommit
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.rpc.numbering import Incoming
 from pdserve.worker.engine_watch import EngineWatch
 from pdserve.worker.output import OutputStream
 from prefill_worker.role import PrefillRole
-from router.deadlines import Deadlines
-from router.live import LiveRequest
-from router.requests import Requests
+from router.core.deadlines import Deadlines
+from router.core.live_request import LiveRequest
+from router.core.requests import Requests
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

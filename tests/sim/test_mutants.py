@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.sim.run import run_seed, run_with_slow_reads
+from faultsim.run import run_seed, run_with_slow_reads
 from tests.sim.mutants import MUTANTS, Mutant
 
 SEEDS = range(1, 81)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from faultsim.checkers import check_outcome
+from faultsim.client import Ask, Outcome
+from faultsim.faults import Fault, FaultKind, FaultPlan
+from faultsim.oracle import TOKENIZER, answer
+from faultsim.router import CONFIG
+from faultsim.run import calm_plan, draw_asks, simulate
+from faultsim.tap import Census
+from faultsim.transfer import ReadFaults
+from faultsim.world import Shape
 from pdserve.core.sampling import Placement, SamplingParams
-from pdserve.sim.checkers import check_outcome
-from pdserve.sim.client import Ask, Outcome
-from pdserve.sim.faults import Fault, FaultKind, FaultPlan
 from pdserve.sim.network import Weather
-from pdserve.sim.oracle import TOKENIZER, answer
-from pdserve.sim.router import CONFIG
-from pdserve.sim.run import calm_plan, draw_asks, simulate
-from pdserve.sim.tap import Census
-from pdserve.sim.transfer import ReadFaults
-from pdserve.sim.world import Shape
 from pdserve.text.output import OutputText
-from router.api import Delta
+from router.api.answer import Delta
 
 
 def test_a_worker_whose_read_never_stops_is_replaced() -> None:

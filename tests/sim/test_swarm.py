@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from pdserve.sim.matrix import run_matrix
-from pdserve.sim.swarm import run_swarm
+from faultsim.matrix import run_matrix
+from faultsim.swarm import run_swarm
 
 FEW = 60
 MANY = 2000

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from pdserve.core.errors import ConfigError, InvalidRequest
+from pdserve.core.limits import MAX_MESSAGES
 from pdserve.text import sandbox
-from pdserve.text.chat import MAX_MESSAGES, ChatTemplate
+from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 
 HI = [("user", "Hi")]

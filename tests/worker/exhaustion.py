@@ -20,11 +20,11 @@ from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.memory_host import resident_bytes
-from pdserve.engine.memory_start import settle
+from pdserve.engine.memory.host import resident_bytes
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
-from pdserve.engine.scheduler import Scheduler, SequenceKind
+from pdserve.engine.schedule.scheduler import Scheduler, SequenceKind
+from pdserve.engine.warm_up import settle
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.messages import (
     Abort,

@@ -9,7 +9,7 @@ from pdserve.core.batch import SampleSpec
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import Handle, SeqId
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.counted import CountedCommands
 from pdserve.worker.engine_steps import EngineSteps
 from pdserve.worker.messages import AddLent

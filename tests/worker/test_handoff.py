@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from decode_worker.main import start as start_decode
-from kvtransfer.ticket import Ticket
+from kvtransfer.lease.ticket import Ticket
 from pdserve.config import MIB, EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc.v1 import common_pb2
-from pdserve.testing.scripted_router import ScriptedRouter, Worker
 from prefill_worker.main import start as start_prefill
+from testkit.scripted_router import ScriptedRouter, Worker
 
 BLOCK = 16
 ENGINE = EngineConfig(

@@ -9,10 +9,10 @@ from pathlib import Path
 from kv_digests import digests
 
 from decode_worker.main import start as start_decode
-from kvtransfer.ticket import Ticket
+from kvtransfer.lease.ticket import Ticket
 from pdserve.config import MIB, EngineConfig, WorkerConfig, dump
 from pdserve.core.sampling import SamplingParams
-from pdserve.testing.scripted_router import ScriptedRouter
+from testkit.scripted_router import ScriptedRouter
 
 ENGINE = EngineConfig(model="tiny", dtype="bfloat16", kv_cache_memory=2 * MIB, max_model_len=512, threads=1)
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

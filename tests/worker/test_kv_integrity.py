@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 
 from decode_worker.main import start as start_decode
-from kvtransfer.ticket import Ticket
+from kvtransfer.lease.ticket import Ticket
 from pdserve.config import MIB, EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.ids import LeaseId
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc.v1 import common_pb2
-from pdserve.testing.scripted_router import ScriptedRouter
 from pdserve.worker.runtime import RunningWorker
 from prefill_worker.main import start as start_prefill
+from testkit.scripted_router import ScriptedRouter
 
 BLOCK = 16
 ENGINE = EngineConfig(

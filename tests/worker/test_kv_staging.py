@@ -8,11 +8,11 @@ from itertools import permutations
 import pytest
 import torch
 
-from kvtransfer.staging import STAGING_BLOCKS
+from kvtransfer.staging.staging import STAGING_BLOCKS
 from pdserve.checkpoint.card import KV_DTYPES
 from pdserve.core.kv_layout import KvLayout
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_convert import convert_blocks
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.convert import convert_blocks
 from pdserve.worker.kv_staging import StagedKv, most_staged_bytes
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4, dtype="bfloat16")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pdserve.config import MIB, EngineConfig, WorkerConfig, dump
-from pdserve.testing.scripted_router import ScriptedRouter
+from testkit.scripted_router import ScriptedRouter
 
 WAIT_S = 60
 ENGINE = EngineConfig(model="tiny", kv_cache_memory=MIB, max_model_len=64, threads=1)

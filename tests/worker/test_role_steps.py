@@ -10,16 +10,16 @@ from typing import Any, cast
 import pytest
 
 from decode_worker.role import DecodeRole
+from faultsim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
+from faultsim.worker import LAYOUT
 from kvtransfer.api import Region
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import BlockId, Incarnation, SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
-from pdserve.engine.outcome import Advance, OutputToken
+from pdserve.engine.schedule.outcome import Advance, OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
 from pdserve.sim.channel import FakeServer
-from pdserve.sim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
-from pdserve.sim.worker import LAYOUT
 from pdserve.worker.host import Host, Role
 from pdserve.worker.messages import Abort, Command, Lent, ReserveResult, ReturnLease, StepEvents
 from pdserve.worker.output import OutputStream

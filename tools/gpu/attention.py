@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import ceil_div
-from pdserve.engine.attention.api import Span
 from pdserve.engine.attention.triton import TritonAttention, TritonStep
-from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv
 from pdserve.engine.kernels.prefill import prefill
 from pdserve.engine.kernels.tiling import Tiling, prefill_tiling
+from pdserve.engine.kv.paged import KvFormat, PagedKv
+from pdserve.engine.kv.span import Span
 from tools.gpu.machine import machine
 from tools.gpu.pools import random_pool
 from tools.gpu.row import Row, Setup, replayed_s, rotations

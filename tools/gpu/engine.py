@@ -16,9 +16,9 @@ from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.logit_edits import edits_of
 from pdserve.core.sampling import SamplingParams
+from pdserve.engine.models.weights import LayerWeights, LlamaWeights
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.sampler import sample
-from pdserve.engine.weights import LayerWeights, LlamaWeights
 from tools.gpu.row import Row, Setup
 from tools.gpu.shapes import BLOCK_SIZE, card, random_weights
 

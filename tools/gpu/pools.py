@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
+from pdserve.engine.kv.paged import KvFormat, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
 
 
 def random_pool(

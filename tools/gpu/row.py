@@ -79,7 +79,7 @@ def replayed_s(works: Sequence[Callable[[], Any]], device: torch.device) -> floa
 
 def recorded(works: Sequence[Callable[[], Any]]) -> Callable[[], None]:
     """What repeats all of `works`, as the engine records its decode steps."""
-    from pdserve.engine.graphs import cuda_recorder
+    from pdserve.engine.models.graphs import cuda_recorder
 
     replay, _ = cuda_recorder()(lambda: [work() for work in works][-1])
     return replay

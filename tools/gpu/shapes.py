@@ -10,8 +10,8 @@ from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
+from pdserve.engine.models.weights import LayerWeights, LlamaWeights
 from pdserve.engine.runner import ModelRunner
-from pdserve.engine.weights import LayerWeights, LlamaWeights
 from tools.gpu.pools import fill
 from tools.gpu.row import Setup
 

@@ -14,7 +14,8 @@ from typing import Any, Final, Generic
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention.api import Attention, Prepared, Span
+from pdserve.engine.attention.api import Attention, Prepared
+from pdserve.engine.kv.span import Span
 
 MOST_POSITIONS: Final = 1 << 14
 """SmolLM2 in float32: 48 MiB of a layer's KV, and a few times that while it is computed with. Not tuned."""

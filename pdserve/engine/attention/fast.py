@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pdserve.core.kv_layout import ceil_div
-from pdserve.engine.attention.api import Span
-from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.span import Span
 
 PIECE: Final = 128  # the fastest of 64, 128, 256, 512 for 0, 512 and 2,048 cached tokens
 

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.core.kv_layout import ceil_div
-from pdserve.engine.attention.api import Span
-from pdserve.engine.elementwise import exp_fixed
-from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.span import Span
+from pdserve.engine.layers.elementwise import exp_fixed
 
 BASE_ROWS: Final = 32
 KV_TILE_TOKENS: Final = 64

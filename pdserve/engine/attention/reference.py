@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention.api import Span
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_format import from_numbers
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.format import from_numbers
+from pdserve.engine.kv.span import Span
 
 
 class ReferenceAttention:

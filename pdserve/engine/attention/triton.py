@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import ceil_div
-from pdserve.engine.attention.api import Span
 from pdserve.engine.kernels.decode import choose_splits, decode
-from pdserve.engine.kernels.paged_kv import PagedKv
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
 from pdserve.engine.kernels.support import multiprocessors
 from pdserve.engine.kernels.tiling import Tiling, decode_tiling, prefill_tiling
+from pdserve.engine.kv.paged import PagedKv
+from pdserve.engine.kv.span import Span
 
 WIDTH_STEP: Final = 16
 ALIGNED: Final = 4  # 32-bit numbers

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.engine.kernels.flash import load_numbers
-from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv, touched_blocks, touched_tensor
 from pdserve.engine.kernels.quantise import quantise_write
 from pdserve.engine.kernels.support import next_power_of_2
+from pdserve.engine.kv.paged import KvFormat, PagedKv, touched_blocks, touched_tensor
 
 _PLAIN = tl.constexpr(int(KvFormat.PLAIN))
 

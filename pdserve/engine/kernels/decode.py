@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.engine.kernels.flash import attend
-from pdserve.engine.kernels.paged_kv import LayerKv, PagedKv
 from pdserve.engine.kernels.support import next_power_of_2
 from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
+from pdserve.engine.kv.paged import LayerKv, PagedKv
 
 MIN_SPLIT = 256  # positions: below, a program's start and the merge cost more than the reading it takes over
 MAX_SPLITS = 128  # of the merge's tile

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pdserve.engine.kernels.paged_kv import KvFormat
+from pdserve.engine.kv.paged import KvFormat
 
 _PLAIN = tl.constexpr(int(KvFormat.PLAIN))
 _INT8 = tl.constexpr(int(KvFormat.INT8))

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from pdserve.engine.kernels.activation import silu_and_mul
 from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
-from pdserve.engine.kernels.paged_kv import KvFormat, PagedKv
 from pdserve.engine.kernels.quantise import quantise_write
 from pdserve.engine.kernels.rope import rotate_and_write
+from pdserve.engine.kv.paged import KvFormat, PagedKv
 
 
 class TritonOps:
-    """As `pdserve.engine.ops.Ops`; slots below zero are nobody's, and their token is written nowhere."""
+    """As `pdserve.engine.layers.torch_ops.Ops`; slots below zero are nobody's, and their token is written nowhere."""
 
     def __init__(self, kv: PagedKv) -> None:
         self._kv = kv

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.engine.kernels.flash import attend
-from pdserve.engine.kernels.paged_kv import LayerKv, PagedKv
 from pdserve.engine.kernels.support import next_power_of_2
 from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
+from pdserve.engine.kv.paged import LayerKv, PagedKv
 
 TILE_FIELDS = 4  # sequence, first query row, position of that row's token, tokens
 

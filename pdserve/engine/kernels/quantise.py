@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.engine.kernels.flash import load_numbers
-from pdserve.engine.kernels.paged_kv import KvFormat, LayerKv, PagedKv
 from pdserve.engine.kernels.support import next_power_of_2
-from pdserve.engine.kv_format import SMALLEST_SCALE as _SMALLEST_SCALE
+from pdserve.engine.kv.format import SMALLEST_SCALE as _SMALLEST_SCALE
+from pdserve.engine.kv.paged import KvFormat, LayerKv, PagedKv
 
 SMALLEST_SCALE = tl.constexpr(_SMALLEST_SCALE)
 _INT8 = tl.constexpr(int(KvFormat.INT8))

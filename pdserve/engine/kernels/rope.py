@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.engine.kernels.paged_kv import KvFormat, LayerKv, PagedKv
 from pdserve.engine.kernels.support import next_power_of_2
+from pdserve.engine.kv.paged import KvFormat, LayerKv, PagedKv
 
 
 @triton.jit

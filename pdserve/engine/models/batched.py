@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pdserve.core.batch import StepPlan
-from pdserve.engine.batch import Batch, make_batch
-from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.layers.rows import Rows
 from pdserve.engine.models.api import Logits
+from pdserve.engine.models.batch import Batch, make_batch
 from pdserve.engine.models.llama import Llama
-from pdserve.engine.rows import Rows
 
 Hidden = Callable[[Batch], Tensor]
 """`Llama.hidden`, computed as it is or replayed."""

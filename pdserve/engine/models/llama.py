@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.engine.attention.api import Attention
-from pdserve.engine.batch import Batch
-from pdserve.engine.linear import Linear, make_linear
-from pdserve.engine.ops import Ops
-from pdserve.engine.rope import rope_table
-from pdserve.engine.rows import PROBE_ROWS, Rows, Sample
-from pdserve.engine.weights import LayerWeights, LlamaWeights
+from pdserve.engine.layers.linear import Linear, make_linear
+from pdserve.engine.layers.rope import rope_table
+from pdserve.engine.layers.rows import PROBE_ROWS, Rows, Sample
+from pdserve.engine.layers.torch_ops import Ops
+from pdserve.engine.models.batch import Batch
+from pdserve.engine.models.weights import LayerWeights, LlamaWeights
 
 
 @dataclass(frozen=True, slots=True)

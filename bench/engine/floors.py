@@ -1,0 +1,52 @@
+"""What this machine could do at best, measured in the same run: the floors beside which figures are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from bench.engine.peers.cases import mean_s
+from pdserve.config import MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Rates of so many threads, each at its best: a floor is what the machine can do when nobody else is on it."""
+
+    threads: int
+    read_bytes_s: float
+    bf16_flops_s: float
+    copy_bytes_s: float
+
+
+def median_of(found: Sequence[Machine]) -> Machine:
+    """What it was in the middle, each rate for itself."""
+    middle = {name: median(getattr(one, name) for one in found) for name in ("read_bytes_s", "bf16_flops_s", "copy_bytes_s")}
+    return replace(found[0], **middle)
+
+
+def measure(threads: int) -> Machine:
+    """Reading 256 MiB, copying it, and a bfloat16 product of 2048^3; about 3 s.
+
+    The matrix peak of several threads is that of one times their number: with company on the machine a parallel
+    product waits for its slowest thread, and a floor must not.
+    """
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        ones = torch.ones(2048, 2048, dtype=torch.bfloat16)
+        gemm_s = min(mean_s(lambda: ones @ ones) for _ in range(3))
+        data, target = torch.ones(32 * MIB), torch.empty(32 * MIB)
+        rows, vector = data.view(-1, 4096), torch.ones(4096)
+        reads_s, copies_s = [], []
+        for count in {1, threads}:
+            torch.set_num_threads(count)
+            reads_s += [mean_s(reader) for reader in (data.sum, lambda: rows @ vector, lambda: torch.dot(data, data))]
+            copies_s += [mean_s(lambda: target.copy_(data)) for _ in range(3)]
+        read_s, copy_s = min(reads_s), min(copies_s)
+        return Machine(threads, data.nbytes / read_s, threads * 2 * 2048**3 / gemm_s, 32 * 4 * MIB / copy_s)
+    finally:
+        torch.set_num_threads(before)

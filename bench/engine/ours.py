@@ -1,0 +1,70 @@
+"""Our engine's steps, timed in this process: what the other engines are put beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from bench.engine.peers.cases import CASES, Case, mean_s
+from pdserve.checkpoint.card import ModelCard
+from pdserve.config import EngineConfig
+from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
+from pdserve.core.errors import ConfigError
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.kv_layout import ceil_div
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.runner import ModelRunner
+
+POOL_TOKENS: Final = max(case.batch * (case.cached + case.tokens) for case in CASES) + 16 * 64
+GREEDY: Final = SamplingParams(temperature=0.0)
+BUDGET: Final = EngineConfig().batched_tokens("cpu")
+
+
+class OurEngine:
+    """One setting of the runner. Scheduling is not in its figures: well under a twentieth of a step."""
+
+    def __init__(self, directory: Path, card: ModelCard, threads: int, quantization: str | None) -> None:
+        """Raises `ConfigError` where the setting does not run."""
+        memory = POOL_TOKENS * card.kv_layout(16, "bfloat16").bytes_per_token
+        config = EngineConfig(dtype="bfloat16", threads=threads, kv_cache_memory=memory, quantization=quantization)
+        self.runner = ModelRunner.load(directory, card, config)
+        self._vocab = card.vocab_size
+        self._warm: set[str] = set()
+        # Pages that nobody wrote are all one page of zeros, which would be read from the nearest cache.
+        self.runner.kv.tensor.view(torch.int16).fill_(0x3C00)
+
+    def seconds(self, case: Case) -> float:
+        step = self._step(case)
+        if case.name not in self._warm:
+            self._warm.add(case.name)
+            step()
+        return mean_s(step)
+
+    def _step(self, case: Case) -> Callable[[], Any]:
+        """A prompt in the chunks that the scheduler would cut it into."""
+        plans = [
+            StepPlan(tuple(self._slice(case, i, begin, min(begin + BUDGET, case.tokens)) for i in range(case.batch)))
+            for begin in range(0, case.tokens, BUDGET)
+        ]
+        return lambda: [self.runner.execute(plan) for plan in plans]
+
+    def _slice(self, case: Case, i: int, begin: int, end: int) -> SequenceSlice:
+        blocks = ceil_div(case.cached + case.tokens, self.runner.kv.layout.block_size)
+        table = tuple(BlockId(i * blocks + j) for j in range(blocks))
+        ids = tuple((7 + 31 * i + j) % self._vocab for j in range(begin, end))
+        sample = SampleSpec(GREEDY, 0) if end == case.tokens else None
+        return SequenceSlice(SeqId(i), case.cached + begin, ids, table, sample)
+
+
+def load(directory: Path, card: ModelCard, threads: int) -> dict[str | None, OurEngine]:
+    """By quantization; those that run here."""
+    found: dict[str | None, OurEngine] = {}
+    for quantization in (None, "int8", "int4"):
+        try:
+            found[quantization] = OurEngine(directory, card, threads, quantization)
+        except ConfigError:
+            pass  # no compiled kernels here
+    return found

@@ -1,0 +1,161 @@
+"""How fast one engine is, beside what the machine allows and, with --peers, beside other engines on the same weights.
+
+    python -m bench.engine.rates [--threads 2] [--model default] [--rounds 5] [--peers [NAME ...]] [--plot FILE.png]
+
+Prefill of 512 and 2,048 tokens; decode steps of 1 to 64 sequences at 128 tokens of context and of 32 at 2,048. Whoever
+is measured takes turns within a round, case by case, so that a busy neighbour hits all; medians over the rounds. The
+floor of a step is the longer of two times: its weights and KV through measured memory bandwidth, its multiplications at
+the measured peak of bfloat16 products, twice that for products of integers. Both are measured in each round, and a share
+is of its own round.
+
+--peers installs vLLM's CPU build, llama.cpp (compiled) and transformers, each into an environment of its own in the
+cache folder, and runs them as processes with as many threads. One that cannot be installed or fails says so in its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.engine.floors import Machine, measure, median_of
+from bench.engine.ours import load
+from bench.engine.peers.cases import CASES, Case
+from bench.engine.peers.peer import ENGINES, NotInstalled, PeerFailed, chosen, started
+from bench.engine.roofline import BF16, INT4, INT8, Q4_1, Q8_0, Numbers, Point, plot, work_of
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import resolve
+
+OURS = {None: ("pdserve bf16", BF16), "int8": ("pdserve int8", INT8), "int4": ("pdserve int4", INT4)}
+ROUNDING = {None: BF16, "BF16": BF16, "Q8_0": Q8_0, "Q4_1": Q4_1}
+
+
+PREFILL_GOAL, DECODE_GOAL = 1.1, 1.2  # best of ours against best of theirs; bfloat16 alone: never behind
+
+
+class Engine(Protocol):
+    def seconds(self, case: Case) -> float: ...
+
+
+@dataclass
+class Row:
+    """One engine and what was measured of it. `failed`: why nothing more will be."""
+
+    name: str
+    numbers: Numbers
+    engine: Engine | None
+    ours: bool
+    failed: str = ""
+    times: dict[Case, list[float]] = field(default_factory=lambda: {case: [] for case in CASES})
+
+    def measure(self, case: Case) -> None:
+        if self.engine is None:
+            return
+        try:
+            self.times[case].append(self.engine.seconds(case))
+        except PeerFailed as exc:
+            self.engine, self.failed = None, f"{case.name}: {exc}"
+
+    def median_s(self, case: Case) -> float | None:
+        return statistics.median(self.times[case]) if self.times[case] else None
+
+
+def rows_of(
+    directory: Path, card: ModelCard, threads: int, peers: Sequence[str], stack: ExitStack, console: Console
+) -> list[Row]:
+    engines = load(directory, card, threads)
+    rows = [Row(*OURS[quantization], engine, True) for quantization, engine in engines.items()]
+    for one in chosen(peers):
+        row = Row(one.name, ROUNDING[one.gguf], None, False)
+        try:
+            row.engine = stack.enter_context(started(one, directory, card, threads, console.print))
+        except (PeerFailed, NotInstalled) as exc:
+            row.failed = str(exc)
+        rows.append(row)
+    return rows
+
+
+def table_of(rows: Sequence[Row], card: ModelCard, machines: Sequence[Machine], title: str) -> Table:
+    table = Table("engine", *(case.name for case in CASES), title=title)
+    for row in rows:
+        cells = [_cell(row, case, card, machines) for case in CASES]
+        table.add_row(row.name + (f"\n{row.failed}" if row.failed else ""), *cells)
+    if any(not row.ours for row in rows):
+        table.add_section()
+        table.add_row("best of ours / of theirs", *(_ratio(rows, case, bf16=False) for case in CASES))
+        table.add_row("  goal", *(f"{DECODE_GOAL if case.cached else PREFILL_GOAL} x" for case in CASES))
+        table.add_row("bf16 / their best bf16", *(_ratio(rows, case, bf16=True) for case in CASES))
+        table.add_row("  goal", *("1.0 x" for _ in CASES))
+    spread = max((max(found) / min(found) for row in rows for found in row.times.values() if found), default=1.0)
+    table.caption = f"the slowest round of a cell took up to {spread:.1f} x its fastest"
+    return table
+
+
+def _cell(row: Row, case: Case, card: ModelCard, machines: Sequence[Machine]) -> str:
+    seconds = row.median_s(case)
+    if seconds is None:
+        return "-"
+    work, rate = work_of(case, card, row.numbers), row.numbers.rate
+    share = statistics.median(work.floor_s(m, rate) / taken for m, taken in zip(machines, row.times[case], strict=False))
+    return f"{case.step_tokens / seconds:,.0f} ({share:.0%})"
+
+
+def _ratio(rows: Sequence[Row], case: Case, *, bf16: bool) -> str:
+    best: dict[bool, float] = {}
+    for row in rows:
+        seconds = row.median_s(case)
+        if seconds is not None and (row.numbers is BF16 or not bf16):
+            best[row.ours] = min(seconds, best.get(row.ours, seconds))
+    return f"{best[False] / best[True]:.2f} x" if len(best) == 2 else "-"
+
+
+def points_of(rows: Sequence[Row], card: ModelCard) -> list[Point]:
+    found = ((row, case, row.median_s(case)) for row in rows for case in CASES)
+    return [Point(row.name, case, work_of(case, card, row.numbers), s) for row, case, s in found if s is not None]
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    directory = resolve(args.model)
+    card = ModelCard.load(directory)
+    with ExitStack() as stack:
+        rows = rows_of(directory, card, args.threads, args.peers, stack, console)
+        machines = []
+        for number in range(args.rounds):
+            console.print(f"round {number + 1} of {args.rounds}")
+            machines.append(measure(args.threads))
+            for case in CASES:
+                for row in rows:
+                    row.measure(case)
+    machine = median_of(machines)
+    title = (
+        f"{card.name}, {args.threads} thread(s), tokens/s and share of the floor: "
+        f"memory {machine.read_bytes_s / 1e9:.0f} GB/s, bfloat16 products {machine.bf16_flops_s / 1e9:.0f} GFLOP/s"
+    )
+    console.print(table_of(rows, card, machines, title))
+    if args.plot is not None:
+        plot(args.plot, title.split(",")[0], machine, points_of(rows, card))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", nargs="*", choices=ENGINES, default=None, help="all of them unless named")
+    parser.add_argument("--plot", type=Path, help="where to write the roofline")
+    args = parser.parse_args()
+    args.peers = () if args.peers is None else args.peers or ENGINES
+    torch.set_num_threads(args.threads)
+    run(args, Console(width=160))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What a step must read and multiply, the time that this takes at best, and both drawn as a roofline.
+
+Bytes: weights once, KV of all tokens written or read once. Operations: two for a weight and a token, the head once a
+sequence, and the causal half of attention's scores. The roof is the lower of memory bandwidth times operations a byte
+and the peak of matrix products (Williams, Waterman and Patterson 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bench.engine.floors import Machine
+from bench.engine.peers.cases import Case
+from pdserve.checkpoint.card import ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How weights are kept: bytes each, scales included, and how many times the rate of bfloat16 they multiply at."""
+
+    layer_bytes: float
+    head_bytes: float
+    rate: float
+
+
+BF16: Final = Numbers(2.0, 2.0, 1.0)
+INT8: Final = Numbers(1.0, 1.0, 2.0)
+INT4: Final = Numbers(0.5 + 4 / 32, 1.0, 1.0)  # 32 weights share four bytes, and multiply in bfloat16
+Q8_0: Final = Numbers(1.0 + 2 / 32, 1.0 + 2 / 32, 2.0)
+Q4_1: Final = Numbers(0.5 + 4 / 32, 0.5 + 4 / 32, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of one step."""
+
+    read_bytes: float
+    weight_flops: float
+    score_flops: float
+
+    @property
+    def flops(self) -> float:
+        return self.weight_flops + self.score_flops
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte."""
+        return self.flops / self.read_bytes
+
+    def floor_s(self, machine: Machine, rate: float) -> float:
+        """The longer of reading and multiplying; attention multiplies in bfloat16 whatever weights do."""
+        products_s = (self.weight_flops / rate + self.score_flops) / machine.bf16_flops_s
+        return max(self.read_bytes / machine.read_bytes_s, products_s)
+
+
+def work_of(case: Case, card: ModelCard, numbers: Numbers) -> Work:
+    query, kv = card.num_heads * card.head_dim, card.num_kv_heads * card.head_dim
+    layer = card.hidden_size * (2 * query + 2 * kv + 3 * card.intermediate_size)
+    head = card.vocab_size * card.hidden_size
+    context = case.cached + case.tokens
+    kv_bytes = case.batch * context * card.kv_layout(16, "bfloat16").bytes_per_token
+    scores = case.batch * case.tokens * (case.cached + case.tokens / 2) * card.num_layers * query * 2
+    return Work(
+        layer * card.num_layers * numbers.layer_bytes + head * numbers.head_bytes + kv_bytes,
+        2 * (layer * card.num_layers * case.step_tokens + head * case.batch),
+        2 * scores,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    engine: str
+    case: Case
+    work: Work
+    seconds: float
+
+
+def plot(path: Path, title: str, machine: Machine, points: Iterable[Point]) -> None:
+    """A PNG. Needs matplotlib, which `pip install pdserve[plot]` brings."""
+    from matplotlib.figure import Figure
+
+    found = list(points)
+    engines, cases = list(dict.fromkeys(p.engine for p in found)), list(dict.fromkeys(p.case for p in found))
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.add_subplot()
+    xs = [min(p.work.intensity for p in found) / 2, max(p.work.intensity for p in found) * 2]
+    for name, rate, style in (("bfloat16", 1, "-"), ("8 bits", 2, "--")):
+        peak = rate * machine.bf16_flops_s
+        ridge = peak / machine.read_bytes_s
+        roof = [(xs[0], xs[0] * machine.read_bytes_s), (ridge, peak), (xs[1], peak)]
+        axes.plot(*zip(*roof, strict=True), color="black", linestyle=style, linewidth=1.2)
+        axes.annotate(
+            f"products in {name}: {peak / 1e12:.2f} TFLOP/s", (xs[1], peak), (-4, 6), textcoords="offset points", ha="right"
+        )
+    slope = (xs[0] * 6, xs[0] * 6 * machine.read_bytes_s)  # above the roof, where no point can be
+    axes.annotate(f"memory: {machine.read_bytes_s / 1e9:.0f} GB/s", slope, (-10, 0), textcoords="offset points", ha="right")
+    for place, engine in enumerate(engines):
+        for point in (p for p in found if p.engine == engine):
+            mark = _MARKS[cases.index(point.case) % len(_MARKS)]
+            axes.plot(point.work.intensity, point.work.flops / point.seconds, marker=mark,
+                      color=f"C{place}", markersize=8, linestyle="", alpha=0.85)  # fmt: skip
+    by_engine = [
+        axes.plot([], [], marker="s", linestyle="", color=f"C{i}", label=engine)[0] for i, engine in enumerate(engines)
+    ]
+    by_case = [
+        axes.plot([], [], marker=_MARKS[i % len(_MARKS)], linestyle="", color="grey", label=case.name)[0]
+        for i, case in enumerate(cases)
+    ]
+    axes.add_artist(axes.legend(handles=by_engine, loc="upper left", title="engine"))
+    axes.legend(handles=by_case, loc="lower right", title="step")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        title=title,
+        xlabel="operations for each byte of weights and KV",
+        ylabel="operations a second",
+    )
+    axes.grid(True, which="both", alpha=0.2)
+    figure.savefig(path, dpi=110)
+
+
+_MARKS: Final = "os^vDP*X"

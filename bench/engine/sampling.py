@@ -1,0 +1,184 @@
+"""What it costs to get from a row of logits to a token, beside reading the row once and beside transformers.
+
+    python -m bench.engine.sampling [--model default] [--rounds 5]
+
+The rows are the model's own logits over a text. CPU time of one thread, packing and answers in Python included, the
+median of rounds in which ours and the peer take turns. The peer is what transformers' `generate` does with a batch: its
+logits processors and warpers, then softmax and `torch.multinomial`; it has no presence and frequency penalties and no seed
+a row. The floor reads the logits once as fast as this thread reads memory, at its best in this run; logits that a step has
+just written may still be in a cache, which is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import resolve
+from pdserve.config import MIB, EngineConfig
+from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.logit_edits import edits_of
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.runner import ModelRunner
+from pdserve.engine.sampler import sample
+from pdserve.text.tokenizer import Tokenizer
+
+BATCHES: Final = (1, 64, 256)
+TEXT: Final = (
+    "The sea was calm that morning, and the fishermen had gone out early. By noon the wind had turned; by evening nobody on "
+    "the shore could see the boats any more, and the lamp in the old tower was lit an hour before its time. "
+) * 8
+OUTPUT: Final = 300  # ids before the row that penalties count
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    params: dict[str, Any]
+    peer: Callable[[], list[Any]]
+    """transformers' processors of the same name; made anew, since they keep state."""
+
+
+FILTERS: Final = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02}
+PENALTIES: Final = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1}
+KINDS: Final = (
+    Kind("greedy", {"temperature": 0.0}, list),
+    Kind("temperature", {"temperature": 0.8}, lambda: [TemperatureLogitsWarper(0.8)]),
+    Kind("top-k 50", {"top_k": 50}, lambda: [TopKLogitsWarper(50)]),
+    Kind("top-p 0.95", {"top_p": 0.95}, lambda: [TopPLogitsWarper(0.95)]),
+    Kind(
+        "everything",
+        {**FILTERS, **PENALTIES},
+        lambda: [
+            RepetitionPenaltyLogitsProcessor(1.1),
+            TemperatureLogitsWarper(0.8),
+            TopKLogitsWarper(50),
+            TopPLogitsWarper(0.95),
+            MinPLogitsWarper(0.02),
+        ],
+    ),
+    Kind("logprobs 5, greedy", {"temperature": 0.0, "logprobs": 5}, list),
+)
+
+
+def logits_of(runner: ModelRunner, directory: Any, rows: int) -> tuple[Tensor, list[int]]:
+    """[rows, vocab], of each place in the text, and the text's ids."""
+    ids = Tokenizer.load(directory).encode(TEXT)
+    assert len(ids) >= rows, "the text is too short"
+    blocks = tuple(BlockId(i) for i in range(runner.kv.layout.blocks_for(len(ids))))
+    return runner.logits(StepPlan((SequenceSlice(SeqId(0), 0, tuple(ids), blocks, None),)))[:rows].clone(), ids
+
+
+def specs_of(kind: Kind, ids: list[int], rows: int) -> list[SampleSpec]:
+    specs = []
+    for i in range(rows):
+        params = SamplingParams(max_tokens=OUTPUT + 1, seed=i, **kind.params)
+        edits = edits_of(params, 0)
+        if edits is not None:
+            edits.catch_up(ids[:OUTPUT])
+        specs.append(SampleSpec(params, OUTPUT, (), edits))
+    return specs
+
+
+def ours(runner: ModelRunner, specs: list[SampleSpec], logits: Tensor) -> Any:
+    model: Any = runner._model
+    rows = list(range(len(specs)))
+    if hasattr(model, "_sample"):  # greedy rows too: a step has found theirs already, here the search is part of the cost
+        return model._sample(logits, rows, specs)
+    return sample(logits, specs)
+
+
+def peer(kind: Kind, ids: Tensor, logits: Tensor) -> Any:
+    if kind.params.get("logprobs"):
+        told = logits.log_softmax(-1)
+        chosen = logits.argmax(-1)
+        return (
+            chosen.tolist(),
+            told.gather(-1, chosen[:, None]).tolist(),
+            [x.tolist() for x in told.topk(kind.params["logprobs"])],
+        )
+    if kind.params.get("temperature") == 0.0:
+        return logits.argmax(-1).tolist()
+    scores: Any = LogitsProcessorList(kind.peer())(ids, logits)  # type: ignore[arg-type]
+    return torch.multinomial(scores.softmax(-1), 1)[:, 0].tolist()
+
+
+def cpu_s(work: Callable[[Tensor], Any], logits: Tensor) -> float:
+    """Of one run on a fresh copy: penalties change it."""
+    fresh = logits.clone()
+    began_s = time.thread_time()
+    work(fresh)
+    return time.thread_time() - began_s
+
+
+def read_s(size_bytes: int) -> float:
+    """Time to read so many bytes that are in no cache, at the best of twenty reads of 128 MiB."""
+    data = torch.ones(32 * MIB)
+    best_s = float("inf")
+    for _ in range(20):
+        began_s = time.thread_time()
+        data.sum()
+        best_s = min(best_s, time.thread_time() - began_s)
+    return best_s * size_bytes / data.nbytes
+
+
+def compare(runner: ModelRunner, kind: Kind, logits: Tensor, ids: list[int], rounds: int) -> tuple[float, float]:
+    """(ours, the peer's), seconds a row."""
+    rows = len(logits)
+    specs = specs_of(kind, ids, rows)
+    given = torch.tensor([ids[:OUTPUT]]).expand(rows, -1)
+    times_s: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds + 1):  # the first warms up
+        repeats = max(1, 8 // rows)
+        times_s[0].append(min(cpu_s(lambda x: ours(runner, specs, x), logits) for _ in range(repeats)))
+        times_s[1].append(min(cpu_s(lambda x: peer(kind, given, x), logits) for _ in range(repeats)))
+    return statistics.median(times_s[0][1:]) / rows, statistics.median(times_s[1][1:]) / rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    directory = resolve(options.model)
+    card = ModelCard.load(directory)
+    config = EngineConfig(model=options.model, dtype="bfloat16", kv_cache_memory=64 * MIB, threads=1)
+    runner = ModelRunner.load(directory, card, config)
+    logits, ids = logits_of(runner, directory, max(BATCHES))
+    floor_s = read_s(card.vocab_size * 4)
+    table = Table(title=f"us a row of {card.vocab_size} logits, one thread; floor: reading it once, {floor_s * 1e6:.1f}")
+    table.add_column("")
+    for batch in BATCHES:
+        for name in (f"B={batch} ours", "peer", "peer / ours", "ours / floor"):
+            table.add_column(name, justify="right")
+    for kind in KINDS:
+        cells = []
+        for batch in BATCHES:
+            ours_s, peer_s = compare(runner, kind, logits[:batch], ids, options.rounds)
+            cells += [f"{ours_s * 1e6:.1f}", f"{peer_s * 1e6:.1f}", f"{peer_s / ours_s:.1f}", f"{ours_s / floor_s:.1f}"]
+        table.add_row(kind.name, *cells)
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()

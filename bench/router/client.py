@@ -1,0 +1,121 @@
+"""The clients of `bench.router.cost`: as many streams at once as asked for, each answer checked to be whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Any, Final, Protocol, cast
+
+import grpc.aio
+
+from bench.router.floors import GENERATE
+from pdserve.rpc.v1 import common_pb2, inference_pb2
+
+ANSWER_TIMEOUT_S: Final = 60.0
+_BODY_END: Final = b"\r\n0\r\n\r\n"
+_PROMPT: Final = "the of and to in is that for it as was with"
+
+
+class Client(Protocol):
+    async def ask(self, tokens: int, interval_us: int) -> None:
+        """One request on every stream at once, to their ends. Raises AssertionError unless every token came."""
+
+
+class GrpcClient:
+    """All streams on one channel. Messages are looked at only after the last: the server should not wait for us."""
+
+    def __init__(self, channel: grpc.aio.Channel, streams: int) -> None:
+        self._generate: Any = channel.unary_stream(GENERATE, request_serializer=inference_pb2.GenerateRequest.SerializeToString)
+        self._streams = streams
+
+    async def ask(self, tokens: int, interval_us: int) -> None:
+        sampling = common_pb2.SamplingParams(max_tokens=tokens, seed=interval_us, temperature=0.0)
+        request = inference_pb2.GenerateRequest(text=_PROMPT, sampling=sampling)
+        answers = await asyncio.gather(*(self._one(request) for _ in range(self._streams)))
+        for answer in answers:
+            parts = [inference_pb2.GenerateResponse.FromString(message) for message in answer]
+            assert [part.index for part in parts] == list(range(tokens)), "not a message a token, in order"
+            assert parts[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+    async def _one(self, request: inference_pb2.GenerateRequest) -> list[bytes]:
+        return [message async for message in self._generate(request, timeout=ANSWER_TIMEOUT_S)]
+
+
+class _HttpStream(asyncio.Protocol):
+    """One kept-alive connection."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._whole: asyncio.Future[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._received.endswith(_BODY_END) and self._whole is not None:
+            self._whole.set_result(bytes(self._received))
+            self._received.clear()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._whole is not None and not self._whole.done():
+            self._whole.set_exception(ConnectionError(f"closed after {bytes(self._received)!r}"))
+
+    async def ask(self, request: bytes) -> bytes:
+        assert self._transport is not None
+        self._whole = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._whole
+
+    def close(self) -> None:
+        assert self._transport is not None
+        self._transport.abort()
+
+
+class HttpClient:
+    """A connection a stream."""
+
+    def __init__(self, streams: list[_HttpStream]) -> None:
+        self._streams = streams
+
+    @classmethod
+    async def connect(cls, address: str, streams: int, stack: contextlib.AsyncExitStack) -> HttpClient:
+        host, _, port = address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        opened = []
+        for _ in range(streams):
+            _, stream = await loop.create_connection(_HttpStream, host, int(port))
+            stack.callback(stream.close)
+            opened.append(stream)
+        return cls(opened)
+
+    async def ask(self, tokens: int, interval_us: int) -> None:
+        request = _post(tokens, interval_us)
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            answers = await asyncio.gather(*(stream.ask(request) for stream in self._streams))
+        for answer in answers:
+            assert answer.startswith(b"HTTP/1.1 200"), answer[:1000]
+            assert answer.count(b'"content":') == tokens + 1, "not a chunk a token and one for the role"
+            assert b"data: [DONE]\n\n" in answer[-100:]
+
+
+def _post(tokens: int, interval_us: int) -> bytes:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": _PROMPT}],
+        "stream": True,
+        "max_tokens": tokens,
+        "seed": interval_us,
+        "temperature": 0,
+    }
+    encoded = json.dumps(body).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: bench",
+        "Content-Type: application/json",
+        f"Content-Length: {len(encoded)}",
+        "\r\n",
+    )
+    return "\r\n".join(head).encode() + encoded

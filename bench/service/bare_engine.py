@@ -1,0 +1,152 @@
+"""The bare engine that `bench.service.beside_engine` measures beside the service. It is one engine thread in a process of its
+own, without router, HTTP and text. It takes its orders over a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Final
+
+from pdserve.config import EngineConfig
+
+TIMEOUT_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A turn: each stream asks one prompt after the other, and wants so many tokens of each."""
+
+    streams: tuple[tuple[tuple[int, ...], ...], ...]
+    tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens * sum(map(len, self.streams))
+
+
+@dataclass(slots=True)
+class Turn:
+    """Seconds of a turn: the whole; of each request its first token, and the mean time from one to the next."""
+
+    wall_s: float = 0.0
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+
+    def add(self, asked_s: float, first_s: float, last_s: float, tokens: int) -> None:
+        self.ttft_s.append(first_s - asked_s)
+        self.tpot_s.append((last_s - first_s) / (tokens - 1))
+
+
+class BareEngine:
+    """As long as `started` is entered."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def run(self, work: Work) -> Turn:
+        self._pipe.send(work)
+        if not self._pipe.poll(TIMEOUT_S):
+            raise TimeoutError("the bare engine is silent")
+        turn = self._pipe.recv()
+        assert isinstance(turn, Turn)
+        return turn
+
+
+@contextmanager
+def started(config: EngineConfig) -> Iterator[BareEngine]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, config), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(TIMEOUT_S):
+            raise TimeoutError("the bare engine does not start")
+        assert ours.recv() == "ready"
+        yield BareEngine(ours)
+    finally:
+        ours.close()
+        process.join(TIMEOUT_S)
+
+
+def _serve(pipe: Connection, config: EngineConfig) -> None:
+    import sys
+
+    from pdserve.checkpoint.card import ModelCard
+    from pdserve.checkpoint.resolve import resolve
+    from pdserve.core.blocks import BlockPool
+    from pdserve.engine.runner import ModelRunner
+    from pdserve.engine.schedule.scheduler import Scheduler
+    from pdserve.engine.warm_up import settle
+    from pdserve.worker.engine_thread import EngineThread
+    from pdserve.worker.messages import StepEvents
+    from pdserve.worker.runtime import SWITCH_INTERVAL_S
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    directory = resolve(config.model)
+    messages: queue.SimpleQueue[tuple[float, StepEvents]] = queue.SimpleQueue()
+
+    def build() -> tuple[ModelRunner, Scheduler, BlockPool]:
+        runner = ModelRunner.load(directory, ModelCard.load(directory), config)
+        settle(runner, config)
+        pool = BlockPool(runner.kv.num_blocks)
+        scheduler = Scheduler(
+            pool,
+            runner.kv.layout.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.batched_tokens(runner.kv.device.type),
+            max_model_len=runner.max_model_len,
+            eos_token_ids=(),
+        )
+        return runner, scheduler, pool
+
+    def died(exc: BaseException) -> None:
+        raise exc
+
+    engine = EngineThread(build, lambda events: messages.put((time.perf_counter(), events)), died)
+    engine.start(TIMEOUT_S)
+    pipe.send("ready")
+    numbers = iter(range(1 << 60))
+    try:
+        while True:
+            pipe.send(_turn(engine, messages, pipe.recv(), numbers))
+    except EOFError:
+        engine.stop(TIMEOUT_S)
+
+
+def _turn(engine, messages, work: Work, numbers: Iterator[int]) -> Turn:  # type: ignore[no-untyped-def]
+    """A stream's next prompt is asked when the one before has its last token."""
+    from pdserve.core.ids import SeqId
+    from pdserve.core.sampling import SamplingParams
+    from pdserve.worker.messages import Reserve
+
+    params = SamplingParams(temperature=0.0, max_tokens=work.tokens, ignore_eos=True)
+    left = {stream: list(reversed(prompts)) for stream, prompts in enumerate(work.streams)}
+    running: dict[SeqId, tuple[int, list[float]]] = {}
+    turn, began_s = Turn(), time.perf_counter()
+
+    def ask(stream: int) -> None:
+        if left[stream]:
+            seq_id = SeqId(next(numbers))
+            running[seq_id] = (stream, [time.perf_counter()])
+            engine.submit(Reserve(seq_id, left[stream].pop(), params, priority=0, local_prefill=True))
+
+    for stream in left:
+        ask(stream)
+    while running:
+        now_s, events = messages.get(timeout=TIMEOUT_S)
+        assert all(result.block_ids is not None for result in events.reserved), "no room for a prompt"
+        for token in events.tokens:
+            stream, times_s = running[token.seq_id]
+            times_s.append(now_s)
+            if len(times_s) == work.tokens + 1:
+                turn.add(times_s[0], times_s[1], times_s[-1], work.tokens)
+                del running[token.seq_id]
+                ask(stream)
+    turn.wall_s = time.perf_counter() - began_s
+    return turn

@@ -1,0 +1,205 @@
+"""`make bench-service`: what the service takes beside its bare engine.
+
+    python -m bench.service.beside_engine [--streams 1 8] [--prompt-tokens 128] [--tokens 64] [--requests 2] [--rounds 15]
+
+`pdserve up` with one colocated worker, asked over HTTP and streamed, and one engine thread in a process of its own without
+router, HTTP and text: the same prompts, lengths and arrivals (each stream asks its next prompt when it has the last token of
+the one before). Both run all the time and take turns; ratios are of the two turns of a round, with a 95 % interval of their
+median. The clients of the service are this process, which does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.ratios import ratio
+from bench.service.bare_engine import TIMEOUT_S, Turn, Work, started
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import resolve
+from pdserve.config import EngineConfig
+
+GOAL: Final = 1.25
+PDSERVE: Final = (sys.executable, "-m", "pdserve.cli")
+READY_TIMEOUT_S: Final = 240.0
+_END: Final = b"\r\n0\r\n\r\n"
+
+
+class _Stream(asyncio.Protocol):
+    """One kept-alive connection; when the answer under way began to stream, and when it ended."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._whole: asyncio.Future[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self.first_s = self.last_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.perf_counter()
+        if self.first_s == 0.0 and b"data: " in data:
+            self.first_s = now_s
+        if b'"finish_reason":"length"' in data:
+            self.last_s = now_s
+        self._received += data
+        if self._received.endswith(_END) and self._whole is not None:
+            self._whole.set_result(bytes(self._received))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._whole is not None and not self._whole.done():
+            self._whole.set_exception(ConnectionError(f"closed after {bytes(self._received)!r}"))
+
+    async def ask(self, request: bytes) -> bytes:
+        assert self._transport is not None
+        self._received.clear()
+        self.first_s = self.last_s = 0.0
+        self._whole = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._whole
+
+    def close(self) -> None:
+        assert self._transport is not None
+        self._transport.abort()
+
+
+def post(prompt: Sequence[int], tokens: int) -> bytes:
+    body: dict[str, Any] = {"model": "bench", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
+    body |= {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    encoded = json.dumps(body).encode()
+    head = ("POST /v1/completions HTTP/1.1", "Host: bench", "Content-Type: application/json")
+    return "\r\n".join((*head, f"Content-Length: {len(encoded)}", "\r\n")).encode() + encoded
+
+
+async def serve(address: str, work: Work) -> Turn:
+    """One turn of the service. Raises AssertionError unless every answer is whole."""
+    host, _, port = address.rpartition(":")
+    loop, turn = asyncio.get_running_loop(), Turn()
+    streams = [(await loop.create_connection(_Stream, host, int(port)))[1] for _ in work.streams]
+    requests = [[post(prompt, work.tokens) for prompt in prompts] for prompts in work.streams]
+
+    async def one(stream: _Stream, bodies: Sequence[bytes]) -> None:
+        for body in bodies:
+            asked_s = time.perf_counter()
+            answer = await stream.ask(body)
+            assert answer.startswith(b"HTTP/1.1 200"), answer[:1000]
+            assert f'"completion_tokens":{work.tokens}'.encode() in answer, answer[-1000:]
+            turn.add(asked_s, stream.first_s, stream.last_s, work.tokens)
+
+    began_s = time.perf_counter()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.gather(*(one(stream, bodies) for stream, bodies in zip(streams, requests, strict=True)))
+        turn.wall_s = time.perf_counter() - began_s
+    finally:
+        for stream in streams:
+            stream.close()
+    return turn
+
+
+@contextmanager
+def service(config: EngineConfig) -> Iterator[str]:
+    """`pdserve up`; its HTTP address."""
+    flags = ["--prefill", "0", "--decode", "1", "--http-port", "0", "--model", config.model, "--served-model-name", "bench"]
+    flags += ["--dtype", config.dtype, "--set", f"engine.threads={config.threads}"]
+    process = subprocess.Popen((*PDSERVE, "up", *flags), stdout=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stdout is not None
+    try:
+        seen, end_s = "", time.monotonic() + READY_TIMEOUT_S
+        while "ready; Ctrl-C" not in seen:
+            line = process.stdout.readline()
+            if not line or time.monotonic() > end_s:
+                raise RuntimeError(f"pdserve up did not start:\n{seen}")
+            seen += line
+        found = re.search(r"HTTP +http://(\S+)/v1", seen)
+        assert found is not None, seen
+        yield found[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def work_of(rng: random.Random, vocab: int, streams: int, requests: int, prompt: int, tokens: int) -> Work:
+    """Random prompts: nothing of them is cached on either side."""
+
+    def one() -> tuple[int, ...]:
+        return tuple(rng.randrange(vocab) for _ in range(prompt))
+
+    return Work(tuple(tuple(one() for _ in range(requests)) for _ in range(streams)), tokens)
+
+
+MEASURES: Final[dict[str, Callable[[Turn], float]]] = {
+    "whole turn": lambda turn: turn.wall_s,
+    "TTFT": lambda turn: statistics.median(turn.ttft_s),
+    "time per token": lambda turn: statistics.median(turn.tpot_s),
+}
+
+
+def report(found: dict[int, list[tuple[Turn, Turn]]], tokens: dict[int, int], title: str) -> Table:
+    """found: by number of streams, the two turns of each round, the service's first."""
+    made = Table("streams", "", title=title)
+    for column in ("service", "bare engine", "service / bare", "95 %", "goal"):
+        made.add_column(column, justify="right")
+    for streams, turns in found.items():
+        rates = [statistics.median(tokens[streams] / turn.wall_s for turn in side) for side in zip(*turns, strict=True)]
+        made.add_row(str(streams), "tokens/s", f"{rates[0]:.0f}", f"{rates[1]:.0f}")
+        for name, of in MEASURES.items():
+            ours, bare = ([of(turn) for turn in side] for side in zip(*turns, strict=True))
+            of = ratio(ours, bare)
+            cells = (f"{1e3 * statistics.median(side):.1f} ms" for side in (ours, bare))
+            goal = f"{GOAL}" if name == "whole turn" else ""
+            made.add_row("", name, *cells, f"{of.median:.2f}", f"{of.low:.2f} to {of.high:.2f}", goal)
+        made.add_section()
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=2, help="of each stream, one after the other")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    card = ModelCard.load(resolve(args.model))
+    config = EngineConfig(model=args.model, dtype="bfloat16", threads=args.threads)
+    rng = random.Random(0)
+    found: dict[int, list[tuple[Turn, Turn]]] = {streams: [] for streams in args.streams}
+    tokens: dict[int, int] = {}
+    with started(config) as bare, service(config) as address:
+        for number in range(-1, args.rounds):  # the first warms up and is forgotten
+            for streams in args.streams:
+                work = work_of(rng, card.vocab_size, streams, args.requests, args.prompt_tokens, args.tokens)
+                tokens[streams] = work.num_tokens
+                sides = [lambda work=work: asyncio.run(serve(address, work)), lambda work=work: bare.run(work)]
+                order = (0, 1) if number % 2 else (1, 0)
+                turns = {side: sides[side]() for side in order}
+                if number >= 0:
+                    found[streams].append((turns[0], turns[1]))
+    title = (
+        f"{card.name}, {args.threads} threads, {args.prompt_tokens} prompt and {args.tokens} output tokens, "
+        f"{args.requests} requests a stream, medians of {args.rounds} rounds"
+    )
+    Console(width=120).print(report(found, tokens, title))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""How fast KV blocks cross between two processes, beside what the machine can do.
+
+    python -m bench.transfer.reads [--blocks 256] [--block-kib 360] [--runs 15]
+
+Four ways move the same scattered blocks, one after the other in every round, so that a busy machine slows all of
+them: a plain copy within this process (the floor), NIXL as the workers use it, NIXL held to TCP, and a raw TCP
+loopback socket (the peer of the latter). Every NIXL read is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvtransfer.api import Region, Transport
+from kvtransfer.backends.nixl import NixlTransport
+from pdserve.core.ids import Incarnation, WorkerId
+
+SEED = 1
+POLL_S = 100e-6
+TIMEOUT_S = 30.0
+PEER_INCARNATION = Incarnation(1)
+READER_INCARNATION = Incarnation(2)
+
+
+class Pool:
+    """[num_blocks, block_bytes] uint8; `fill` gives every process the same bytes."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, *, fill: bool) -> None:
+        self.array = np.zeros((num_blocks, block_bytes), dtype=np.uint8)
+        if fill:
+            self.array[:] = np.random.default_rng(SEED).integers(0, 256, self.array.shape, dtype=np.uint8)
+        self.region = Region(self.array.ctypes.data, num_blocks, block_bytes)
+
+
+@dataclass(frozen=True)
+class Peer:
+    metadata: bytes
+    region: Region
+    port: int
+
+
+def serve(num_blocks: int, block_bytes: int) -> None:
+    """The passive side: prints where it is, sends its pool to whoever asks on the socket, until stdin ends."""
+    pool = Pool(num_blocks, block_bytes, fill=True)
+    transport = NixlTransport(WorkerId("peer"), PEER_INCARNATION, pool.region)
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=answer, args=(server, pool), daemon=True).start()
+    hello = {"metadata": transport.metadata().hex(), "address": pool.region.address, "port": server.getsockname()[1]}
+    print(json.dumps(hello), flush=True)
+    sys.stdin.read()
+    transport.close()
+
+
+def answer(server: socket.socket, pool: Pool) -> None:
+    """One client; each request is a count of bytes."""
+    connection, _ = server.accept()
+    with connection:
+        while len(request := connection.recv(8)) == 8:
+            connection.sendall(pool.array.data.cast("B")[: struct.unpack("<Q", request)[0]])
+
+
+@contextmanager
+def started_peer(num_blocks: int, block_bytes: int) -> Iterator[Peer]:
+    command = [sys.executable, "-m", "bench.transfer.reads", "--serve", "--blocks", str(num_blocks)]
+    command += ["--block-bytes", str(block_bytes)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        hello = json.loads(process.stdout.readline())
+        region = Region(hello["address"], num_blocks, block_bytes)
+        yield Peer(bytes.fromhex(hello["metadata"]), region, hello["port"])
+        process.communicate(timeout=TIMEOUT_S)  # its stdin ends
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """For processes and agents made inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class NixlWay:
+    """A reader and its peer. `run` reads the whole pool in scattered order."""
+
+    def __init__(self, stack: ExitStack, num_blocks: int, block_bytes: int, source: Pool, order: list[int]) -> None:
+        self.peer = stack.enter_context(started_peer(num_blocks, block_bytes))
+        self.pool = Pool(num_blocks, block_bytes, fill=False)
+        self.source = source
+        self.order = order
+        self.transport: Transport = NixlTransport(WorkerId("reader"), READER_INCARNATION, self.pool.region)
+        stack.callback(self.transport.close)
+        self.transport.connect(PEER_INCARNATION, self.peer.metadata)
+
+    def run(self) -> float:
+        self.pool.array[:] = 0
+        started_s = time.perf_counter()
+        handle = self.transport.post_read(PEER_INCARNATION, self.peer.region, self.order, range(len(self.order)))
+        while not self.transport.poll(handle):
+            if time.perf_counter() - started_s > TIMEOUT_S:
+                raise TimeoutError("a read did not finish")
+            time.sleep(POLL_S)
+        duration_s = time.perf_counter() - started_s
+        assert np.array_equal(self.pool.array, self.source.array[self.order]), "bytes differ"
+        return duration_s
+
+
+def copy(source: Pool, target: Pool, order: list[int]) -> float:
+    started_s = time.perf_counter()
+    for local, remote in enumerate(order):
+        ctypes.memmove(target.region.address_of(local), source.region.address_of(remote), source.region.block_bytes)
+    return time.perf_counter() - started_s
+
+
+def receive(connection: socket.socket, target: Pool) -> float:
+    view = target.array.data.cast("B")
+    started_s = time.perf_counter()
+    connection.sendall(struct.pack("<Q", len(view)))
+    while view:
+        view = view[connection.recv_into(view) :]
+    return time.perf_counter() - started_s
+
+
+def measure(num_blocks: int, block_bytes: int, runs: int) -> dict[str, list[float]]:
+    """Seconds of each run, by way. The first round warms up and is not counted."""
+    order = [int(block) for block in np.random.default_rng(SEED).permutation(num_blocks)]
+    source, target = Pool(num_blocks, block_bytes, fill=True), Pool(num_blocks, block_bytes, fill=False)
+    with ExitStack() as stack:
+        nixl = NixlWay(stack, num_blocks, block_bytes, source, order)
+        with environment(UCX_TLS="tcp"):
+            nixl_tcp = NixlWay(stack, num_blocks, block_bytes, source, order)
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", nixl.peer.port), timeout=TIMEOUT_S))
+        ways: dict[str, Callable[[], float]] = {
+            "memcpy in one process (floor)": lambda: copy(source, target, order),
+            "NIXL read": nixl.run,
+            "NIXL read, UCX_TLS=tcp": nixl_tcp.run,
+            "TCP loopback socket": lambda: receive(connection, target),
+        }
+        rounds = [{name: way() for name, way in ways.items()} for _ in range(runs + 1)]
+    return {name: [one[name] for one in rounds[1:]] for name in ways}
+
+
+def report(times_s: dict[str, list[float]], num_blocks: int, block_bytes: int) -> Table:
+    total_bytes = num_blocks * block_bytes
+    runs = len(next(iter(times_s.values())))
+    title = f"{num_blocks} blocks of {block_bytes // 1024} KiB ({total_bytes / 1e6:.0f} MB), median of {runs} interleaved runs"
+    table = Table("way", title=title)
+    for column in ("ms", "GB/s", "slowest", "fastest", "of floor"):
+        table.add_column(column, justify="right")
+    floor_s = statistics.median(next(iter(times_s.values())))
+    for name, values in times_s.items():
+        median_s = statistics.median(values)
+        rates = [f"{total_bytes / seconds / 1e9:.2f}" for seconds in (median_s, max(values), min(values))]
+        table.add_row(name, f"{median_s * 1e3:.2f}", *rates, f"{floor_s / median_s:.0%}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=256)
+    parser.add_argument("--block-kib", type=int, default=360, help="360: SmolLM2-135M, 16 tokens, bf16")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--block-bytes", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    block_bytes = options.block_bytes or options.block_kib * 1024
+    if options.serve:
+        serve(options.blocks, block_bytes)
+    else:
+        Console().print(report(measure(options.blocks, block_bytes, options.runs), options.blocks, block_bytes))
+
+
+if __name__ == "__main__":
+    main()

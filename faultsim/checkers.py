@@ -1,0 +1,148 @@
+"""What must hold, whatever happened. Each checker answers with sentences; none is good."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from decode_worker.role import DecodeRole
+from faultsim.client import Outcome
+from faultsim.oracle import Answer, answer
+from faultsim.worker import SimWorker
+from faultsim.world import World
+from pdserve.core.errors import ErrorCode, InvalidRequest
+from pdserve.worker.host import KvDamage
+from prefill_worker.role import PrefillRole
+
+SLACK_S: Final = 3.0
+"""How late an end may be: ticks, a lost message, what waits in a queue when a stopped process goes on."""
+
+NEVER: Final = (
+    ErrorCode.INTERNAL_BUG,
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.UNKNOWN_MODEL,
+    ErrorCode.REQUEST_TOO_LARGE,
+    ErrorCode.INCOMPATIBLE_PEER,
+    ErrorCode.UNKNOWN_WORKER,
+)
+"""Errors that no fault of this simulation excuses."""
+
+MAX_STANDING: Final = 24
+_STANDING: Final = (
+    "SimWorker.run",
+    "Member.drained",
+    "Member.broken",
+    "Member._engine_stuck",
+    "Member._transfer_unhealthy",
+    "Event.wait",
+    "Link.run",
+    "Link._read",
+    "Link._write",
+    "Link._beat",
+    "Link._end_on_overflow",
+    "PeerLink._watch_loop",
+    "_subscribe",
+    "Connection._serve",
+    "LeaseService._read_subscriptions",
+    "RouterService._tick_for_ever",
+)
+"""Tasks that live as long as their process or a connection, not as long as a request."""
+
+
+def check_outcome(outcome: Outcome, *, bound_s: float, had_time: bool = False, unequal: bool = False) -> list[str]:
+    """Tokens are the oracle's, whole or as far as they came before a typed error; none lost, none twice, in order.
+
+    One that `had_time` may fail, but not by its deadline: then it hung. Of `unequal` workers the longest may be away, and
+    then a request that is too long for the others is refused.
+    """
+    ask = outcome.ask
+    found = []
+    if outcome.ended_s is None:
+        return [f"{ask.name} never ended"]
+    if outcome.ended_s > bound_s:
+        found.append(f"{ask.name} ended at {outcome.ended_s:.2f} s, later than {bound_s:.2f} s")
+    expected = answer(ask.prompt, ask.params)
+    found += [f"{ask.name}: {problem}" for problem in _compare(outcome, expected)]
+    error = outcome.error
+    too_long = unequal and isinstance(error, InvalidRequest) and "max_model_len" in error.message
+    if error is not None and error.code in NEVER and not too_long:
+        found.append(f"{ask.name}: failed with {error.code.value}: {error.message}")
+    if error is not None and error.code is ErrorCode.DEADLINE_EXCEEDED and had_time:
+        found.append(f"{ask.name}: hung until its deadline: {error.message}")
+    if error is not None and error.code is ErrorCode.CANCELLED and ask.leaves_after_s is None:
+        found.append(f"{ask.name}: cancelled, but its client had not left")
+    return found
+
+
+def _compare(outcome: Outcome, expected: Answer) -> list[str]:
+    ids: list[int] = []
+    text = ""
+    for delta in outcome.deltas:
+        if delta.index != len(ids):
+            return [f"token {delta.index} came after {len(ids)} tokens"]
+        if ids and outcome.deltas[0] is not delta and len(ids) >= len(expected.ids):
+            return ["more tokens than there are"]
+        ids += delta.ids
+        text += delta.text
+    if tuple(ids) != expected.ids[: len(ids)]:
+        first = next(i for i, token_id in enumerate(ids) if i >= len(expected.ids) or token_id != expected.ids[i])
+        return [f"wrong token {first}: the KV of its past was not what it should be"]
+    if not outcome.ok:
+        return [] if expected.text.startswith(text) else [f"wrong text {text!r} of {expected.text!r}"]
+    reasons = [delta.finish_reason for delta in outcome.deltas if delta.finish_reason is not None]
+    if tuple(ids) != expected.ids or text != expected.text or reasons != [expected.finish_reason]:
+        return [f"ended well with {len(ids)} of {len(expected.ids)} tokens, {reasons} for {expected.finish_reason}, {text!r}"]
+    return []
+
+
+def leftovers(world: World) -> list[str]:
+    """What is still held when nothing is asked for any more. Empty: the cluster is quiet."""
+    core = world.router.core
+    found = []
+    if core.num_requests or len(core.ledger) or len(core.waiting):
+        found.append(f"router: {core.num_requests} requests, {len(core.ledger)} ledger entries, {len(core.waiting)} waiting")
+    for name, worker in world.workers.items():
+        found += [f"{name}: {problem}" for problem in _left_on(worker)]
+    return found
+
+
+def _left_on(worker: SimWorker) -> list[str]:
+    found = []
+    counts, scheduler, role = worker.engine.pool.counts(), worker.engine.scheduler, worker.role
+    if counts.free + counts.cached != counts.total or scheduler.num_live:
+        found.append(f"{counts}, {scheduler.num_live} sequences")
+    if worker.transfer.num_unstopped:
+        found.append(f"{worker.transfer.num_unstopped} reads")
+    if not worker.staging.idle:
+        found.append(f"{worker.staging.num_held} staging blocks")
+    if role is not None and not role.idle:
+        found.append("the role is not idle")
+    if isinstance(role, PrefillRole) and (role.leases_held or role._leases.num_watched):
+        found.append(f"{role.leases_held} leases, {role._leases.num_watched} watched")
+    if isinstance(role, DecodeRole) and role._leases.num_followed:
+        found.append(f"{role._leases.num_followed} leases followed")
+    return found
+
+
+def false_alarms(world: World) -> list[str]:
+    """KV that was called damaged, and was not: no memory rots here, and copies go wrong only where the plan says so."""
+    found = []
+    for name, worker in world.workers.items():
+        damage = worker.role.damage if worker.role is not None else KvDamage()
+        if damage.rotted_blocks or (damage.corrupt_blocks and not world.plan.reads.flipped):
+            found.append(f"{name}: a false alarm: {damage}")
+    return found
+
+
+def leftover_tasks(world: World) -> list[str]:
+    """Tasks that outlived what they were for."""
+    found = []
+    for process in world.processes.values():
+        counts: dict[str, int] = {}
+        for task in asyncio.all_tasks(process.loop):
+            name = getattr(task.get_coro(), "__qualname__", "?")
+            counts[name] = counts.get(name, 0) + 1
+        for name, count in sorted(counts.items()):
+            if name not in _STANDING or count > MAX_STANDING:
+                found.append(f"{process.name}: {count} x task {name}")
+    return found

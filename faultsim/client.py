@@ -1,0 +1,144 @@
+"""What clients ask, how they behave, and what they got."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from faultsim.oracle import MAX_MODEL_LEN, VOCAB_SIZE
+from faultsim.router import SimRouter
+from pdserve.core.errors import Cancelled, PdserveError, ReplicaLost
+from pdserve.core.sampling import Placement, SamplingParams
+from router.api.answer import Delta, Report
+from router.api.request import GenerateInput
+
+CALM_DEADLINE_S: Final = 20.0
+_STOPS: Final = ("ab", "b a", "é", "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. Times in seconds of the timeline."""
+
+    name: str
+    at_s: float
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    deadline_s: float
+    placement: Placement | None = None
+    priority: int = 0
+    leaves_after_s: float | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the client saw of one request."""
+
+    ask: Ask
+    deltas: list[Delta] = field(default_factory=list)
+    error: PdserveError | None = None
+    report: Report | None = None
+    ended_s: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.ended_s is not None and self.error is None
+
+
+class Client:
+    """Sends its request to whichever router answers the address, once. `task` runs on that router's loop."""
+
+    def __init__(self, ask: Ask, now_s: Callable[[], float]) -> None:
+        self.outcome = Outcome(ask)
+        self.task: asyncio.Task[None] | None = None
+        self._now_s = now_s
+
+    def send(self, router: SimRouter) -> None:
+        """On the router's loop: its front end takes the request."""
+        self.task = router.process.loop.create_task(self._serve(router))
+        self.task.add_done_callback(self._on_done)
+
+    def lost(self) -> None:
+        """The connection to the router broke: an error that says, try again."""
+        self._end(ReplicaLost("the connection to the router broke"))
+
+    def leave(self) -> None:
+        """On the router's loop."""
+        if self.task is not None:
+            self.task.cancel()
+
+    async def _serve(self, router: SimRouter) -> None:
+        ask, service = self.outcome.ask, router.service.service
+        assert service is not None
+        try:
+            generation = await service.submit(_input_of(ask))
+            try:
+                async for delta in generation:
+                    self.outcome.deltas.append(delta)
+                self.outcome.report = generation.report
+            finally:
+                generation.close()
+        except PdserveError as exc:
+            self._end(exc)
+        else:
+            self._end(None)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # perhaps before it had begun
+            self._end(Cancelled("the client left"))
+
+    def _end(self, error: PdserveError | None) -> None:
+        if self.outcome.ended_s is None:
+            self.outcome.error = error
+            self.outcome.ended_s = self._now_s()
+
+
+def _input_of(ask: Ask) -> GenerateInput:
+    params = ask.params
+    sampling: dict[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "seed": params.seed,
+        "min_tokens": params.min_tokens,
+        "stop": params.stop,
+        "stop_token_ids": params.stop_token_ids,
+        "ignore_eos": params.ignore_eos,
+    }
+    return GenerateInput(
+        prompt=ask.prompt,
+        sampling=sampling,
+        request_id=ask.name,
+        deadline_s=ask.deadline_s,
+        placement=ask.placement,
+        priority=ask.priority,
+    )
+
+
+def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[int, ...]], *, unruly: bool) -> Ask:
+    """One request of a seed's workload. `unruly`: some clients leave, some are in a hurry."""
+    prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3, 4, 7, 12, 18, 33, 50))))
+    if rng.random() < 0.4:
+        prompt = (*rng.choice(prefixes), *prompt)
+    max_tokens = rng.choice((1, 2, 5, 9, 16, 30))
+    assert len(prompt) + max_tokens < MAX_MODEL_LEN
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        seed=rng.getrandbits(32),
+        min_tokens=rng.choice((0, 0, 0, max_tokens // 2)),
+        stop=rng.choice(((), (), (), (rng.choice(_STOPS) * 2,))),
+        stop_token_ids=rng.choice(((), (), (rng.randrange(VOCAB_SIZE),))),
+        ignore_eos=rng.random() < 0.5,
+    )
+    hurried = unruly and rng.random() < 0.1
+    leaves = unruly and rng.random() < 0.15
+    return Ask(
+        name,
+        at_s,
+        prompt,
+        params,
+        deadline_s=rng.uniform(0.02, 0.5) if hurried else CALM_DEADLINE_S,
+        placement=rng.choice((None, None, None, Placement.COLOCATED, Placement.DISAGGREGATED)),
+        leaves_after_s=rng.uniform(0.0, 0.6) if leaves else None,
+    )

@@ -1,0 +1,172 @@
+"""The engine thread without a thread: production scheduler and block pool, a model of tags, steps that take virtual time.
+
+Commands queue during a step, as in the real engine thread. The KV of a step is written when the step ends, so whoever
+reads a block too early, or gets one that a step still writes, sees it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from faultsim.oracle import EOS, chain, draw
+from pdserve.core.batch import NO_TOKEN, Sampled, SequenceSlice, StepPlan
+from pdserve.core.blocks import BlockPool
+from pdserve.core.ids import BlockId, BlockSum
+from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.sim.process import Process
+from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
+
+BLOCK_SIZE: Final = 4
+STEP_S: Final = 0.004  # of a step, and
+TOKEN_S: Final = 0.0005  # of each of its tokens: chunks of a prompt take longer than decodes, as in a real engine
+_MASK: Final = (1 << 64) - 1
+HAND_OVER_S: Final = 0.002  # at most, from one thread to another: they share the GIL
+
+
+class SimKv:
+    """The pool's memory: for each block its tags. Old content stays in a freed block, or is poisoned, by seed."""
+
+    def __init__(self, num_blocks: int, rng: random.Random, *, poison: bool) -> None:
+        self.blocks = [[rng.getrandbits(40) for _ in range(BLOCK_SIZE)] for _ in range(num_blocks)]
+        self.no_numbers = False
+        """While this is set, the logits of every step are not numbers."""
+        self._rng = rng
+        self._poison = poison
+
+    def copy_in(self, block: int, tags: list[int]) -> None:
+        self.blocks[block][:] = tags
+
+    def sums(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
+        return tuple(BlockSum(hash(tuple(self.blocks[block])) & _MASK) for block in block_ids)
+
+    def freed(self, blocks: list[BlockId]) -> None:
+        if self._poison:
+            for block in blocks:
+                self.blocks[block][:] = [self._rng.getrandbits(40)] * BLOCK_SIZE
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        return [s for piece in plan.slices if (s := self._slice(piece)) is not None]
+
+    def _slice(self, piece: SequenceSlice) -> Sampled | None:
+        table, blocks = piece.block_table, self.blocks
+        position = piece.start
+        before = position - 1
+        tag = blocks[table[before // BLOCK_SIZE]][before % BLOCK_SIZE] if position else None
+        for token_id in piece.token_ids:
+            tag = chain(tag, token_id)
+            blocks[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = tag
+            position += 1
+        if piece.sample is None:
+            return None
+        if self.no_numbers:
+            return NO_TOKEN, None
+        used = -(-position // BLOCK_SIZE)
+        tags = [tag for block in table[:used] for tag in blocks[block]][:position]
+        sample = piece.sample
+        return draw(tags, sample.params, sample.output_index, sample.banned_ids), None
+
+
+class SimEngine:
+    """`publish` is called on the process' loop thread; `reached` hears of each step as it is about to end."""
+
+    def __init__(
+        self,
+        process: Process,
+        kv: SimKv,
+        pool: BlockPool,
+        publish: Callable[[StepEvents], None],
+        reached: Callable[[str], None],
+        rng: random.Random,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefix_caching: bool,
+        check_steps: bool,
+        checksums: bool,
+    ) -> None:
+        self.kv = kv
+        self.pool = pool
+        self.scheduler = Scheduler(
+            pool,
+            BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=(EOS,),
+            prefix_salt=b"sim" if prefix_caching else None,
+        )
+        self.steps = 0
+        self._engine = EngineSteps(self.scheduler, pool, kv.sums if checksums else None)
+        self._process = process
+        self._publish = publish
+        self._reached = reached
+        self._check_steps = check_steps
+        self._commands: deque[Command] = deque()
+        self._busy = False
+        self._told_s = 0.0
+        self._rng = rng
+        self._free: set[BlockId] = set(free_blocks(pool))
+
+    def snapshot(self) -> EngineSnapshot:
+        scheduler = self.scheduler
+        return EngineSnapshot(self.pool.counts(), scheduler.num_waiting, scheduler.num_running, scheduler.queued_tokens)
+
+    def submit(self, command: Command) -> None:
+        """From the loop thread."""
+        self._commands.append(command)
+        if not self._busy:
+            self._busy = True
+            self._process.engine_loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        commands = list(self._commands)
+        self._commands.clear()
+        plan, early = self._engine.begin(commands)
+        self._settle()
+        if early is not None:
+            self._tell(early)
+        if plan.slices:
+            self._process.engine_loop.call_later(STEP_S + TOKEN_S * plan.num_tokens, self._finish, plan)
+        else:
+            self._next()
+
+    def _finish(self, plan: StepPlan) -> None:
+        self.steps += 1
+        self._reached("engine_step")
+        if not self._process.alive:
+            return
+        events = self._engine.finish(self.kv.execute(plan))
+        self._settle()
+        self._tell(events)
+        if (sealed := self._engine.seal()) is not None:
+            self._tell(sealed)
+        self._next()
+
+    def _next(self) -> None:
+        self._busy = bool(self._commands) or self._engine.has_work
+        if self._busy:
+            self._process.engine_loop.call_soon(self._begin)
+
+    def _tell(self, events: StepEvents) -> None:
+        """Threads wait for each other: what is told arrives in order, and a little later."""
+        now_s = self._process.timeline.now_s
+        self._told_s = max(self._told_s, now_s + self._rng.random() * HAND_OVER_S)
+        self._process.loop.post(self._told_s - now_s, self._publish, events)
+
+    def _settle(self) -> None:
+        """Between two halves of a step: what became free may change its content, and the books must balance."""
+        free = set(free_blocks(self.pool))
+        self.kv.freed(sorted(free - self._free))
+        self._free = free
+        if self._check_steps:
+            self.scheduler.check_invariants()
+
+
+def free_blocks(pool: BlockPool) -> list[BlockId]:
+    """Blocks whose content means nothing."""
+    return list(pool._free)

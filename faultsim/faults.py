@@ -1,0 +1,127 @@
+"""What goes wrong, when. A plan is data: drawn from a seed, or made by hand for one cell of the matrix."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final
+
+from faultsim.transfer import ReadFaults
+from pdserve.sim.network import Weather
+
+WORKERS: Final = ("prefill0", "prefill1", "decode0", "decode1")
+ALL: Final = (*WORKERS, "router")
+
+
+class FaultKind(Enum):
+    KILL = "kill"  # and restart `lasts_s` later
+    STALL = "stall"  # the whole process
+    STALL_LOOP = "stall_loop"
+    STALL_ENGINE = "stall_engine"
+    HANG_ENGINE = "hang_engine"  # for good: only the worker itself can end it
+    NO_NUMBERS = "no_numbers"  # for `lasts_s` the target's logits are none
+    CUT = "cut"  # both ways between `target` and `other`
+    CUT_ONE_WAY = "cut_one_way"  # from `target` to `other`
+    RESET = "reset"  # connections break, nobody dies; `target` is not used
+    DUPLICATE = "duplicate"  # for `lasts_s` a second process runs under the target's worker_id
+    DRAIN = "drain"  # the worker ends when it is empty, and is restarted; `other` is who asks for it, if not a signal
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at_s: float
+    kind: FaultKind
+    target: str
+    lasts_s: float = 0.0
+    other: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """`clock_rates` by process name; faults and bad weather are over at `until_s`."""
+
+    faults: tuple[Fault, ...]
+    weather: Weather
+    reads: ReadFaults
+    clock_rates: dict[str, float]
+    until_s: float
+
+
+_KINDS: Final = (
+    *(FaultKind.KILL,) * 4,
+    *(FaultKind.STALL,) * 3,
+    *(FaultKind.STALL_LOOP,) * 3,
+    *(FaultKind.STALL_ENGINE,) * 2,
+    *(FaultKind.CUT,) * 2,
+    *(FaultKind.CUT_ONE_WAY,) * 2,
+    FaultKind.RESET,
+    FaultKind.DRAIN,
+)
+
+
+def draw_plan(rng: random.Random, *, until_s: float) -> FaultPlan:
+    """A third of the seeds have few faults, so that long stretches of ordinary work are seen as well."""
+    count = rng.choice((0, 1, 2, 4, 7, 10))
+    faults = tuple(sorted((_fault(rng, until_s) for _ in range(count)), key=lambda fault: fault.at_s))
+    weather = Weather(
+        delay_s=rng.choice((0.0002, 0.001, 0.005, 0.02)),
+        late=rng.choice((0.0, 0.0, 0.01, 0.05)),
+        late_s=rng.choice((0.05, 0.5, 3.0)),
+        link_loss=rng.choice((0.0, 0.0, 0.0, 0.002, 0.01)),
+        watch_loss=rng.choice((0.0, 0.0, 0.1, 0.5)),
+        call_loss=rng.choice((0.0, 0.0, 0.02, 0.1, 0.3)),
+    )
+    reads = ReadFaults(
+        slow=rng.choice((0.0, 0.1, 0.5)),
+        slow_s=rng.choice((0.1, 1.0, 6.0)),
+        failed=rng.choice((0.0, 0.0, 0.1)),
+        adrift=rng.choice((0.0, 0.0, 0.02)),
+        stuck=rng.choice((0.0, 0.0, 0.0, 0.01)),
+        own_network=rng.random() < 0.5,
+    )
+    skew = rng.choice((0.0, 0.0, 0.05, 0.4))
+    rates = {name: 1.0 + rng.uniform(-skew, skew) for name in ALL}
+    return FaultPlan(faults, weather, reads, rates, until_s)
+
+
+def with_lost_numbers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """In a third of the plans the logits of some workers are not numbers, for a few steps or for a while."""
+    count = rng.choice((0, 0, 0, 0, 1, 3))
+    faults = [
+        Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.NO_NUMBERS, rng.choice(WORKERS), rng.choice((0.02, 0.3, 2.0)))
+        for _ in range(count)
+    ]
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def with_duplicates(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """In a third of the plans, processes that were started with an id that is in use."""
+    count = rng.choice((0, 0, 0, 0, 1, 2))
+    faults = []
+    for _ in range(count):
+        at_s = rng.uniform(0.1, plan.until_s * 0.6)
+        lasts_s = min(rng.choice((0.3, 2.0, 6.0)), plan.until_s - at_s)
+        faults.append(Fault(at_s, FaultKind.DUPLICATE, rng.choice(WORKERS), lasts_s))
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def with_hung_engines(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """In a third of the plans."""
+    count = rng.choice((0, 0, 0, 0, 1, 2))
+    faults = [Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.HANG_ENGINE, rng.choice(WORKERS)) for _ in range(count)]
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def _fault(rng: random.Random, until_s: float) -> Fault:
+    kind = rng.choice(_KINDS)
+    at_s = rng.uniform(0.1, until_s * 0.8)
+    lasts_s = rng.choice((0.05, 0.3, 1.0, 3.0, 6.0)) * rng.uniform(0.5, 1.5)
+    lasts_s = min(lasts_s, until_s - at_s)
+    if kind in (FaultKind.CUT, FaultKind.CUT_ONE_WAY):
+        target, other = rng.sample(ALL, 2)
+        return Fault(at_s, kind, target, lasts_s, other)
+    if kind is FaultKind.DRAIN:
+        return Fault(at_s, kind, rng.choice(WORKERS), lasts_s, rng.choice(("", "router")))
+    targets = WORKERS if kind is FaultKind.STALL_ENGINE else (*WORKERS, *WORKERS, "router")
+    return Fault(at_s, kind, rng.choice(targets), lasts_s)

@@ -1,0 +1,54 @@
+"""The router's process: the production service, its core and its links, behind a simulated front end."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+from faultsim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
+from faultsim.worker import HEARTBEAT_S, LAYOUT, LOST_S
+from pdserve.config import RouterConfig
+from pdserve.core.ids import Incarnation
+from pdserve.rpc.v1 import link_pb2_grpc
+from pdserve.sim.channel import FakeServer
+from pdserve.sim.network import Network
+from pdserve.sim.process import Process
+from router.core.router_core import RouterCore
+from router.service.model import ServedModel
+from router.service.service import RouterService
+from router.workers.link import LinkService
+
+ADDRESS: Final = "router:1"
+MODEL: Final = ServedModel("sim", CARD, TOKENIZER, LAYOUT.dtype, LAYOUT, MAX_MODEL_LEN)
+
+
+CONFIG: Final = RouterConfig(
+    heartbeat_interval_s=HEARTBEAT_S, heartbeat_lost_s=LOST_S, recovery_wait_s=5.0, pair_aside_s=0.5, pair_aside_max_s=4.0
+)
+"""Waits are shorter than in production, in the same relations."""
+
+
+class SimRouter:
+    """One incarnation."""
+
+    def __init__(self, process: Process, network: Network, rng: random.Random, config: RouterConfig | None = None) -> None:
+        self.process = process
+        self._network = network
+        self._incarnation = Incarnation(rng.getrandbits(64))
+        self._config = config or CONFIG
+        self.service: RouterService | None = None
+
+    @property
+    def core(self) -> RouterCore:
+        assert self.service is not None
+        return self.service._core
+
+    async def run(self) -> None:
+        service = RouterService(self._config, MODEL, clock=self.process.loop.time)
+        service.incarnation = self._incarnation  # drawn from the seed
+        server = FakeServer()
+        assert isinstance(service.links, LinkService)
+        link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, server)
+        self._network.servers[ADDRESS] = (self.process, server)
+        service.start()
+        self.service = service

@@ -1,0 +1,251 @@
+"""One run: a cluster, a workload, faults; then calm, and the books are looked at."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from faultsim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers
+from faultsim.client import CALM_DEADLINE_S, Ask, draw_ask
+from faultsim.engine import BLOCK_SIZE
+from faultsim.faults import Fault, FaultKind, FaultPlan, draw_plan, with_duplicates, with_hung_engines, with_lost_numbers
+from faultsim.oracle import VOCAB_SIZE
+from faultsim.tap import Census
+from faultsim.transfer import ReadFaults
+from faultsim.worker import LOST_S
+from faultsim.world import LEASE, Shape, World
+from pdserve.core.sampling import Placement
+from pdserve.sim.network import Weather
+
+FAULTS_S: Final = 12.0
+SETTLE_S: Final = 20.0
+"""Longer than a lease, a stuck read with its restart, and every retry of a call."""
+NOTICED_S: Final = 0.5
+"""How late a deadline may be noticed: a tick, on a clock that may be slow."""
+REDO_S: Final = 7.0
+"""More than a silent link, a lease, a read or the wait for a worker may take before its request starts over."""
+FRESH_DEADLINE_S: Final = 10.0
+KV_DTYPES: Final = (("float32", "float32"), ("bfloat16", "float32"))
+"""Of the prefill and the decode pool: reads go straight into the pool, or through staging blocks."""
+
+
+@dataclass(slots=True)
+class RunReport:
+    seed: int
+    problems: list[str] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    digest: int = 0
+    callbacks: int = 0
+    messages: int = 0
+    virtual_s: float = 0.0
+    attempts: int = 0
+    """Beyond the first of each request that ended well."""
+
+
+def run_seed(seed: int) -> RunReport:
+    """A run whose workload, cluster and faults all come from the seed."""
+    rng = random.Random(f"{seed} plan")
+    plan = with_duplicates(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} duplicates"))
+    plan = with_hung_engines(plan, random.Random(f"{seed} hung"))
+    plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
+    plan = _with_flips(plan, random.Random(f"{seed} flips").choice((0.0, 0.0, 0.002, 0.02)))
+    shape = _with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
+    shape = _with_kv_dtypes(shape, *random.Random(f"{seed} dtypes").choice(KV_DTYPES))
+    shape = _with_unequal_workers(shape, random.Random(f"{seed} unequal"))
+    asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
+    return simulate(seed, shape, plan, _with_priorities(asks, random.Random(f"{seed} priorities")), Census())
+
+
+def run_with_slow_reads(seed: int) -> RunReport:
+    """Reads that outlive their lease: KV travels apart from messages, and decode cannot renew for a while."""
+    cuts = tuple(Fault(1.0, FaultKind.CUT, f"prefill{i}", 5.0, f"decode{j}") for i in range(2) for j in range(2))
+    rates = {"decode0": 0.7, "decode1": 0.7}
+    plan = FaultPlan(cuts, Weather(), ReadFaults(slow=0.7, slow_s=6.0, own_network=True), rates, FAULTS_S)
+    asks = draw_asks(random.Random(f"{seed} workload"), 32, until_s=FAULTS_S, unruly=False)
+    shape = _with_kv_dtypes(_with_patient_reads(Shape()), *KV_DTYPES[seed % 2])
+    return simulate(seed, shape, plan, asks, Census())
+
+
+def _with_unequal_workers(shape: Shape, rng: random.Random) -> Shape:
+    """In a third of the runs one worker of each pool is smaller, shorter or has fewer slots than the other; in a third both
+    decode workers have so few that whoever joins finds them full."""
+    kind = rng.choice(("equal", "unequal", "narrow"))
+    if kind == "equal":
+        return shape
+    if kind == "narrow":
+        return replace(shape, decode=replace(shape.decode, max_num_seqs=2))
+    unequal = {}
+    for name, base in (("prefill1", shape.prefill), ("decode1", shape.decode)):
+        blocks, slots = rng.choice((16, 24, base.num_blocks - 1)), rng.choice((1, 3, base.max_num_seqs))
+        length = min(base.max_model_len, blocks * BLOCK_SIZE) - rng.choice((0, 1))
+        unequal[name] = replace(base, num_blocks=blocks, max_num_seqs=slots, max_model_len=length)
+    return replace(shape, unequal=unequal)
+
+
+def _with_priorities(asks: list[Ask], rng: random.Random) -> list[Ask]:
+    return [replace(ask, priority=rng.choice((0, 0, -100, 1, 100))) for ask in asks]
+
+
+def _with_prefix_caching(shape: Shape, on: bool) -> Shape:
+    return replace(shape, prefill=replace(shape.prefill, prefix_caching=on), decode=replace(shape.decode, prefix_caching=on))
+
+
+def _with_flips(plan: FaultPlan, share: float) -> FaultPlan:
+    return replace(plan, reads=replace(plan.reads, flipped=share))
+
+
+def _with_kv_dtypes(shape: Shape, prefill: str, decode: str) -> Shape:
+    return replace(shape, prefill=replace(shape.prefill, kv_dtype=prefill), decode=replace(shape.decode, kv_dtype=decode))
+
+
+def _with_patient_reads(shape: Shape) -> Shape:
+    """A read may take longer than a lease lasts: then only Commit stands between a late read and its use."""
+    lease = replace(LEASE, transfer_deadline_floor_s=2 * LEASE.ttl_s)
+    return replace(shape, prefill=replace(shape.prefill, lease=lease), decode=replace(shape.decode, lease=lease))
+
+
+def calm_plan(until_s: float) -> FaultPlan:
+    return FaultPlan((), Weather(), ReadFaults(), {}, until_s)
+
+
+def draw_asks(rng: random.Random, count: int, *, until_s: float, unruly: bool) -> list[Ask]:
+    prefixes = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in (8, 13, 24)]
+    span_s = until_s * rng.choice((0.1, 0.5, 0.9))
+    return [draw_ask(f"r{i}", 0.3 + rng.random() * span_s, rng, prefixes, unruly=unruly) for i in range(count)]
+
+
+def simulate(seed: int, shape: Shape, plan: FaultPlan, asks: list[Ask], census: Census) -> RunReport:
+    """Everything that is wrong comes back in `problems`; nothing is raised."""
+    logging.disable(logging.CRITICAL)  # a run is told by its checkers; lines about faults are formatted in vain
+    gc_was_on = gc.isenabled()
+    gc.disable()
+    world = World(seed, shape, plan, census, census.reached)
+    census.world = world
+    report = RunReport(seed)
+    try:
+        _drive(world, asks, report)
+    except Exception:  # noqa: BLE001 - a failed run is a result
+        report.problems.append(traceback.format_exc(limit=-4))
+    finally:
+        errors = world.timeline.errors[:5]  # before the burial, whose noise means nothing
+        world.end()
+        if gc_was_on:
+            gc.enable()
+        logging.disable(logging.NOTSET)
+    report.problems[:0] = errors
+    report.digest = world.network.digest
+    report.callbacks = world.timeline.callbacks
+    report.messages = world.network.messages
+    report.virtual_s = world.timeline.now_s
+    return report
+
+
+def _drive(world: World, asks: list[Ask], report: RunReport) -> None:
+    timeline, until_s = world.timeline, world.plan.until_s
+    clients = [world.ask(ask) for ask in asks]
+    latest_s = max([until_s, *(_bound_s(world, ask) for ask in asks)])
+    timeline.run(lambda: False, until_s=until_s)
+    timeline.run(lambda: all(c.outcome.ended_s is not None for c in clients), until_s=latest_s)
+    for client in clients:
+        outcome = client.outcome
+        report.problems += check_outcome(
+            outcome,
+            bound_s=_bound_s(world, outcome.ask),
+            had_time=_had_time(world, outcome.ask),
+            unequal=bool(world.shape.unequal),
+        )
+        report.outcomes["ok" if outcome.ok else outcome.error.code.value if outcome.error else "never ended"] += 1
+        if outcome.ok and outcome.report is not None:
+            report.attempts += outcome.report.attempts - 1
+    report.problems += false_alarms(world)
+    if report.problems or timeline.errors:
+        return
+    # A link that the last fault cut one way looks whole until its silence is noticed.
+    timeline.run(lambda: False, until_s=until_s + LOST_S + NOTICED_S)
+    _settle(world, report)
+    _ask_afresh(world, report)
+
+
+def _bound_s(world: World, ask: Ask) -> float:
+    """The deadline runs on the router's clock; while faults last, the router may be stopped."""
+    end_s = _deadline_s(world, ask)
+    if world.router_undisturbed:
+        return end_s + NOTICED_S
+    return max(end_s, world.plan.until_s) + SLACK_S
+
+
+def _had_time(world: World, ask: Ask) -> bool:
+    """Even what the last fault hit could be done again before the deadline."""
+    return _deadline_s(world, ask) > world.plan.until_s + REDO_S
+
+
+def _deadline_s(world: World, ask: Ask) -> float:
+    return ask.at_s + ask.deadline_s / world.plan.clock_rates.get("router", 1.0)
+
+
+def _settle(world: World, report: RunReport) -> None:
+    """An engine that hangs while nothing is asked of it is not noticed before something is: that one is ended here."""
+    for process in list(world.processes.values()):
+        if process.hung:
+            process.kill()
+    quiet = world.timeline.run(
+        lambda: world.everybody_up() and not leftovers(world) and _all_pairs_usable(world),
+        until_s=world.timeline.now_s + SETTLE_S,
+    )
+    if not quiet:
+        up = [name for name, process in world.processes.items() if process.alive]
+        report.problems += leftovers(world) or [f"not everybody is back: {up}, {len(world.router.core.registry)} linked"]
+
+
+def _wait_for_tasks(world: World) -> None:
+    """A call that nobody waits for any more, such as a handshake with a peer that has gone, ends by its own bound."""
+    end_s = world.timeline.now_s + SETTLE_S
+    while leftover_tasks(world) and world.timeline.now_s < end_s:
+        world.timeline.run(lambda: False, until_s=world.timeline.now_s + 1.0)
+
+
+def _all_pairs_usable(world: World) -> bool:
+    return not any(True for _ in world.router.core.pairs.set_aside(now_s=world.router.process.loop.time()))
+
+
+def _ask_afresh(world: World, report: RunReport) -> None:
+    """A cluster that survived its faults serves as ever, both ways, and then holds nothing."""
+    if report.problems:
+        return
+    rng = random.Random(f"{world.seed} afresh")
+    asks = draw_asks(rng, 4, until_s=1.0, unruly=False)
+    placements = (Placement.DISAGGREGATED, Placement.COLOCATED, None, Placement.DISAGGREGATED)
+    now_s = world.timeline.now_s
+    clients = [
+        world.ask(
+            replace(ask, name=f"fresh-{ask.name}", at_s=now_s + ask.at_s, placement=placement, deadline_s=CALM_DEADLINE_S)
+        )
+        for ask, placement in zip(asks, placements, strict=True)
+    ]
+    end_s = now_s + 1.5 + FRESH_DEADLINE_S
+    world.timeline.run(lambda: all(c.outcome.ended_s is not None for c in clients), until_s=end_s)
+    for client in clients:
+        outcome = client.outcome
+        report.problems += check_outcome(outcome, bound_s=end_s)
+        if outcome.error is not None:
+            report.problems.append(f"{outcome.ask.name} failed after the faults: {outcome.error!r}")
+    _settle(world, report)
+    if not report.problems:
+        _wait_for_tasks(world)
+        report.problems += leftover_tasks(world)
+
+
+def _draw_shape(rng: random.Random) -> Shape:
+    shape = Shape(poison=rng.random() < 0.5, check_steps=rng.random() < 0.25)
+    tight = rng.random() < 0.3
+    shape = _with_patient_reads(shape) if rng.random() < 0.3 else shape
+    return replace(
+        shape,
+        prefill=replace(shape.prefill, num_blocks=40 if tight else 80, max_num_batched_tokens=rng.choice((8, 16, 32))),
+        decode=replace(shape.decode, num_blocks=44 if tight else 96),
+    )

@@ -1,0 +1,81 @@
+"""The production staging over tags: the converter is a thread on virtual time, staging blocks keep what others left there.
+
+A conversion happens some time after it was asked for, so a staging block that is used again too
+early is seen, and so is a block of the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from faultsim.engine import BLOCK_SIZE, SimKv
+from faultsim.transfer import SimTransfer
+from kvtransfer.api import LocalRegion, Region
+from kvtransfer.staging.staging import Staging
+from pdserve.core.ids import BlockSum
+from pdserve.core.kv_layout import KvLayout
+from pdserve.sim.process import Process
+
+T = TypeVar("T")
+
+NUM_BLOCKS: Final = 4  # so few that a block is used again as soon as it is given back
+CHUNK_BLOCKS: Final = 2
+CONVERT_S: Final = 0.002
+"""At most, of a chunk: as long as it takes to read, or twice."""
+_ADDRESS: Final = 1 << 40
+
+
+class SimStaged:
+    """See `kvtransfer.staging.staging.StagingBlocks`."""
+
+    def __init__(self, layout: KvLayout, pool: SimKv, staged: SimKv) -> None:
+        self._layout = layout
+        self._pool = pool
+        self._staged = staged
+
+    @property
+    def region(self) -> LocalRegion:
+        return Region(_ADDRESS, len(self._staged.blocks), self._layout.block_bytes)
+
+    def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
+        return self._staged.sums(staged)
+
+    def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
+        for i, (source, target) in enumerate(zip(staged, local, strict=True)):
+            tags = self._staged.blocks[source][: tokens - i * BLOCK_SIZE]
+            self._pool.copy_in(target, tags + [0] * (BLOCK_SIZE - len(tags)))
+
+
+class SimConverter:
+    """See `kvtransfer.staging.converter.Converter`."""
+
+    def __init__(self, process: Process, rng: random.Random) -> None:
+        self._process = process
+        self._rng = rng
+
+    async def run(self, work: Callable[[], T]) -> T:
+        done: asyncio.Future[T] = self._process.loop.create_future()
+        self._process.transfer_loop.call_later(self._rng.random() * CONVERT_S, self._run, work, done)
+        return await done
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, work: Callable[[], T], done: asyncio.Future[T]) -> None:
+        result = work()
+        self._process.loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(result))
+
+
+def make_staging(
+    process: Process, transfer: SimTransfer, kv: SimKv, converter: SimConverter, rng: random.Random, *, poison: bool
+) -> Staging:
+    def make_blocks(layout: KvLayout, num_blocks: int) -> SimStaged:
+        memory = SimKv(num_blocks, rng, poison=poison)
+        staged = SimStaged(layout, kv, memory)
+        transfer.staged[staged.region] = memory
+        return staged
+
+    return Staging(transfer, make_blocks, num_blocks=NUM_BLOCKS, chunk_blocks=CHUNK_BLOCKS, converter=converter)

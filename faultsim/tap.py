@@ -1,0 +1,101 @@
+"""Sees every protocol step of a run, and does one thing at one of them when it was asked to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from pdserve.sim.network import Fate
+from pdserve.sim.process import Process
+
+if TYPE_CHECKING:
+    from faultsim.world import World
+
+STALL_S: Final = 1.2
+"""Shorter than what makes a silent process lost, longer than every other wait of the protocol but a lease's."""
+LONG_STALL_S: Final = 4.0
+"""Longer than that, and than a lease."""
+
+
+class Act(Enum):
+    """What is done at a step."""
+
+    KILL = "kill"
+    STALL = "stall"
+    LONG_STALL = "long stall"
+    DROP = "drop"
+    DUPLICATE = "duplicate"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of the matrix: at occurrence `nth` (from 0) of `step`, `act` befalls the `actor` (a role).
+
+    For a message, its sender acts before it is sent and its receiver before it is handled. Drop and duplicate befall
+    the message itself, on its way from `actor`.
+    """
+
+    step: str
+    actor: str
+    act: Act
+    nth: int = 0
+    rough: bool = False
+    """In the scenario of refusals, cancellations and a drain, which has the steps that calm days lack."""
+
+    def __str__(self) -> str:
+        """As the command line takes it."""
+        return f"{self.step}:{self.actor}:{self.act.name}:{self.nth}:{'rough' if self.rough else 'calm'}"
+
+    @classmethod
+    def parse(cls, text: str) -> Cell:
+        step, actor, act, nth, scenario = text.split(":")
+        return cls(step, actor, Act[act], int(nth), scenario == "rough")
+
+
+class Census:
+    """Counts steps by actor. With a `cell`, makes its fault happen."""
+
+    def __init__(self, cell: Cell | None = None) -> None:
+        self.world: World | None = None
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.arrived: Counter[tuple[str, str]] = Counter()
+        self.hits = 0
+        self.victim = ""
+        self._cell = cell
+        self._seen = 0
+
+    def sending(self, step: str, src: Process, dst: Process) -> Fate:
+        self.sent[step, src.role] += 1
+        act = self._act(step, src)
+        if act is Act.DROP:
+            return Fate.DROP
+        return Fate.DUPLICATE if act is Act.DUPLICATE else Fate.PASS
+
+    def arriving(self, step: str, src: Process, dst: Process) -> None:
+        self.arrived[step, dst.role] += 1
+        if self._cell is not None and self._cell.act not in (Act.DROP, Act.DUPLICATE):
+            self._act(step, dst)
+
+    def reached(self, step: str, process: Process) -> None:
+        """A step that is not a message."""
+        self.sent[step, process.role] += 1
+        self._act(step, process)
+
+    def _act(self, step: str, actor: Process) -> Act | None:
+        cell = self._cell
+        if cell is None or (step, actor.role) != (cell.step, cell.actor) or self.hits:
+            return None
+        self._seen += 1
+        if self._seen <= cell.nth:
+            return None
+        self.hits += 1
+        self.victim = actor.name
+        if cell.act is Act.KILL:
+            actor.kill()
+        elif cell.act is Act.STALL:
+            actor.stop(STALL_S)
+        elif cell.act is Act.LONG_STALL:
+            actor.stop(LONG_STALL_S)
+        return cell.act

@@ -1,0 +1,204 @@
+"""The transfer thread without a thread: the production loop half, over reads that copy tags block by block.
+
+Each block is copied at a moment of its own, so a block that is freed and written again during a read is seen. A read
+may be slow, may fail cleanly, may fail while it goes on writing, or never come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, cast
+
+from faultsim.engine import SimKv
+from kvtransfer.api import LocalRegion, ReadAdrift
+from kvtransfer.reads.reactor import Command, Connect, Connected, Event, Post, ReadDone, ReadFailed, ReadId, Stop
+from kvtransfer.reads.thread import TransferThread
+from pdserve.core.errors import TransferFailed
+from pdserve.core.ids import Incarnation
+from pdserve.sim.network import GIVE_UP_S, Network
+from pdserve.sim.process import Process
+
+BLOCK_S: Final = 0.0005
+LOOK_AGAIN_S: Final = 0.05  # at a path that is cut
+
+
+@dataclass(slots=True)
+class ReadFaults:
+    """Shares of reads."""
+
+    slow: float = 0.0  # takes up to `slow_s`
+    slow_s: float = 0.0
+    failed: float = 0.0  # fails, and writes no more
+    adrift: float = 0.0  # fails, and goes on writing
+    stuck: float = 0.0  # never ends
+    flipped: float = 0.0  # of blocks: arrives with a bit that was not sent
+    own_network: bool = False  # KV travels apart from messages, so a cut path does not stop it
+
+
+@dataclass(slots=True)
+class Pools:
+    """Whose memory is whose, and what may befall a read of it."""
+
+    by_incarnation: dict[Incarnation, tuple[Process, SimKv]] = field(default_factory=dict)
+    faults: ReadFaults = field(default_factory=ReadFaults)
+
+
+class SimTransfer(TransferThread):
+    """`reached` hears of each step of a read, at its reader and at its peer."""
+
+    def __init__(
+        self,
+        process: Process,
+        kv: SimKv,
+        pools: Pools,
+        network: Network,
+        rng: random.Random,
+        reached: Callable[[str, Process], None],
+        *,
+        stuck_after_s: float,
+        summed: bool,
+    ) -> None:
+        super().__init__(_no_transport, stuck_after_s=stuck_after_s, sum_blocks=kv.sums if summed else None)
+        self._process = process
+        self._kv = kv
+        self._pools = pools
+        self._network = network
+        self._rng = rng
+        self._reached = reached
+        self._commands = cast(Any, _Inbox(process, self._on_command))
+        self._stopped = False
+        self.staged: dict[LocalRegion, SimKv] = {}
+        """Memory that is read into besides the pool."""
+
+    async def start(self) -> bytes:
+        self._loop = asyncio.get_running_loop()
+        self._thread = cast(Any, _NoThread())
+        self._metadata = self._loop.create_future()
+        self._metadata.set_result(self._process.name.encode())
+        self._ended = self._loop.create_future()
+        return await self._metadata
+
+    # In the transfer thread.
+
+    def _on_command(self, command: Command) -> None:
+        match command:
+            case Connect(incarnation):
+                self._process.transfer_loop.call_later(self._network.delay_s(), self._connect, incarnation, GIVE_UP_S)
+            case Post():
+                self._post(command)
+            case Stop():
+                self._stopped = True
+                self._process.loop.call_soon_threadsafe(self._on_ended, None, True)
+
+    def _connect(self, incarnation: Incarnation, patience_s: float) -> None:
+        peer = self._peer(incarnation)
+        if peer is not None and not self._joined(peer[0]) and patience_s > 0:
+            self._later(LOOK_AGAIN_S, self._connect, incarnation, patience_s - LOOK_AGAIN_S)
+            return
+        reached = peer is not None and self._joined(peer[0])
+        self._emit(Connected(incarnation, None if reached else TransferFailed("the peer is gone")))
+
+    def _post(self, post: Post) -> None:
+        peer = self._peer(post.peer)
+        self._reached("read_posted", self._process)
+        if peer is not None:
+            self._reached("read_posted", peer[0])
+        if not self._process.alive:
+            return
+        faults, roll = self._pools.faults, self._rng.random()
+        span_s = BLOCK_S * len(post.local_blocks)
+        end: Event = ReadDone(post.read_id, span_s)
+        pairs = list(zip(post.remote_blocks, post.local_blocks, strict=True))
+        self._rng.shuffle(pairs)
+        if roll < faults.slow:
+            span_s += self._rng.random() * faults.slow_s
+        elif roll < faults.slow + faults.failed:
+            pairs = pairs[: 1 + len(pairs) // 2]
+            end = ReadFailed(post.read_id, TransferFailed("the read failed"), stopped=True)
+        elif roll < faults.slow + faults.failed + faults.adrift:
+            self._later(span_s / 2, self._emit, ReadFailed(post.read_id, ReadAdrift("lost sight of the read"), stopped=False))
+            span_s += self._rng.random() * 2
+            self._copy(post, pairs, self._spread(span_s, len(pairs)), None)
+            return
+        elif roll < faults.slow + faults.failed + faults.adrift + faults.stuck:
+            return
+        self._copy(post, pairs, self._spread(span_s, len(pairs)), end)
+
+    def _spread(self, span_s: float, count: int) -> list[float]:
+        """So many waits that make up `span_s`."""
+        cuts = sorted(self._rng.random() for _ in range(count - 1))
+        return [(b - a) * span_s for a, b in zip([0.0, *cuts], [*cuts, 1.0], strict=True)]
+
+    def _copy(self, post: Post, pairs: list[tuple[int, int]], waits_s: list[float], end: Event | None) -> None:
+        """One block after the other; then `end` is told."""
+        if not pairs:
+            if end is not None:
+                self._reached("read_done", self._process)
+                if isinstance(end, ReadDone) and post.sum_blocks is not None:
+                    end = replace(end, sums=post.sum_blocks(post.local_blocks))
+                self._emit(end)
+            return
+        self._later(waits_s[0], self._copy_block, post, pairs, waits_s, end, GIVE_UP_S)
+
+    def _copy_block(
+        self, post: Post, pairs: list[tuple[int, int]], waits_s: list[float], end: Event | None, patience_s: float
+    ) -> None:
+        peer = self._peer(post.peer)
+        if peer is None:
+            if end is not None:
+                self._fail(post.read_id, "the peer disconnected")
+            return
+        if not self._joined(peer[0]):
+            if patience_s > 0:
+                self._later(LOOK_AGAIN_S, self._copy_block, post, pairs, waits_s, end, patience_s - LOOK_AGAIN_S)
+            elif end is not None:
+                self._fail(post.read_id, "the peer was not reached")
+            return
+        remote, local = pairs[0]
+        into = self._kv if post.into is None else self.staged[post.into]
+        tags = list(peer[1].blocks[remote])
+        if self._pools.faults.flipped and self._rng.random() < self._pools.faults.flipped:
+            tags[self._rng.randrange(len(tags))] ^= 1 << self._rng.randrange(40)
+        into.copy_in(local, tags)
+        self._copy(post, pairs[1:], waits_s[1:], end)
+
+    def _fail(self, read_id: ReadId, reason: str) -> None:
+        self._emit(ReadFailed(read_id, TransferFailed(reason), stopped=True))
+
+    def _emit(self, event: Event) -> None:
+        if not self._stopped:
+            self._process.loop.call_soon_threadsafe(self._on_event, event)
+
+    def _later(self, delay_s: float, callback: Callable[..., None], *args: Any) -> None:
+        if not self._stopped:
+            self._process.transfer_loop.call_later(delay_s, callback, *args)
+
+    def _joined(self, peer: Process) -> bool:
+        return self._pools.faults.own_network or self._network.joined(self._process, peer)
+
+    def _peer(self, incarnation: Incarnation) -> tuple[Process, SimKv] | None:
+        peer = self._pools.by_incarnation.get(incarnation)
+        return peer if peer is not None and peer[0].alive else None
+
+
+class _Inbox:
+    """The command queue: what is put is handled in the transfer thread."""
+
+    def __init__(self, process: Process, handle: Callable[[Command], None]) -> None:
+        self._process = process
+        self._handle = handle
+
+    def put(self, command: Command) -> None:
+        self._process.transfer_loop.call_soon(self._handle, command)
+
+
+class _NoThread:
+    def join(self) -> None:
+        pass
+
+
+def _no_transport() -> Any:
+    raise AssertionError("the simulated transfer thread makes no transport")

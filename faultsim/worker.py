@@ -1,0 +1,165 @@
+"""One worker: a production role, link and lease services around a simulated engine, transfer thread and network.
+
+What `pdserve.worker.runtime` does with threads is restated here without: the start and the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
+
+from decode_worker.role import DecodeRole
+from faultsim.engine import BLOCK_SIZE, SimEngine, SimKv
+from faultsim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
+from faultsim.staging import SimConverter, make_staging
+from faultsim.transfer import Pools, SimTransfer
+from kvtransfer.api import Region
+from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
+from pdserve.core.blocks import BlockPool
+from pdserve.core.ids import Incarnation
+from pdserve.core.kv_layout import KvLayout
+from pdserve.rpc.v1 import common_pb2
+from pdserve.sim.channel import FakeChannel, FakeServer
+from pdserve.sim.network import Network
+from pdserve.sim.process import Process
+from pdserve.worker.host import TICKET_SECRET_BYTES, Host, Role, close_role
+from pdserve.worker.member import Member
+from prefill_worker.role import PrefillRole
+
+LAYOUT: Final = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
+HEARTBEAT_S: Final = 0.5
+LOST_S: Final = 2.5
+ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
+STUCK_S: Final = 8.0  # a read
+STEP_TIMEOUT_S: Final = 3.0  # a step takes 20 ms at most
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShape:
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    lease: LeaseConfig
+    drain_timeout_s: float = 10.0
+    prefix_caching: bool = False
+    max_model_len: int = MAX_MODEL_LEN
+    kv_dtype: str = "float32"
+    """Workers of another one convert what they read from this one."""
+
+
+class SimWorker:
+    """One incarnation. `run` on its process' loop; `ended` is called when it stops by itself (drained, or unhealthy)."""
+
+    def __init__(
+        self,
+        process: Process,
+        shape: WorkerShape,
+        network: Network,
+        pools: Pools,
+        rng: random.Random,
+        reached: Callable[[str, Process], None],
+        *,
+        poison: bool,
+        check_steps: bool,
+        worker_id: str = "",
+    ) -> None:
+        """`worker_id`: the process' name, unless it has another's."""
+        self.process = process
+        self.worker_id = worker_id or process.name
+        self.shape = shape
+        self.incarnation = Incarnation(rng.getrandbits(64))
+        self.server = FakeServer()
+        self.kv = SimKv(shape.num_blocks, rng, poison=poison)
+        self.engine = SimEngine(
+            process,
+            self.kv,
+            BlockPool(shape.num_blocks),
+            lambda events: self.member.on_step(events),
+            lambda step: reached(f"{step}_{process.role}", process),
+            rng,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_model_len=shape.max_model_len,
+            prefix_caching=shape.prefix_caching,
+            check_steps=check_steps,
+            checksums=shape.lease.kv_checksum and process.role == "prefill",
+        )
+        self.transfer = SimTransfer(
+            process, self.kv, pools, network, rng, reached, stuck_after_s=STUCK_S, summed=shape.lease.kv_checksum
+        )
+        self.layout = replace(LAYOUT, dtype=shape.kv_dtype)
+        converter = SimConverter(process, rng)
+        self.staging = make_staging(process, self.transfer, self.kv, converter, rng, poison=poison)
+        self._ticket_secret = rng.randbytes(TICKET_SECRET_BYTES)
+        self._network = network
+        self._config = self._make_config()
+        self.member = Member(
+            self._config,
+            ROLES[process.role],
+            self.engine.snapshot(),
+            self.engine.submit,
+            step_timeout_s=STEP_TIMEOUT_S,
+            open_channel=self._open_channel,
+        )
+        network.servers[self.address] = (process, self.server)
+        pools.by_incarnation[self.incarnation] = (process, self.kv)
+
+    @property
+    def address(self) -> str:
+        return f"{self.process.name}:1"
+
+    async def run(self, ended: Callable[[], None]) -> None:
+        host = self._make_host(await self.transfer.start())
+        self.member.start(host, PrefillRole if self.process.role == "prefill" else DecodeRole)
+        assert self.member.role is not None
+        jobs = [self.member.link.run(), self.member.drained(), self.member.broken()]
+        tasks = [asyncio.create_task(cast(Any, job)) for job in jobs]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await close_role(self.member.role, self.transfer)
+        self.staging.close()
+        ended()
+
+    @property
+    def role(self) -> Role | None:
+        return self.member.role
+
+    def _make_host(self, agent_metadata: bytes) -> Host:
+        return Host(
+            config=self._config,
+            card=CARD,
+            layout=self.layout,
+            region=Region(1 << 20, self.shape.num_blocks, self.layout.block_bytes),
+            tokenizer=TOKENIZER,
+            max_model_len=self.shape.max_model_len,
+            incarnation=self.incarnation,
+            transfer=self.transfer,
+            agent_metadata=agent_metadata,
+            address=self.address,
+            server=cast(Any, self.server),
+            submit=self.member.submit,
+            send=self.member.link.send,
+            open_channel=self._open_channel,
+            staging=self.staging,
+            ticket_secret=self._ticket_secret,
+        )
+
+    def _make_config(self) -> WorkerConfig:
+        shape = self.shape
+        return WorkerConfig(
+            self.worker_id,
+            "router:1",
+            EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=shape.max_num_seqs, max_model_len=shape.max_model_len),
+            shape.lease,
+            heartbeat_interval_s=HEARTBEAT_S,
+            router_lost_s=LOST_S,
+            drain_timeout_s=shape.drain_timeout_s,
+        )
+
+    def _open_channel(self, address: str) -> Any:
+        return FakeChannel(self._network, self.process, address)

@@ -1,0 +1,236 @@
+"""A whole cluster on one timeline: starts its processes, restarts them, sends the requests, lets the faults happen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from faultsim.client import Ask, Client
+from faultsim.faults import ALL, WORKERS, Fault, FaultKind, FaultPlan
+from faultsim.router import SimRouter
+from faultsim.transfer import Pools, ReadFaults
+from faultsim.worker import SimWorker, WorkerShape
+from pdserve.config import LeaseConfig, RouterConfig
+from pdserve.sim.clock import Timeline, bury
+from pdserve.sim.network import Network, Tap, Weather
+from pdserve.sim.process import Process, Waker
+
+RESTART_S: Final = 0.5  # of a process that was killed outside a plan, or ended by itself
+CLIENT_DELAY_S: Final = 0.001  # clients stand beside the router
+CHECK_EVERY_S: Final = 0.2
+
+LEASE: Final = LeaseConfig(
+    ttl_s=3.0,
+    transfer_deadline_floor_s=1.5,
+    transfer_bandwidth_bytes_s=1e6,
+    commit_timeout_s=0.4,
+    commit_tries=3,
+    stalled_s=8.0,
+)
+"""A tenth of the production values, in the same relations: a run then sees expiry and every deadline."""
+
+
+PREFILL: Final = WorkerShape(num_blocks=40, max_num_seqs=6, max_num_batched_tokens=16, lease=LEASE)
+DECODE: Final = WorkerShape(num_blocks=48, max_num_seqs=8, max_num_batched_tokens=16, lease=LEASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the cluster; small, so that pools fill and blocks are used again at once."""
+
+    prefill: WorkerShape = PREFILL
+    decode: WorkerShape = DECODE
+    poison: bool = True
+    check_steps: bool = True
+    router: RouterConfig | None = None
+    unequal: Mapping[str, WorkerShape] = field(default_factory=dict)
+    """Workers that differ from the rest of their pool, by name."""
+
+    def of(self, name: str, role: str) -> WorkerShape:
+        return self.unequal.get(name) or (self.prefill if role == "prefill" else self.decode)
+
+
+@dataclass(eq=False)
+class World:
+    seed: int
+    shape: Shape
+    plan: FaultPlan
+    tap: Tap
+    reached: Callable[[str, Process], None]
+    timeline: Timeline = field(default_factory=Timeline)
+    processes: dict[str, Process] = field(default_factory=dict)
+    workers: dict[str, SimWorker] = field(default_factory=dict)
+    clients: list[Client] = field(default_factory=list)
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.timeline, self._rng("network"), self.plan.weather, self.tap)
+        self.pools = Pools(faults=self.plan.reads)
+        self._world = Waker(self.timeline)
+        self._graveyard: list[Process] = []
+        self._incarnations = 0
+        self._down: dict[str, float] = {}  # planned kills that last: who restarts the process later
+        for name in ("router", *WORKERS):
+            self.start(name)
+        self._first_router = self.router
+        for fault in self.plan.faults:
+            self._world.post(fault.at_s, self.inject, fault)
+        self._world.post(self.plan.until_s, self._calm)
+        self._world.post(CHECK_EVERY_S, self._check)
+
+    # Processes -------------------------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        self._incarnations += 1
+        rng = self._rng(f"{name} {self._incarnations}")
+        role = name.rstrip("0123456789")
+        rate = self.plan.clock_rates.get(name, 1.0)
+        process = Process(self.timeline, name, role, rate=rate, offset_s=rng.uniform(0, 1e4))
+        process.on_death[self] = lambda: self._died(process)
+        self.processes[name] = process
+        if role == "router":
+            self.router = SimRouter(process, self.network, rng, self.shape.router)
+            self._spawn(process, self.router.run())
+        else:
+            self.workers[name] = self._start_worker(process, name, rng)
+
+    def _start_worker(self, process: Process, worker_id: str, rng: random.Random) -> SimWorker:
+        worker = SimWorker(
+            process,
+            self.shape.of(worker_id, process.role),
+            self.network,
+            self.pools,
+            rng,
+            self.reached,
+            poison=self.shape.poison,
+            check_steps=self.shape.check_steps,
+            worker_id=worker_id,
+        )
+        self._spawn(process, worker.run(process.kill))
+        return worker
+
+    def _died(self, process: Process) -> None:
+        """Started again after a while, under the same name and address."""
+        self._graveyard.append(process)
+        self.restarts += 1
+        wait_s = self._down.pop(process.name, None)
+        self._world.post(RESTART_S if wait_s is None else wait_s, self.start, process.name)
+
+    def _spawn(self, process: Process, work: Coroutine[Any, Any, None]) -> None:
+        process.loop.call_soon(process.loop.create_task, work)
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def ask(self, ask: Ask) -> Client:
+        client = Client(ask, lambda: self.timeline.now_s)
+        self.clients.append(client)
+        self._world.post(max(0.0, ask.at_s - self.timeline.now_s), self._send, client)
+        return client
+
+    def _send(self, client: Client) -> None:
+        router, process = self.router, self.router.process
+        if not process.alive or router.service.service is None:
+            client.lost()
+            return
+        process.on_death[client] = client.lost
+        process.loop.post(CLIENT_DELAY_S, client.send, router)
+        leaves_after_s = client.outcome.ask.leaves_after_s
+        if leaves_after_s is not None:
+            process.loop.post(leaves_after_s + 0.1, client.leave)
+
+    # Faults ----------------------------------------------------------------------------------------------------------
+
+    def inject(self, fault: Fault) -> None:
+        process = self.processes[fault.target]
+        match fault.kind:
+            case FaultKind.KILL:
+                if process.alive:
+                    self._down[fault.target] = fault.lasts_s
+                    process.kill()
+            case FaultKind.STALL:
+                process.stop(fault.lasts_s)
+            case FaultKind.STALL_LOOP:
+                process.stop_loop(fault.lasts_s)
+            case FaultKind.STALL_ENGINE:
+                process.stop_engine(fault.lasts_s)
+            case FaultKind.HANG_ENGINE:
+                process.hang_engine()
+            case FaultKind.NO_NUMBERS:
+                kv = self.workers[fault.target].kv
+                kv.no_numbers = True
+                self._world.post(fault.lasts_s, setattr, kv, "no_numbers", False)
+            case FaultKind.CUT:
+                self._cut(fault, both=True)
+            case FaultKind.CUT_ONE_WAY:
+                self._cut(fault, both=False)
+            case FaultKind.RESET:
+                for break_off in list(self.network.breaking.values()):
+                    break_off()
+            case FaultKind.DUPLICATE:
+                self._duplicate(fault)
+            case FaultKind.DRAIN:
+                self._drain(fault)
+
+    def _duplicate(self, fault: Fault) -> None:
+        """A process at an address of its own; nobody starts it again."""
+        self._incarnations += 1
+        name = f"{fault.target}-duplicate{self._incarnations}"
+        process = Process(self.timeline, name, self.processes[fault.target].role)
+        self._graveyard.append(process)
+        self._start_worker(process, fault.target, self._rng(name))
+        self._world.post(fault.lasts_s, process.kill)
+
+    def _drain(self, fault: Fault) -> None:
+        """By a signal to the worker, or asked for at the router."""
+        service, router = self.router.service, self.router.process
+        if (
+            fault.other == router.name
+            and service is not None
+            and fault.target in {w.worker_id for w in service.snapshot().workers}
+        ):
+            router.loop.post(0.0, service.drain, fault.target)
+        else:
+            self.processes[fault.target].loop.post(0.0, self.workers[fault.target].member.drain)
+
+    def _cut(self, fault: Fault, *, both: bool) -> None:
+        for src, dst in ((fault.target, fault.other), (fault.other, fault.target))[: 2 if both else 1]:
+            self.network.cut(src, dst)
+            self._world.post(fault.lasts_s, self.network.heal, src, dst)
+
+    def _calm(self) -> None:
+        """Faults are over: the network is whole and well, reads work, nobody is stopped any more."""
+        self.network.weather = Weather()
+        self.pools.faults = ReadFaults()
+        self.network.heal_all()
+
+    # Looking ---------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self.router.process.alive and self.router.service is not None:
+            self.router.core.check_invariants()
+        for worker in self.workers.values():
+            if worker.process.alive:
+                worker.engine.pool.check_invariants()
+        self._world.post(CHECK_EVERY_S, self._check)
+
+    @property
+    def router_undisturbed(self) -> bool:
+        """It has run without a break since the start."""
+        return self.router is self._first_router and not self.router.process.disturbed
+
+    def everybody_up(self) -> bool:
+        """And in service: a worker that was looked for KV to pass is ready by then."""
+        linked = list(self.router.core.registry)
+        alive = all(self.processes[name].alive for name in ALL)
+        return alive and len(linked) == len(WORKERS) and all(worker.serves for worker in linked)
+
+    def end(self) -> None:
+        """Nothing of this world runs any more, and asyncio says nothing about it."""
+        for process in [*self._graveyard, *self.processes.values()]:
+            for thread in process.threads:
+                bury(thread)
+
+    def _rng(self, name: str) -> random.Random:
+        return random.Random(f"{self.seed} {name}")

@@ -1,0 +1,285 @@
+"""All that a reader says to one incarnation of one lender: Handshake, Watch, Renew, Commit, Release.
+
+Two ways bring a lease's state, on purpose. Watch pushes it at once; Renew, one batch for all leases every second,
+repeats it. So a broken Watch costs a renewal interval and never a request. Renew is the heartbeat as well: a lender
+that answers none for `lost_s` is lost, long before its leases expire. That is the router's rule for workers; a lender
+that is merely busy answers late and stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+import grpc.aio
+
+from kvtransfer.lease.followed import Committed, FollowedLease
+from kvtransfer.lease.service import MAX_RENEWALS
+from pdserve.config import LeaseConfig
+from pdserve.core.errors import IncompatiblePeer, InternalBug, LeaseGone, Overloaded, PdserveError, ReplicaLost, TransferFailed
+from pdserve.core.ids import Incarnation, LeaseId, ReaderId
+from pdserve.core.lease import CommitAnswer
+from pdserve.core.reader import SendCommit
+from pdserve.rpc import codec
+from pdserve.rpc.channel import open_channel, token_metadata, translate
+from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+REWATCH_MIN_S: Final = 0.05
+CLOCK_SLACK_S: Final = 0.05  # gRPC's timer may fire a little before ours: a call that took all the time left must look so
+COMMIT_PAUSE_S: Final = 0.1  # before the second try; twice that before the third
+_Shown = tuple[LeaseId, bytes]
+"""A lease, and the proof of its ticket."""
+_ANSWERS: Final = {
+    peer_pb2.COMMIT_RESULT_OK: CommitAnswer.OK,
+    peer_pb2.COMMIT_RESULT_GONE: CommitAnswer.GONE,
+    peer_pb2.COMMIT_RESULT_CORRUPT: CommitAnswer.CORRUPT,
+}
+_PASSING: Final = (ReplicaLost, TransferFailed, Overloaded)  # worth another try; the rest is not
+
+
+class PeerLink:
+    """One channel and its background tasks, loop-owned. `close` releases both."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        address: str,
+        config: LeaseConfig,
+        *,
+        cluster_token: str,
+        open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        self.incarnation = incarnation
+        self.address = address
+        self.closed = False
+        self._config = config
+        self._metadata = token_metadata(cluster_token)
+        self._channel = open_channel(address)
+        self._peer = peer_pb2_grpc.PeerStub(self._channel)  # generated
+        self._lease = peer_pb2_grpc.LeaseStub(self._channel)  # generated
+        self._followed: dict[LeaseId, list[FollowedLease]] = {}  # by two binds at once while one is being replaced
+        self._to_watch: asyncio.Queue[_Shown] | None = None  # of the open Watch stream
+        self._renewing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answered_s = self._now_s()
+
+    @property
+    def num_followed(self) -> int:
+        return sum(len(followers) for followers in self._followed.values())
+
+    async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes:
+        """The peer's agent metadata. Raises `LeaseGone` when another incarnation answers at this address."""
+        request = peer_pb2.HandshakeRequest(incarnation=own_incarnation, agent_metadata=own_metadata)
+        response = await self._call(self._peer.Handshake, request, HANDSHAKE_TIMEOUT_S)
+        if response.incarnation != self.incarnation:
+            raise LeaseGone(f"{self.address} is now {response.incarnation:016x}, the lease was {self.incarnation:016x}'s")
+        return bytes(response.agent_metadata)
+
+    async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease:
+        """Renew once, watch, and go on renewing until `unfollow`. Raises `ReplicaLost` when the link is closed."""
+        self._check_open()
+        if not self._followed:
+            self._answered_s = self._now_s()  # silence counts from when somebody listens
+        lease = FollowedLease(lease_id, prompt_len, proof, self)
+        self._followed.setdefault(lease_id, []).append(lease)
+        if self._to_watch is not None and not self._to_watch.full():
+            self._to_watch.put_nowait((lease_id, proof))
+        self._start_tasks()
+        try:
+            await self._renew([(lease_id, proof)])
+        except BaseException:
+            self.unfollow(lease)
+            raise
+        return lease
+
+    def unfollow(self, lease: FollowedLease) -> None:
+        followers = self._followed.get(lease.lease_id, [])
+        if lease in followers:
+            followers.remove(lease)
+        if not followers:
+            self._followed.pop(lease.lease_id, None)
+        if not self._followed and self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+
+    async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:
+        """The lender's answer. Raises `ReplicaLost` or `LeaseGone` when no try got one."""
+        request = peer_pb2.CommitRequest(
+            lease_id=codec.lease_id_to_wire(lease_id),
+            reader_id=codec.reader_id_to_wire(reader_id),
+            blocks=commit.blocks,
+            first=commit.first,
+            sums=commit.sums,
+            proof=proof,
+        )
+        failure: PdserveError | None = None
+        for number in range(self._config.commit_tries):
+            await asyncio.sleep(COMMIT_PAUSE_S * number)
+            try:
+                response = await self._call(self._lease.Commit, request, self._config.commit_timeout_s)
+            except _PASSING as exc:
+                failure = exc
+            else:
+                return _committed(response)
+        if isinstance(failure, ReplicaLost):
+            raise failure
+        raise LeaseGone(f"lease {lease_id}: no answer to Commit in {self._config.commit_tries} tries: {failure}")
+
+    async def release(self, lease_id: LeaseId, proof: bytes) -> None:
+        """One try. A failure is only logged: the lease expires by itself."""
+        request = peer_pb2.ReleaseRequest(lease_id=codec.lease_id_to_wire(lease_id), proof=proof)
+        try:
+            await self._call(self._lease.Release, request, self._config.commit_timeout_s)
+        except PdserveError as exc:
+            logger.info("lease %s was not released and will expire: %s", lease_id, exc)
+
+    async def close(self) -> None:
+        """Followed leases fail with `ReplicaLost`. Idempotent."""
+        self.closed = True
+        self._fail_all(ReplicaLost(f"the link to {self.address} is closed"))
+        self._followed.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close(None)
+
+    def _start_tasks(self) -> None:
+        if self._renewing is None or self._renewing.done():
+            self._renewing = self._spawn(self._renew_loop(), "renew")
+        if self._watching is None or self._watching.done():
+            self._watching = self._spawn(self._watch_loop(), "watch")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"{name} {self.address}")
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("task %s died", task.get_name(), exc_info=error)
+            self._fail_all(InternalBug(f"task {task.get_name()} died: {error!r}"))
+
+    async def _renew_loop(self) -> None:
+        """`follow` renews first; ended by `unfollow` of the last lease."""
+        interval_s = self._config.renew_interval_s
+        while True:
+            due_s = self._now_s() + interval_s
+            await asyncio.sleep(interval_s)
+            self._answered_s += max(self._now_s() - due_s, 0.0)  # we were late to ask: our silence, not the lender's
+            leases = self._leases()
+            for start in range(0, len(leases), MAX_RENEWALS):
+                await self._renew(leases[start : start + MAX_RENEWALS])
+
+    def _leases(self) -> list[_Shown]:
+        """Each followed lease, once for each ticket that its followers came with."""
+        return list(dict.fromkeys((lease.lease_id, lease.proof) for leases in self._followed.values() for lease in leases))
+
+    async def _renew(self, leases: Sequence[_Shown]) -> None:
+        request = peer_pb2.RenewRequest(
+            lease_ids=[codec.lease_id_to_wire(lease_id) for lease_id, _ in leases], proofs=[proof for _, proof in leases]
+        )
+        left_s = self._answered_s + self._config.lost_s - self._now_s()
+        timeout_s = max(left_s, self._config.renew_interval_s) + CLOCK_SLACK_S
+        try:
+            response = await self._call(self._lease.Renew, request, timeout_s)
+        except PdserveError as exc:
+            self._on_silence(exc)
+            return
+        self._answered_s = self._now_s()
+        for status, (_, proof) in zip(response.statuses, leases, strict=False):
+            self._apply(status, proof)
+
+    def _on_silence(self, error: PdserveError) -> None:
+        """One failed renewal is nothing; a lender that is silent for too long is lost, and its leases with it."""
+        silent_s = self._now_s() - self._answered_s
+        if not isinstance(error, _PASSING):
+            self._fail_all(error)
+        elif silent_s >= self._config.lost_s:
+            self._fail_all(ReplicaLost(f"no answer for {silent_s:.1f} s: {error.message}"))
+        else:
+            logger.info("renewal failed: %s", error)
+
+    async def _watch_loop(self) -> None:
+        """Keeps the stream open while it holds, and reopens it with back-off while leases are followed."""
+        pause_s = REWATCH_MIN_S
+        while self._followed:
+            if await self._watch():
+                pause_s = REWATCH_MIN_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._config.renew_interval_s)
+
+    async def _watch(self) -> bool:
+        """Until the stream breaks. True when it had brought something."""
+        queue = self._to_watch = asyncio.Queue(maxsize=MAX_RENEWALS)
+        for shown in self._leases()[:MAX_RENEWALS]:
+            queue.put_nowait(shown)
+        call = self._lease.Watch(metadata=self._metadata)
+        subscribing = asyncio.create_task(_subscribe(call, queue))  # not a request iterator: grpc.aio would leak its task
+        received = False
+        try:
+            async for status in call:
+                received = True
+                self._apply(status)
+        except grpc.aio.AioRpcError as exc:
+            logger.info("watch broke: %s", translate(exc, self.address))
+        finally:
+            self._to_watch = None
+            call.cancel()
+            subscribing.cancel()
+            await asyncio.gather(subscribing, return_exceptions=True)  # it fails when the stream does
+        return received
+
+    def _apply(self, status: peer_pb2.LeaseStatus, proof: bytes | None = None) -> None:
+        """`proof`: what the lender was shown for this answer; None: it told those who had shown the right one."""
+        for lease in self._followed.get(codec.lease_id_from_wire(status.lease_id), ()):
+            if proof is not None and lease.proof != proof:
+                continue
+            try:
+                lease.apply(codec.lease_view_from_wire(status))
+            except KeyError as exc:
+                lease.fail(IncompatiblePeer(f"{self.address} sent finish reason {exc}, unknown here"))
+
+    def _fail_all(self, error: PdserveError) -> None:
+        for followers in self._followed.values():
+            for lease in followers:
+                lease.fail(error)
+
+    async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        """One unary call; its failure as a `PdserveError`."""
+        self._check_open()
+        try:
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as exc:
+            raise translate(exc, self.address) from exc
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.closed and task is not None and not task.cancelling():
+                self._check_open()  # closing the channel cancelled the call, nobody cancelled us
+            raise
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ReplicaLost(f"the link to {self.address} is closed")
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def _subscribe(call: Any, queue: asyncio.Queue[_Shown]) -> None:
+    while True:
+        lease_id, proof = await queue.get()
+        await call.write(peer_pb2.WatchRequest(lease_id=codec.lease_id_to_wire(lease_id), proof=proof))
+
+
+def _committed(response: peer_pb2.CommitResponse) -> Committed:
+    """What is not known here, from a newer lender, is not OK."""
+    answer = _ANSWERS.get(response.result, CommitAnswer.GONE)
+    return Committed(answer, response.rotted_blocks if response.HasField("rotted_blocks") else None)

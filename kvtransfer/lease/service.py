@@ -1,0 +1,183 @@
+"""The lender's side: what a prefill worker answers to the readers of its blocks. See peer.proto.
+
+Decides nothing: every answer is the `LeaseTable`'s. Runs on the worker's loop, like the table.
+
+A Commit may come before the lender has summed its last blocks, which it does once their step's events are out: it waits
+for them. One that does not match is answered once the lender has looked at what its own memory holds now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import grpc
+
+from kvtransfer.lease.watchers import TooManyWatched, Watcher, Watchers
+from pdserve.core.errors import PdserveError
+from pdserve.core.ids import BlockSum, Incarnation, LeaseId, SeqId
+from pdserve.core.lease import CommitAnswer, Lease, LeaseTable, LeaseView
+from pdserve.rpc import codec
+from pdserve.rpc.channel import require_token
+from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
+
+MAX_RENEWALS: Final = 4096
+"""Leases in one Renew; a reader with more sends several."""
+SUMS_WAIT_S: Final = 1.0
+"""For the lender's own checksums, which follow the last advance by a millisecond for each 10 MB of its step, and for the
+rehash, which waits for a running step. Under `commit_timeout_s`, after which the reader asks again."""
+_RESULTS: Final = {
+    CommitAnswer.OK: peer_pb2.COMMIT_RESULT_OK,
+    CommitAnswer.GONE: peer_pb2.COMMIT_RESULT_GONE,
+    CommitAnswer.CORRUPT: peer_pb2.COMMIT_RESULT_CORRUPT,
+}
+
+
+class PeerService(peer_pb2_grpc.PeerServicer):
+    """Introduces this worker's transport agent. Reads are one-sided, so the caller's agent need not be known here."""
+
+    def __init__(self, incarnation: Incarnation, agent_metadata: bytes, *, cluster_token: str) -> None:
+        self._response = peer_pb2.HandshakeResponse(incarnation=incarnation, agent_metadata=agent_metadata)
+        self._cluster_token = cluster_token
+
+    async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Any) -> peer_pb2.HandshakeResponse:
+        await require_token(context, self._cluster_token)
+        return self._response
+
+
+class LeaseService(peer_pb2_grpc.LeaseServicer):
+    """`clock` is the table's, in seconds. `on_change` is called after any call in which leases may have ended: the
+    owner of the blocks then drains `take_returned`. `rehash`: how many blocks of this sequence's lease are not what was
+    summed; asked while the lease is held."""
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+        *,
+        cluster_token: str,
+        rehash: Callable[[SeqId], Awaitable[int]] | None = None,
+    ) -> None:
+        self.corrupt_blocks = 0
+        """Blocks whose checksum by the reader was not ours, over all Commits."""
+        self._rehash = rehash
+        self._sealed: asyncio.Future[None] | None = None
+        """Done when checksums have come, or leases gone, since somebody began to wait."""
+        self._table = table
+        self._clock = clock
+        self._on_change = on_change
+        self._cluster_token = cluster_token
+        self._watchers = Watchers()
+
+    def publish(self, view: LeaseView) -> None:
+        """Push a lease's new state to whoever watches it; GONE is pushed once and ends the subscription."""
+        self._watchers.publish(view)
+
+    def seal(self, lease_id: LeaseId, first: int, sums: Sequence[BlockSum]) -> None:
+        """`LeaseTable.seal`, for those who wait for it."""
+        self._table.seal(lease_id, first, sums, now_s=self._clock())
+        self._wake()
+
+    def take_returned(self) -> list[Lease]:
+        """`LeaseTable.take_returned`, after telling their watchers that these leases are gone."""
+        returned = self._table.take_returned()
+        if returned:
+            self._wake()
+        for lease in returned:
+            self._watchers.publish(LeaseView(lease.lease_id, held=False))
+        return returned
+
+    @property
+    def num_watched(self) -> int:
+        """Subscriptions of all streams; 0 when no lease is held."""
+        return self._watchers.num_subscriptions
+
+    async def Watch(self, requests: AsyncIterable[peer_pb2.WatchRequest], context: Any) -> None:
+        await require_token(context, self._cluster_token)
+        watcher = Watcher()
+        reading = asyncio.create_task(self._read_subscriptions(requests, watcher))
+        reading.add_done_callback(lambda _: watcher.close())
+        try:
+            while (views := await watcher.take()) is not None:
+                for view in views:
+                    await context.write(codec.lease_view_to_wire(view))
+            await reading  # raises what ended it, if anything did
+        except TooManyWatched as exc:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(exc))
+        finally:
+            self._watchers.drop(watcher)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def Renew(self, request: peer_pb2.RenewRequest, context: Any) -> peer_pb2.RenewResponse:
+        await require_token(context, self._cluster_token)
+        if len(request.lease_ids) > MAX_RENEWALS:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"lease_ids: has {len(request.lease_ids)}, at most {MAX_RENEWALS} are allowed"
+            )
+        if len(request.proofs) != len(request.lease_ids):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"proofs: has {len(request.proofs)}, one for each of lease_ids is needed"
+            )
+        now_s = self._clock()
+        asked = zip(request.lease_ids, request.proofs, strict=True)
+        views = [self._table.renew(codec.lease_id_from_wire(wire), proof, now_s=now_s) for wire, proof in asked]
+        self._on_change()
+        return peer_pb2.RenewResponse(statuses=[codec.lease_view_to_wire(view) for view in views])
+
+    async def Commit(self, request: peer_pb2.CommitRequest, context: Any) -> peer_pb2.CommitResponse:
+        await require_token(context, self._cluster_token)
+        lease_id = codec.lease_id_from_wire(request.lease_id)
+        reader = codec.reader_id_from_wire(request.reader_id)
+        sums = [BlockSum(value) for value in request.sums]
+        await self._wait_for_sums(lease_id)
+        lease = self._table.held(lease_id)
+        answer = self._table.commit(
+            lease_id, reader, request.blocks, request.first, sums, proof=request.proof, now_s=self._clock()
+        )
+        self._on_change()
+        rotted = None
+        if answer is CommitAnswer.CORRUPT and lease is not None:
+            self.corrupt_blocks += lease.differing(request.first, sums) or 0
+            rotted = await self._look_into(lease)
+        return peer_pb2.CommitResponse(result=_RESULTS[answer], rotted_blocks=rotted)
+
+    async def Release(self, request: peer_pb2.ReleaseRequest, context: Any) -> peer_pb2.ReleaseResponse:
+        await require_token(context, self._cluster_token)
+        self._table.release(codec.lease_id_from_wire(request.lease_id), request.proof, now_s=self._clock())
+        self._on_change()
+        return peer_pb2.ReleaseResponse()
+
+    async def _read_subscriptions(self, requests: AsyncIterable[peer_pb2.WatchRequest], watcher: Watcher) -> None:
+        async for request in requests:
+            lease_id = codec.lease_id_from_wire(request.lease_id)
+            view = self._table.look(lease_id, request.proof, now_s=self._clock())
+            # What is held is GONE to one without its ticket; told here, it would reach those who have it.
+            if view.held or self._table.held(lease_id) is None:
+                self._watchers.subscribe(watcher, view)
+            self._on_change()  # looking expires what is due
+
+    async def _wait_for_sums(self, lease_id: LeaseId) -> None:
+        """Bounded. Missing ones are not OK, so the table then refuses."""
+        end_s = self._clock() + SUMS_WAIT_S
+        while self._table.awaits_sums(lease_id, now_s=self._clock()) and (left_s := end_s - self._clock()) > 0:
+            if self._sealed is None:
+                self._sealed = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._sealed], timeout=left_s)
+
+    def _wake(self) -> None:
+        if self._sealed is not None:
+            self._sealed.set_result(None)
+            self._sealed = None
+
+    async def _look_into(self, lease: Lease) -> int | None:
+        """How many of its blocks have changed here. None: not known in time."""
+        if self._rehash is None:
+            return None
+        try:
+            async with asyncio.timeout(SUMS_WAIT_S):
+                return await self._rehash(lease.seq_id)
+        except (TimeoutError, PdserveError):
+            return None

@@ -1,0 +1,252 @@
+"""One handoff as the decode worker does it: read the blocks of finished chunks while prefill computes the next, commit.
+
+    prefill  | chunk 0 | chunk 1 | chunk 2 |  token 0 known
+    reads              | 0 |     | 1 |     | 2 |--- Commit --->|   OK: the blocks are the sequence's
+                                           |<--- exposed_s --->|   anything else: discard them
+
+The shell of `pdserve.core.reader`, which decides what is read when and when to commit. What was read may be used only
+after `run` has returned. After it raised, the local blocks may still be written to: they stay out of use until
+`stopped` is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtransfer.lease.followed import FollowedLease
+from kvtransfer.lease.ticket import Ticket
+from kvtransfer.reads.read import Read, Reads
+from pdserve.config import LeaseConfig
+from pdserve.core.errors import DeadlineExceeded, InternalBug, KvCorrupt, KvRotted, PdserveError, TransferFailed
+from pdserve.core.ids import ReaderId
+from pdserve.core.lease import FirstToken
+from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, Reusable, SendCommit
+
+
+class PrefillStalled(TransferFailed):
+    """A lender that answers made no progress with a prompt for too long. Nothing is said about the way its KV takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """`blocks` blocks are ours; those that were not here already, `kv_bytes` in all, were copied by `reads` reads.
+
+    transfer_s: first read posted to last read finished; most of it passes while prefill computes.
+    commit_s: Commit sent to its answer. exposed_s: token 0 known to KV usable.
+    exposed_bytes: what had not been read when token 0 was known.
+    """
+
+    first_token: FirstToken
+    blocks: int
+    kv_bytes: int
+    reads: int
+    transfer_s: float
+    commit_s: float
+    exposed_s: float
+    exposed_bytes: int
+
+
+@dataclass(slots=True)
+class _Times:
+    """On the loop's clock; 0 until it happens."""
+
+    grown_s: float = 0.0
+    """When the watermark last grew."""
+    posted_s: float = 0.0
+    read_s: float = 0.0
+    prefilled_s: float = 0.0
+    usable_s: float = 0.0
+    exposed_blocks: int = 0
+
+
+class Pull:
+    """Run once. The caller owns `lease` and closes it; `local_blocks` are reserved and hold nothing of use."""
+
+    def __init__(
+        self,
+        lease: FollowedLease,
+        ticket: Ticket,
+        local_blocks: Sequence[int],
+        reader_id: ReaderId,
+        thread: Reads,
+        config: LeaseConfig,
+        *,
+        first_block: int = 0,
+    ) -> None:
+        """Blocks before `first_block` are this worker's own prefix hits: they are committed with the rest, and not read."""
+        if len(local_blocks) != len(ticket.block_ids):
+            raise InternalBug(f"{len(ticket.block_ids)} blocks cannot be pulled into {len(local_blocks)}")
+        self._lease = lease
+        self._ticket = ticket
+        self._local_blocks = local_blocks
+        self._reader_id = reader_id
+        self._thread = thread
+        self._config = config
+        self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.layout.block_size, first_block)
+        self._reads: dict[int, Read] = {}
+        """Those that the reader counts as in flight, by its numbers."""
+        self._to_commit: SendCommit | None = None
+        self._times = _Times()
+        self._reusable: asyncio.Future[None] | None = None
+
+    @property
+    def read_in_flight(self) -> bool:
+        """The transport may still write into the local blocks."""
+        return any(not read.is_stopped for read in self._reads.values())
+
+    @property
+    def stopped(self) -> asyncio.Future[None] | None:
+        """After `run` has raised. None: the local blocks are free to use. Else done once that holds."""
+        if self._reusable is None or self._reusable.done():
+            return None
+        return asyncio.shield(self._reusable)
+
+    async def run(self, *, wait_s: float) -> Pulled:
+        """`wait_s` bounds the wait for token 0, and `stalled_s` each wait for the next chunk: renewing cannot hold a lease
+        for ever. Reads and Commit have bounds of their own.
+
+        Raises `LeaseGone`, `TransferFailed`, `KvCorrupt`, `KvRotted`, `ReplicaLost`, `DeadlineExceeded` or `IncompatiblePeer`:
+        discard, and look at `stopped`.
+        """
+        try:
+            await self._read_all(wait_s)
+            await self._commit()
+        except BaseException:
+            self._abandon()
+            raise
+        return self._pulled()
+
+    async def _read_all(self, wait_s: float) -> None:
+        """Returns once every block is here and no read is in flight, which is what allows Commit."""
+        started_s = self._times.grown_s = self._now_s()
+        while True:
+            changed = self._lease.changed
+            self._take_reads()
+            self._take_lease()
+            if self._reader.state is not ReaderState.PULLING:
+                return
+            patience_s = self._patience_s(started_s, wait_s)
+            awaited: list[asyncio.Future[Any]] = [changed, *(read.result for read in self._reads.values())]
+            await asyncio.wait(awaited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+
+    def _patience_s(self, started_s: float, wait_s: float) -> float | None:
+        """How long the watermark may still stand where it is; None: it covers the prompt.
+
+        Raises `DeadlineExceeded`, or `PrefillStalled`: a reader that hears no watermark at all hears of that from its link.
+        """
+        if self._lease.first_token is not None:
+            return None
+        now_s, stalled_s = self._now_s(), self._config.stalled_s
+        came = f"lease {self._lease.lease_id}: {self._lease.watermark} of {self._lease.prompt_len} tokens"
+        if now_s >= started_s + wait_s:
+            raise DeadlineExceeded(f"{came} after {wait_s:.1f} s")
+        if now_s >= self._times.grown_s + stalled_s:
+            raise PrefillStalled(f"{came}, no progress for {stalled_s:.1f} s")
+        return min(started_s + wait_s, self._times.grown_s + stalled_s) - now_s
+
+    def _take_reads(self) -> None:
+        """What became of reads. Raises what the first failed one ended with."""
+        for number, read in list(self._reads.items()):
+            if not read.result.done():
+                continue
+            if (error := read.result.exception()) is not None:
+                self._perform(self._reader.read_failed(number))
+                raise error
+            del self._reads[number]
+            self._times.read_s = self._now_s()
+            self._perform(self._reader.read_done(number, read.result.result().sums))
+
+    def _take_lease(self) -> None:
+        """What the lender said. Raises its error."""
+        lease, reader, times = self._lease, self._reader, self._times
+        if lease.error is not None:
+            self._perform(reader.lease_gone())
+            raise lease.error
+        if lease.watermark > reader.watermark:
+            times.grown_s = self._now_s()
+            if lease.first_token is not None:
+                times.prefilled_s = times.grown_s
+                times.exposed_blocks = reader.total_blocks - reader.first_block - reader.blocks_read
+            self._perform(reader.advanced(lease.lease_id, lease.watermark))
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case PostRead():
+                    self._post(effect)
+                case SendCommit():
+                    self._to_commit = effect  # `run` goes on to it
+                case Discard():
+                    if effect.in_flight:
+                        self._reusable = asyncio.get_running_loop().create_future()
+                case Reusable():
+                    assert self._reusable is not None
+                    self._reusable.set_result(None)
+
+    def _post(self, post: PostRead) -> None:
+        ticket, blocks = self._ticket, slice(post.first, post.first + post.count)
+        nbytes = post.count * ticket.layout.block_bytes
+        if post.read == 1:
+            self._times.posted_s = self._now_s()
+        try:
+            self._reads[post.read] = self._thread.read(
+                ticket.incarnation,
+                ticket.region,
+                ticket.block_ids[blocks],
+                self._local_blocks[blocks],
+                deadline_s=self._thread.deadline_s(ticket.incarnation, nbytes, self._config),
+            )
+        except PdserveError:  # nothing was posted
+            self._perform(self._reader.read_failed(post.read))
+            self._perform(self._reader.read_stopped(post.read))
+            raise
+
+    async def _commit(self) -> None:
+        assert self._to_commit is not None
+        try:
+            await self._lease.commit(self._reader_id, self._to_commit)
+        except (KvCorrupt, KvRotted):
+            self._perform(self._reader.commit_corrupt())
+            raise
+        except PdserveError:
+            self._perform(self._reader.commit_answered(ok=False))
+            raise
+        self._perform(self._reader.commit_answered(ok=True))
+        self._times.usable_s = self._now_s()
+
+    def _abandon(self) -> None:
+        """Whatever ended `run` ends the reader; what is still in flight reports here when it has stopped."""
+        self._perform(self._reader.abort())
+        for number, read in list(self._reads.items()):
+            if read.is_stopped:
+                self._on_stopped(number)
+            else:
+                read.give_up()
+                read.stopped.add_done_callback(functools.partial(self._on_stopped, number))
+
+    def _on_stopped(self, number: int, _: object = None) -> None:
+        del self._reads[number]
+        self._perform(self._reader.read_stopped(number))
+
+    def _pulled(self) -> Pulled:
+        reader, times = self._reader, self._times
+        assert reader.state is ReaderState.COMMITTED
+        assert self._lease.first_token is not None
+        reader.check_invariants()
+        return Pulled(
+            first_token=self._lease.first_token,
+            blocks=reader.total_blocks,
+            kv_bytes=reader.blocks_read * self._ticket.layout.block_bytes,
+            reads=reader.reads,
+            transfer_s=times.read_s - times.posted_s,
+            commit_s=times.usable_s - times.read_s,
+            exposed_s=times.usable_s - times.prefilled_s,
+            exposed_bytes=times.exposed_blocks * self._ticket.layout.block_bytes,
+        )
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()

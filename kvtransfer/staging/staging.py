@@ -1,0 +1,283 @@
+"""Reading from a pool that stores KV in another dtype: into staging blocks, and converted from there into our pool.
+
+    peer's pool --read, transfer thread--> staging blocks --convert, converter thread--> this bind's blocks of our pool
+                                          |<------------------ held by one chunk ----------------->|
+
+A read is cut into chunks; each takes its staging blocks, all at once or in line, moves and converts while the next one
+moves. To the pull it is one read like any other: `result` once every block is converted, `stopped` once neither the
+transport nor the converter can still write into any block of it.
+
+Who may write what: the transport writes staging blocks from being posted until its own `stopped`, so a chunk keeps
+them that long, whatever became of its request. The converter writes fresh blocks of an `Inbound` holder, as a direct
+read does: until Commit was answered, or the quarantine has ended, the engine neither reads, writes, shares nor frees
+them, and the role ends the quarantine only after `stopped`.
+
+Arithmetic: SmolLM2-135M, bf16 to int8, 128 blocks (2,048 tokens): 45 MiB take 8 ms to read within one host and 20 ms of
+one core to convert; all but the last chunk's passes while prefill still computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Protocol
+
+from kvtransfer.api import LocalRegion, RemoteRegion
+from kvtransfer.lease.ticket import Ticket
+from kvtransfer.reads.read import Read, Reads
+from kvtransfer.staging.converter import Converter, ConverterThread
+from kvtransfer.staging.slots import SlotPool, Slots
+from pdserve.config import LeaseConfig
+from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
+from pdserve.core.ids import BlockSum, Incarnation
+from pdserve.core.kv_layout import KvLayout
+
+log = logging.getLogger(__name__)
+
+STAGING_BLOCKS: Final = 64
+"""For each foreign dtype, made when its first ticket comes: 23 MiB of SmolLM2-135M in bf16, 128 MiB of Llama-3-8B. Enough
+for two peers to have two chunks each on their way. Chosen, not tuned."""
+CHUNK_BLOCKS: Final = 16
+"""One moves while another is converted; 16 blocks of 360 KiB are 1 ms of either. Chosen, not tuned."""
+assert 2 * CHUNK_BLOCKS <= STAGING_BLOCKS // 2
+STUCK_AFTER_S: Final = 120.0
+"""Of one chunk's conversion, which takes milliseconds: as for a read that does not stop, the process must be recycled."""
+
+
+class StagingBlocks(Protocol):
+    """Blocks of a peer's layout in memory of ours, which stays where it is for the life of the process."""
+
+    @property
+    def region(self) -> LocalRegion: ...
+
+    def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
+        """Checksums of these staging blocks: of what was read, as it was sent. Runs in the converter thread."""
+        ...
+
+    def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
+        """Make block local[i] of our pool of staging block staged[i]. Runs in the converter thread and blocks.
+
+        The blocks hold so many tokens in this order, all full but the last.
+        """
+        ...
+
+
+class PostsReads(Reads, Protocol):
+    """The `TransferThread`."""
+
+    def read(
+        self,
+        peer: Incarnation,
+        region: RemoteRegion,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        *,
+        deadline_s: float,
+        into: LocalRegion | None = None,
+    ) -> Read: ...
+
+    def become_unhealthy(self, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Lane:
+    """For peers of one layout."""
+
+    blocks: StagingBlocks
+    slots: SlotPool
+    waiting_bytes: int = 0
+    """Of reads that were asked for, and are not posted yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """`tokens` that its blocks hold; `sums` of these, once they are here, where checksums are on."""
+
+    remote: tuple[int, ...]
+    local: tuple[int, ...]
+    tokens: int
+    sums: list[BlockSum] = field(default_factory=list)
+
+
+class Staging:
+    """All staging of one worker. Loop-owned, like the `TransferThread` that it reads by; close it after that one."""
+
+    def __init__(
+        self,
+        transfer: PostsReads,
+        make_blocks: Callable[[KvLayout, int], StagingBlocks],
+        *,
+        num_blocks: int = STAGING_BLOCKS,
+        chunk_blocks: int = CHUNK_BLOCKS,
+        stuck_after_s: float = STUCK_AFTER_S,
+        converter: Converter | None = None,
+    ) -> None:
+        """`make_blocks`: so many staging blocks of that layout. Called on the loop, once for each layout. `converter`: by
+        default a thread of its own."""
+        self.chunk_blocks = chunk_blocks
+        self._transfer = transfer
+        self._make_blocks = make_blocks
+        self._num_blocks = num_blocks
+        self._stuck_after_s = stuck_after_s
+        self._lanes: dict[KvLayout, _Lane] = {}
+        self._converter = converter or ConverterThread()
+        self._converting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_held(self) -> int:
+        """Staging blocks that a read or a conversion uses."""
+        return sum(lane.slots.num_held for lane in self._lanes.values())
+
+    @property
+    def idle(self) -> bool:
+        """No read is under way, and every staging block is free."""
+        return all(task.done() for task in self._tasks) and self.num_held == 0
+
+    def reads_of(self, ticket: Ticket) -> Reads:
+        """What pulls the blocks of this ticket, whose layout was checked and is another than ours."""
+        lane = self._lanes.get(ticket.layout)
+        if lane is None:
+            log.info("KV of %s is converted: %d staging blocks", ticket.layout, self._num_blocks)
+            blocks = self._make_blocks(ticket.layout, self._num_blocks)
+            lane = self._lanes[ticket.layout] = _Lane(blocks, SlotPool(self._num_blocks))
+        return _StagedReads(self, lane, ticket)
+
+    def close(self) -> None:
+        """What still runs, because the transport did not end, never counts as stopped, and its memory stays."""
+        if self._lanes:
+            log.log(logging.INFO if self.idle else logging.ERROR, "staging ends with %d blocks in use", self.num_held)
+        for task in self._tasks:
+            task.cancel()
+        self._converter.close()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def move(
+        self, read: Read, lane: _Lane, chunk: _Chunk, region: RemoteRegion, slots: Slots, due_s: float, *, summed: bool
+    ) -> None:
+        """One chunk, from the peer's pool into ours. Its staging blocks are given back when nothing uses them."""
+        loop = asyncio.get_running_loop()
+        try:
+            part = self._transfer.read(
+                read.peer, region, chunk.remote, slots, deadline_s=max(due_s - loop.time(), 0.0), into=lane.blocks.region
+            )
+        except PdserveError as exc:  # nothing was posted
+            read.fail(exc)
+            lane.slots.give_back(read.peer, slots)
+            return
+        await self._arrival(read, part)
+        if summed:
+            await self._convert(read, lambda: chunk.sums.extend(lane.blocks.sums(slots)))
+        await self._convert(read, partial(lane.blocks.convert, slots, chunk.local, chunk.tokens))
+        lane.slots.give_back(read.peer, slots)
+
+    async def _arrival(self, read: Read, part: Read) -> None:
+        """Returns when the transport has done with the staging blocks; a failure is told at once."""
+        await asyncio.wait([part.result])
+        if (error := part.result.exception()) is not None:
+            assert isinstance(error, PdserveError)
+            read.fail(error)
+        await part.stopped
+
+    async def _convert(self, read: Read, work: Callable[[], None]) -> None:
+        """Returns when the converter has done with the staging blocks and ours."""
+        async with self._converting:
+            if read.result.done():
+                return  # nobody waits for it, and what is not begun need not be
+            stuck = f"a conversion of KV has not ended within {self._stuck_after_s:.0f} s"
+            timer = asyncio.get_running_loop().call_later(self._stuck_after_s, self._transfer.become_unhealthy, stuck)
+            try:
+                await self._converter.run(work)
+            except Exception as exc:
+                log.exception("converting KV of peer %016x", read.peer)
+                read.fail(InternalBug(f"converting KV: {exc!r}"))
+            finally:
+                timer.cancel()
+
+    def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
+        return self._transfer.deadline_s(peer, nbytes, config)
+
+
+class _StagedReads:
+    """Reads of one ticket's blocks. See `kvtransfer.reads.read.Reads`."""
+
+    def __init__(self, staging: Staging, lane: _Lane, ticket: Ticket) -> None:
+        self._staging = staging
+        self._lane = lane
+        self._summed = ticket.checksums
+        self._block_size = ticket.layout.block_size
+        self._last_block = ticket.block_ids[-1]
+        self._last_tokens = ticket.prompt_len - (len(ticket.block_ids) - 1) * self._block_size
+
+    def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
+        return self._staging.deadline_s(peer, nbytes + self._lane.waiting_bytes, config)
+
+    def read(
+        self,
+        peer: Incarnation,
+        region: RemoteRegion,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        *,
+        deadline_s: float,
+    ) -> Read:
+        """Never raises: what cannot be posted fails the result."""
+        loop = asyncio.get_running_loop()
+        read = Read(peer, len(local_blocks) * region.block_bytes, loop)
+        late = TransferFailed(f"{len(local_blocks)} blocks from peer {peer:016x} took more than {deadline_s:.1f} s to convert")
+        read.timers = [loop.call_later(deadline_s, read.fail, late)]
+        chunks = list(self._chunks(tuple(remote_blocks), tuple(local_blocks)))
+        self._lane.waiting_bytes += read.nbytes
+        self._staging.spawn(self._carry(read, region, chunks, loop.time() + deadline_s))
+        return read
+
+    def _chunks(self, remote: tuple[int, ...], local: tuple[int, ...]) -> Iterator[_Chunk]:
+        size = self._staging.chunk_blocks
+        for first in range(0, len(remote), size):
+            blocks = slice(first, first + size)
+            tokens = len(remote[blocks]) * self._block_size
+            if remote[blocks][-1] == self._last_block:
+                tokens += self._last_tokens - self._block_size
+            yield _Chunk(remote[blocks], local[blocks], tokens)
+
+    async def _carry(self, read: Read, region: RemoteRegion, chunks: list[_Chunk], due_s: float) -> None:
+        """Chunk after chunk, each on its way while the next waits for its blocks, until nobody waits for the result."""
+        staging, lane = self._staging, self._lane
+        began_s = asyncio.get_running_loop().time()
+        waiting_bytes = read.nbytes
+        moves = []
+        try:
+            for chunk in chunks:
+                slots = await self._take(read, len(chunk.local))
+                if slots is None:
+                    break
+                posted_bytes = len(slots) * region.block_bytes
+                lane.waiting_bytes -= posted_bytes
+                waiting_bytes -= posted_bytes
+                move = staging.move(read, lane, chunk, region, slots, due_s, summed=self._summed)
+                moves.append(staging.spawn(move))
+        finally:
+            lane.waiting_bytes -= waiting_bytes
+        await asyncio.gather(*moves)
+        sums = tuple(block_sum for chunk in chunks for block_sum in chunk.sums)
+        read.succeed(asyncio.get_running_loop().time() - began_s, sums)
+        read.mark_stopped()
+
+    async def _take(self, read: Read, count: int) -> Slots | None:
+        """None: nobody waits for the result any more."""
+        pool = self._lane.slots
+        granted = pool.take(read.peer, count)
+        either: list[asyncio.Future[Any]] = [granted, read.result]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if read.result.done():
+            pool.leave(read.peer, granted)
+            return None
+        return granted.result()

@@ -1,0 +1,51 @@
+"""Blocks of one KV layout made into blocks of another that stores the same numbers in another way. Pure.
+
+Every number passes through float32, where each format is exact. So a conversion rounds once, to the target's format; a
+quantised target gets a scale of its own, from the largest magnitude of the block and head, as if all its tokens had
+been written in one step. Equal layouts are copied byte for byte.
+
+What lies behind the last token of a prompt is its former owner's, even NaN: it becomes zero and takes no part in a scale.
+
+Floor: bytes, read once and written once. SmolLM2-135M bf16 to int8: 360 + 180 KiB for 16 tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdserve.core.kv_layout import KvLayout
+from pdserve.engine.kv.cache import TORCH_DTYPES
+from pdserve.engine.kv.format import dequantise, quantise, stored_dim
+
+
+def convert_blocks(blocks: Tensor, source: KvLayout, target: KvLayout, tokens: int) -> Tensor:
+    """blocks: [n, source.block_bytes] uint8, that hold tokens [0, tokens) of a text in this order, all but the last block
+    full. Returns [n, target.block_bytes] uint8 in new memory of the same device.
+    """
+    assert source.holds_the_same_as(target)
+    assert blocks.shape == (source.blocks_for(tokens), source.block_bytes), "blocks without a token, or tokens without one"
+    if source == target:
+        return blocks.clone()
+    values = _read(blocks, source)
+    values[-1, ..., tokens - (len(blocks) - 1) * source.block_size :, :] = 0
+    return _store(values, target)
+
+
+def _read(blocks: Tensor, layout: KvLayout) -> Tensor:
+    """A copy: [n, num_layers, 2, num_kv_heads, block_size, head_dim] float32."""
+    heads = (len(blocks), layout.num_layers, 2, layout.num_kv_heads)
+    data = blocks[:, : layout.data_bytes]
+    if not layout.quantised:
+        plain = data.view(TORCH_DTYPES[layout.dtype]).view(*heads, layout.block_size, layout.head_dim)
+        return plain.to(torch.float32, copy=True)
+    numbers = data.view(*heads, layout.block_size, stored_dim(layout.head_dim, layout.dtype))
+    scales = blocks[:, layout.data_bytes :].view(torch.float32).view(heads)
+    return dequantise(numbers, scales, layout.dtype)
+
+
+def _store(values: Tensor, layout: KvLayout) -> Tensor:
+    if not layout.quantised:
+        return values.to(TORCH_DTYPES[layout.dtype]).flatten(1).view(torch.uint8)
+    numbers, scales = quantise(values, layout.dtype)
+    return torch.cat((numbers.flatten(1), scales.flatten(1).view(torch.uint8)), 1)

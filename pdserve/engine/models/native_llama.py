@@ -1,0 +1,173 @@
+"""The Llama decoder in compiled code: one call a step, all layers.
+
+bfloat16 on CPUs that have the instructions. Every product and every reduction has one order, fixed by the sequence
+alone, so it is batch-invariant as it stands, at no cost, but for quantised KV: what a block has lost depends on how its
+tokens were cut into steps. Activations between layers stay float32; what is multiplied is
+rounded to bfloat16, or to 8 bits (weights with a scale a column, activations with one for each 64 of a row). Weights of 4
+bits meet activations in bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from functools import partial
+from itertools import accumulate, chain
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.core.batch import Sampled, SampleSpec, StepPlan
+from pdserve.core.errors import ConfigError, InternalBug, OutOfThreads
+from pdserve.core.ids import BlockId
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.layers.rope import rope_table
+from pdserve.engine.models.api import Logits
+from pdserve.engine.models.weights import LayerWeights, LlamaWeights
+from pdserve.engine.native import library
+from pdserve.engine.native.sampling import PackedRows
+
+LANES: Final = 16  # floats in a vector: gate and up take turns in so many columns
+MOST_HEAD_DIM: Final = 512
+GROUP: Final = 64  # 8-bit activations that share a scale; 4-bit weights do by 32
+BITS: Final = {None: 16, "int8": 8, "int4": 4}  # of weights, by the setting `quantization`
+KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # of abi.h
+NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
+_QKV, _ATTENTION_OUT, _GATE_UP, _DOWN, _HEAD = range(5)
+_BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
+
+
+def obstacle(card: ModelCard, kv: KvCache) -> str | None:
+    """Why the compiled code does not run this model here; None where it does."""
+    if kv.device.type != "cpu":
+        return "compiled steps are for CPUs"
+    if kv.dtype is not torch.bfloat16 or kv.layout.dtype not in KV_FORMATS:
+        return "compiled steps are for bfloat16"
+    if any(width % LANES for width in (card.hidden_size, card.intermediate_size, card.head_dim)):
+        return f"compiled steps need widths that are multiples of {LANES}"
+    if card.head_dim > MOST_HEAD_DIM:
+        return f"compiled steps need heads of at most {MOST_HEAD_DIM}"
+    return None if library.load() is not None else library.find().why
+
+
+def supports(card: ModelCard, kv: KvCache) -> bool:
+    """Whether the compiled code is here and runs this model: bfloat16 on a CPU, KV of any dtype, widths of whole vectors."""
+    return obstacle(card, kv) is None
+
+
+class NativeLlama:
+    """Weights are copied into the layout of the kernels: drop yours afterwards, but for the embedding."""
+
+    computes_in_torch = False
+
+    def __init__(self, card: ModelCard, weights: LlamaWeights, kv: KvCache, max_positions: int, *, bits: int) -> None:
+        """bits: of weights, 16 (bfloat16), 8 (as are the activations they meet) or 4 (activations stay bfloat16)."""
+        if bits != 16 and any(
+            width % GROUP for width in (card.hidden_size, card.intermediate_size, card.num_heads * card.head_dim)
+        ):
+            raise ConfigError(f"quantization int{bits} needs a model whose widths are multiples of {GROUP}")
+        loaded = library.load()
+        assert loaded is not None, "the caller asked `supports`"
+        self._library = loaded
+        self.threads = torch.get_num_threads()
+        self._pool = kv.address, kv.layout.block_size, kv.num_blocks, KV_FORMATS[kv.layout.dtype]
+        self._vocab = card.vocab_size
+        self._room = self._logits = torch.empty(0, card.vocab_size)
+        self._logits_address = self._rows = 0
+        self._embedding = weights.embedding.contiguous()
+        self._rope = rope_table(card, max_positions, kv.device)
+        self._rope_address = self._rope.data_ptr()
+        shape = library.Shape(
+            card.hidden_size, card.intermediate_size, card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim,
+            card.vocab_size, card.rms_norm_eps,
+        )  # fmt: skip
+        self._model = loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr())
+        if self._model is None:
+            raise MemoryError
+        weakref.finalize(self, loaded.pdserve_model_free, self._model)
+        for index, layer in enumerate(weights.layers):
+            self._take_layer(index, layer, bits)
+        self._take_norm(0, _BEFORE_HEAD, weights.norm)
+        self._take(0, _HEAD, weights.head, max(bits, 8))  # a head of 4 bits costs SmolLM2 5 % of perplexity, one of 8 none
+
+    def forward(self, plan: StepPlan, rows: list[int]) -> Logits:
+        """By column, so that what there is for each sequence happens in C. No torch but where a call cannot be spared: one
+        takes 10 to 90 us when the step before has swept the caches."""
+        _, starts, token_ids, block_tables, _, packed = zip(*plan.slices, strict=True)
+        tokens = array("i", chain.from_iterable(token_ids))
+        tables = array("i", b"".join(packed if all(packed) else map(_packed, block_tables)))
+        begins = array("q", accumulate(map(len, block_tables), initial=0))
+        best = array("i", bytes(4 * len(rows)))
+        self._make_room(len(rows))
+        arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), begins, tables, array("i", rows))
+        step = library.Step(
+            self.threads, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays),
+            *self._pool, self._rope_address, self._logits_address, best.buffer_info()[0],
+        )  # fmt: skip
+        _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
+        return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
+
+    def _make_room(self, rows: int) -> None:
+        """Logits [rows, vocab], the same memory in each step: the kernel clears new pages, 10 % of a step of 64 rows."""
+        if rows != self._rows:
+            with torch.inference_mode(False):  # a step outside of it may change them
+                if rows > len(self._room):
+                    self._room = torch.empty(rows, self._vocab)
+                self._rows, self._logits = rows, self._room[:rows]
+            self._logits_address = self._room.data_ptr()
+
+    def _sample(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
+        """As `Samples` of models.api."""
+        packed = PackedRows(rows, specs)
+        _done(
+            self._library.pdserve_model_sample(
+                self._model, self.threads, logits.data_ptr(), packed.address, len(rows), packed.ids_address
+            )
+        )
+        return packed.taken()
+
+    def _take_layer(self, index: int, layer: LayerWeights, bits: int) -> None:
+        self._take_norm(index, _BEFORE_ATTENTION, layer.attention_norm)
+        self._take_norm(index, _BEFORE_MLP, layer.mlp_norm)
+        self._take(index, _QKV, layer.qkv, bits)
+        self._take(index, _ATTENTION_OUT, layer.attention_out, bits)
+        self._take(index, _GATE_UP, _by_turns(layer.gate_up), bits)
+        self._take(index, _DOWN, layer.down, bits)
+
+    def _take(self, layer: int, which: int, weight: Tensor, bits: int) -> None:
+        held = weight.contiguous()
+        _done(self._library.pdserve_model_weight(self._model, layer, which, held.data_ptr(), *held.shape, bits))
+
+    def _take_norm(self, layer: int, which: int, weight: Tensor) -> None:
+        held = weight.float().contiguous()
+        _done(self._library.pdserve_model_norm(self._model, layer, which, held.data_ptr()))
+
+
+def split_batches(num_kv_heads: int) -> tuple[int, ...]:
+    """Decodes of so many sequences are cut into parts, each with room of its own: one, and the most that are (`plan` of
+    plan.cpp)."""
+    most = (4 * torch.get_num_threads() - 1) // num_kv_heads
+    return (1, most) if most > 1 else (1,)
+
+
+def _packed(table: tuple[BlockId, ...]) -> bytes:
+    return array("i", table).tobytes()
+
+
+def _by_turns(gate_up: Tensor) -> Tensor:
+    """[2 * width, hidden], gate first, to LANES rows of the gate, the same LANES of up, and so on."""
+    return gate_up.view(2, -1, LANES, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
+
+
+def _done(result: int) -> None:
+    """What the compiled code says of memory and threads, by the errors that there are for it."""
+    if result == library.NO_MEMORY:
+        raise MemoryError
+    if result == library.NO_THREAD:
+        raise OutOfThreads("the system gives the compiled step no thread")
+    assert result != library.UNSOUND, "tokens without a block, or ids that are not there"
+    if result != library.DONE:
+        raise InternalBug("a thread of the compiled step failed")

@@ -1,0 +1,99 @@
+"""A request's way from the decode worker's reservation to its KV being there, as the two workers report it.
+
+Prefill starts only against a reservation. The decode worker is told which lease to read as soon as both are known: the
+lease, and that the worker which is to read it has reserved. In a rebind the lease is known first.
+"""
+
+from __future__ import annotations
+
+from pdserve.core.errors import InternalBug, ReplicaLost
+from pdserve.core.request import RequestEvent, RequestState
+from pdserve.core.sampling import Placement
+from router.core.dispatcher import Dispatcher
+from router.core.events import KvCommitted, NoRoom, PrefillStarted, SendAttach
+from router.core.live_request import LiveRequest, RemoteWork
+from router.core.pairs import Pairs
+from router.core.recovery import Recovery
+from router.core.requests import Requests
+
+_S, _E = RequestState, RequestEvent
+
+
+class Handoff:
+    def __init__(self, requests: Requests, dispatcher: Dispatcher, recovery: Recovery, pairs: Pairs) -> None:
+        self._requests = requests
+        self._dispatcher = dispatcher
+        self._recovery = recovery
+        self._pairs = pairs
+
+    def reserved(self, work: RemoteWork, now_s: float) -> None:
+        request = work.request
+        if work.reserved:
+            self._break(request, "a reservation came twice", now_s)
+            return
+        work.reserved = True
+        times = request.times
+        times.attempt.reserved_s = now_s
+        if times.had_room_s is None:
+            times.had_room_s = times.attempt.bind_sent_s
+        if request.machine.state is not _S.BINDING:
+            if self._requests.move(request, _E.RESERVED, now_s):
+                self._attach(request)
+        elif request.placement is Placement.COLOCATED:
+            self._requests.move(request, _E.RESERVED_LOCAL, now_s)
+        elif self._dispatcher.prefill(request, now_s):
+            self._requests.move(request, _E.RESERVED, now_s)
+        elif request.probe is not None:
+            self._recovery.retry(request, ReplicaLost("its prefill worker has left or is leaving"), now_s)
+        else:
+            self._dispatcher.requeue(request, _E.PREFILL_POOL_EMPTY, now_s)
+
+    def no_room(self, work: RemoteWork, event: NoRoom, now_s: float) -> None:
+        request = work.request
+        if work.reserved:
+            self._break(request, "no room after a reservation", now_s)
+            return
+        worker = self._requests.drop(work)
+        if worker is not None:
+            worker.refused_blocks = event.blocks_needed
+        loss = request.loss
+        if request.machine.state is _S.BINDING and request.probe is None:
+            self._dispatcher.requeue(request, _E.NO_ROOM, now_s)
+        else:  # a rebind takes room at once, or the lease is given back; a probe tries again by itself
+            self._recovery.retry(request, loss or ReplicaLost(f"{request.decode_worker} has no room"), now_s)
+
+    def prefill_started(self, work: RemoteWork, event: PrefillStarted, now_s: float) -> None:
+        request = work.request
+        if request.lease is not None:
+            self._break(request, "prefill started twice", now_s)
+        elif self._requests.move(request, _E.PREFILL_STARTED, now_s):
+            request.lease = event
+            request.times.attempt.prefill_started_s = now_s
+            self._attach(request)
+
+    def _attach(self, request: LiveRequest) -> None:
+        decode, lease = request.decode, request.lease
+        if decode is not None and decode.reserved and lease is not None:
+            decode.attached = True
+            attach = SendAttach(decode.link, decode.handle, lease.lease_id, lease.ttl_s, lease.ticket)
+            self._requests.effects.append(attach)
+
+    def committed(self, work: RemoteWork, event: KvCommitted, now_s: float) -> None:
+        """The caller lets tokens out once this leads to DECODING."""
+        request = work.request
+        if not work.attached or request.committed is not None:
+            self._break(request, "KV committed unasked or twice", now_s)
+        elif self._requests.move(request, _E.KV_COMMITTED, now_s):
+            request.committed = event
+            request.times.attempt.kv_committed_s = now_s
+            self._praise_pair(request)
+
+    def _praise_pair(self, request: LiveRequest) -> None:
+        if request.prefill is not None and request.decode is not None:
+            registry = self._requests.registry
+            lender, reader = registry.get(request.prefill.link), registry.get(request.decode.link)
+            if lender is not None and reader is not None:
+                self._pairs.succeeded(lender.hello, reader.hello)
+
+    def _break(self, request: LiveRequest, what: str, now_s: float) -> None:
+        self._requests.break_off(request, InternalBug(f"request {request.request_id}: {what}"), now_s)

@@ -1,0 +1,77 @@
+"""One request's output, put in order: by index, duplicates dropped, gaps held until they close."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.core.errors import InternalBug
+from pdserve.core.logprobs import unpack_logprobs
+from pdserve.core.sampling import FINISH_BY_NUMBER
+from router.api.answer import Delta
+from router.core.events import Row
+
+
+class OrderedOutput:
+    """Accepts deltas in any order, gives them out in order. Holds at most `max_tokens` of them."""
+
+    __slots__ = ("_held", "_max_tokens", "next_index")
+
+    def __init__(self, max_tokens: int) -> None:
+        self.next_index = 0
+        self._max_tokens = max_tokens
+        self._held: dict[int, Delta] = {}
+
+    def is_repeat(self, index: int, count: int) -> bool:
+        """All of these tokens went out already."""
+        return index + count <= self.next_index and count > 0
+
+    def pass_first(self, index: int) -> None:
+        """The first token of an attempt goes out, by the link that draws it. Raises `InternalBug` for another index."""
+        if index != self.next_index:
+            raise InternalBug(f"the first token has index {index}, expected {self.next_index}")
+        self.next_index += 1
+
+    def restart(self) -> None:
+        """Forget what is held: the attempt that drew it is over, and the next one draws it again."""
+        self._held.clear()
+
+    def hold(self, delta: Delta, *, after: int = 0) -> None:
+        """Keep for later. Raises `InternalBug` before `after` or past the request's own limit."""
+        end = delta.index + len(delta.ids)
+        if delta.index < after or end > self._max_tokens:
+            raise InternalBug(f"tokens [{delta.index}, {end}), expected within [{after}, {self._max_tokens})")
+        self._held.setdefault(delta.index, delta)
+
+    def accept(self, delta: Delta) -> Sequence[Delta]:
+        """What may go out now. Raises `InternalBug` for tokens past the limit or half emitted."""
+        count = len(delta.ids)
+        if delta.index == self.next_index and not self._held and delta.index + count <= self._max_tokens:
+            self.next_index += count
+            return (delta,)
+        if self.is_repeat(delta.index, count):
+            return ()
+        if delta.index < self.next_index:
+            raise InternalBug(f"tokens [{delta.index}, {delta.index + count}) overlap the {self.next_index} that went out")
+        self.hold(delta)
+        return self.drain()
+
+    def drain(self) -> Sequence[Delta]:
+        """The held deltas that are next in order, up to the first gap or the end of the output."""
+        ready: list[Delta] = []
+        while (delta := self._held.pop(self.next_index, None)) is not None:
+            self.next_index += len(delta.ids)
+            ready.append(delta)
+            if delta.finish_reason is not None:
+                break
+        return ready
+
+
+def delta_of(row: Row, *, logprobs: bool) -> Delta:
+    """`logprobs`: the request asks for them. Raises `InternalBug` for text that is not UTF-8, a finish reason that is not
+    known, or log-probabilities of another number of tokens."""
+    try:
+        ids = tuple(row.ids)
+        found = unpack_logprobs(row.logprobs, len(ids)) if logprobs else ()
+        return Delta(row.index, ids, row.text.decode(), FINISH_BY_NUMBER[row.finish_reason], found)
+    except (ValueError, KeyError) as exc:
+        raise InternalBug(f"row {row.index} of handle {row.handle} cannot be read: {exc!r}") from exc

@@ -1,0 +1,191 @@
+"""Placement: from the registry and the ledger, through the policies, to a worker. Decides; changes nothing but its turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import Unavailable
+from pdserve.core.sampling import Placement
+from router.core.events import LinkId, Role, WorkerHello
+from router.core.ledger import Ledger, OutputMean
+from router.core.live_request import LiveRequest
+from router.core.pairs import Pairs
+from router.core.policy import filters, scorers
+from router.core.policy.candidate import Candidate
+from router.core.policy.decider import Reason, decide
+from router.core.policy.picker import pick
+from router.core.registry import Registry, Worker
+
+SUSPECT_SHARE: Final = 0.6
+"""Of the time after which a silent worker is lost: from then on it gets nothing new. 3 s of 5 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    worker: Worker
+    placement: Placement
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Decode workers that would do, none of which has room by the estimate."""
+
+    links: tuple[LinkId, ...]
+
+
+class Placer:
+    def __init__(self, config: RouterConfig, registry: Registry, ledger: Ledger, outputs: OutputMean, pairs: Pairs) -> None:
+        self._registry = registry
+        self._ledger = ledger
+        self._outputs = outputs
+        self._pairs = pairs
+        self._configured = Placement(config.placement)
+        self._colocate_below_tokens = config.colocate_below_tokens
+        self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
+        self._turns = dict.fromkeys(Role, 0)  # a shared one would advance by two a handoff and so keep picking one of two
+
+    def check(self, request: LiveRequest, *, now_s: float) -> None:
+        """Raises `Unavailable` when nobody who is linked could serve the request as asked: ready by now or not, and also
+        when all pairs are set aside, as long as that is not for ever. It may wait for them."""
+        self._decide(request, now_s, serving=False)
+
+    def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
+        """Raises `Unavailable` when nobody who is ready could ever serve the request as asked."""
+        return self._decide(request, now_s, serving=True)
+
+    def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
+        decoders = self._candidates(Role.DECODE, now_s, serving=serving)
+        if not decoders:
+            raise Unavailable("no decode worker is ready")
+        decoders = filters.long_enough(decoders, request.max_len)
+        if not decoders:
+            raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
+        lenders = self._lenders(request, now_s, serving=serving)
+        paired_s = now_s if serving else math.inf
+        return decide(
+            request.asked,
+            self._configured,
+            prompt_tokens=len(request.work_ids),
+            colocate_below_tokens=self._colocate_below_tokens,
+            has_prefill=bool(lenders),
+            has_pair=any(self._paired(lenders, decoder.link, paired_s) for decoder in decoders),
+        )
+
+    def need_tokens(self, request: LiveRequest) -> int:
+        """KV that the request will probably take on its decode worker."""
+        return len(request.work_ids) + self._outputs.expect(request.remaining_tokens)
+
+    def place(self, request: LiveRequest, *, now_s: float, kept: Container[LinkId] = ()) -> Place | Wanted:
+        """On which decode worker, and how; or on which it waits for room. Those in `kept` are left to others.
+
+        One that is free to choose is colocated on a worker that no KV may go to, rather than wait for one that is paired:
+        nobody else has a use for it. Raises `Unavailable` as `decide` does.
+        """
+        placement, reason = self.decide(request, now_s=now_s)
+        fitting = self._fitting(request, now_s)
+        cut_off: list[Candidate] = []
+        if placement is Placement.DISAGGREGATED and len(self._pairs):
+            lenders = self._lenders(request, now_s, serving=True)
+            cut_off = [c for c in fitting if not self._paired(lenders, c.link, now_s)]
+            fitting = [c for c in fitting if c not in cut_off]
+        tries = [(fitting, placement, reason)]
+        if reason is Reason.DEFAULT:
+            tries.append((cut_off, Placement.COLOCATED, Reason.PAIRS_SET_ASIDE))
+        for among, how, why in tries:
+            worker = self._roomiest(request, [c for c in among if c.link not in kept])
+            if worker is not None:
+                return Place(worker, how, why)
+        return Wanted(tuple(c.link for among, _, _ in tries for c in among))
+
+    def room_beside(self, kept: Container[LinkId], *, now_s: float) -> bool:
+        """Whether some decode worker that is not in `kept` might take something."""
+        others = [c for c in self._candidates(Role.DECODE, now_s, serving=True) if c.link not in kept]
+        return bool(filters.with_room(filters.alive(others), 1))
+
+    def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Worker | None:
+        """One with room at once, by the estimate, that may read what `lender` lent. None: nobody."""
+        fitting = self._fitting(request, now_s)
+        hello = self._hello(lender)
+        return self._roomiest(request, [c for c in fitting if self._usable(hello, c.link, now_s)])
+
+    def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
+        """None: the pool is empty, has fallen silent, or is set aside from that decode worker."""
+        if request.probe is not None:
+            peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
+            return None if peer is None or peer.draining else peer
+        lenders = self._paired(self._lenders(request, now_s, serving=True), decode, now_s)
+        return self._pick(Role.PREFILL, lenders, scorers.prefill_score)
+
+    def suspect(self, worker: Worker, *, now_s: float) -> bool:
+        """It has fallen silent, or its engine makes no steps: it gets nothing new, and may be lost."""
+        return self._silent(worker, now_s) or worker.stalled
+
+    def _silent(self, worker: Worker, now_s: float) -> bool:
+        return now_s - worker.last_seen_s > self._suspect_s
+
+    def not_ready_reason(self, worker: Worker, *, now_s: float) -> str:
+        """Why no client's request is placed on it; empty when it is ready."""
+        if worker.draining:
+            return "draining"
+        if self._silent(worker, now_s):
+            return "silent"
+        if worker.stalled:
+            return f"its engine has made no step for {worker.load.engine_stalled_s:.1f} s while work waits"
+        return "" if worker.readiness.ready else worker.readiness.reason
+
+    def _fitting(self, request: LiveRequest, now_s: float) -> list[Candidate]:
+        alive = filters.alive(self._candidates(Role.DECODE, now_s, serving=True))
+        return filters.long_enough(alive, request.max_len)
+
+    def _roomiest(self, request: LiveRequest, fitting: list[Candidate]) -> Worker | None:
+        need = self.need_tokens(request)
+        roomy = filters.with_room(fitting, need)
+        return self._pick(Role.DECODE, roomy, lambda candidate: scorers.decode_score(candidate, need))
+
+    def _lenders(self, request: LiveRequest, now_s: float, *, serving: bool) -> list[Candidate]:
+        alive = [c for c in filters.alive(self._candidates(Role.PREFILL, now_s, serving=serving)) if not c.refused]
+        return filters.long_enough(alive, len(request.work_ids) + 1)
+
+    def _paired(self, lenders: list[Candidate], decode: LinkId, now_s: float) -> list[Candidate]:
+        """Those whose KV may go to that decode worker."""
+        if not len(self._pairs):
+            return lenders
+        return [c for c in lenders if self._usable(self._hello(c.link), decode, now_s)]
+
+    def _usable(self, prefill: WorkerHello | None, decode: LinkId, now_s: float) -> bool:
+        reader = self._hello(decode)
+        return prefill is not None and reader is not None and self._pairs.usable(prefill, reader, now_s=now_s)
+
+    def _hello(self, link: LinkId) -> WorkerHello | None:
+        worker = self._registry.get(link)
+        return None if worker is None else worker.hello
+
+    def _pick(self, role: Role, among: list[Candidate], score: Callable[[Candidate], float]) -> Worker | None:
+        picked = pick(among, score, self._turns[role])
+        if picked is None:
+            return None
+        self._turns[role] += 1
+        return self._registry.get(picked.link)
+
+    def _candidates(self, role: Role, now_s: float, *, serving: bool) -> list[Candidate]:
+        """Those that serve now; else all that are linked and stay."""
+        return [
+            Candidate(
+                link=worker.link,
+                kv_tokens=worker.hello.kv_tokens,
+                promised_tokens=self._ledger.charged(worker.link),
+                free_slots=worker.hello.max_num_seqs - len(worker.work),
+                queued_tokens=worker.queued_tokens,
+                max_model_len=worker.hello.max_model_len,
+                suspect=self.suspect(worker, now_s=now_s),
+                refused=worker.turned_away or worker.refused_blocks is not None,
+                claimed=worker.claimed_by is not None,
+            )
+            for worker in self._registry.of_role(role)
+            if (worker.serves if serving else not worker.draining)
+        ]

@@ -1,0 +1,17 @@
+"""The best of the scored workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from router.core.policy.candidate import Candidate
+
+
+def pick(candidates: Sequence[Candidate], score: Callable[[Candidate], float], turn: int) -> Candidate | None:
+    """The highest score; among equals each in its `turn`. None when there is nobody."""
+    if not candidates:
+        return None
+    scores = [score(c) for c in candidates]
+    best = max(scores)
+    equals = [c for c, s in zip(candidates, scores, strict=True) if s == best]
+    return equals[turn % len(equals)]

@@ -1,0 +1,201 @@
+"""Readiness: a worker gets clients' requests once KV has passed through it since it dialled.
+
+A probe is a tiny request of the router's own. It goes from a prefill to a decode worker the way every request goes: bind,
+prefill, attach, pull, commit, first token of decode; when that comes, both are ready. A decode worker that has no prefill
+worker to get KV from, or is set aside from all of them, is tried with itself, for it can serve colocated. A prefill
+worker without anybody to give KV to stays not ready. A try that fails is made again, later each time, with the next peer;
+for a decode worker that may be itself, since a prefill worker that is too busy to answer must not keep it out.
+
+A probe needs room on a decode worker, which clients leave to nobody: they refill each slot in the same event. So a probe
+that finds no room claims the worker: clients get nothing there until the next room has gone to the probe.
+
+Pairs in doubt, where a request ended while its computed KV did not come, are probed as well: that is no evidence against
+the way between the two, but a probe, which lives longer than a lender or a read may take, finds it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.core.errors import PdserveError
+from pdserve.core.ids import RequestId
+from pdserve.core.sampling import Placement, SamplingParams
+from router.core.dispatcher import Dispatcher
+from router.core.events import LinkId, Role, Submit, WorkerHello
+from router.core.live_request import LiveRequest, Probe
+from router.core.pairs import Pairs
+from router.core.placer import Placer
+from router.core.policy.decider import Reason
+from router.core.registry import NOT_YET_PROBED, Registry, Worker
+from router.core.requests import Requests
+
+DEADLINE_S: Final = 10.0
+"""A round trip takes milliseconds; the first of a process waits for connections, kernels and a running step."""
+BACKOFF_S: Final = 0.5
+BACKOFF_MAX_S: Final = 8.0
+PRIORITY: Final = 1000
+"""So far above the 100 that clients may ask for that none of them comes before it by having waited."""
+
+
+class Probes:
+    def __init__(
+        self, registry: Registry, requests: Requests, dispatcher: Dispatcher, placer: Placer, pairs: Pairs, *, enabled: bool
+    ) -> None:
+        self._registry = registry
+        self._requests = requests
+        self._dispatcher = dispatcher
+        self._placer = placer
+        self._pairs = pairs
+        self._enabled = enabled
+        self._count = 0
+        self._claims: dict[LinkId, LinkId] = {}
+        """For each decode worker that is claimed, the worker whose probe gets the next room there."""
+        requests.on_probe_end = self._ended
+
+    def start_due(self, now_s: float) -> None:
+        """Probe the workers that are not ready and whose turn has come: one that joined, or whose last try is long ago."""
+        for worker in self._registry:
+            readiness = worker.readiness
+            if readiness.ready:
+                continue
+            if not self._enabled:
+                readiness.ready, readiness.reason = True, ""
+            elif not readiness.probes and not worker.draining and now_s >= readiness.try_after_s:
+                self._try(worker, now_s)
+        for prefill, decode in self._pairs.in_doubt():
+            if self._enabled:
+                self._settle_doubt(prefill, decode, now_s)
+            else:
+                self._pairs.forget_doubt(prefill, decode)
+
+    def start_claimed(self, now_s: float) -> None:
+        """Where there is room now that a probe waits for, it goes before everybody."""
+        for link, claimant in list(self._claims.items()):
+            decode, worker = self._registry.get(link), self._registry.get(claimant)
+            if decode is None or worker is None or worker.readiness.ready or worker.draining or decode.draining:
+                self._unclaim(link)
+            elif decode.has_room and not worker.readiness.probes:
+                self._unclaim(link)
+                self._start(decode, None if worker is decode else worker, now_s)
+
+    def _try(self, worker: Worker, now_s: float) -> None:
+        peer = self._peer(worker, now_s)
+        if worker.hello.role is Role.DECODE:
+            self._start_or_claim(worker, peer, worker, now_s)
+        elif peer is not None:
+            self._start_or_claim(peer, worker, worker, now_s)
+        elif worker.readiness.reason == NOT_YET_PROBED:
+            worker.readiness.reason = "waiting for a KV round trip: there is no decode worker"
+
+    def _start_or_claim(self, decode: Worker, prefill: Worker | None, claimant: Worker, now_s: float) -> None:
+        if decode.has_room:
+            self._start(decode, prefill, now_s)
+        else:
+            self._claim(decode, claimant)
+
+    def _claim(self, decode: Worker, claimant: Worker) -> None:
+        """One at a time: others try again at the next tick."""
+        if decode.claimed_by is None:
+            decode.claimed_by = self._claims[decode.link] = claimant.link
+        claimant.readiness.reason = f"waiting for room on {decode.hello.worker_id} for a KV round trip"
+
+    def _unclaim(self, decode: LinkId) -> None:
+        del self._claims[decode]
+        worker = self._registry.get(decode)
+        if worker is not None:
+            worker.claimed_by = None
+
+    def _peer(self, worker: Worker, now_s: float) -> Worker | None:
+        """Of the other role: those with room first, of these the ready ones, and after each failure the next. None for a
+        decode worker: itself, which is the last in its turn."""
+        decodes = worker.hello.role is Role.DECODE
+        others = self._registry.of_role(Role.PREFILL if decodes else Role.DECODE)
+        found = [other for other in others if self._may_pair(worker, other, now_s)]
+        found.sort(key=lambda peer: (not decodes and not peer.has_room, not peer.readiness.ready))
+        peers: list[Worker | None] = [*found, None] if decodes else [*found]
+        return peers[worker.readiness.failures % len(peers)] if peers else None
+
+    def _settle_doubt(self, prefill: WorkerHello, decode: WorkerHello, now_s: float) -> None:
+        lender, reader = self._registry.find(prefill.worker_id), self._registry.find(decode.worker_id)
+        if lender is None or reader is None or (lender.hello, reader.hello) != (prefill, decode):
+            self._pairs.forget_doubt(prefill, decode)
+        elif (
+            reader.has_room and reader.serves and lender.serves and not reader.readiness.probes and not lender.readiness.probes
+        ):
+            self._pairs.forget_doubt(prefill, decode)
+            self._start(reader, lender, now_s)
+
+    def _may_pair(self, worker: Worker, other: Worker, now_s: float) -> bool:
+        if other.draining or other.turned_away or self._placer.suspect(other, now_s=now_s):
+            return False
+        decode, prefill = (worker, other) if worker.hello.role is Role.DECODE else (other, worker)
+        return self._pairs.usable(prefill.hello, decode.hello, now_s=now_s)
+
+    def _start(self, decode: Worker, prefill: Worker | None, now_s: float) -> None:
+        longest = decode.hello.max_model_len - 2
+        if prefill is not None:
+            longest = min(longest, prefill.hello.max_model_len - 1)
+        probe = Probe(decode.link, None if prefill is None else prefill.link)
+        request = self._make(max(1, min(decode.hello.block_size + 1, longest)), probe, now_s)
+        for worker in (decode, prefill):
+            if worker is not None:
+                worker.readiness.probes += 1
+        self._requests.add(request)
+        placement = Placement.COLOCATED if prefill is None else Placement.DISAGGREGATED
+        self._dispatcher.bind(request, decode, placement, Reason.REQUESTED, now_s)
+
+    def _make(self, prompt_len: int, probe: Probe, now_s: float) -> LiveRequest:
+        """One full block and a token of the next, where both hold as much: both must arrive for the right second token."""
+        self._count += 1
+        submit = Submit(
+            request_id=RequestId(f"probe-\0{self._count}"),  # no client's: theirs are printable
+            prompt_ids=(0,) * prompt_len,
+            sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            arrived_s=now_s,
+            deadline_s=now_s + DEADLINE_S,
+            priority=PRIORITY,
+        )
+        return self._requests.make(submit, probe)
+
+    def _ended(self, request: LiveRequest, error: PdserveError | None, now_s: float) -> None:
+        """Called once for each probe, whatever became of it."""
+        assert request.probe is not None
+        decode = self._registry.get(request.probe.decode)
+        prefill = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
+        no_room = error is not None and decode is not None and decode.refused_blocks is not None
+        for worker, peer in ((decode, prefill), (prefill, decode)):
+            if worker is not None:
+                worker.readiness.probes -= 1
+                if no_room and not worker.readiness.ready and decode is not None:
+                    self._claim(decode, worker)
+                else:
+                    _note(worker, _who(request.probe, worker, peer), error, now_s)
+
+    def check_invariants(self) -> None:
+        """Each worker knows how many probes run with it at either end."""
+        running: dict[LinkId, int] = {}
+        for request in self._requests.probes():
+            assert request.probe is not None
+            for link in (request.probe.decode, request.probe.prefill):
+                if link is not None:
+                    running[link] = running.get(link, 0) + 1
+        for worker in self._registry:
+            assert worker.readiness.probes == running.get(worker.link, 0)
+            assert worker.readiness.ready == (not worker.readiness.reason)
+            assert worker.claimed_by == self._claims.get(worker.link)
+
+
+def _note(worker: Worker, peer: str, error: PdserveError | None, now_s: float) -> None:
+    readiness = worker.readiness
+    if error is None:
+        readiness.ready, readiness.reason, readiness.failures = True, "", 0
+    elif not readiness.ready:
+        readiness.reason = f"KV round trip with {peer} failed: {error.message}"
+        readiness.try_after_s = now_s + min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(readiness.failures, 8))
+        readiness.failures += 1
+
+
+def _who(probe: Probe, worker: Worker, peer: Worker | None) -> str:
+    if probe.prefill is None:
+        return "itself"
+    return peer.hello.worker_id if peer is not None else "a peer that left"

@@ -1,0 +1,209 @@
+"""The known workers: how each introduced itself, its last heartbeat, and what this router placed on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.errors import IncompatiblePeer, WorkerIdTaken
+from pdserve.core.ids import Handle, WorkerId
+from router.core.events import LinkId, Role, WorkerHello, WorkerLoad
+from router.core.live_request import RemoteWork
+
+NOT_YET_PROBED: Final = "waiting for a KV round trip"
+
+
+STUCK_SHARE: Final = 0.1
+"""Of the time after which an engine that makes no step is lost: from then on its worker gets nothing new. 6 s of 60 s, and
+three times the largest step where that sets the bound: what is placed in between waits for nothing."""
+
+
+@dataclass(slots=True)
+class Readiness:
+    """Whether KV has passed through this worker since it dialled, and if not, how the tries to make it went."""
+
+    ready: bool = False
+    reason: str = NOT_YET_PROBED
+    failures: int = 0
+    try_after_s: float = 0.0
+    probes: int = 0
+    """That run now, with it at either end."""
+
+
+@dataclass(slots=True)
+class Worker:
+    link: LinkId
+    hello: WorkerHello
+    last_seen_s: float
+    load: WorkerLoad
+    work: dict[Handle, RemoteWork] = field(default_factory=dict)
+    on_the_way: dict[Handle, int] = field(default_factory=dict)
+    """Prompt tokens of work that was sent to it and that no heartbeat has counted yet, in the order of sending."""
+    on_the_way_tokens: int = 0
+    refused_blocks: int | None = None
+    """It said NoRoom to a bind of so many blocks, and nothing was heard since that shows room."""
+    turned_away: bool = False
+    """It refused work that it would take at other times, and has sent no heartbeat since."""
+    draining: bool = False
+    """Gets nothing new; what it has goes on."""
+    claimed_by: LinkId | None = None
+    """A worker that waits for a probe with this one: the next room here is the probe's."""
+    readiness: Readiness = field(default_factory=Readiness)
+
+    @property
+    def name(self) -> str:
+        return f"{self.hello.role.value} worker {self.hello.worker_id}"
+
+    @property
+    def serves(self) -> bool:
+        """Requests of clients may be placed on it, as far as it has room."""
+        return self.readiness.ready and not self.draining
+
+    @property
+    def stalled(self) -> bool:
+        """Its engine has made no step for longer than it ever should, by its own word."""
+        return 0 < self.hello.step_timeout_s * STUCK_SHARE < self.load.engine_stalled_s
+
+    @property
+    def stuck(self) -> bool:
+        """Its engine has made no step for so long that it never will."""
+        return 0 < self.hello.step_timeout_s < self.load.engine_stalled_s
+
+    @property
+    def requests_placed(self) -> int:
+        """Of clients."""
+        return sum(work.request.probe is None for work in self.work.values())
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.load.queued_tokens + self.on_the_way_tokens
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for one more sequence, as far as this router knows."""
+        return len(self.work) < self.hello.max_num_seqs and self.refused_blocks is None and not self.turned_away
+
+    def sent(self, handle: Handle, tokens: int) -> None:
+        """Count a prompt that was sent to the worker, until a heartbeat counts it."""
+        self.on_the_way[handle] = tokens
+        self.on_the_way_tokens += tokens
+
+    def ended(self, handle: Handle) -> None:
+        """Forget work that is over or was withdrawn, and its tokens on the way."""
+        self.work.pop(handle, None)
+        self.on_the_way_tokens -= self.on_the_way.pop(handle, 0)
+        self.refused_blocks = None  # something was freed there
+
+    def saw_heartbeat(self, load: WorkerLoad) -> None:
+        self.load = load
+        while self.on_the_way and (oldest := next(iter(self.on_the_way))) <= load.last_handle:
+            self.on_the_way_tokens -= self.on_the_way.pop(oldest)
+        self.turned_away = False
+        self.draining = self.draining or load.draining
+        if self.refused_blocks is not None and load.blocks.free + load.blocks.cached >= self.refused_blocks:
+            self.refused_blocks = None
+
+
+class Registry:
+    """Workers by link; at most one link for each worker id. Iteration is in the order of joining."""
+
+    def __init__(self, model_fingerprint: str, *, allow_mixed_quantization: bool = False) -> None:
+        self._model_fingerprint = model_fingerprint
+        self._allow_mixed_quantization = allow_mixed_quantization
+        self.exact = True
+        """Those who are linked hold weights and KV in the same numbers: a token does not depend on who computes it."""
+        self._by_link: dict[LinkId, Worker] = {}
+        self._longest: dict[Role, int] = {}
+
+    def check(self, hello: WorkerHello) -> None:
+        """Raises `IncompatiblePeer` with the reason when this worker may not serve here."""
+        name = f"{hello.role.value} worker {hello.worker_id}"
+        if hello.model_fingerprint != self._model_fingerprint:
+            raise IncompatiblePeer(
+                f"{name} serves model {hello.model_fingerprint or '(none)'}, this router {self._model_fingerprint}"
+            )
+        if hello.kv_tokens <= 0:
+            raise IncompatiblePeer(f"{name} has no KV blocks: {hello.num_blocks} of {hello.block_size} tokens")
+        for other in self._by_link.values():
+            if other.hello.worker_id == hello.worker_id:
+                continue
+            if other.hello.quantization != hello.quantization and not self._allow_mixed_quantization:
+                raise IncompatiblePeer(
+                    f"{name} has weights in quantization {hello.quantization or 'none'}, {other.hello.worker_id} in "
+                    f"{other.hello.quantization or 'none'}; router.allow_mixed_quantization: true allows it"
+                )
+            if not _same_blocks(other.hello, hello):
+                raise IncompatiblePeer(
+                    f"{name} has KV layout {_layout(hello)}, {other.hello.worker_id} has {_layout(other.hello)} "
+                    "(block_size, dtype, kv_bytes_per_token; only the dtype may differ, and the bytes with it)"
+                )
+
+    def check_id(self, hello: WorkerHello, *, now_s: float, lost_s: float) -> None:
+        """Raises `WorkerIdTaken` while another process has this worker's id and was heard within `lost_s`.
+
+        A process that dials again is let in at once: it has given up its old link. One that was started anew waits until
+        the old process' connection has broken, which it does when that process dies, or has been silent for too long.
+        """
+        holder = self.find(hello.worker_id)
+        if holder is None or holder.hello.incarnation == hello.incarnation:
+            return
+        silent_s = now_s - holder.last_seen_s
+        if silent_s <= lost_s:
+            raise WorkerIdTaken(
+                f"worker_id {hello.worker_id!r} is taken: {holder.name} at {holder.hello.address}, pid {holder.hello.pid}, "
+                f"has it and was heard {silent_s:.1f} s ago; the {hello.role.value} worker at {hello.address}, "
+                f"pid {hello.pid}, is refused until that one has gone: give one of the two another worker_id, or stop it"
+            )
+
+    def join(self, link: LinkId, hello: WorkerHello, *, now_s: float) -> Worker:
+        """Add a checked worker. It comes with no work: one whose link broke has dropped what that link carried."""
+        assert self.find(hello.worker_id) is None
+        idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
+        worker = self._by_link[link] = Worker(link, hello, now_s, idle)
+        self._note_change(hello.role)
+        return worker
+
+    def leave(self, link: LinkId) -> Worker | None:
+        """Remove; None when it had left already."""
+        worker = self._by_link.pop(link, None)
+        if worker is not None:
+            self._note_change(worker.hello.role)
+        return worker
+
+    def get(self, link: LinkId) -> Worker | None:
+        return self._by_link.get(link)
+
+    def find(self, worker_id: WorkerId) -> Worker | None:
+        return next((w for w in self._by_link.values() if w.hello.worker_id == worker_id), None)
+
+    def longest(self, role: Role) -> int | None:
+        """Tokens of the longest request that some worker of the role holds. While none is linked, of those that were last:
+        they may come back. None: there was none yet."""
+        return self._longest.get(role)
+
+    def _note_change(self, role: Role) -> None:
+        self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
+        lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
+        if lengths:
+            self._longest[role] = max(lengths)
+
+    def of_role(self, role: Role) -> list[Worker]:
+        return [w for w in self._by_link.values() if w.hello.role is role]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._by_link.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_link)
+
+
+def _same_blocks(one: WorkerHello, other: WorkerHello) -> bool:
+    """Whether one can read the other's blocks, converting them where the dtypes differ. They are of one model."""
+    same_bytes = one.kv_bytes_per_token == other.kv_bytes_per_token or one.dtype != other.dtype
+    return one.block_size == other.block_size and same_bytes
+
+
+def _layout(hello: WorkerHello) -> tuple[int, str, int]:
+    return hello.block_size, hello.dtype, hello.kv_bytes_per_token

@@ -1,0 +1,183 @@
+"""The live requests: what of each runs remotely, its ledger entry, and its end. The only writer of all three.
+
+Entering a terminal state cancels the work that still runs, returns the ledger entry and emits one outcome, each exactly
+once, because all three happen in `_forget`, which also forgets the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError
+from pdserve.core.ids import Handle, RequestId
+from pdserve.core.request import RequestEvent, RequestState
+from router.core.deadlines import Deadlines
+from router.core.events import Effect, EmitDone, EmitFailed, LinkId, SendCancel, Submit
+from router.core.ledger import Ledger, OutputMean
+from router.core.live_request import LiveRequest, Probe, RemoteWork
+from router.core.registry import Registry, Worker
+from router.core.waiting import WaitingRequests
+
+_S, _E = RequestState, RequestEvent
+
+
+class Requests:
+    def __init__(self, registry: Registry, waiting: WaitingRequests) -> None:
+        self.registry = registry
+        self.waiting = waiting
+        self.ledger = Ledger()
+        self.outputs = OutputMean()
+        self.effects: list[Effect] = []
+        self.changed = False
+        """Something waits that did not, or ended that ran: placing is worth a look."""
+        self.recheck = False
+        """A worker may be there for what had none."""
+        self.on_probe_end: Callable[[LiveRequest, PdserveError | None, float], None] = _nobody
+        self._by_id: dict[RequestId, LiveRequest] = {}
+        self.deadlines = Deadlines(self._by_id)
+        self._probes = 0
+        self._arrivals = 0
+        self._handles = 0
+
+    def __len__(self) -> int:
+        """Of clients: the router's own probes are nobody's requests."""
+        return len(self._by_id) - self._probes
+
+    def get(self, request_id: RequestId) -> LiveRequest | None:
+        return self._by_id.get(request_id)
+
+    def probes(self) -> list[LiveRequest]:
+        return [r for r in self._by_id.values() if r.probe is not None]
+
+    def make(self, submit: Submit, probe: Probe | None = None) -> LiveRequest:
+        """Not yet known here: `add` it, unless it is refused."""
+        return LiveRequest.of(submit, self._arrivals, probe)
+
+    def add(self, request: LiveRequest) -> None:
+        assert request.request_id not in self._by_id
+        self._arrivals += 1
+        self._by_id[request.request_id] = request
+        self._probes += request.probe is not None
+        self.deadlines.add(request)
+
+    def wait(self, request: LiveRequest) -> None:
+        """Its turn for a decode worker comes."""
+        assert request.machine.state is _S.QUEUED
+        self.waiting.add(request)
+        self.changed = True
+
+    # What runs remotely --------------------------------------------------------------------------------------------
+
+    def place_on(self, worker: Worker, request: LiveRequest) -> RemoteWork:
+        self._handles += 1
+        work = RemoteWork(Handle(self._handles), worker.link, worker.hello.role, request)
+        worker.work[work.handle] = work
+        request.exact = request.exact and self.registry.exact
+        return work
+
+    def drop(self, work: RemoteWork) -> Worker | None:
+        """Forget work that ended at its worker. Returns the worker, None when it has left."""
+        request = work.request
+        if request.prefill is work:
+            request.prefill = None
+        if request.decode is work:
+            request.decode = None
+        worker = self.registry.get(work.link)
+        if worker is not None:
+            worker.ended(work.handle)
+        return worker
+
+    def cancel(self, work: RemoteWork) -> None:
+        """Drop work that still runs at its worker."""
+        if self.drop(work) is not None:
+            self.effects.append(SendCancel(work.link, work.handle))
+
+    def withdraw(self, request: LiveRequest) -> None:
+        """Cancel what runs of it and return its ledger entry: on a prefill worker that ends the lease as well."""
+        for work in (request.prefill, request.decode):
+            if work is not None:
+                self.cancel(work)
+        if self.ledger.has(request.request_id):
+            self.ledger.give_back(request.request_id)
+
+    # Moves and ends ------------------------------------------------------------------------------------------------
+
+    def move(self, request: LiveRequest, event: RequestEvent, now_s: float) -> bool:
+        """False: the event was illegal, and has failed this request alone."""
+        try:
+            request.machine.move(event)
+        except InternalBug as exc:
+            self.break_off(request, exc, now_s)
+            return False
+        return True
+
+    def break_off(self, request: LiveRequest, error: InternalBug, now_s: float) -> None:
+        if not request.machine.terminal:
+            self.end(request, _E.BROKEN, now_s, error)
+
+    def expire(self, request: LiveRequest, now_s: float) -> None:
+        limit_s = request.deadline_s - request.times.arrived_s
+        error = DeadlineExceeded(f"deadline_s of {limit_s:.3g} s passed while {request.machine.state.value}")
+        self.end(request, _E.DEADLINE_PASSED, now_s, error)
+
+    def end(self, request: LiveRequest, event: RequestEvent, now_s: float, error: PdserveError | None) -> None:
+        was_queued = request.machine.state is _S.QUEUED
+        request.machine.move(event)
+        if was_queued:
+            self.waiting.remove(request)
+        self._forget(request, now_s, error)
+
+    def _forget(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:
+        assert request.machine.terminal
+        self.withdraw(request)
+        self.changed = True
+        del self._by_id[request.request_id]
+        if request.probe is not None:
+            self._probes -= 1
+            self.recheck = True
+            self.on_probe_end(request, error, now_s)
+            return
+        self.waiting.saw_finish(now_s)
+        report = request.report(now_s=now_s)
+        if error is None:
+            self.effects.append(EmitDone(request.request_id, report))
+        else:
+            self.effects.append(EmitFailed(request.request_id, error, report))
+
+    def check_invariants(self) -> None:
+        """For tests after every event; costs a walk over all requests and workers."""
+        self.ledger.check_invariants()
+        self.waiting.check_invariants()
+        waiting = self.waiting.all()
+        remote = {id(w) for worker in self.registry for w in worker.work.values()}
+        held = [w for r in self._by_id.values() for w in (r.prefill, r.decode) if w is not None]
+        assert remote == {id(w) for w in held}
+        assert len(held) == len(remote)
+        assert self._probes == sum(r.probe is not None for r in self._by_id.values())
+        for worker in self.registry:
+            assert worker.on_the_way_tokens == sum(worker.on_the_way.values())
+            assert worker.on_the_way.keys() <= worker.work.keys()
+            assert list(worker.on_the_way) == sorted(worker.on_the_way)
+        for request in self._by_id.values():
+            _check_request(request, request in waiting, self.ledger.link_of(request.request_id))
+        assert len(self.ledger) == len(self._by_id) - len(waiting)
+
+
+def _check_request(request: LiveRequest, waits: bool, charged: LinkId | None) -> None:
+    state, decode = request.machine.state, request.decode
+    assert not request.machine.terminal
+    assert waits == (state is _S.QUEUED)
+    assert charged == (None if decode is None else decode.link)
+    assert (decode is not None) == (state is not _S.QUEUED)
+    assert (request.prefill is not None) == (state in (_S.PREFILLING, _S.HANDOFF))
+    assert len(request.emitted) == request.output.next_index
+    assert request.work_ids == (*request.prompt_ids, *request.emitted[: request.resumed])
+    assert request.resumed == 0 or request.replay
+    if decode is not None:
+        assert decode.reserved or state in (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
+        assert not decode.attached or (decode.reserved and request.lease is not None)
+    assert request.committed is None or (decode is not None and decode.attached)
+
+
+def _nobody(request: LiveRequest, error: PdserveError | None, now_s: float) -> None:
+    raise InternalBug(f"nobody waits for probe {request.request_id}")

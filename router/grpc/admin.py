@@ -1,0 +1,75 @@
+"""The administration of a router: the state of the cluster, and drains. On a port of its own.
+
+On loopback whoever is on the machine may call. Anywhere else each call must carry the cluster's token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from pdserve.core.errors import PdserveError
+from pdserve.core.hosts import is_loopback
+from pdserve.rpc import status
+from pdserve.rpc.channel import require_token
+from pdserve.rpc.server import bind_port, client_options, make_server, stop_server
+from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from router.grpc.cluster_state import cluster_state_to_wire
+from router.grpc.malformed import MalformedGuard
+from router.service.descriptors import MAX_ADMINS
+from router.service.draining import find, follow
+from router.service.service import RouterService
+
+SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+MAX_REQUEST_BYTES: Final = 64 << 10  # a request is one name
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    def __init__(self, router: RouterService, token: str | None) -> None:
+        """`token`: what each call must carry; None on loopback."""
+        self._router = router
+        self._token = token
+
+    async def GetClusterState(
+        self, request: inference_pb2.GetClusterStateRequest, context: Any
+    ) -> inference_pb2.GetClusterStateResponse:
+        await self._authorise(context)
+        return cluster_state_to_wire(self._router.snapshot(), self._router.model.layout.block_size)
+
+    async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
+        """A client that leaves, or whose deadline passes, ends only the telling."""
+        await self._authorise(context)
+        try:
+            worker = find(self._router.snapshot(), request.worker_id)
+            self._router.drain(request.worker_id)
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+        async for progress in follow(self._router.snapshot, worker):
+            await context.write(inference_pb2.DrainProgress(**dataclasses.asdict(progress)))
+
+    async def _authorise(self, context: Any) -> None:
+        if self._token is not None:
+            await require_token(context, self._token)
+
+
+class AdminServer:
+    """The running server. `close` it."""
+
+    def __init__(self, router: RouterService, cluster_token: str) -> None:
+        self._router = router
+        self._cluster_token = cluster_token
+        self._server = make_server(
+            max_receive_bytes=MAX_REQUEST_BYTES, interceptors=[MalformedGuard(SERVICE)], options=client_options(MAX_ADMINS)
+        )
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises `ConfigError` naming --admin-port."""
+        self.port = bind_port(self._server, host, port, "--admin-port")
+        token = None if is_loopback(host) else self._cluster_token
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self._router, token), self._server)
+        await self._server.start()
+
+    async def close(self) -> None:
+        await stop_server(self._server)

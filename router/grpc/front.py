@@ -1,0 +1,219 @@
+"""The gRPC front end: `Inference`, health and reflection on one port."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.ids import RequestId
+from pdserve.rpc import status
+from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
+from pdserve.rpc.server import CALLS_PER_CONNECTION, bind_port, client_options, make_server, stop_server
+from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from router.api.answer import Delta, Report
+from router.api.identity import Claim
+from router.api.request import GenerateInput
+from router.api.timeline import report_of, timeline
+from router.grpc.malformed import LargeMessage, MalformedGuard
+from router.parsing.generate import generate_input, prompt_of
+from router.parsing.parse import Job, Kind, Parsed, TokenizeInput
+from router.parsing.parser import RequestParser
+from router.service.body_budget import BodyBudget
+from router.service.buffered_generation import BufferedGeneration
+from router.service.service import RouterService
+
+LARGE: Final = frozenset({"Generate", "Tokenize"})
+SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, router: RouterService, parser: RequestParser) -> None:
+        self._router = router
+        self._parser = parser
+        self._budget = BodyBudget(router.max_inflight_body_bytes)
+
+    async def Generate(self, request: inference_pb2.GenerateRequest | LargeMessage, context: Any) -> None:
+        """The handler's task is cancelled when the client leaves: closing then cancels the request at once."""
+        try:
+            asked = await self._asked(request, context.time_remaining())
+            generation = await self._router.submit(asked)
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+
+        try:
+            await context.send_initial_metadata(self._initial_metadata(generation, asked.correlation_id))
+            await self._stream(generation, context)
+        except PdserveError as exc:
+            report = report_of(generation)
+            told = ((status.TIMELINE_METADATA, timeline(report)),) if report else ()
+            await status.abort(context, exc, *told)
+        finally:
+            generation.close()
+
+    async def _asked(
+        self, request: inference_pb2.GenerateRequest | LargeMessage, call_remaining_s: float | None
+    ) -> GenerateInput:
+        longest, deadline_s = self._router.max_prompt_tokens, self._router.max_deadline_s
+        if not isinstance(request, LargeMessage):
+            return generate_input(
+                request, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
+            )
+        job = Job(Kind.GENERATE, request.data, longest, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s)
+        parsed = await self._parse(job)
+        assert isinstance(parsed, GenerateInput)
+        return parsed
+
+    async def _parse(self, job: Job) -> Parsed:
+        with self._budget.share() as share:
+            share.grow(len(job.data))
+            return await self._parser.parse(job)
+
+    def _initial_metadata(self, generation: BufferedGeneration, correlation_id: str) -> tuple[tuple[str, str], ...]:
+        request_id = RequestId(generation.request_id)
+        own = (
+            (status.REQUEST_ID_METADATA, request_id),
+            (status.CANCEL_TOKEN_METADATA, self._router.cancel_tokens.issue(request_id)),
+        )
+        if not correlation_id or not correlation_id.isascii():  # metadata is ASCII; the report has it as it is
+            return own
+        return (*own, (status.CORRELATION_ID_METADATA, correlation_id))
+
+    async def _stream(self, generation: BufferedGeneration, context: Any) -> None:
+        """Write all of it. Raises `Cancelled`, out of the write that waits, for a client that stopped reading."""
+        task = asyncio.current_task()
+        assert task is not None
+        generation.on_stalled(task.cancel)
+        try:
+            async for delta in generation:
+                await context.write(self._message(generation, delta, context))
+        except asyncio.CancelledError:
+            if generation.dropped is None:
+                raise
+            task.uncancel()  # it was ours; a bare cancel would leave the call open for ever
+            raise generation.dropped from None
+
+    def _message(self, generation: BufferedGeneration, delta: Delta, context: Any) -> inference_pb2.GenerateResponse:
+        if delta.finish_reason is None:
+            return inference_pb2.GenerateResponse(
+                request_id=generation.request_id,
+                index=delta.index,
+                ids=delta.ids,
+                text=delta.text,
+                logprobs=logprobs_to_wire(delta.logprobs),
+            )
+        context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report)),))
+        return _last(generation.request_id, delta, generation.report)
+
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
+        if not request.cancel_token:
+            missing = f"is missing: the initial metadata of Generate has it as {status.CANCEL_TOKEN_METADATA}"
+            await status.abort(context, InvalidRequest(missing, field="cancel_token"))
+        claim = self._router.cancel_tokens.check(RequestId(request.request_id), request.cancel_token)
+        if claim is not Claim.VALID:
+            return inference_pb2.CancelResponse(found=False, not_here=claim is Claim.NOT_HERE)
+        return inference_pb2.CancelResponse(found=self._router.cancel(request.request_id))
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest | LargeMessage, context: Any
+    ) -> inference_pb2.TokenizeResponse:
+        longest = self._router.max_prompt_tokens
+        try:
+            if isinstance(request, LargeMessage):
+                parsed = await self._parse(Job(Kind.TOKENIZE, request.data, longest))
+                assert isinstance(parsed, TokenizeInput)
+            else:
+                parsed = TokenizeInput(request.model or None, prompt_of(request, longest))
+            ids = await self._router.tokenize(parsed.model, parsed.prompt)
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+        return inference_pb2.TokenizeResponse(ids=ids)
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: Any
+    ) -> inference_pb2.GetModelInfoResponse:
+        model = self._router.model
+        return inference_pb2.GetModelInfoResponse(
+            model=model.name,
+            architecture=model.card.architecture,
+            vocab_size=model.card.vocab_size,
+            max_model_len=self._router.max_model_len,
+            block_size=model.layout.block_size,
+            dtype=model.dtype,
+            kv_cache_dtype=model.layout.dtype,
+            kv_bytes_per_token=model.layout.bytes_per_token,
+            eos_token_ids=model.card.eos_token_ids,
+            has_chat_template=model.tokenizer.has_chat_template,
+        )
+
+
+def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        index=delta.index,
+        ids=delta.ids,
+        text=delta.text,
+        finish_reason=finish_to_wire(delta.finish_reason),
+        usage=inference_pb2.Usage(prompt_tokens=report.prompt_tokens, output_tokens=report.output_tokens),
+        report=_report(report),
+        logprobs=logprobs_to_wire(delta.logprobs),
+    )
+
+
+def _report(report: Report) -> inference_pb2.RequestReport:
+    values = report.values()
+    for name in ("prompt_tokens", "output_tokens", "retry_reasons", "rebinds"):  # the first two are in Usage
+        del values[name]
+    values["placement"] = placement_to_wire(report.placement)
+    return inference_pb2.RequestReport(**values)
+
+
+class GrpcFront:
+    """The running server. `close` it."""
+
+    def __init__(self, router: RouterService, parser: RequestParser, max_connections: int) -> None:
+        self._router = router
+        self._parser = parser
+        self._server = make_server(
+            max_receive_bytes=router.max_body_bytes,
+            interceptors=[MalformedGuard(SERVICE, LARGE)],
+            options=client_options(max_connections),
+            max_calls=max_connections * CALLS_PER_CONNECTION,
+        )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
+        self._follower: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises `ConfigError` naming --grpc-port."""
+        self.port = bind_port(self._server, host, port, "--grpc-port")
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._router, self._parser), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        await self._publish(self._router.ready)
+        await self._server.start()
+        self._follower = asyncio.create_task(self._follow_ready())
+
+    async def close(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+            self._follower = None
+        await stop_server(self._server)
+
+    async def _follow_ready(self) -> None:
+        ready = self._router.ready
+        while True:
+            await self._publish(ready)
+            ready = await self._router.next_ready(ready)
+
+    async def _publish(self, ready: bool) -> None:
+        response = health_pb2.HealthCheckResponse
+        state = response.SERVING if ready else response.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, state)

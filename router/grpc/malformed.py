@@ -1,0 +1,88 @@
+"""Requests as bytes: what is no message of ours is the client's fault, so it is told INVALID_ARGUMENT.
+
+gRPC itself would answer UNKNOWN and log a traceback for each, which is a gift to whoever sends garbage. What is large is
+handed on unread, as `LargeMessage`, to the methods that read it elsewhere; others have no use for so much.
+
+gRPC also waits for a message for as long as its client likes, with a call's place taken. On the wire a call with one message
+is a stream of one, so it is taken as that, and the wait has an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from pdserve.core.errors import InvalidRequest, PdserveError, RequestTimeout, RequestTooLarge
+from pdserve.rpc import status
+from router.parsing.parser import INLINE_BYTES
+
+RECEIVE_TIMEOUT_S: Final = 60.0  # as router.http.body: 8 MiB at 1 Mbit/s
+_TOO_LARGE: Final = f"is over the limit of {INLINE_BYTES} bytes of this method"
+
+
+@dataclass(frozen=True, slots=True)
+class LargeMessage:
+    """The bytes of a message that is too large to be read on the loop."""
+
+    data: bytes
+
+
+class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """For one service, whose methods all take one message and are coroutines."""
+
+    def __init__(self, service: str, large: frozenset[str] = frozenset()) -> None:
+        """`large`: the methods that take a `LargeMessage`."""
+        self._prefix = f"/{service}/"
+        self._large = large
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith(self._prefix):
+            return handler
+        takes_large = details.method.removeprefix(self._prefix) in self._large
+        parse = _lenient(handler.request_deserializer, takes_large=takes_large)
+        if handler.response_streaming:
+            make, method = grpc.stream_stream_rpc_method_handler, handler.unary_stream
+        else:
+            make, method = grpc.stream_unary_rpc_method_handler, handler.unary_unary
+        return make(_checked(method), parse, handler.response_serializer)
+
+
+def _lenient(parse: Callable[[bytes], Any], *, takes_large: bool) -> Callable[[bytes], Any]:
+    def parse_or_error(data: bytes) -> Any:
+        if len(data) > INLINE_BYTES:
+            return LargeMessage(data) if takes_large else RequestTooLarge(_TOO_LARGE, field="request")
+        try:
+            return parse(data)
+        except DecodeError:
+            return InvalidRequest("is not a message of the type that this method takes", field="request")
+
+    return parse_or_error
+
+
+def _checked(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def run(_: Any, context: Any) -> Any:
+        request = await _received(context)
+        if isinstance(request, PdserveError):
+            await status.abort(context, request)
+        return await method(request, context)
+
+    return run
+
+
+async def _received(context: Any) -> Any:
+    """The one message, or an error in its place."""
+    try:
+        async with asyncio.timeout(RECEIVE_TIMEOUT_S):  # `wait_for` would lose that the client left with its message
+            request = await context.read()
+    except TimeoutError:
+        return RequestTimeout(f"request: not complete after {RECEIVE_TIMEOUT_S:g} s")
+    if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
+        return InvalidRequest("is missing: this method takes one message", field="request")
+    return request

@@ -1,0 +1,150 @@
+"""Runs the generations of one call and writes its answer. Whatever ends it, every generation is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pdserve.core.errors import InternalBug, PdserveError
+from pdserve.core.sampling import FinishReason
+from router.api.answer import Generation
+from router.api.router_api import RouterApi
+from router.api.timeline import report_of
+from router.http.reply import Reply
+from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, extension, usage, with_logprobs
+from router.openai.errors import encode_json
+from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
+from router.openai.request import Call
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    text: str
+    tokens: int
+    finish_reason: FinishReason
+    logprobs: bytes
+    """The log-probabilities as JSON."""
+
+
+async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
+    """Raises a `PdserveError`; if anything was already sent, `reply.started` says so."""
+    generations: list[Generation] = []
+    try:
+        for request in call.inputs:
+            generations.append(await api.submit(request))  # noqa: PERF401 - if one fails, those before it must be closed
+        envelope = Envelope(call, api.model_name)
+        if call.stream:
+            await _stream(api, call, envelope, generations, reply)
+        else:
+            await _whole(api, call, envelope, generations, reply)
+    finally:
+        for generation in generations:
+            generation.close()
+
+
+async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
+    pumps = [_pump(g, ChunkFormat(envelope, call, i), _logprobs_of(api, call, i), reply) for i, g in enumerate(generations)]
+    tokens = await _together([_told(pump, g, reply) for pump, g in zip(pumps, generations, strict=True)])
+    last = b""
+    if call.include_usage:
+        totals = usage(sum(g.prompt_len for g in generations), sum(tokens))
+        last = envelope.usage_chunk(totals, [g.report for g in generations])
+    await reply.end(last + DONE)
+
+
+def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | None:
+    """None where choice `index` asks for none."""
+    if call.inputs[index].sampling.get("logprobs") is None:
+        return None
+    return logprobs_format(api.token_bytes, chat=call.chat)
+
+
+async def _pump(generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, reply: Reply) -> int:
+    """Write one choice's chunks; returns its number of output tokens.
+
+    The stream opens with the first delta, not before: until then an error still gets its own HTTP status. A delta
+    without text (half a character, part of a stop string) makes no chunk unless something else in it is news.
+    """
+    tokens = 0
+    opening = format_.role
+    finish_reason = None
+    async for delta in generation:
+        tokens += len(delta.ids)
+        finish_reason = delta.finish_reason
+        chunk = b""
+        if delta.text or finish_reason or logprobs or format_.continuous_usage:
+            told = logprobs.of(delta.ids, delta.logprobs) if logprobs else None
+            chunk = format_.chunk(delta.text, finish_reason, told)
+            if logprobs:
+                await asyncio.sleep(0)  # as in `_collect`
+        if format_.continuous_usage:
+            chunk = format_.with_usage(chunk, usage(generation.prompt_len, tokens))
+        if finish_reason:
+            chunk = format_.last_chunk(chunk, generation.report)
+        if opening:
+            chunk, opening = opening + chunk, b""
+        await reply.event(chunk)
+    if finish_reason is None:
+        raise _unfinished(generation)
+    return tokens
+
+
+async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
+    collected = [_collect(g, _logprobs_of(api, call, i)) for i, g in enumerate(generations)]
+    outputs = await _together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
+    if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; the body has
+        reply.served(generations[0].report)
+    choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
+    totals = usage(sum(g.prompt_len for g in generations), sum(out.tokens for out in outputs))
+    rest = extension([g.report for g in generations])
+    body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
+    await reply.encoded(200, with_logprobs(body, [out.logprobs for out in outputs]))
+
+
+async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _Output:
+    """Log-probabilities are written as they come: those of a long answer take a second together."""
+    texts: list[str] = []
+    tokens = 0
+    finish_reason = None
+    told = JoinedLists()
+    async for delta in generation:
+        texts.append(delta.text)
+        tokens += len(delta.ids)
+        finish_reason = delta.finish_reason
+        if logprobs is not None:
+            told.add(logprobs.of(delta.ids, delta.logprobs))
+            await asyncio.sleep(0)  # what has been waiting to be taken is taken without a pause
+    if finish_reason is None:
+        raise _unfinished(generation)
+    return _Output("".join(texts), tokens, finish_reason, told.encode())
+
+
+async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:
+    """Of requests that fail, the reply learns how far they came."""
+    try:
+        return await work
+    except PdserveError:
+        report = report_of(generation)
+        if report is not None:
+            reply.served(report)
+        raise
+
+
+def _unfinished(generation: Generation) -> InternalBug:
+    return InternalBug(f"request {generation.request_id} ended without a finish reason")
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first failure cancels the others and is raised alone."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as exc:
+        raise exc.exceptions[0] from exc
+    return [task.result() for task in tasks]

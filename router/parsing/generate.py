@@ -1,0 +1,88 @@
+"""From the client API's messages to what the router takes. Only what the client set is passed on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.limits import MAX_MESSAGES
+from pdserve.core.sampling import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, Placement
+from pdserve.rpc.codec import placement_from_wire
+from pdserve.rpc.v1 import common_pb2, inference_pb2
+from router.api.request import ChatMessage, GenerateInput, Prompt
+
+_MAX_COUNTS: Final = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
+
+
+def generate_input(
+    request: inference_pb2.GenerateRequest,
+    *,
+    call_remaining_s: float | None,
+    max_deadline_s: float,
+    max_prompt_tokens: int,
+) -> GenerateInput:
+    """`call_remaining_s`: what is left of the call's own deadline, None without one. Raises `InvalidRequest`."""
+    return GenerateInput(
+        prompt=prompt_of(request, max_prompt_tokens),
+        sampling=_sampling(request.sampling),
+        model=request.model or None,
+        correlation_id=request.request_id,
+        deadline_s=_deadline_s(request, call_remaining_s, max_deadline_s),
+        priority=request.priority,
+        placement=_placement(request.placement),
+        cache_salt=request.cache_salt,
+    )
+
+
+def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, max_tokens: int) -> Prompt:
+    """Counts are checked before anything is copied: a message has room for millions of ids, and of messages."""
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "tokens" and isinstance(request, inference_pb2.GenerateRequest):
+        if (count := len(request.tokens.ids)) > max_tokens:
+            fit = f"at most {max_tokens} fit max_model_len {max_tokens + 1}"
+            raise InvalidRequest(f"has {count} tokens; {fit}", field="prompt")
+        return tuple(request.tokens.ids)
+    if kind == "chat":
+        if not request.chat.messages:
+            raise InvalidRequest("is empty", field="messages")
+        _check_count("messages", len(request.chat.messages), MAX_MESSAGES)
+        return tuple(ChatMessage(m.role, m.content) for m in request.chat.messages)
+    raise InvalidRequest("is missing: set text, tokens or chat", field="prompt")
+
+
+def _sampling(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
+    """Fields that are present, zero or not; repeated ones when they are not empty."""
+    values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
+    for name in ("stop", "stop_token_ids"):
+        if name in values:
+            _check_count(name, len(values[name]), _MAX_COUNTS[name])
+            values[name] = tuple(values[name])
+    if "logit_bias" in values:
+        _check_count("logit_bias", len(values["logit_bias"]), MAX_LOGIT_BIASES)
+        values["logit_bias"] = dict(values["logit_bias"])
+    return values
+
+
+def _check_count(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest(f"has {count}; at most {limit} are allowed", field=field)
+
+
+def _placement(wire: int) -> Placement | None:
+    try:
+        return placement_from_wire(wire)
+    except KeyError:
+        raise InvalidRequest(f"{wire} is not a placement", field="placement") from None
+
+
+def _deadline_s(request: inference_pb2.GenerateRequest, call_remaining_s: float | None, max_deadline_s: float) -> float | None:
+    """The earlier of both; a call's own may be as long as it likes, it is the client's."""
+    asked = request.deadline_s if request.HasField("deadline_s") else None
+    if call_remaining_s is None or (asked is not None and math.isnan(asked)):
+        return asked
+    if asked is None:
+        return min(call_remaining_s, max_deadline_s)
+    return min(asked, call_remaining_s)

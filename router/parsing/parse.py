@@ -1,0 +1,73 @@
+"""From the bytes of one request to what the router takes: the same for small requests, on the loop, and for large ones, in
+a process of their own (`router.parsing.parser`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.rpc.v1 import inference_pb2
+from router.api.request import GenerateInput, Prompt
+from router.openai.request import Call, parse_chat, parse_completion
+from router.parsing.generate import generate_input, prompt_of
+
+
+class Kind(Enum):
+    COMPLETION = "completion"  # OpenAI's JSON
+    CHAT = "chat"
+    GENERATE = "generate"  # protobuf
+    TOKENIZE = "tokenize"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    kind: Kind
+    data: bytes
+    max_prompt_tokens: int
+    """More token ids than this are refused by their number, before they are looked at."""
+    header_id: str | None = None
+    """The X-Request-Id header; only of HTTP requests."""
+    call_remaining_s: float | None = None
+    """Seconds that are left of the call's own deadline; only of gRPC requests."""
+    max_deadline_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeInput:
+    model: str | None
+    prompt: Prompt
+
+
+Message = TypeVar("Message", inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest)
+Parsed = Call | GenerateInput | TokenizeInput
+
+
+def parse(job: Job) -> Parsed:
+    """Raises `InvalidRequest` naming the field."""
+    match job.kind:
+        case Kind.COMPLETION:
+            return parse_completion(job.data, job.header_id, job.max_prompt_tokens)
+        case Kind.CHAT:
+            return parse_chat(job.data, job.header_id)
+        case Kind.GENERATE:
+            return generate_input(
+                _message(inference_pb2.GenerateRequest(), job.data),
+                call_remaining_s=job.call_remaining_s,
+                max_deadline_s=job.max_deadline_s,
+                max_prompt_tokens=job.max_prompt_tokens,
+            )
+        case Kind.TOKENIZE:
+            request = _message(inference_pb2.TokenizeRequest(), job.data)
+            return TokenizeInput(request.model or None, prompt_of(request, job.max_prompt_tokens))
+
+
+def _message(message: Message, data: bytes) -> Message:
+    try:
+        message.ParseFromString(data)
+    except DecodeError as exc:
+        raise InvalidRequest("is not a message of the type that this method takes", field="request") from exc
+    return message

@@ -1,0 +1,162 @@
+"""Reads requests: small ones at once, large ones in a process of their own.
+
+Python's JSON and protobuf parsers hold the interpreter lock from a body's first byte to its last: 8 MiB take up to 0.8 s,
+during which nobody's token and no heartbeat would move, in whichever thread. So large ones are read by a child process, one
+after the other. The child is started by the first of them and ends with the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import select
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
+from router.openai.request import Call
+from router.parsing.child import LENGTH
+from router.parsing.parse import Job, Parsed, parse
+from router.service.turns import Turns
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES: Final = 32 << 10
+"""Requests of up to so many bytes are read on the loop: 3 ms at worst. Most requests are smaller, and a child costs them more
+than that."""
+PARSE_TIMEOUT_S: Final = 20.0  # of one request; 8 MiB take 0.8 s of a core, and the child starts in 0.5
+WAIT_TIMEOUT_S: Final = 60.0  # behind others
+STOP_TIMEOUT_S: Final = 1.0
+COMMAND: Final = (sys.executable, "-m", "router.parsing.child")
+
+
+class RequestParser:
+    """Owns a thread and a process; `close` it."""
+
+    def __init__(self, max_body_bytes: int, command: Sequence[str] = COMMAND) -> None:
+        """How much may wait for it at a time is bounded by the front ends, which hold the bytes."""
+        self._command = [*command, str(max_body_bytes)]
+        self._turns = Turns("parse")
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def child_pid(self) -> int | None:
+        """None before the first large request."""
+        return None if self._child is None else self._child.pid
+
+    async def parse(self, job: Job) -> Parsed:
+        """Raises `InvalidRequest` naming the field, `Overloaded` when it takes too long."""
+        if len(job.data) <= INLINE_BYTES:
+            return parse(job)
+        verdict, result = await self._in_child(job)
+        if verdict == "refused":
+            message, field = result
+            raise InvalidRequest(message, field=field)
+        return await _unpacked(result)
+
+    async def _in_child(self, job: Job) -> tuple[str, Any]:
+        try:
+            async with asyncio.timeout(WAIT_TIMEOUT_S):
+                return await self._turns.run(lambda: self._exchange(job))
+        except TimeoutError:
+            raise Overloaded(f"the request was not read within {WAIT_TIMEOUT_S:g} s", retry_after_s=1.0) from None
+
+    def close(self) -> None:
+        """Bounded. Whoever waits for the child is told that it ended."""
+        self._turns.close()
+        self._drop()
+
+    # In the thread -----------------------------------------------------------------------------------------------------
+
+    def _exchange(self, job: Job) -> tuple[str, Any]:
+        request = pickle.dumps(job, protocol=5)
+        child = self._ready_child()
+        end_s = time.monotonic() + PARSE_TIMEOUT_S
+        try:
+            for part in (LENGTH.pack(len(request)), request):
+                self._send(child, part, end_s)
+            reply: tuple[str, Any] = pickle.loads(self._read_reply(child, end_s))  # noqa: S301 - from our own child
+        except TimeoutError:
+            self._drop()
+            raise Overloaded(f"the request was not read within {PARSE_TIMEOUT_S:g} s", retry_after_s=1.0) from None
+        except (OSError, EOFError, ValueError) as exc:  # ValueError: closed by `close`
+            self._drop()
+            raise InternalBug(f"the process that reads large requests ended: {exc!r}") from exc
+        return reply
+
+    def _send(self, child: subprocess.Popen[bytes], data: bytes, end_s: float) -> None:
+        """A child that takes nothing must not hold the thread for ever: the pipe has room for 64 KiB."""
+        assert child.stdin is not None
+        descriptor = child.stdin.fileno()
+        left = memoryview(data)
+        while left:
+            _await_pipe(descriptor, select.POLLOUT, end_s)
+            left = left[os.write(descriptor, left) :]
+
+    def _read_reply(self, child: subprocess.Popen[bytes], end_s: float) -> bytes:
+        assert child.stdout is not None
+        descriptor = child.stdout.fileno()
+        received = bytearray()
+        wanted = LENGTH.size
+        while len(received) < wanted:
+            _await_pipe(descriptor, select.POLLIN, end_s)
+            part = os.read(descriptor, min(1 << 20, wanted - len(received)))
+            if not part:
+                raise EOFError(f"exit status {child.poll()}")
+            received += part
+            if wanted == LENGTH.size == len(received):
+                wanted += LENGTH.unpack(received)[0]
+        return bytes(received[LENGTH.size :])
+
+    def _ready_child(self) -> subprocess.Popen[bytes]:
+        if self._child is not None and self._child.poll() is not None:  # killed from outside
+            self._drop()
+        if self._child is None:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            pipe = subprocess.PIPE
+            self._child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, env=environment, bufsize=0)
+            assert self._child.stdin is not None
+            os.set_blocking(self._child.stdin.fileno(), False)
+        return self._child
+
+    def _drop(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.kill()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_TIMEOUT_S)
+
+
+def _await_pipe(descriptor: int, event: int, end_s: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+        raise TimeoutError
+
+
+async def _unpacked(result: Any) -> Parsed:
+    """Arrays of ids as tuples, with a breath of the loop between them: hundreds of prompts take some 50 ms together."""
+    if isinstance(result, Call):
+        return replace(result, inputs=tuple([await _with_tuple(one) for one in result.inputs]))
+    parsed: Parsed = await _with_tuple(result)
+    return parsed
+
+
+async def _with_tuple(one: Any) -> Any:
+    if not isinstance(one.prompt, array):
+        return one
+    await asyncio.sleep(0)
+    return replace(one, prompt=tuple(one.prompt))

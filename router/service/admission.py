@@ -1,0 +1,156 @@
+"""Which requests come in: everything a client may have got wrong is found here, with the field and the limit named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
+from pdserve.core.ids import RequestId
+from pdserve.core.sampling import SamplingParams
+from router.api.identity import new_request_id
+from router.api.request import ChatMessage, GenerateInput, Prompt
+from router.core.events import Submit
+from router.service.limits import LengthLimit
+from router.service.model import ServedModel
+from router.service.prompts import PromptEncoder
+
+MAX_CORRELATION_ID_BYTES: Final = 128
+MAX_CACHE_SALT_BYTES: Final = 128
+PRIORITY_LIMIT: Final = 100
+
+
+class Admission:
+    def __init__(
+        self,
+        config: RouterConfig,
+        model: ServedModel,
+        limit: LengthLimit,
+        encoder: PromptEncoder,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._limit = limit
+        self._encoder = encoder
+        self._draw_seed = draw_seed
+
+    async def admit(self, request: GenerateInput, *, arrived_s: float) -> Submit:
+        """Checked and tokenised. Raises `InvalidRequest`, `UnknownModel`, `DeadlineExceeded`, `Overloaded`."""
+        self.check_model(request.model)
+        _check_correlation_id(request.correlation_id)
+        deadline_s = self._deadline_s(request.deadline_s)
+        if not -PRIORITY_LIMIT <= request.priority <= PRIORITY_LIMIT:
+            raise InvalidRequest(
+                f"must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}, got {request.priority}", field="priority"
+            )
+        if len(request.cache_salt.encode(errors="replace")) > MAX_CACHE_SALT_BYTES:
+            raise InvalidRequest(f"must have at most {MAX_CACHE_SALT_BYTES} bytes", field="cache_salt")
+        check_field_types(request.sampling)  # before tokenising: a wrong type should not cost a long encode
+        prompt_ids = await self._encoder.encode(request.prompt)
+        self._check_length(request.prompt, prompt_ids)
+        return Submit(
+            request_id=RequestId(request.request_id or new_request_id()),
+            prompt_ids=prompt_ids,
+            sampling=self._sampling(request.sampling, len(prompt_ids)),
+            arrived_s=arrived_s,
+            deadline_s=arrived_s + deadline_s,
+            priority=request.priority,
+            placement=request.placement,
+            cache_salt=request.cache_salt,
+            correlation_id=request.correlation_id,
+        )
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `UnknownModel`; None and empty mean the one that is served."""
+        if name and name != self._model.name:
+            raise UnknownModel(f"model {name!r:.100} is not served here; {self._model.name!r} is", field="model")
+
+    def _deadline_s(self, asked: float | None) -> float:
+        if asked is None:
+            return self._config.default_deadline_s
+        if math.isnan(asked):
+            raise InvalidRequest("must be a number of seconds, got nan", field="deadline_s")
+        if asked <= 0:
+            raise DeadlineExceeded(f"deadline_s of {asked:.3g} s had passed when the request arrived")
+        if asked > self._config.max_deadline_s:
+            raise InvalidRequest(f"must be at most {self._config.max_deadline_s:g}, got {asked:g}", field="deadline_s")
+        return asked
+
+    def _check_length(self, prompt: Prompt, ids: tuple[int, ...]) -> None:
+        limit = self._limit.max_model_len
+        if len(ids) >= limit:
+            is_chat = not isinstance(prompt, str) and isinstance(prompt[0], ChatMessage)
+            raise InvalidRequest(
+                f"has {len(ids)} tokens; max_model_len is {limit} for prompt and output, so at most {limit - 1} are allowed",
+                field="messages" if is_chat else "prompt",
+            )
+
+    def _sampling(self, fields: Mapping[str, Any], prompt_len: int) -> SamplingParams:
+        limit = self._limit.max_model_len
+        room = limit - prompt_len
+        values = {"max_tokens": self._limit.open_ended_room(prompt_len), **fields}
+        if "seed" not in values:
+            values["seed"] = self._draw_seed()
+        if "logit_bias" in values:
+            values["logit_bias"] = tuple(sorted(values["logit_bias"].items()))
+        params = SamplingParams(**values)
+        if params.max_tokens > room:
+            raise InvalidRequest(
+                f"{params.max_tokens} is too large: the prompt has {prompt_len} tokens and max_model_len is {limit}, "
+                f"so at most {room} can follow",
+                field="max_tokens",
+            )
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")
+        return params
+
+    def _check_ids(self, token_ids: Iterable[int], field: str) -> None:
+        vocab_size = self._model.card.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"token id {token_id} is not in [0, {vocab_size - 1}]", field=field)
+
+
+def _check_correlation_id(given: str) -> None:
+    """It is written to the log. The field has the name that clients know."""
+    if len(given.encode(errors="replace")) > MAX_CORRELATION_ID_BYTES:
+        raise InvalidRequest(f"must have at most {MAX_CORRELATION_ID_BYTES} bytes", field="request_id")
+    if not given.isprintable():
+        raise InvalidRequest("must be printable", field="request_id")
+
+
+_INT_FIELDS: Final = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs")
+_REAL_FIELDS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def check_field_types(fields: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequest` for a sampling field that does not exist or has the wrong type."""
+    for name, value in fields.items():
+        if name in _INT_FIELDS:
+            good, wanted = _is_int(value), "an integer"
+        elif name in _REAL_FIELDS:
+            good, wanted = _is_real(value), "a number"
+        elif name == "stop":
+            good, wanted = isinstance(value, tuple) and all(isinstance(s, str) for s in value), "strings"
+        elif name == "stop_token_ids":
+            good, wanted = isinstance(value, tuple) and all(type(i) is int for i in value), "integers"
+        elif name == "logit_bias":
+            good = isinstance(value, Mapping) and all(_is_int(i) and _is_real(bias) for i, bias in value.items())
+            wanted = "numbers by token id"
+        elif name == "ignore_eos":
+            good, wanted = isinstance(value, bool), "true or false"
+        else:
+            raise InvalidRequest("is not a sampling parameter", field=name)
+        if not good:
+            raise InvalidRequest(f"must be {wanted}, got {value!r:.100}", field=name)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

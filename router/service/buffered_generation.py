@@ -1,0 +1,109 @@
+"""One request as its front end holds it: a buffer between the core, which never waits, and a client, which may."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from pdserve.core.errors import Cancelled, InternalBug, PdserveError
+from pdserve.core.sampling import FinishReason
+from router.api.answer import Delta, Report
+
+
+class BufferedGeneration:
+    """Implements `router.api.answer.Generation`; iterated by one task. The buffer is bounded by the request's max_tokens."""
+
+    def __init__(self, request_id: str, prompt_len: int, released: Callable[[BufferedGeneration], None]) -> None:
+        """`released` is called once: when the client has taken all of it, or has left."""
+        self.request_id = request_id
+        self.prompt_len = prompt_len
+        self._released: Callable[[BufferedGeneration], None] | None = released
+        self._buffer: deque[Delta] = deque()
+        self._in_hand = False  # the client has not come back for more: it still writes what it took
+        self._waiter: asyncio.Future[None] | None = None
+        self._report: Report | None = None
+        self._error: PdserveError | None = None
+        self._ended = False
+        self.finish_reason: FinishReason | None = None
+        self._taken = 0
+        self._seen_taken = 0
+        self._stalled_since_s: float | None = None
+        self._stall_callback: Callable[[], object] | None = None
+        self.dropped: Cancelled | None = None
+        """Why the client was dropped, if it was."""
+
+    # The client's side -----------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> BufferedGeneration:
+        return self
+
+    async def __anext__(self) -> Delta:
+        self._in_hand = False
+        while not self._buffer:
+            if self._ended:
+                self._release()
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._taken += 1
+        self._in_hand = True
+        return self._buffer.popleft()
+
+    @property
+    def report(self) -> Report:
+        if self._report is None:
+            raise InternalBug(f"request {self.request_id} has no report before its end")
+        return self._report
+
+    def close(self) -> None:
+        self._buffer.clear()
+        self._release()
+
+    def on_stalled(self, callback: Callable[[], object]) -> None:
+        """Called when the client took nothing for too long: ends a task that waits for it to read."""
+        self._stall_callback = callback
+
+    # The router's side -----------------------------------------------------------------------------------------------
+
+    def push(self, delta: Delta) -> None:
+        self._buffer.append(delta)
+        self.finish_reason = delta.finish_reason
+        self._wake()
+
+    def end(self, report: Report, error: PdserveError | None) -> None:
+        self._report, self._error, self._ended = report, self.dropped or error, True
+        self._wake()
+
+    def stalls(self, *, now_s: float, limit_s: float) -> bool:
+        """Looked at by every tick: for `limit_s` something was there to take or to write, and nothing was taken."""
+        if not (self._buffer or self._in_hand) or self._taken != self._seen_taken:
+            self._seen_taken, self._stalled_since_s = self._taken, None
+            return False
+        if self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+        return now_s - self._stalled_since_s >= limit_s
+
+    def drop_client(self, error: Cancelled) -> None:
+        """It took nothing for too long: what it did not take is gone."""
+        self._buffer.clear()
+        self.dropped = self._error = error
+        self._ended = True
+        self._wake()
+        self._release()
+        if self._stall_callback is not None:
+            self._stall_callback()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _release(self) -> None:
+        if self._released is not None:
+            released, self._released = self._released, None
+            released(self)

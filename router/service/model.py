@@ -1,0 +1,38 @@
+"""What the router knows of the served model: its card, tokenizer and limits. No weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.checkpoint.card import ModelCard, resolve_dtype
+from pdserve.checkpoint.resolve import resolve
+from pdserve.config import EngineConfig
+from pdserve.core.kv_layout import KvLayout, fit_max_model_len
+from pdserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str  # what clients call it
+    card: ModelCard
+    tokenizer: Tokenizer
+    dtype: str
+    layout: KvLayout
+    max_model_len: int  # prompt + output tokens of one request, as far as settings tell; see `router.service.limits`
+
+    @classmethod
+    def load(cls, engine: EngineConfig) -> ServedModel:
+        """Resolve and read. Blocks: for seconds when the model has to be converted. Raises `ConfigError`."""
+        directory = resolve(engine.model)
+        card = ModelCard.load(directory)
+        layout = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
+        kv_bytes = engine.known_kv_bytes
+        pool_tokens = card.max_position if kv_bytes is None else kv_bytes // layout.block_bytes * engine.block_size
+        return cls(
+            name=engine.served_model_name or card.name,
+            card=card,
+            tokenizer=Tokenizer.load(directory),
+            dtype=resolve_dtype(engine.dtype),
+            layout=layout,
+            max_model_len=fit_max_model_len(engine.max_model_len, card.max_position, pool_tokens),
+        )

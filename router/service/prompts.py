@@ -1,0 +1,97 @@
+"""From a prompt as a client wrote it to token ids, long ones in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from pdserve.core.errors import InvalidRequest, Overloaded
+from router.api.request import ChatMessage, Prompt
+from router.service.limits import LengthLimit
+from router.service.model import ServedModel
+from router.service.turns import Turns
+
+T = TypeVar("T")
+
+INLINE_CHARS: Final = 4096
+"""Encoded on the loop: about 1 ms, at 0.3 s a megabyte. Longer ones would delay everybody's tokens."""
+MAX_CHARS_PER_TOKEN: Final = 256
+"""A text over max_model_len times this is refused unread: no vocabulary has longer words worth the time."""
+MAX_ENCODING: Final = 64
+"""Long prompts that wait for the thread."""
+
+
+class PromptEncoder:
+    """Owns its thread; `close` it."""
+
+    def __init__(self, model: ServedModel, limit: LengthLimit) -> None:
+        self._model = model
+        self._limit = limit
+        self._turns = Turns("tokenize")
+        self._encoding = 0
+
+    def close(self) -> None:
+        self._turns.close()
+
+    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Not empty, every id in range, any length. Raises `InvalidRequest` naming `prompt` or `messages`."""
+        if isinstance(prompt, str):
+            return await self._text(prompt, "prompt", special_tokens=True)
+        if prompt and isinstance(prompt[0], ChatMessage):
+            return await self._chat(tuple(m for m in prompt if isinstance(m, ChatMessage)))
+        self._check_count(len(prompt))  # before they are walked: a body has room for millions
+        return self._ids(tuple(i for i in prompt if isinstance(i, int)))
+
+    def _check_count(self, count: int) -> None:
+        limit = self._limit.max_model_len
+        if count >= limit:
+            raise InvalidRequest(f"has {count} tokens; at most {limit - 1} fit max_model_len {limit}", field="prompt")
+
+    def _ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        if not ids:
+            raise InvalidRequest("is empty", field="prompt")
+        vocab_size = self._model.card.vocab_size
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequest(f"token id {wrong} is not in [0, {vocab_size - 1}]", field="prompt")
+        return ids
+
+    async def _chat(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
+        tokenizer = self._model.tokenizer
+        if not tokenizer.has_chat_template:
+            raise InvalidRequest(f"model {self._model.name} has no chat template: send a text prompt", field="messages")
+        self._check_chars(sum(len(m.content) for m in messages), "messages")
+        rendered = [(m.role, m.content) for m in messages]
+        if sum(len(content) for _, content in rendered) <= INLINE_CHARS:
+            text = tokenizer.apply_chat_template(rendered)
+        else:
+            text = await self._in_thread(lambda: tokenizer.apply_chat_template(rendered))
+        return await self._text(text, "messages", special_tokens=False)
+
+    async def _text(self, text: str, field: str, *, special_tokens: bool) -> tuple[int, ...]:
+        if not text:
+            raise InvalidRequest("is empty", field=field)
+        self._check_chars(len(text), field)
+        encode = self._model.tokenizer.encode
+        if len(text) <= INLINE_CHARS:
+            ids = encode(text, add_special_tokens=special_tokens)
+        else:
+            ids = await self._in_thread(lambda: encode(text, add_special_tokens=special_tokens))
+        if not ids:
+            raise InvalidRequest("has no tokens", field=field)
+        return tuple(ids)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        if self._encoding >= MAX_ENCODING:
+            raise Overloaded(f"{MAX_ENCODING} long prompts are being tokenised", retry_after_s=1.0)
+        self._encoding += 1
+        try:
+            return await self._turns.run(work)
+        finally:
+            self._encoding -= 1
+
+    def _check_chars(self, count: int, field: str) -> None:
+        limit = self._limit.max_model_len
+        if count > limit * MAX_CHARS_PER_TOKEN:
+            raise InvalidRequest(f"has {count} characters, more than could fit max_model_len {limit} tokens", field=field)

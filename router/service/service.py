@@ -1,0 +1,306 @@
+"""The shell around the core: performs its effects, feeds it what happens, and is what the front ends call.
+
+Everything here runs on one loop. Between two awaits the core is told one event and its effects are performed at once,
+in order, so nobody ever sees a half-applied change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.core.ids import Incarnation, RequestId, WorkerId
+from pdserve.core.sampling import SEED_LIMIT, Placement
+from pdserve.observe.metrics import Metrics
+from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
+from router.api.identity import KEY_BYTES, CancelTokens
+from router.api.request import GenerateInput, Prompt
+from router.core import events as ev
+from router.core.pairs import AsidePair
+from router.core.registry import Worker
+from router.core.router_core import RouterCore
+from router.service.admission import Admission
+from router.service.buffered_generation import BufferedGeneration
+from router.service.limits import LengthLimit
+from router.service.model import ServedModel
+from router.service.prompts import PromptEncoder
+from router.service.record import record_of
+from router.workers.link import Links, LinkService
+from router.workers.wire import command_to_wire, welcome
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1  # while requests run: how late a deadline may be noticed
+LATE_S = 0.5  # no load makes the loop so late: the process or the machine was stopped
+IDLE_TICK_S = 1.0  # otherwise: only silent workers are looked for
+CHECK_TICKS = 50  # how often the core's books are checked, while they are short enough to be read in a millisecond
+CHECK_MAX_REQUESTS = 64
+
+
+class RouterService:
+    """Implements `router.api.router_api.RouterApi`. `start` it on the loop it is to live on, and `close` it."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        model: ServedModel,
+        *,
+        cluster_token: str = "",
+        links: Links | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`links`: where workers' links are served; None: on this loop, under `cluster_token`, as `LinkService`."""
+        self.model = model
+        self.model_name = model.name
+        self.max_body_bytes = config.max_body_bytes
+        self.max_deadline_s = config.max_deadline_s
+        self.incarnation = Incarnation(secrets.randbits(64))
+        self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
+        self.links: Links = links or LinkService(cluster_token, self.tell)
+        apart = config.placement == Placement.DISAGGREGATED.value
+        self._needed_roles = (ev.Role.DECODE, ev.Role.PREFILL) if apart else (ev.Role.DECODE,)
+        self._stalled_client_s = config.stalled_client_s
+        self._clock = clock
+        self._core = RouterCore(config, model.card.fingerprint)
+        self._limit = LengthLimit(model, self._core.registry)
+        self.max_inflight_body_bytes = config.max_inflight_body_bytes
+        self._encoder = PromptEncoder(model, self._limit)
+        self._admission = Admission(config, model, self._limit, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
+        self._metrics = Metrics(self.snapshot)
+        self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit
+        self._open: dict[BufferedGeneration, None] = {}  # a client may still take
+        self._busy = asyncio.Event()
+        self._ready = False
+        self._ready_flipped = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        assert self._ticker is None
+        self._ticker = asyncio.create_task(self._tick_for_ever())
+
+    async def close(self) -> None:
+        """Cancel every request and stop. The servers are closed by whoever made them. Idempotent."""
+        for request_id in list(self._live):
+            self.cancel(request_id)
+        if self._ticker is not None:
+            ticker, self._ticker = self._ticker, None
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+        self._encoder.close()
+
+    # What front ends call ----------------------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerateInput) -> BufferedGeneration:
+        arrived_s = self._clock()
+        try:
+            submit = await self._admission.admit(request, arrived_s=arrived_s)
+            return self._start(submit)
+        except PdserveError as exc:
+            self._metrics.rejected(exc.code.value)
+            raise
+
+    def cancel(self, request_id: str) -> bool:
+        known = RequestId(request_id) in self._live
+        if known:
+            self.tell(ev.ClientGone(RequestId(request_id)))
+        return known
+
+    def drain(self, worker_id: str) -> None:
+        """Take a worker out of service: it gets nothing new, finishes and leaves. Repeatable. Raises `UnknownWorker`."""
+        self.tell(ev.DrainAsked(WorkerId(worker_id)))
+
+    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+        self._admission.check_model(model)
+        return await self._encoder.encode(prompt)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.model.tokenizer.written_bytes(token_id)
+
+    @property
+    def ready(self) -> bool:
+        return not self.not_ready_reason
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why a request that names no placement would not be served now; empty when it would."""
+        for role in self._needed_roles:
+            if not any(self._serves(worker) for worker in self._core.registry.of_role(role)):
+                return f"no {role.value} worker is ready"
+        return ""
+
+    def _serves(self, worker: Worker) -> bool:
+        return not self._core.placer.not_ready_reason(worker, now_s=self._clock())
+
+    async def next_ready(self, known: bool) -> bool:
+        """Wait until `ready` is no longer what is known, and return it. For one waiter."""
+        while self.ready == known:
+            await self._ready_flipped.wait()
+            self._ready_flipped.clear()
+        return not known
+
+    @property
+    def max_model_len(self) -> int:
+        return self._limit.max_model_len
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt: one token of output must fit behind it."""
+        return self._limit.max_model_len - 1
+
+    def metrics(self) -> bytes:
+        return self._metrics.render()
+
+    def snapshot(self) -> ClusterSnapshot:
+        now_s = self._clock()
+        queued = len(self._core.waiting)
+        return ClusterSnapshot(
+            router_incarnation=self.incarnation,
+            queued_requests=queued,
+            running_requests=self._core.num_requests - queued,
+            workers=tuple(self._worker_snapshot(worker, now_s) for worker in sorted(self._core.registry, key=_pool_order)),
+            set_aside=tuple(_pair_snapshot(pair, now_s) for pair in self._core.pairs.set_aside(now_s=now_s)),
+            exact=self._core.registry.exact,
+        )
+
+    # Events in, effects out --------------------------------------------------------------------------------------------
+
+    def tell(self, event: ev.Event) -> None:
+        """The only way in for everything but time and submits."""
+        self._perform(self._core.handle(event, now_s=self._clock()))
+        if type(event) is not ev.StepRows:  # nothing about readiness is in tokens
+            self._note_ready()
+
+    def _start(self, submit: ev.Submit) -> BufferedGeneration:
+        generation = BufferedGeneration(submit.request_id, len(submit.prompt_ids), self._released)
+        effects = self._core.handle(submit, now_s=self._clock())  # raises before anything is registered
+        self._live[submit.request_id] = generation
+        self._open[generation] = None
+        self._busy.set()
+        self._perform(effects)
+        return generation
+
+    def _perform(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, ev.EmitDelta):
+                self._live[effect.request_id].push(effect.delta)
+            elif isinstance(effect, ev.SendWelcome):
+                self.links.send(effect.link, welcome(self.incarnation))
+            elif isinstance(effect, ev.CloseLink):
+                self.links.hang_up(effect.link, effect.error)
+            elif isinstance(effect, ev.EmitDone):
+                self._ended(effect.request_id, effect, None)
+            elif isinstance(effect, ev.EmitFailed):
+                self._ended(effect.request_id, effect, effect.error)
+            else:
+                self.links.send(effect.link, command_to_wire(effect))
+
+    def _ended(self, request_id: RequestId, effect: ev.EmitDone | ev.EmitFailed, error: PdserveError | None) -> None:
+        generation = self._live.pop(request_id)
+        generation.end(effect.report, error)
+        record = record_of(request_id, effect.report, error or generation.finish_reason)
+        self._metrics.finished(record)
+        logger.info("%s", record.line())
+
+    def _released(self, generation: BufferedGeneration) -> None:
+        """Its client has it all, or is gone."""
+        self._open.pop(generation, None)
+        if self._live.get(RequestId(generation.request_id)) is generation:
+            self.tell(ev.ClientGone(RequestId(generation.request_id)))
+
+    # Time --------------------------------------------------------------------------------------------------------------
+
+    async def _tick_for_ever(self) -> None:
+        """After the process stood still one turn is skipped, so that heartbeats which wait in the sockets are heard
+        before anyone is found silent."""
+        late = False
+        for turn in itertools.count():
+            began_s = self._clock()
+            if self._open:
+                await asyncio.sleep(TICK_S)
+            else:
+                self._busy.clear()
+                await self._wait_busy(IDLE_TICK_S)
+            late = not late and self._clock() - began_s > IDLE_TICK_S + LATE_S
+            if not late:
+                self.tell(ev.Tick())
+                self._drop_stalled_clients()
+            if turn % CHECK_TICKS == 0 and self._core.num_requests <= CHECK_MAX_REQUESTS:
+                self._check_books()
+
+    def _check_books(self) -> None:
+        """A sample: books that disagree are our own bug, which an operator must hear of and clients need not."""
+        try:
+            self._core.check_invariants()
+        except AssertionError:
+            self._metrics.invariant_broken()
+            logger.exception("the books of the core disagree")
+
+    async def _wait_busy(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):  # `wait_for` would lose a `close` that comes with a request
+                await self._busy.wait()
+        except TimeoutError:
+            pass
+
+    def _drop_stalled_clients(self) -> None:
+        now_s, limit_s = self._clock(), self._stalled_client_s
+        for generation in [g for g in self._open if g.stalls(now_s=now_s, limit_s=limit_s)]:
+            logger.warning("request %s: its client took nothing for %.1f s", generation.request_id, limit_s)
+            generation.drop_client(Cancelled(f"the client took nothing for {limit_s:g} s"))
+
+    def _note_ready(self) -> None:
+        ready = self.ready
+        if ready != self._ready:
+            self._ready = ready
+            self._ready_flipped.set()
+
+    def _worker_snapshot(self, worker: Worker, now_s: float) -> WorkerSnapshot:
+        hello, load = worker.hello, worker.load
+        not_ready_reason = self._core.placer.not_ready_reason(worker, now_s=now_s)
+        return WorkerSnapshot(
+            worker_id=hello.worker_id,
+            role=hello.role.value,
+            incarnation=hello.incarnation,
+            address=hello.address,
+            ready=not not_ready_reason,
+            blocks=load.blocks,
+            queued_requests=load.queued_requests,
+            queued_tokens=load.queued_tokens,
+            running_sequences=load.running_sequences,
+            leases_held=load.leases_held,
+            heartbeat_age_s=now_s - worker.last_seen_s,
+            requests_placed=worker.requests_placed,
+            loop_lag_ms=load.loop_lag_ms,
+            pid=hello.pid,
+            niceness=hello.niceness,
+            draining=worker.draining,
+            prefix_queried_tokens=load.prefix_queried_tokens,
+            prefix_hit_tokens=load.prefix_hit_tokens,
+            kv_corrupt_blocks=load.kv_corrupt_blocks,
+            kv_rotted_blocks=load.kv_rotted_blocks,
+            not_ready_reason=not_ready_reason,
+            engine_stalled_s=load.engine_stalled_s,
+            numerical_errors=load.numerical_errors,
+            quantization=hello.quantization,
+        )
+
+
+def _pair_snapshot(pair: AsidePair, now_s: float) -> PairSnapshot:
+    return PairSnapshot(
+        prefill_worker=pair.prefill.worker_id,
+        decode_worker=pair.decode.worker_id,
+        reason=pair.reason,
+        remaining_s=pair.until_s - now_s,
+        failures=pair.failures,
+    )
+
+
+def _pool_order(worker: Worker) -> tuple[bool, str]:
+    """Prefill workers first, each pool by name: the order of joining means nothing to whoever looks."""
+    return worker.hello.role is ev.Role.DECODE, worker.hello.worker_id

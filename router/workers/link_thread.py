@@ -1,0 +1,159 @@
+"""Workers' links on a thread and a loop of their own, so that no flood of clients makes workers give the router up.
+
+The core stays on the main loop, with the front ends. What workers say reaches it in order, and what it wants said reaches
+them in order, through a queue each way; a batch costs one wake-up. Heartbeats are answered here, at once, as long as the
+main loop takes what it is told: one that has taken nothing for `STUCK_S` hangs, and its workers may as well know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import uvloop
+
+from pdserve.core.errors import ConfigError, InternalBug, Overloaded, PdserveError
+from pdserve.rpc.server import bind_port, client_options, make_server, stop_server
+from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
+from router.core import events as ev
+from router.workers.link import Deliver, LinkService
+
+logger = logging.getLogger(__name__)
+
+MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
+"""Bounds a broken worker; nothing that a working one says comes near."""
+MAX_HEARD: Final = 1 << 16
+"""Events that wait for the main loop: minutes of the steps of many workers. Whose event finds no room loses its link."""
+STUCK_S: Final = 30.0  # the longest that the main loop was ever held is a tenth
+MAX_CONNECTIONS: Final = 1024  # one for each worker; a router process says how many its descriptors allow
+CLOSE_TIMEOUT_S: Final = 5.0  # above the grace of a server that stops
+
+
+class LinkThread:
+    """`start` it on the main loop, which calls all its methods, and `close` it."""
+
+    def __init__(self, cluster_token: str, max_connections: int = MAX_CONNECTIONS) -> None:
+        self._token = cluster_token
+        self._max_connections = max_connections
+        self._heard: deque[ev.WorkerEvent] = deque()
+        self._heard_since_s: float | None = None  # the main loop has been told that something waits
+        self._said: deque[Callable[[LinkService], None]] = deque()
+        self._told_to_say = False
+        self._main: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # None: not yet, or no more
+        self._service: LinkService | None = None
+        self._stop: asyncio.Event | None = None
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread: threading.Thread | None = None
+
+    # On the main loop --------------------------------------------------------------------------------------------------
+
+    async def start(self, deliver: Deliver, host: str, port: int, on_broken: Callable[[], object] = lambda: None) -> int:
+        """Listen, and return the port. Raises `ConfigError` naming --link-port.
+
+        `deliver` is called on this loop, and `on_broken` if the thread ends by a bug: then no worker can be reached.
+        """
+        assert self._thread is None
+        self._deliver = deliver
+        self._on_broken = on_broken
+        self._main = asyncio.get_running_loop()
+        ready: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, args=(host, port, ready), name="links", daemon=True)
+        self._thread.start()
+        return await asyncio.wrap_future(ready)
+
+    async def close(self) -> None:
+        """End all links. Bounded; may be repeated."""
+        if self._loop is not None and self._stop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread is not None:
+            await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=CLOSE_TIMEOUT_S)  # how it ended was logged
+            self._thread.join(CLOSE_TIMEOUT_S)
+            self._take_heard()
+
+    def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
+        if message.WhichOneof("body") != "alive":  # the heartbeat was answered when it came
+            self._say(lambda service: service.send(link_id, message))
+
+    def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
+        self._say(lambda service: service.hang_up(link_id, error))
+
+    def _say(self, act: Callable[[LinkService], None]) -> None:
+        if self._loop is None:
+            return
+        self._said.append(act)
+        if not self._told_to_say:
+            self._told_to_say = True
+            with contextlib.suppress(RuntimeError):  # the thread has just ended
+                self._loop.call_soon_threadsafe(self._take_said)
+
+    def _take_heard(self) -> None:
+        self._heard_since_s = None
+        while self._heard:
+            event = self._heard.popleft()
+            try:
+                self._deliver(event)
+            except Exception:  # a bug of ours: it costs this link, and what others said is still heard
+                logger.exception("link %d: its %s broke the core", event.link, type(event).__name__)
+                self.hang_up(event.link, InternalBug("the router could not take what this worker said"))
+
+    # On the thread -----------------------------------------------------------------------------------------------------
+
+    def _run(self, host: str, port: int, ready: concurrent.futures.Future[int]) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve(host, port, ready))
+            self._ended.set_result(None)
+        except BaseException as exc:
+            logger.critical("the thread of workers' links broke", exc_info=exc)
+            self._ended.set_exception(exc)
+            assert self._main is not None
+            with contextlib.suppress(RuntimeError):  # the main loop has ended as well
+                self._main.call_soon_threadsafe(self._on_broken)
+
+    async def _serve(self, host: str, port: int, ready: concurrent.futures.Future[int]) -> None:
+        self._stop = asyncio.Event()
+        self._service = LinkService(self._token, self._hear, answers=self._main_takes)
+        server = make_server(max_receive_bytes=MAX_LINK_MESSAGE_BYTES, options=client_options(self._max_connections))
+        link_pb2_grpc.add_WorkerLinkServicer_to_server(self._service, server)
+        try:
+            bound = bind_port(server, host, port, "--link-port")
+        except ConfigError as exc:
+            ready.set_exception(exc)
+            return
+        await server.start()
+        self._loop = asyncio.get_running_loop()
+        ready.set_result(bound)
+        try:
+            await self._stop.wait()
+        finally:
+            self._loop = None
+            await stop_server(server)
+
+    def _hear(self, event: ev.WorkerEvent) -> None:
+        assert self._main is not None
+        if len(self._heard) >= MAX_HEARD and type(event) is not ev.WorkerLeft:
+            assert self._service is not None
+            self._service.hang_up(event.link, Overloaded(f"{MAX_HEARD} events wait for the router", retry_after_s=1.0))
+            return
+        self._heard.append(event)
+        if self._heard_since_s is None:
+            self._heard_since_s = time.monotonic()
+            self._main.call_soon_threadsafe(self._take_heard)
+
+    def _main_takes(self) -> bool:
+        since_s = self._heard_since_s
+        return since_s is None or time.monotonic() - since_s < STUCK_S
+
+    def _take_said(self) -> None:
+        assert self._service is not None
+        self._told_to_say = False
+        while self._said:
+            self._said.popleft()(self._service)

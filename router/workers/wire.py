@@ -1,0 +1,151 @@
+"""Between the link's messages and the core's events and effects. What a worker sends is checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
+from pdserve.core.ids import Handle, Incarnation, WorkerId
+from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, sampling_to_wire
+from pdserve.rpc.status import from_reason
+from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
+from router.core import events as ev
+
+_ROLES: Final = {common_pb2.ROLE_PREFILL: ev.Role.PREFILL, common_pb2.ROLE_DECODE: ev.Role.DECODE}
+
+
+def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
+    """Raises `InternalBug` for an introduction that nobody could have meant."""
+    role = _ROLES.get(hello.role)
+    if role is None or not hello.worker_id:
+        raise InternalBug(f"Hello without role or worker_id: role {hello.role}, worker_id {hello.worker_id!r}")
+    return ev.WorkerHello(
+        worker_id=WorkerId(hello.worker_id),
+        role=role,
+        incarnation=Incarnation(hello.incarnation),
+        address=hello.address,
+        model_fingerprint=hello.model_fingerprint,
+        block_size=hello.block_size,
+        num_blocks=hello.num_blocks,
+        max_model_len=hello.max_model_len,
+        max_num_seqs=hello.max_num_seqs,
+        dtype=hello.dtype,
+        kv_bytes_per_token=hello.kv_bytes_per_token,
+        pid=hello.pid,
+        step_timeout_s=hello.step_timeout_s,
+        niceness=hello.niceness,
+        quantization=hello.quantization,
+    )
+
+
+def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.WorkerEvent | None:
+    """None for a message that a newer worker knows and we do not. Raises `InternalBug` for a second Hello."""
+    kind = message.WhichOneof("body")
+    if kind == "step_batch":  # by far the most
+        return ev.StepRows(link, message.step_batch.rows)
+    if kind is None:
+        return None
+    if kind == "hello":
+        raise InternalBug("a second Hello on one link")
+    return _READERS[kind](link, getattr(message, kind))
+
+
+def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.WorkerEvent:
+    blocks = BlockCounts(m.blocks.total, m.blocks.free, m.blocks.cached, m.blocks.held, m.blocks.quarantined)
+    load = ev.WorkerLoad(
+        blocks,
+        m.queued_requests,
+        m.queued_tokens,
+        m.running_sequences,
+        m.leases_held,
+        m.loop_lag_ms,
+        m.draining,
+        m.prefix_queried_tokens,
+        m.prefix_hit_tokens,
+        m.engine_stalled_s,
+        m.numerical_errors,
+        m.last_handle,
+        kv_corrupt_blocks=m.kv_corrupt_blocks,
+        kv_rotted_blocks=m.kv_rotted_blocks,
+    )
+    return ev.HeartbeatSeen(link, load)
+
+
+def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.WorkerEvent:
+    return ev.WorkerLost(link, m.message[:MAX_MESSAGE_CHARS])
+
+
+def _prefill_started(link: ev.LinkId, m: prefill_pb2.PrefillStarted) -> ev.WorkerEvent:
+    return ev.PrefillStarted(link, Handle(m.handle), lease_id_from_wire(m.lease_id), m.ttl_s, m.ticket)
+
+
+def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.WorkerEvent:
+    return ev.Reserved(link, Handle(m.handle))
+
+
+def _no_room(link: ev.LinkId, m: decode_pb2.NoRoom) -> ev.WorkerEvent:
+    return ev.NoRoom(link, Handle(m.handle), m.blocks_needed, m.blocks_free)
+
+
+def _kv_committed(link: ev.LinkId, m: decode_pb2.KvCommitted) -> ev.WorkerEvent:
+    return ev.KvCommitted(link, Handle(m.handle), m.kv_bytes, m.transfer_s, m.commit_s, m.exposed_transfer_s)
+
+
+def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.WorkerEvent:
+    return ev.RequestFailed(link, Handle(m.handle), _error(m.reason, m.message), m.pair_failed)
+
+
+_READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.WorkerEvent]]] = {
+    "heartbeat": _heartbeat,
+    "prefill_started": _prefill_started,
+    "reserved": _reserved,
+    "no_room": _no_room,
+    "kv_committed": _kv_committed,
+    "request_failed": _request_failed,
+    "worker_lost": _worker_lost,
+}
+
+
+def _error(reason: int, message: str) -> PdserveError:
+    try:
+        return from_reason(reason, message)
+    except ValueError:  # not in our version of the enum
+        return InternalBug(f"worker failed with unknown reason {reason}: {message}")
+
+
+def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
+    return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=incarnation))
+
+
+def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
+    match effect:
+        case ev.SendBind(work=work, bind=bind, local_prefill=local):
+            fields = _work(work)
+            return link_pb2.RouterMessage(bind=decode_pb2.Bind(bind=bind, local_prefill=local, **fields))
+        case ev.SendPrefill(work=work):
+            return link_pb2.RouterMessage(prefill=prefill_pb2.Prefill(**_work(work)))
+        case ev.SendAttach(handle=handle, lease_id=lease_id, ttl_s=ttl_s, ticket=ticket):
+            attach = decode_pb2.Attach(handle=handle, lease_id=lease_id_to_wire(lease_id), ttl_s=ttl_s, ticket=ticket)
+            return link_pb2.RouterMessage(attach=attach)
+        case ev.SendCancel(handle=handle):
+            return link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle))
+        case ev.SendAlive():
+            return link_pb2.RouterMessage(alive=link_pb2.Alive())
+        case ev.SendDrain():
+            return link_pb2.RouterMessage(drain=link_pb2.Drain())
+
+
+def _work(work: ev.Work) -> dict[str, Any]:
+    return {
+        "handle": work.handle,
+        "request_id": work.request_id,
+        "attempt": work.attempt,
+        "prompt_ids": pack_ids(work.prompt_ids),
+        "sampling": sampling_to_wire(work.sampling),
+        "deadline_s": work.deadline_s,
+        "priority": work.priority,
+        "resumed": work.resumed,
+        "cache_salt": work.cache_salt,
+    }

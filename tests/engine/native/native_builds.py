@@ -1,0 +1,39 @@
+"""Builds the compiled kernels as installing pdserve does, with a compiler of one's choice."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+NATIVE = ROOT / "pdserve" / "engine" / "native"
+
+
+def extension() -> dict[str, Any]:
+    """What pyproject.toml says of them."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        modules = tomllib.load(file)["tool"]["setuptools"]["ext-modules"]
+    return next(module for module in modules if module["name"].endswith("._kernels"))
+
+
+def compiler(name: str) -> str:
+    """Its path. Skips the test where it is not installed."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def build(compiler_path: str, target: Path, *more: str, sources: Sequence[str] | None = None) -> Path:
+    """A library at `target`, of the kernels' sources unless others are named; `more` goes to the compiler."""
+    how = extension()
+    sources = sources or [str(ROOT / source) for source in how["sources"]]
+    flags = [*how["extra-compile-args"], *how["extra-link-args"], "-fPIC", "-shared", *more]
+    subprocess.run([compiler_path, *flags, *sources, "-o", str(target)], check=True, timeout=280)
+    return target

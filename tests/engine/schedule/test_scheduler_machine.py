@@ -1,0 +1,223 @@
+"""Random histories on a pool of ten blocks: nothing is lost, everyone finishes, preemption is invisible in the output.
+
+The model is a function of all tokens so far, so any wrong token, position or index shows in the output.
+"""
+
+from __future__ import annotations
+
+import zlib
+from itertools import accumulate
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pdserve.core.batch import NO_TOKEN, Sampled, StepPlan
+from pdserve.core.blocks import BlockPool, Reservation
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.engine.schedule.sequence import SequenceKind
+
+BLOCKS, BLOCK, EOS, VOCAB = 10, 4, 3, 23
+LIMIT = BLOCKS * BLOCK
+FAILS_EVERY = 29
+"""Of so many rows, one has logits that are no numbers."""
+
+
+def model(tokens: tuple[int, ...]) -> int:
+    return zlib.crc32(bytes(tokens)) % VOCAB
+
+
+def expected_output(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+    tokens = list(prompt)
+    while True:
+        tokens.append(model(tuple(tokens)))
+        count = len(tokens) - len(prompt)
+        if tokens[-1] == EOS or count == params.max_tokens or len(tokens) == LIMIT:
+            return tokens[len(prompt) :]
+
+
+# Half of the prompts are one of a few that begin alike, some of whole blocks only: what prefix caching is about.
+ALIKE = tuple((1,) * count + tail for count in (BLOCK, 2 * BLOCK, 4 * BLOCK) for tail in ((), (2,), (3,) * BLOCK))
+random_prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LIMIT - 1).map(tuple)
+prompts = st.one_of(st.sampled_from(ALIKE), random_prompts)
+lengths = st.integers(1, 30)
+priorities = st.integers(-1, 1)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Plays the engine thread, its commands, and a KV memory of (sequence, tokens up to here) per slot."""
+
+    @initialize(seqs=st.integers(1, 5), budget=st.integers(1, 12), salt=st.sampled_from([None, b"model"]))
+    def start(self, seqs: int, budget: int, salt: bytes | None) -> None:
+        self.pool = BlockPool(BLOCKS)
+        self.scheduler = Scheduler(
+            self.pool,
+            BLOCK,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=LIMIT,
+            eos_token_ids=(EOS,),
+            prefix_salt=salt,
+        )
+        self.budget = budget
+        self.memory: dict[tuple[BlockId, int], int] = {}
+        self.asked: dict[SeqId, tuple[tuple[int, ...], SamplingParams, SequenceKind]] = {}
+        self.outputs: dict[SeqId, list[int]] = {}
+        self.inbound: dict[SeqId, Reservation] = {}
+        self.leases: list[SeqId] = []
+        self.quarantined: list[tuple[SeqId, Reservation]] = []
+        self.finished: list[SeqId] = []
+        self.steps = 0
+
+    def ask(self, prompt: tuple[int, ...], length: int, kind: SequenceKind) -> tuple[SeqId, SamplingParams]:
+        seq_id, params = SeqId(len(self.asked)), SamplingParams(max_tokens=length)
+        self.asked[seq_id] = (prompt, params, kind)
+        return seq_id, params
+
+    @rule(prompt=prompts, length=lengths, priority=priorities, lent=st.booleans())
+    def add(self, prompt: tuple[int, ...], length: int, priority: int, lent: bool) -> None:
+        kind = SequenceKind.LENT if lent else SequenceKind.LOCAL
+        seq_id, params = self.ask(prompt, length, kind)
+        self.outputs[seq_id] = []
+        self.scheduler.add(seq_id, prompt, params, kind=kind, priority=priority)
+
+    @rule(prompt=prompts, length=lengths, priority=priorities, local=st.booleans())
+    def reserve(self, prompt: tuple[int, ...], length: int, priority: int, local: bool) -> None:
+        seq_id, params = self.ask(prompt, length, SequenceKind.LOCAL if local else SequenceKind.INBOUND)
+        before = self.pool.counts()
+        room = self.scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local)
+        if room is None:
+            assert self.pool.counts() == before
+            return
+        self.outputs[seq_id] = []
+        if not local:
+            self.inbound[seq_id] = room
+
+    @precondition(lambda self: self.inbound)
+    @rule(data=st.data())
+    def transfer_ends(self, data: st.DataObject) -> None:
+        seq_id = data.draw(st.sampled_from(sorted(self.inbound)))
+        prompt, params, _ = self.asked[seq_id]
+        room = self.inbound.pop(seq_id)
+        first = expected_output(prompt, params)[0]
+        if len(expected_output(prompt, params)) == 1:
+            self.finish(seq_id, None)
+            self.scheduler.abort(seq_id)
+            return
+        for position in range(room.hits * BLOCK, len(prompt)):  # the rest was found here
+            self.memory[room.block_ids[position // BLOCK], position % BLOCK] = prompt[position]
+        self.outputs[seq_id].append(first)
+        self.scheduler.activate(seq_id, first)
+
+    @precondition(lambda self: self.outputs)
+    @rule(data=st.data(), in_flight=st.booleans())
+    def abort(self, data: st.DataObject, in_flight: bool) -> None:
+        seq_id = data.draw(st.sampled_from(sorted(self.outputs)))
+        room = self.inbound.pop(seq_id, None)
+        if room is not None and in_flight:
+            self.quarantined.append((seq_id, room))
+        self.scheduler.abort(seq_id, read_in_flight=in_flight)
+        del self.outputs[seq_id]
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def lease_ends(self) -> None:
+        self.scheduler.return_lease(self.leases.pop(0))
+
+    @precondition(lambda self: self.quarantined)
+    @rule()
+    def read_stops(self) -> None:
+        """Until then it may have written whatever it likes into the blocks that were its own."""
+        seq_id, room = self.quarantined.pop(0)
+        for block in room.block_ids[room.hits :]:
+            self.memory.update({(block, slot): VOCAB for slot in range(BLOCK)})
+        self.scheduler.end_quarantine(seq_id)
+
+    @rule()
+    def step(self) -> None:
+        had_work = self.scheduler.has_work
+        plan = self.scheduler.plan()
+        self.leases += [a.seq_id for a in self.scheduler.take_admitted()]
+        if not plan.slices:
+            assert not self.scheduler.has_work, "an engine with work left would spin"
+            return
+        assert had_work
+        assert plan.num_tokens <= self.budget
+        sampled = self.execute(plan)
+        for i in [i for i in range(len(sampled)) if (self.steps + i) % FAILS_EVERY == 0]:
+            sampled[i] = (NO_TOKEN, None)
+        self.steps += 1
+        outcome = self.scheduler.collect(sampled)
+        for seq_id in outcome.failed:
+            del self.outputs[seq_id]
+        for token in outcome.tokens:
+            output = self.outputs[token.seq_id]
+            assert token.output_index == len(output)
+            output.append(token.token_id)
+            if token.finish_reason is not None or self.asked[token.seq_id][2] is SequenceKind.LENT:
+                self.finish(token.seq_id, token.finish_reason)
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
+        ends = accumulate(len(piece.token_ids) for piece in plan.slices)
+        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.sample is not None]
+        assert plan.sampled_rows == rows, "the model would draw after other tokens"
+        sampled: list[Sampled] = []
+        written: set[tuple[BlockId, int]] = set()
+        for piece in plan.slices:
+            for offset, token in enumerate(piece.token_ids):
+                position = piece.start + offset
+                slot = (piece.block_table[position // BLOCK], position % BLOCK)
+                assert slot not in written
+                written.add(slot)
+                self.memory[slot] = token
+            if piece.sample is not None:
+                end = piece.start + len(piece.token_ids)
+                tokens = tuple(self.memory[piece.block_table[p // BLOCK], p % BLOCK] for p in range(end))
+                sampled.append((model(tokens), None))
+        return sampled
+
+    def finish(self, seq_id: SeqId, reason: FinishReason | None) -> None:
+        prompt, params, kind = self.asked[seq_id]
+        output = self.outputs.pop(seq_id)
+        expected = expected_output(prompt, params)
+        if kind is SequenceKind.LENT:
+            assert output == expected[:1]
+        elif reason is not None:
+            assert output == expected
+        self.finished.append(seq_id)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_invariants()
+            assert self.scheduler.num_live == len(self.outputs)
+
+    def teardown(self) -> None:
+        """Everyone who is still there finishes once the outside world answers, and then nothing is held."""
+        if not hasattr(self, "scheduler"):
+            return
+        while self.quarantined:
+            self.read_stops()
+        for seq_id in sorted(self.inbound):
+            self.scheduler.abort(seq_id)
+            del self.outputs[seq_id], self.inbound[seq_id]
+        for _ in range(4000):
+            if not self.outputs:
+                break
+            while self.leases:
+                self.lease_ends()
+            self.step()
+            self.books_agree()
+        assert not self.outputs, "starved"
+        while self.leases:
+            self.lease_ends()
+        counts = self.pool.counts()
+        assert counts.free + counts.cached == BLOCKS
+        assert not self.scheduler.has_work
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,282 @@
+"""Workers as the router's core sees them, played by a test: no sockets, every message delivered when the test says."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pdserve.config import RouterConfig
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
+from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
+from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.rpc.v1 import common_pb2, link_pb2
+from router.api.answer import Report
+from router.core import events as ev
+from router.core.router_core import RouterCore
+
+FINGERPRINT = "model"
+
+
+def hello(worker_id: str, role: ev.Role, **changes: object) -> ev.WorkerHello:
+    values: dict[str, object] = {
+        "worker_id": WorkerId(worker_id),
+        "role": role,
+        "incarnation": Incarnation(1),
+        "address": "127.0.0.1:1",
+        "model_fingerprint": FINGERPRINT,
+        "block_size": 4,
+        "num_blocks": 16,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "dtype": "bfloat16",
+        "kv_bytes_per_token": 8,
+    }
+    return ev.WorkerHello(**(values | changes))  # type: ignore[arg-type]
+
+
+@dataclass
+class Job:
+    """One handle at a worker: what it says next."""
+
+    work: ev.Work
+    runs: bool
+    attached: bool = False
+    committed: bool = False
+    next_index: int = 0
+
+    def __post_init__(self) -> None:
+        self.next_index = self.work.resumed
+
+
+@dataclass
+class Peer:
+    """One link. `upward` is what it said and the router has not heard yet."""
+
+    link: ev.LinkId
+    hello: ev.WorkerHello
+    jobs: dict[Handle, Job] = field(default_factory=dict)
+    upward: deque[ev.Event] = field(default_factory=deque)
+    past: list[Handle] = field(default_factory=list)
+    refuse: int = 0
+    unreadable: set[Incarnation] = field(default_factory=set)
+    """Prefill workers whose KV does not reach this one."""
+    draining: bool = False
+    attached_to: list[Incarnation] = field(default_factory=list)
+    """Whose KV it was sent to read."""
+
+    def obey(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.SendDrain():
+                self.draining = True
+            case ev.SendBind(work=work) | ev.SendPrefill(work=work) if self.draining:
+                self.upward.append(ev.RequestFailed(self.link, work.handle, Unavailable("draining")))
+            case ev.SendBind(work=work, local_prefill=local):
+                self.past.append(work.handle)
+                longest = len(work.prompt_ids) - work.resumed + work.sampling.max_tokens
+                assert longest <= self.hello.max_model_len, "its answer would be cut short"
+                if self.refuse or len(self.jobs) >= self.hello.max_num_seqs:
+                    self.refuse = max(0, self.refuse - 1)
+                    self.upward.append(ev.NoRoom(self.link, work.handle, 1, 0))
+                else:
+                    self.jobs[work.handle] = Job(work, runs=local)
+                    self.upward.append(ev.Reserved(self.link, work.handle))
+            case ev.SendPrefill(work=work):
+                self.past.append(work.handle)
+                assert len(work.prompt_ids) < self.hello.max_model_len, "it would be refused"
+                self.jobs[work.handle] = Job(work, runs=True)
+                lease = LeaseId(self.hello.incarnation, work.handle)
+                self.upward.append(ev.PrefillStarted(self.link, work.handle, lease, 30.0, b"ticket"))
+            case ev.SendAttach(handle=handle, lease_id=lease_id) if lease_id.incarnation in self.unreadable:
+                if self.jobs.pop(handle, None) is not None:
+                    self.upward.append(ev.RequestFailed(self.link, handle, TransferFailed("no route"), pair_failed=True))
+            case ev.SendAttach(handle=handle):
+                self.attached_to.append(lease_id.incarnation)
+                if (job := self.jobs.get(handle)) is not None and job.work.sampling.max_tokens > job.work.resumed + 1:
+                    job.attached = job.runs = True
+                    job.next_index = job.work.resumed + 1
+            case ev.SendCancel(handle=handle):
+                self.jobs.pop(handle, None)
+
+    def progress(self) -> None:
+        """One engine step: a token for every job that runs; a commit comes before the first token of a handoff."""
+        rows = []
+        for handle, job in list(self.jobs.items()):
+            if not job.runs:
+                continue
+            if job.attached and not job.committed:
+                job.committed = True
+                self.upward.append(ev.KvCommitted(self.link, handle, 100, 0.1, 0.1, 0.1))
+                continue
+            rows.append(row(handle, job.next_index, last=job.next_index + 1 >= job.work.sampling.max_tokens))
+            job.next_index += 1
+            if self.hello.role is ev.Role.PREFILL or rows[-1].finish_reason:
+                del self.jobs[handle]
+        if rows:
+            self.upward.append(ev.StepRows(self.link, rows))
+
+
+def row(handle: int, index: int, *, last: bool = False, ids: list[int] | None = None) -> link_pb2.StepRow:
+    finish = common_pb2.FINISH_REASON_LENGTH if last else common_pb2.FINISH_REASON_UNSPECIFIED
+    ids = [index] if ids is None else ids  # the oracle: the token of an index is the index, whoever draws it
+    return link_pb2.StepRow(handle=handle, index=index, ids=ids, text=f"t{index} ".encode(), finish_reason=finish)
+
+
+@dataclass
+class Outcome:
+    emitted: list[int] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    error: PdserveError | None = None
+    report: Report | None = None
+
+
+class Stage:
+    """A core, its peers and what its clients saw."""
+
+    def __init__(self, **config: object) -> None:
+        settings = RouterConfig(**({"probe_workers": False} | config))  # type: ignore[arg-type]
+        self.core = RouterCore(settings, FINGERPRINT)
+        self.now_s = 0.0
+        self.peers: dict[ev.LinkId, Peer] = {}
+        self.outcomes: dict[RequestId, Outcome] = {}
+        self.effects: list[ev.Effect] = []
+        self._links = 0
+        self._prefills: dict[tuple[Incarnation, int], ev.Work] = {}
+
+    def tell(self, event: ev.Event) -> list[ev.Effect]:
+        effects = self.core.handle(event, now_s=self.now_s)
+        for effect in effects:
+            if isinstance(effect, ev.SendBind | ev.SendPrefill):
+                worker = self.core.registry.get(effect.link)
+                assert worker is None or not worker.draining, "placed on a draining worker"
+            self._perform(effect)
+        self.effects.extend(effects)
+        return effects
+
+    def _perform(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.EmitDelta(request_id=request_id, delta=delta):
+                outcome = self.outcomes[request_id]
+                assert not outcome.ended, "a token after the end"
+                assert delta.index == len(outcome.emitted), "a gap or a duplicate"
+                outcome.emitted.extend(delta.ids)
+                assert outcome.emitted == list(range(len(outcome.emitted))), "not the oracle's tokens"
+            case ev.EmitDone(request_id=request_id, report=report):
+                self.outcomes[request_id].ended.append("done")
+                self.outcomes[request_id].report = report
+            case ev.EmitFailed(request_id=request_id, error=error, report=report):
+                outcome = self.outcomes[request_id]
+                outcome.ended.append(error.code.value)
+                outcome.error, outcome.report = error, report
+            case ev.CloseLink(link=link):
+                self.peers.pop(link, None)
+            case ev.SendWelcome():
+                pass
+            case ev.SendAttach(link=link, handle=handle, lease_id=lease_id):
+                self._check_attach(self.peers[link], handle, lease_id)
+                self.peers[link].obey(effect)
+            case ev.SendBind() | ev.SendPrefill() if effect.work.request_id not in self.outcomes:
+                assert effect.work.request_id.startswith("probe-")
+                self.peers[effect.link].obey(effect)
+            case _:
+                if isinstance(effect, ev.SendBind | ev.SendPrefill):
+                    self._check_replay(effect.work)
+                if isinstance(effect, ev.SendPrefill) and effect.link in self.peers:
+                    incarnation = self.peers[effect.link].hello.incarnation
+                    self._prefills[incarnation, effect.work.handle] = effect.work
+                if effect.link in self.peers:
+                    self.peers[effect.link].obey(effect)
+
+    def _check_attach(self, peer: Peer, handle: Handle, lease_id: LeaseId) -> None:
+        """Nobody is sent to read the KV of another request or attempt."""
+        job, lent = peer.jobs.get(handle), self._prefills.get((lease_id.incarnation, lease_id.counter))
+        if job is not None and lent is not None:
+            assert (job.work.request_id, job.work.attempt) == (lent.request_id, lent.attempt)
+            assert job.work.prompt_ids == lent.prompt_ids
+
+    def _check_replay(self, work: ev.Work) -> None:
+        """A worker is told of the prompt and of exactly what the client has."""
+        emitted = self.outcomes[work.request_id].emitted
+        assert list(work.prompt_ids[len(work.prompt_ids) - work.resumed :]) == emitted[: work.resumed]
+        assert work.resumed <= len(emitted) < work.sampling.max_tokens
+        assert (work.resumed > 0) <= (work.attempt > 1)
+
+    def join(self, worker_id: str, role: ev.Role, **changes: object) -> Peer:
+        self._links += 1
+        link = ev.LinkId(self._links)
+        changes.setdefault("incarnation", Incarnation(1_000_000 + self._links))
+        peer = self.peers[link] = Peer(link, hello(worker_id, role, **changes))
+        self.tell(ev.WorkerJoined(link, peer.hello))
+        return peer
+
+    def leave(self, peer: Peer) -> None:
+        self.peers.pop(peer.link, None)
+        self.tell(ev.WorkerLeft(peer.link))
+
+    def heartbeat(self, peer: Peer, *, free: int = 16, queued_tokens: int = 0, last: Handle | None = None) -> None:
+        """`last`: the last command that its counts include; without it, all that it was sent."""
+        counts = BlockCounts(16, free, 0, 16 - free, 0)
+        last = Handle(max(peer.past, default=0)) if last is None else last
+        self.tell(ev.HeartbeatSeen(peer.link, ev.WorkerLoad(counts, queued_tokens=queued_tokens, last_handle=last)))
+
+    def submit(
+        self,
+        name: str,
+        *,
+        prompt_len: int = 4,
+        max_tokens: int = 3,
+        deadline_s: float = 100.0,
+        priority: int = 0,
+        placement: Placement | None = None,
+    ) -> Outcome:
+        """Raises what the core raises."""
+        request_id = RequestId(name)
+        outcome = Outcome()
+        before = self.outcomes.get(request_id)
+        self.outcomes[request_id] = outcome
+        submit = ev.Submit(
+            request_id=request_id,
+            prompt_ids=tuple(range(prompt_len)),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            arrived_s=self.now_s,
+            deadline_s=self.now_s + deadline_s,
+            priority=priority,
+            placement=placement,
+        )
+        try:
+            self.tell(submit)
+        except PdserveError:
+            del self.outcomes[request_id]
+            if before is not None:
+                self.outcomes[request_id] = before
+            raise
+        return outcome
+
+    def deliver(self, peer: Peer, count: int = 1) -> None:
+        """The router hears the oldest `count` messages of a link."""
+        for _ in range(count):
+            if peer.upward:
+                self.tell(peer.upward.popleft())
+
+    def run(self, steps: int = 200) -> None:
+        """Everybody works and is heard until nothing moves."""
+        for _ in range(steps):
+            before = len(self.effects)
+            moved = False
+            for peer in list(self.peers.values()):
+                peer.progress()
+                moved = moved or bool(peer.upward)
+                self.deliver(peer, len(peer.upward))
+            if not moved and len(self.effects) == before:
+                return
+
+    def assert_empty(self) -> None:
+        """Nothing is left: no request, ledger entry, remote work; every request ended once."""
+        self.core.check_invariants()
+        assert self.core.num_requests == 0
+        assert len(self.core.ledger) == 0
+        assert len(self.core.waiting) == 0
+        for peer in self.peers.values():
+            assert not peer.jobs, f"{peer.hello.worker_id} still holds {list(peer.jobs)}"
+        for request_id, outcome in self.outcomes.items():
+            assert len(outcome.ended) == 1, f"{request_id} ended as {outcome.ended}"

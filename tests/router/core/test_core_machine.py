@@ -1,0 +1,263 @@
+"""RouterCore under random events, in any order that two links allow, with stale and repeated messages."""
+
+from __future__ import annotations
+
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdserve.core.errors import IncompatiblePeer, LeaseGone, Overloaded, ReplicaLost, TransferFailed, Unavailable
+from pdserve.core.ids import Handle, LeaseId, RequestId
+from pdserve.core.sampling import Placement
+from router.core import events as ev
+
+from .core_peers import Peer, Stage, row
+
+PICK = st.integers(0, 1 << 16)
+ERRORS = (ReplicaLost, LeaseGone, TransferFailed, IncompatiblePeer, Unavailable)
+RECOVERY_WAIT_S = 8.0
+DEADLINE_MAX_S = 20.0
+BOUND_S = int(DEADLINE_MAX_S) + 2
+"""After the last fault, every request has ended: by its deadline at the latest."""
+
+
+class CoreMachine(RuleBasedStateMachine):
+    probe_workers = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = Stage(
+            max_queued_requests=4,
+            colocate_below_tokens=3,
+            probe_workers=self.probe_workers,
+            recovery_wait_s=RECOVERY_WAIT_S,
+            retry_burst=3,
+            retry_share=0.5,
+        )
+        self.names = 0
+        self.incarnations = 0
+        self.heard: list[ev.Event] = []
+        self.hints: list[float] = []
+        self.bugs_allowed = 0
+        self.stage.join("prefill-0", ev.Role.PREFILL)
+        self.stage.join("decode-0", ev.Role.DECODE)
+
+    def _peer(self, pick: int) -> Peer:
+        peers = list(self.stage.peers.values())
+        return peers[pick % len(peers)]
+
+    @rule(role=st.sampled_from(ev.Role), number=st.integers(0, 1), restarted=st.booleans())
+    def join(self, role: ev.Role, number: int, restarted: bool) -> None:
+        """A worker dials, perhaps again while its last link still stands."""
+        worker_id = f"{role.value}-{number}"
+        before = next((p for p in self.stage.peers.values() if p.hello.worker_id == worker_id), None)
+        self.incarnations += 1
+        incarnation = self.incarnations if before is None or restarted else before.hello.incarnation
+        self.stage.join(worker_id, role, incarnation=incarnation)  # without jobs: losing a link, a worker drops its work
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK)
+    def leave(self, pick: int) -> None:
+        self.stage.leave(self._peer(pick))
+
+    @rule(
+        prompt_len=st.integers(1, 40),
+        max_tokens=st.integers(1, 6),
+        deadline_s=st.floats(0.5, DEADLINE_MAX_S),
+        priority=st.integers(-1, 1),
+        placement=st.sampled_from([None, *Placement]),
+    )
+    def submit(self, prompt_len: int, max_tokens: int, deadline_s: float, priority: int, placement: Placement | None) -> None:
+        self.names += 1
+        try:
+            self.stage.submit(
+                f"r{self.names}",
+                prompt_len=prompt_len,
+                max_tokens=max_tokens,
+                deadline_s=deadline_s,
+                priority=priority,
+                placement=placement,
+            )
+        except Unavailable:
+            pass  # nobody there to serve it as asked
+        except Overloaded as exc:
+            self.hints.append(exc.retry_after_s)
+
+    @precondition(lambda self: self.names)
+    @rule(pick=PICK)
+    def client_gone(self, pick: int) -> None:
+        self.stage.tell(ev.ClientGone(RequestId(f"r{pick % self.names + 1}")))
+
+    def bustle(self, seed: int, moves: int) -> None:
+        """In any order: a worker makes a step, or the router hears some of its messages."""
+        random = Random(seed)
+        for _ in range(moves if self.stage.peers else 0):
+            peer = self._peer(random.randrange(1 << 16))
+            count = random.randrange(3)
+            if count == 0:
+                peer.progress()
+            self.heard.extend(list(peer.upward)[:count])
+            self.stage.deliver(peer, count)
+            self.stage.core.check_invariants()
+
+    # Rules are drawn evenly: this one by several names, or little would ever get done.
+    bustle_a = rule(seed=st.integers(0, 1 << 32), moves=st.integers(1, 30))(bustle)
+    bustle_b = rule(seed=st.integers(0, 1 << 32), moves=st.integers(1, 4))(bustle)
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK, count=st.integers(1, 3))
+    def refuse(self, pick: int, count: int) -> None:
+        self._peer(pick).refuse = count
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK, free=st.integers(0, 16))
+    def heartbeat(self, pick: int, free: int) -> None:
+        self.stage.heartbeat(self._peer(pick), free=free, queued_tokens=free)
+
+    @precondition(lambda self: self.heard)
+    @rule(pick=PICK)
+    def repeat_rows(self, pick: int) -> None:
+        rows = [e for e in self.heard if isinstance(e, ev.StepRows)]
+        if rows:
+            self.stage.tell(rows[pick % len(rows)])
+
+    @precondition(lambda self: self.heard)
+    @rule(pick=PICK)
+    def repeat_anything(self, pick: int) -> None:
+        """Nobody's link does this; it may fail that request, and no other."""
+        self.bugs_allowed += 1
+        self.stage.tell(self.heard[pick % len(self.heard)])
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK, handle=st.integers(0, 60), kind=st.integers(0, 4))
+    def stale(self, pick: int, handle: int, kind: int) -> None:
+        peer = self._peer(pick)
+        stale = Handle(handle)
+        worker = self.stage.core.registry.get(peer.link)
+        if worker is not None and stale in worker.work:
+            return  # live for the router, even where the worker has ended it and the router has not heard so yet
+        link = peer.link if kind else ev.LinkId(10_000)
+        self.stage.tell(
+            [
+                ev.Reserved(link, stale),
+                ev.NoRoom(link, stale, 1, 0),
+                ev.PrefillStarted(link, stale, LeaseId(peer.hello.incarnation, 1), 1.0, b""),
+                ev.RequestFailed(link, stale, ReplicaLost("stale")),
+                ev.StepRows(link, [row(handle, 0)]),
+            ][kind]
+        )
+
+    @rule(pick=PICK)
+    def one_fails(self, pick: int) -> None:
+        jobs = [(p, h) for p in self.stage.peers.values() for h in p.jobs]
+        if jobs:
+            peer, handle = jobs[pick % len(jobs)]
+            del peer.jobs[handle]
+            error = ERRORS[pick % len(ERRORS)]("told to fail")
+            peer.upward.append(ev.RequestFailed(peer.link, handle, error))
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK, other=PICK)
+    def partition(self, pick: int, other: int) -> None:
+        """One worker cannot read the other's KV any more, or can again."""
+        reader, lender = self._peer(pick), self._peer(other)
+        reader.unreadable ^= {lender.hello.incarnation}
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK)
+    def drain(self, pick: int) -> None:
+        worker_id = self._peer(pick).hello.worker_id
+        placed = len(self.stage.effects)
+        self.stage.tell(ev.DrainAsked(worker_id))
+        assert isinstance(self.stage.effects[placed], ev.SendDrain)
+
+    @rule(seconds=st.floats(0.01, 4.0))
+    def time_passes(self, seconds: float) -> None:
+        self.stage.now_s += seconds
+        self.stage.tell(ev.Tick())
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.stage.core.check_invariants()
+        bugs = sum(o.ended == ["internal_bug"] for o in self.stage.outcomes.values())
+        assert bugs <= self.bugs_allowed
+        assert all(0 < hint <= 30 for hint in self.hints)
+        assert sum(o.report.attempts - 1 for o in self.stage.outcomes.values() if o.report) <= 3 + self.names * 0.5
+        for outcome in self.stage.outcomes.values():
+            assert len(outcome.ended) <= 1
+            if outcome.ended == ["done"]:
+                assert outcome.report is not None
+                assert outcome.report.output_tokens == len(outcome.emitted)
+
+    def teardown(self) -> None:
+        """Faults stop, all work, time goes on: within its bounds every request ends, and nothing is left."""
+        for peer in self.stage.peers.values():
+            peer.refuse = 0
+            peer.unreadable.clear()
+        for _ in range(BOUND_S):
+            self.stage.run()
+            self.stage.now_s += 1.0
+            for peer in list(self.stage.peers.values()):
+                self.stage.heartbeat(peer)
+            self.stage.tell(ev.Tick())
+        self.stage.run()
+        self.books_agree()
+        self.stage.assert_empty()
+        for worker in self.stage.core.registry:
+            assert worker.draining or worker.readiness.ready or worker.hello.role is ev.Role.PREFILL
+
+
+class ProbingCoreMachine(CoreMachine):
+    """The same, with workers that must show first that KV passes."""
+
+    probe_workers = True
+
+
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestProbingCoreMachine = ProbingCoreMachine.TestCase
+TestProbingCoreMachine.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+
+
+def chaos(machine: CoreMachine, random: Random) -> None:
+    """One weighted random event; the state machine above shrinks better, this goes deeper."""
+    pick = random.randrange(1 << 16)
+    if not machine.stage.peers or random.random() < 0.03:
+        machine.join(random.choice(list(ev.Role)), random.randrange(2), random.random() < 0.5)
+        return
+    rules = {
+        lambda: machine.submit(
+            prompt_len=random.randint(1, 40),
+            max_tokens=random.randint(1, 6),
+            deadline_s=random.uniform(1, DEADLINE_MAX_S),
+            priority=random.randint(-1, 1),
+            placement=random.choice([None, None, *Placement]),
+        ): 20,
+        lambda: machine.bustle(pick, random.randint(1, 8)): 60,
+        lambda: machine.client_gone(random.randrange(machine.names)) if machine.names else None: 3,
+        lambda: machine.refuse(pick, random.randint(1, 3)): 3,
+        lambda: machine.heartbeat(pick, random.randint(0, 16)): 20,
+        lambda: machine.repeat_rows(pick) if machine.heard else None: 5,
+        lambda: machine.repeat_anything(-1 - random.randrange(5)) if len(machine.heard) > 5 else None: 1,
+        lambda: machine.stale(pick, random.randrange(200), random.randrange(5)): 3,
+        lambda: machine.one_fails(pick): 2,
+        lambda: machine.leave(pick): 1,
+        lambda: machine.partition(pick, random.randrange(8)): 1,
+        lambda: machine.drain(pick) if random.random() < 0.2 else None: 1,
+        lambda: machine.time_passes(random.uniform(0.01, 1.0)): 5,
+    }
+    random.choices(list(rules), list(rules.values()))[0]()
+
+
+@pytest.mark.parametrize("kind", [CoreMachine, ProbingCoreMachine])
+@pytest.mark.parametrize("seed", range(8))
+def test_long_random_runs_leave_nothing(seed: int, kind: type[CoreMachine]) -> None:
+    machine, random = kind(), Random(seed)
+    for _ in range(600):
+        chaos(machine, random)
+        machine.books_agree()
+    machine.teardown()
+    assert sum(o.ended == ["done"] for o in machine.stage.outcomes.values()) > 10

@@ -1,0 +1,117 @@
+"""The shell around the core: what operators see of it, and that books which disagree stop nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+import pytest
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import Overloaded
+from pdserve.core.ids import Incarnation
+from router.core import events as ev
+from router.core.waiting import RETRY_AFTER_UNKNOWN_S, WaitingRequests
+from router.grpc.cluster_state import cluster_state_to_wire
+from router.service import service
+from testkit.fake_worker import DECODE, PREFILL
+
+from .core_peers import hello
+from .local_cluster import local_cluster, right_ids, tiny_model
+
+
+def test_books_that_disagree_are_logged_and_counted_and_stop_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "CHECK_TICKS", 1)
+
+    async def story() -> None:
+        async with asyncio.timeout(20), local_cluster() as cluster:
+            await cluster.generate((1, 2), 3)
+            counts = "pdserve_router_invariant_failures_total"
+            assert f"{counts} 0.0" in cluster.service.metrics().decode()
+            cluster.service._core.ledger._charged[ev.LinkId(9)] = 1
+            await cluster.decode.wait_for(lambda: f"{counts} 0.0" not in cluster.service.metrics().decode())
+            assert (await cluster.generate((1, 2), 3)).ids == right_ids((1, 2), 3)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(story())
+    assert "books of the core disagree" in caplog.text
+
+
+def test_the_state_names_who_drains_who_is_not_ready_and_which_pairs_rest() -> None:
+    async def story() -> None:
+        async with asyncio.timeout(20), local_cluster((PREFILL, DECODE)) as cluster:
+            core = cluster.service._core
+            workers = {w.hello.worker_id: w for w in core.registry}
+            prefill, decode = workers["prefill-0"].hello, workers["decode-0"].hello  # type: ignore[index]
+            core.pairs.failed(prefill, decode, "no route", now_s=cluster.service._clock())
+            core.pairs.never(prefill, hello("decode-1", ev.Role.DECODE, incarnation=Incarnation(7)), "other layout")
+            cluster.service.drain("decode-0")
+            assert not cluster.service.ready
+            state = cluster_state_to_wire(cluster.service.snapshot(), 16)
+            assert [(w.worker_id, w.ready, w.draining, w.not_ready_reason) for w in state.workers] == [
+                ("prefill-0", True, False, ""),
+                ("decode-0", False, True, "draining"),
+            ]
+            first, second = state.set_aside_pairs
+            assert (first.prefill_worker, first.decode_worker, first.reason, first.failures) == (
+                "prefill-0",
+                "decode-0",
+                "no route",
+                1,
+            )
+            assert 0 < first.remaining_s <= 5
+            assert math.isinf(second.remaining_s)
+            text = cluster.service.metrics().decode()
+            assert "pdserve_pairs_set_aside 2.0" in text
+            assert 'pdserve_worker_draining{role="decode",worker="decode-0"} 1.0' in text
+
+    asyncio.run(story())
+
+
+def test_a_heartbeat_that_says_draining_takes_the_worker_out() -> None:
+    """SIGTERM at the worker: the router hears of it by the heartbeat alone."""
+
+    async def story() -> None:
+        settings = {"heartbeat_interval_s": 0.05}
+        async with asyncio.timeout(20), local_cluster((DECODE, DECODE), worker=lambda: settings) as cluster:
+            leaving = cluster.workers[0]
+            leaving.draining = True
+            await leaving.wait_for(lambda: any(w.draining for w in cluster.service.snapshot().workers))
+            answers = [await cluster.generate((1, n), 3) for n in range(4)]
+            assert {a.report.decode_worker for a in answers} == {cluster.workers[1].worker_id}
+            assert {a.report.attempts for a in answers} == {1}
+            await cluster.assert_idle()
+
+    asyncio.run(story())
+
+
+def test_the_retry_hint_forgets_how_fast_things_went_long_ago() -> None:
+    """64 requests over a slow day say nothing about a burst: the hint is then the default, not half a minute."""
+
+    waiting = WaitingRequests(max_requests=0, max_tokens=1)
+    for n in range(64):
+        waiting.saw_finish(n * 600.0)
+    with pytest.raises(Overloaded) as caught:
+        waiting.check_room(1, now_s=64 * 600.0)
+    assert caught.value.retry_after_s == RETRY_AFTER_UNKNOWN_S
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_closing_is_not_lost_when_a_request_has_just_come(turns: int) -> None:
+    """A cancelled ticker that had just been woken went on for ever, and closing waited for it."""
+
+    async def story() -> None:
+        made = service.RouterService(RouterConfig(), tiny_model())
+        made.start()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        made._busy.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await made.close()
+
+    asyncio.run(story())

@@ -1,0 +1,154 @@
+"""What a state of the handoff model is made of. Production machines stand in it as numbers, see `machines`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tests.search.handoff_events import LeaseKey
+
+BLOCK_SIZE = 2
+GARBAGE = 0
+"""The tag of content that is nobody's, half written, or somebody else's by now."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How much can happen. Every bound is on things that have an identity of their own; messages are unbounded."""
+
+    prompts: tuple[tuple[int, ...], ...] = ((1, 2, 3),)
+    prefill_blocks: int = 2
+    decode_blocks: tuple[int, ...] = (2, 2)
+    max_binds: int = 2
+    max_grants: int = 2
+    prefill_restarts: int = 1
+    decode_restarts: int = 0
+    ttl: int = 1
+    """Units of time. With 1 every tick makes every lease due, so that a renewal may always come too late."""
+    prefill_cached: bool = False
+    """An earlier prompt has left the first one's prefix in the pool."""
+    decode_cached: bool = False
+    local_steps: bool = False
+    """Decode workers also run steps of their own, whose writes land late."""
+    retries: bool = True
+    """The router may forget a request's bind and lease, and begin anew."""
+    stalled: bool = False
+    """The prefill engine launches nothing."""
+    checksums: bool = False
+    """Prefill sums blocks when they are final, decode what it read, and Commit compares."""
+    rots: int = 0
+    """Blocks of prefill's memory that change by themselves after they were final."""
+    flips: int = 0
+    """Copies that do not bring what lies at the remote address."""
+    converted: bool = False
+    """Decode stores KV in a form of its own."""
+    hostile_tickets: bool = False
+    """Binds are handed tickets of other requests, and tickets that were changed on their way."""
+    wait_cap: int | None = None
+    """Ticks that a bind waits for its first read. None: it may give up at any moment and need not count."""
+
+
+class Computing(NamedTuple):
+    """A sequence of the prefill worker, until its last block is collected or it is aborted."""
+
+    number: int
+    request: int
+    lease: LeaseKey
+    blocks: tuple[int, ...]
+    computed: int
+    aborted: bool = False
+
+
+class Launched(NamedTuple):
+    """A step that may write its block until it is collected."""
+
+    number: int
+    position: int
+    block: int
+    tag: int
+
+
+class Prefill(NamedTuple):
+    incarnation: int
+    table: int
+    pool: int
+    memory: tuple[int, ...]
+    step: Launched | None = None
+    sequences: tuple[Computing, ...] = ()
+
+
+class Read(NamedTuple):
+    """A posted read: each (remote, local) block still to be copied, at whatever moment."""
+
+    number: int
+    pairs: tuple[tuple[int, int], ...]
+    failed: bool = False
+    blocks: tuple[int, ...] = ()
+    """All local ones, in order: what is summed when it is done."""
+
+
+class Bind(NamedTuple):
+    number: int
+    request: int
+    blocks: tuple[int, ...]
+    hits: int
+    lease: LeaseKey | None = None
+    remote: tuple[int, ...] = ()
+    proof: bytes = b""
+    reader: int = -1
+    reads: tuple[Read, ...] = ()
+    active: bool = False
+    waited: int = 0
+
+
+class Decode(NamedTuple):
+    incarnation: int
+    pool: int
+    memory: tuple[int, ...]
+    binds: tuple[Bind, ...] = ()
+    step: int | None = None
+    """The block of a step of its own."""
+    step_aborted: bool = False
+
+
+class Ticket(NamedTuple):
+    """What a reader is told of a lease."""
+
+    lease: LeaseKey
+    request: int
+    blocks: tuple[int, ...]
+
+    @property
+    def proof(self) -> bytes:
+        """Of having this ticket, as it was written or as somebody changed it."""
+        return repr(tuple(self)).encode()
+
+
+class Asked(NamedTuple):
+    """What the router believes of a request: its present bind, and the lease with the blocks that its ticket names."""
+
+    worker: int = -1
+    bind: int = 0
+    lease: LeaseKey | None = None
+    ticket: tuple[int, ...] = ()
+
+
+class Used(NamedTuple):
+    binds: int = 0
+    grants: int = 0
+    prefill_restarts: int = 0
+    decode_restarts: int = 0
+    rots: int = 0
+    flips: int = 0
+
+
+class State(NamedTuple):
+    prefill: Prefill
+    decodes: tuple[Decode, ...]
+    asked: tuple[Asked, ...]
+    sent: tuple[tuple[Any, ...], ...]
+    """Every message ever sent, sorted. Any may arrive at any moment, any number of times, or never."""
+    used: Used
+
+    def with_sent(self, *message: Any) -> State:
+        return self if message in self.sent else self._replace(sent=tuple(sorted((*self.sent, message))))
