@@ -71,7 +71,7 @@ class Client:
             self.task.cancel()
 
     async def _serve(self, router: SimRouter) -> None:
-        ask, service = self.outcome.ask, router.service.service
+        ask, service = self.outcome.ask, router.service
         assert service is not None
         try:
             generation = await service.submit(_input_of(ask))

@@ -131,7 +131,7 @@ class World:
 
     def _send(self, client: Client) -> None:
         router, process = self.router, self.router.process
-        if not process.alive or router.service.service is None:
+        if not process.alive or router.service is None:
             client.lost()
             return
         process.on_death[client] = client.lost

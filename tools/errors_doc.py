@@ -33,7 +33,7 @@ def render() -> str:
 
 def _row(code: ErrorCode, row: StatusRow) -> tuple[str, ...]:
     meaning = " ".join((CLASSES[code].__doc__ or "").split())
-    return f"`{code.value}`", row.grpc.name, str(row.http), _who(row), meaning
+    return f"`{code.value}`", row.grpc, str(row.http), _who(row), meaning
 
 
 def _who(row: StatusRow) -> str:

@@ -14,7 +14,7 @@ from pdserve.core.ids import Handle, LeaseId, RequestId
 from pdserve.core.sampling import Placement
 from router.core import events as ev
 
-from .core_peers import Peer, Stage, row
+from ..core_peers import Peer, Stage, row
 
 PICK = st.integers(0, 1 << 16)
 ERRORS = (ReplicaLost, LeaseGone, TransferFailed, IncompatiblePeer, Unavailable)

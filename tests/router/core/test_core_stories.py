@@ -11,7 +11,7 @@ from pdserve.core.sampling import Placement
 from router.core import events as ev
 from router.core.waiting import LEVEL_S
 
-from .core_peers import Stage, row
+from ..core_peers import Stage, row
 
 
 def pools(**config: object) -> Stage:

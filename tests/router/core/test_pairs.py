@@ -10,7 +10,7 @@ from pdserve.core.sampling import Placement
 from router.core import events as ev
 from router.core.pairs import Pairs
 
-from .core_peers import Stage, hello
+from ..core_peers import Stage, hello
 
 P = hello("prefill-0", ev.Role.PREFILL, incarnation=Incarnation(1))
 D = hello("decode-0", ev.Role.DECODE, incarnation=Incarnation(2))

@@ -11,7 +11,7 @@ from pdserve.core.errors import InternalBug, Unavailable
 from router.core import events as ev
 from router.core.probes import DEADLINE_S
 
-from .core_peers import Peer, Stage
+from ..core_peers import Peer, Stage
 
 
 def reason(stage: Stage, peer: Peer) -> str:

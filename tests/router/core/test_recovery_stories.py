@@ -21,7 +21,7 @@ from pdserve.core.ids import Handle, RequestId
 from pdserve.core.sampling import Placement
 from router.core import events as ev
 
-from .core_peers import Outcome, Peer, Stage, row
+from ..core_peers import Outcome, Peer, Stage, row
 
 
 def pools(prefill: int = 2, decode: int = 2, **config: object) -> Stage:

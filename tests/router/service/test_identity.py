@@ -16,7 +16,7 @@ from pdserve.core.ids import Incarnation, RequestId
 from pdserve.rpc.v1 import inference_pb2
 from router.api.identity import KEY_BYTES, CancelTokens, Claim, new_request_id
 
-from .local_cluster import cancel_request, generate_request, local_cluster, read_answer, right_ids
+from ..local_cluster import cancel_request, generate_request, local_cluster, read_answer, right_ids
 
 KEY = bytes(range(KEY_BYTES))
 TOKENS = CancelTokens(Incarnation(0xABC), KEY)

@@ -16,8 +16,8 @@ from router.service.limits import LengthLimit
 from router.service.model import ServedModel
 from testkit.fake_worker import DECODE, PREFILL
 
-from .core_peers import FINGERPRINT, hello
-from .local_cluster import LocalCluster, generate_request, local_cluster, read_answer, right_ids, tiny_model
+from ..core_peers import FINGERPRINT, hello
+from ..local_cluster import LocalCluster, generate_request, local_cluster, read_answer, right_ids, tiny_model
 
 
 def test_the_longest_request_fits_the_largest_worker_of_the_smaller_pool() -> None:

@@ -17,8 +17,8 @@ from router.grpc.cluster_state import cluster_state_to_wire
 from router.service import service
 from testkit.fake_worker import DECODE, PREFILL
 
-from .core_peers import hello
-from .local_cluster import local_cluster, right_ids, tiny_model
+from ..core_peers import hello
+from ..local_cluster import local_cluster, right_ids, tiny_model
 
 
 def test_books_that_disagree_are_logged_and_counted_and_stop_nobody(
