@@ -8,9 +8,9 @@ from typing import Protocol
 from kvtransfer.lease.client import LeaseClient
 from kvtransfer.lease.followed import FollowedLease
 from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.pull import PrefillStalled, Pull, Pulled
-from kvtransfer.reads.read import Reads
-from kvtransfer.staging.staging import PostsReads, Staging
+from kvtransfer.reads.block_read import BlockSource
+from kvtransfer.reads.pull import PrefillStalled, Pull, PullResult
+from kvtransfer.staging.staging import BlockTransfer, Staging
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import IncompatiblePeer, KvCorrupt, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId
@@ -19,7 +19,7 @@ from pdserve.core.kv_layout import KvLayout
 log = logging.getLogger(__name__)
 
 
-class Puller(Protocol):
+class PullHost(Protocol):
     """What is needed of the worker that pulls: a `Host` has it all."""
 
     @property
@@ -29,7 +29,7 @@ class Puller(Protocol):
     def config(self) -> WorkerConfig: ...
 
     @property
-    def transfer(self) -> PostsReads: ...
+    def transfer(self) -> BlockTransfer: ...
 
     @property
     def staging(self) -> Staging | None:
@@ -45,12 +45,12 @@ def speaks_against_pair(error: PdserveError) -> bool:
     return isinstance(error, TransferFailed | KvCorrupt | ReplicaLost) and not isinstance(error, PrefillStalled)
 
 
-class Inbound:
+class InboundBlocks:
     """Loop thread only. After `pull` has raised or was cancelled, `abandon` must follow."""
 
     def __init__(
         self,
-        host: Puller,
+        host: PullHost,
         leases: LeaseClient,
         reader_id: ReaderId,
         block_ids: tuple[BlockId, ...],
@@ -76,7 +76,7 @@ class Inbound:
         """The transport may still write into the blocks."""
         return self._pull is not None and self._pull.read_in_flight
 
-    async def pull(self, lease_id: LeaseId, ticket_bytes: bytes) -> Pulled:
+    async def pull(self, lease_id: LeaseId, ticket_bytes: bytes) -> PullResult:
         """Follow the lease, read blocks as they become final, commit. What was read may be used only after this has returned.
 
         Raises `LeaseGone`, `TransferFailed`, `KvCorrupt`, `KvRotted`, `ReplicaLost`, `DeadlineExceeded`, `IncompatiblePeer`.
@@ -85,7 +85,7 @@ class Inbound:
         ticket.check_request(lease_id, self._prompt_hash)
         ticket.check_layout(self._host.layout)
         ticket.check_checksums(self._host.config.lease.kv_checksum)
-        reads = self._reads_of(ticket)
+        source = self._source_for(ticket)
         if len(ticket.block_ids) != len(self._block_ids):
             raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, the prompt {len(self._block_ids)}")
         self._lease = await self._leases.attach(lease_id, ticket, deadline_s=self._wait_s)
@@ -95,7 +95,7 @@ class Inbound:
             ticket,
             self._block_ids,
             self._reader_id,
-            reads,
+            source,
             config,
             first_block=self._first_block,
         )
@@ -114,13 +114,13 @@ class Inbound:
         )
         return pulled
 
-    def _reads_of(self, ticket: Ticket) -> Reads:
+    def _source_for(self, ticket: Ticket) -> BlockSource:
         """Straight into the pool where both sides store KV alike."""
         if ticket.layout == self._host.layout:
             return self._host.transfer
         if self._host.staging is None:
             raise IncompatiblePeer(f"KV comes in {ticket.layout.dtype}, and is stored in {self._host.layout.dtype} here")
-        return self._host.staging.reads_of(ticket)
+        return self._host.staging.source_for(ticket)
 
     async def abandon(self, *, release: bool) -> None:
         """Return once nothing writes into the blocks any more. `release` also ends the lease, so that its blocks are free

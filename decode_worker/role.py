@@ -17,13 +17,13 @@ import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
-from decode_worker.inbound import Inbound, speaks_against_pair
+from decode_worker.inbound import InboundBlocks, speaks_against_pair
 from kvtransfer.lease.client import LeaseClient
 from kvtransfer.lease.peer_link import PeerLink
-from kvtransfer.reads.pull import Pulled
+from kvtransfer.reads.pull import PullResult
+from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
-from pdserve.core.prefix import prompt_hash
 from pdserve.engine.schedule.outcome import OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import decode_pb2, link_pb2
@@ -47,7 +47,7 @@ class BoundRequest:
     deadline_s: float
     local_prefill: bool
     output: OutputStream
-    inbound: Inbound | None = None
+    inbound: InboundBlocks | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -159,7 +159,7 @@ class DecodeRole:
             return
         if not request.local_prefill:
             blocks = result.block_ids[: self._host.layout.blocks_for(request.prompt_len)]
-            request.inbound = Inbound(
+            request.inbound = InboundBlocks(
                 self._host,
                 self._leases,
                 request.reader_id,
@@ -184,7 +184,7 @@ class DecodeRole:
             return
         request.task = asyncio.create_task(self._hand_off(request, request.inbound, command))
 
-    async def _hand_off(self, request: BoundRequest, inbound: Inbound, command: decode_pb2.Attach) -> None:
+    async def _hand_off(self, request: BoundRequest, inbound: InboundBlocks, command: decode_pb2.Attach) -> None:
         try:
             pulled = await inbound.pull(codec.lease_id_from_wire(command.lease_id), command.ticket)
         except PdserveError as exc:
@@ -195,7 +195,7 @@ class DecodeRole:
         else:
             self._activate(request, pulled)
 
-    def _activate(self, request: BoundRequest, pulled: Pulled) -> None:
+    def _activate(self, request: BoundRequest, pulled: PullResult) -> None:
         """The commit was answered OK: the blocks become the sequence's and it decodes from token 0."""
         request.task = request.inbound = None
         if pulled.first_token.finish_reason is not None:
@@ -252,7 +252,7 @@ class DecodeRole:
         if inbound is not None:
             self._spawn(self._end_inbound(request, inbound, in_flight, release))
 
-    async def _end_inbound(self, request: BoundRequest, inbound: Inbound, in_flight: bool, release: bool) -> None:
+    async def _end_inbound(self, request: BoundRequest, inbound: InboundBlocks, in_flight: bool, release: bool) -> None:
         if request.task is not None:
             await asyncio.wait([request.task])  # it has failed or was cancelled; until it knows, so does nobody
         await inbound.abandon(release=release)

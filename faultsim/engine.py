@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from faultsim.oracle import EOS, chain, draw
-from pdserve.core.batch import NO_TOKEN, Sampled, SequenceSlice, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import BlockId, BlockSum
+from pdserve.core.step_plan import NO_TOKEN, Sampled, SequenceSlice, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.sim.process import Process
 from pdserve.worker.engine_steps import EngineSteps

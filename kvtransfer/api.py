@@ -59,7 +59,7 @@ class ReadAdrift(TransferFailed):
     """
 
 
-class ReadHandle:
+class TransportRead:
     """One posted read. Transports subclass it; callers only hand it back to `poll`."""
 
     __slots__ = ("num_blocks", "peer")
@@ -98,7 +98,7 @@ class Transport(Protocol):
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         into: LocalRegion | None = None,
-    ) -> ReadHandle:
+    ) -> TransportRead:
         """Start copying remote_blocks[i] of `region` into local_blocks[i] of our pool.
 
         `into`: of that region of ours instead. It is registered when first named, peers do not learn of it, and it must
@@ -108,7 +108,7 @@ class Transport(Protocol):
         """
         ...
 
-    def poll(self, handle: ReadHandle) -> bool:
+    def poll(self, handle: TransportRead) -> bool:
         """True once every block has arrived. Raises `TransferFailed` when the peer is gone. Not to be called again after."""
         ...
 

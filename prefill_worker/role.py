@@ -20,10 +20,10 @@ from typing import TypeVar
 
 from kvtransfer.lease.service import LeaseService, PeerService
 from kvtransfer.lease.ticket import Ticket
+from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import InternalBug, PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
-from pdserve.core.prefix import prompt_hash
 from pdserve.engine.schedule.outcome import OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2

@@ -11,7 +11,7 @@ import runpy
 import signal
 import threading
 
-from pdserve.core.batch import Sampled, StepPlan
+from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.runner import ModelRunner
 from testkit.processes import MODULE
 

@@ -15,7 +15,7 @@ from tools import generated_doc
 
 TARGET: Final = "docs/state-machines.md"
 MACHINES: Final = {
-    "Request": "pdserve.core.request",
+    "Request": "pdserve.core.request_machine",
     "Lease": "pdserve.core.lease",
     "Reader": "pdserve.core.reader",
     "Block": "pdserve.core.blocks",

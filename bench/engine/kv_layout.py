@@ -31,10 +31,10 @@ from bench.transfer.reads import SEED, NixlWay, Pool
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import KvLayout, ceil_div
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models import native_llama as native
 from pdserve.engine.models.weights import LayerWeights, LlamaWeights
 from pdserve.engine.native import library

@@ -11,11 +11,11 @@ import torch
 from bench.engine.peers.cases import CASES, Case, mean_s
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.runner import ModelRunner
 
 POOL_TOKENS: Final = max(case.batch * (case.cached + case.tokens) for case in CASES) + 16 * 64

@@ -24,9 +24,9 @@ from rich.table import Table
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.batch import SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
+from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.runner import ModelRunner
 from pdserve.text.tokenizer import Tokenizer
 

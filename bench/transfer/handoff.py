@@ -32,13 +32,13 @@ from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease.client import LeaseClient
 from kvtransfer.lease.service import LeaseService, PeerService
 from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.pull import Pull, Pulled
+from kvtransfer.reads.pull import Pull, PullResult
 from kvtransfer.reads.thread import TransferThread
 from pdserve.config import LeaseConfig
+from pdserve.core.block_hash import prompt_hash
 from pdserve.core.ids import BlockId, LeaseId, ReaderId, SeqId, WorkerId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.core.lease import FirstToken, LeaseTable
-from pdserve.core.prefix import prompt_hash
 from pdserve.engine.block_sums import BlockSums
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import peer_pb2_grpc
@@ -137,7 +137,7 @@ class Reader:
         metadata = await self.thread.start()
         self.client = LeaseClient(READER_INCARNATION, metadata, self.thread, self.config, cluster_token=TOKEN)
 
-    async def pull(self, blocks: int, step: int, interval_s: float, *, checksums: bool) -> Pulled:
+    async def pull(self, blocks: int, step: int, interval_s: float, *, checksums: bool) -> PullResult:
         assert self.lender.stdin is not None
         assert self.lender.stdout is not None
         self.lender.stdin.write(f"{blocks} {step} {interval_s} {checksums}\n".encode())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from kvtransfer.api import LocalRegion, ReadAdrift, ReadHandle, RemoteRegion, check_shapes
+from kvtransfer.api import LocalRegion, ReadAdrift, RemoteRegion, TransportRead, check_shapes
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import Incarnation
 
@@ -57,7 +57,7 @@ class FakeFabric:
         return incarnation in self._adrift
 
 
-class _FakeRead(ReadHandle):
+class _FakeRead(TransportRead):
     __slots__ = ("done", "into", "local_blocks", "polls_left", "remote_blocks")
 
     def __init__(
@@ -108,7 +108,7 @@ class FakeTransport:
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         into: LocalRegion | None = None,
-    ) -> ReadHandle:
+    ) -> TransportRead:
         into = into or self._region
         if peer not in self._peers:
             raise TransferFailed(f"peer {peer:016x} is not connected")
@@ -122,7 +122,7 @@ class FakeTransport:
             self._copy(read)
         return read
 
-    def poll(self, handle: ReadHandle) -> bool:
+    def poll(self, handle: TransportRead) -> bool:
         assert isinstance(handle, _FakeRead)
         if not handle.done:
             self._reachable(handle.peer)

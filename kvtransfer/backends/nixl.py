@@ -35,7 +35,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtransfer.api import Device, LocalRegion, ReadAdrift, ReadHandle, Region, RemoteRegion, check_shapes
+from kvtransfer.api import Device, LocalRegion, ReadAdrift, Region, RemoteRegion, TransportRead, check_shapes
 from kvtransfer.backends.cuda import CudaContext, GpuContext
 from kvtransfer.backends.exposure import LOOPBACK_HOST, Exposure, exposure_of
 from pdserve.core.errors import ConfigError, TransferFailed
@@ -130,7 +130,7 @@ def load_wheel(cuda: str | None) -> Any:
     raise ConfigError(f"NIXL's wheel {wanted} is not installed{built}; install it with pip install --no-deps {wanted}")
 
 
-class _NixlRead(ReadHandle):
+class _NixlRead(TransportRead):
     """`request` is NIXL's handle; None once it is over and released."""
 
     __slots__ = ("connection", "request")
@@ -236,7 +236,7 @@ class NixlTransport:
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         into: LocalRegion | None = None,
-    ) -> ReadHandle:
+    ) -> TransportRead:
         into = into or self._region
         connection = self._peers.get(peer)
         if connection is None or connection.broken:
@@ -258,7 +258,7 @@ class NixlTransport:
         self._advance(handle, self._agent.postXferReq)
         return handle
 
-    def poll(self, handle: ReadHandle) -> bool:
+    def poll(self, handle: TransportRead) -> bool:
         assert isinstance(handle, _NixlRead)
         if handle.request is None:
             return True

@@ -24,10 +24,10 @@ from typing import Any, Final, cast
 import msgpack
 
 from kvtransfer.api import Device, DeviceKind, RemoteRegion
+from pdserve.core.block_hash import PROMPT_HASH_BYTES
 from pdserve.core.errors import ConfigError, IncompatiblePeer, LeaseGone, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId
 from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
-from pdserve.core.prefix import PROMPT_HASH_BYTES
 
 VERSION: Final = 2
 SEAL_BYTES: Final = 32

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvtransfer.lease.followed import FollowedLease
 from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.read import Read, Reads
+from kvtransfer.reads.block_read import BlockRead, BlockSource
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, InternalBug, KvCorrupt, KvRotted, PdserveError, TransferFailed
 from pdserve.core.ids import ReaderId
@@ -32,7 +32,7 @@ class PrefillStalled(TransferFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullResult:
     """`blocks` blocks are ours; those that were not here already, `kv_bytes` in all, were copied by `reads` reads.
 
     transfer_s: first read posted to last read finished; most of it passes while prefill computes.
@@ -72,7 +72,7 @@ class Pull:
         ticket: Ticket,
         local_blocks: Sequence[int],
         reader_id: ReaderId,
-        thread: Reads,
+        source: BlockSource,
         config: LeaseConfig,
         *,
         first_block: int = 0,
@@ -84,10 +84,10 @@ class Pull:
         self._ticket = ticket
         self._local_blocks = local_blocks
         self._reader_id = reader_id
-        self._thread = thread
+        self._source = source
         self._config = config
         self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.layout.block_size, first_block)
-        self._reads: dict[int, Read] = {}
+        self._reads: dict[int, BlockRead] = {}
         """Those that the reader counts as in flight, by its numbers."""
         self._to_commit: SendCommit | None = None
         self._times = _Times()
@@ -105,7 +105,7 @@ class Pull:
             return None
         return asyncio.shield(self._reusable)
 
-    async def run(self, *, wait_s: float) -> Pulled:
+    async def run(self, *, wait_s: float) -> PullResult:
         """`wait_s` bounds the wait for token 0, and `stalled_s` each wait for the next chunk: renewing cannot hold a lease
         for ever. Reads and Commit have bounds of their own.
 
@@ -193,12 +193,12 @@ class Pull:
         if post.read == 1:
             self._times.posted_s = self._now_s()
         try:
-            self._reads[post.read] = self._thread.read(
+            self._reads[post.read] = self._source.read(
                 ticket.incarnation,
                 ticket.region,
                 ticket.block_ids[blocks],
                 self._local_blocks[blocks],
-                deadline_s=self._thread.deadline_s(ticket.incarnation, nbytes, self._config),
+                deadline_s=self._source.deadline_s(ticket.incarnation, nbytes, self._config),
             )
         except PdserveError:  # nothing was posted
             self._perform(self._reader.read_failed(post.read))
@@ -232,12 +232,12 @@ class Pull:
         del self._reads[number]
         self._perform(self._reader.read_stopped(number))
 
-    def _pulled(self) -> Pulled:
+    def _pulled(self) -> PullResult:
         reader, times = self._reader, self._times
         assert reader.state is ReaderState.COMMITTED
         assert self._lease.first_token is not None
         reader.check_invariants()
-        return Pulled(
+        return PullResult(
             first_token=self._lease.first_token,
             blocks=reader.total_blocks,
             kv_bytes=reader.blocks_read * self._ticket.layout.block_bytes,

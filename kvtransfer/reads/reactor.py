@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, NewType, Protocol
 
-from kvtransfer.api import LocalRegion, ReadAdrift, ReadHandle, RemoteRegion, Transport
+from kvtransfer.api import LocalRegion, ReadAdrift, RemoteRegion, Transport, TransportRead
 from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
 from pdserve.core.ids import BlockSum, Incarnation
 
@@ -103,7 +103,7 @@ Event = Connected | ReadDone | ReadFailed
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    handle: ReadHandle
+    handle: TransportRead
     post: Post
     posted_s: float
 

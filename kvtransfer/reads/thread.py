@@ -2,7 +2,7 @@
 
 The loop is the only producer of commands and gets every answer by `call_soon_threadsafe`. Deadlines are timers on the
 loop, so they hold also while the transport blocks in a copy. A deadline ends the wait for a read, never the read: its
-local blocks stay the transport's until `Read.stopped`.
+local blocks stay the transport's until `BlockRead.stopped`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from kvtransfer.api import LocalRegion, RemoteRegion, Transport
+from kvtransfer.reads.block_read import BlockRead, mark_retrieved
 from kvtransfer.reads.pace import Pace
 from kvtransfer.reads.reactor import (
     Command,
@@ -30,7 +31,6 @@ from kvtransfer.reads.reactor import (
     Stop,
     SumBlocks,
 )
-from kvtransfer.reads.read import Read, mark_retrieved
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation
@@ -62,7 +62,7 @@ class TransferThread:
         self.sum_blocks = sum_blocks
         """Of our pool: reads into it that are asked for while this is set come with the sums of their blocks."""
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._reads: dict[ReadId, Read] = {}
+        self._reads: dict[ReadId, BlockRead] = {}
         self._paces: dict[Incarnation, Pace] = {}
         self._parted: set[Incarnation] = set()
         """Peers that we parted from, whose pace is kept only until their last read has stopped."""
@@ -126,7 +126,7 @@ class TransferThread:
         *,
         deadline_s: float,
         into: LocalRegion | None = None,
-    ) -> Read:
+    ) -> BlockRead:
         """Copy remote_blocks[i] into local_blocks[i] of our pool, or of `into`, within `deadline_s` from now.
 
         Raises `TransferFailed` when closing or when too many reads have not stopped, `ReplicaLost` when the thread
@@ -136,7 +136,7 @@ class TransferThread:
         if len(self._reads) >= self._max_reads:
             raise TransferFailed(f"{len(self._reads)} reads have not stopped: no more are posted")
         loop = self._live_loop()
-        read = Read(peer, len(local_blocks) * region.block_bytes, loop)
+        read = BlockRead(peer, len(local_blocks) * region.block_bytes, loop)
         self._last_read_id += 1
         read_id = ReadId(self._last_read_id)
         late = TransferFailed(f"a read of {len(local_blocks)} blocks from peer {peer:016x} took more than {deadline_s:.1f} s")
@@ -247,7 +247,7 @@ class TransferThread:
             self._end_pace(read, arrived=False)
             read.mark_stopped()
 
-    def _end_pace(self, read: Read, *, arrived: bool) -> None:
+    def _end_pace(self, read: BlockRead, *, arrived: bool) -> None:
         self.pace(read.peer).ended(read.nbytes, arrived=arrived, now_s=self._live_loop().time())
         if read.peer in self._parted:
             self._drop_pace(read.peer)

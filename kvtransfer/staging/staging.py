@@ -8,7 +8,7 @@ moves. To the pull it is one read like any other: `result` once every block is c
 transport nor the converter can still write into any block of it.
 
 Who may write what: the transport writes staging blocks from being posted until its own `stopped`, so a chunk keeps
-them that long, whatever became of its request. The converter writes fresh blocks of an `Inbound` holder, as a direct
+them that long, whatever became of its request. The converter writes fresh blocks of an `InboundBlocks` holder, as a direct
 read does: until Commit was answered, or the quarantine has ended, the engine neither reads, writes, shares nor frees
 them, and the role ends the quarantine only after `stopped`.
 
@@ -27,7 +27,7 @@ from typing import Any, Final, Protocol
 
 from kvtransfer.api import LocalRegion, RemoteRegion
 from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.read import Read, Reads
+from kvtransfer.reads.block_read import BlockRead, BlockSource
 from kvtransfer.staging.converter import Converter, ConverterThread
 from kvtransfer.staging.slots import SlotPool, Slots
 from pdserve.config import LeaseConfig
@@ -65,7 +65,7 @@ class StagingBlocks(Protocol):
         ...
 
 
-class PostsReads(Reads, Protocol):
+class BlockTransfer(BlockSource, Protocol):
     """The `TransferThread`."""
 
     def read(
@@ -77,7 +77,7 @@ class PostsReads(Reads, Protocol):
         *,
         deadline_s: float,
         into: LocalRegion | None = None,
-    ) -> Read: ...
+    ) -> BlockRead: ...
 
     def become_unhealthy(self, reason: str) -> None: ...
 
@@ -107,7 +107,7 @@ class Staging:
 
     def __init__(
         self,
-        transfer: PostsReads,
+        transfer: BlockTransfer,
         make_blocks: Callable[[KvLayout, int], StagingBlocks],
         *,
         num_blocks: int = STAGING_BLOCKS,
@@ -137,14 +137,14 @@ class Staging:
         """No read is under way, and every staging block is free."""
         return all(task.done() for task in self._tasks) and self.num_held == 0
 
-    def reads_of(self, ticket: Ticket) -> Reads:
+    def source_for(self, ticket: Ticket) -> BlockSource:
         """What pulls the blocks of this ticket, whose layout was checked and is another than ours."""
         lane = self._lanes.get(ticket.layout)
         if lane is None:
             log.info("KV of %s is converted: %d staging blocks", ticket.layout, self._num_blocks)
             blocks = self._make_blocks(ticket.layout, self._num_blocks)
             lane = self._lanes[ticket.layout] = _Lane(blocks, SlotPool(self._num_blocks))
-        return _StagedReads(self, lane, ticket)
+        return _StagedSource(self, lane, ticket)
 
     def close(self) -> None:
         """What still runs, because the transport did not end, never counts as stopped, and its memory stays."""
@@ -161,7 +161,7 @@ class Staging:
         return task
 
     async def move(
-        self, read: Read, lane: _Lane, chunk: _Chunk, region: RemoteRegion, slots: Slots, due_s: float, *, summed: bool
+        self, read: BlockRead, lane: _Lane, chunk: _Chunk, region: RemoteRegion, slots: Slots, due_s: float, *, summed: bool
     ) -> None:
         """One chunk, from the peer's pool into ours. Its staging blocks are given back when nothing uses them."""
         loop = asyncio.get_running_loop()
@@ -179,7 +179,7 @@ class Staging:
         await self._convert(read, partial(lane.blocks.convert, slots, chunk.local, chunk.tokens))
         lane.slots.give_back(read.peer, slots)
 
-    async def _arrival(self, read: Read, part: Read) -> None:
+    async def _arrival(self, read: BlockRead, part: BlockRead) -> None:
         """Returns when the transport has done with the staging blocks; a failure is told at once."""
         await asyncio.wait([part.result])
         if (error := part.result.exception()) is not None:
@@ -187,7 +187,7 @@ class Staging:
             read.fail(error)
         await part.stopped
 
-    async def _convert(self, read: Read, work: Callable[[], None]) -> None:
+    async def _convert(self, read: BlockRead, work: Callable[[], None]) -> None:
         """Returns when the converter has done with the staging blocks and ours."""
         async with self._converting:
             if read.result.done():
@@ -206,8 +206,8 @@ class Staging:
         return self._transfer.deadline_s(peer, nbytes, config)
 
 
-class _StagedReads:
-    """Reads of one ticket's blocks. See `kvtransfer.reads.read.Reads`."""
+class _StagedSource:
+    """Reads of one ticket's blocks. See `kvtransfer.reads.block_read.BlockSource`."""
 
     def __init__(self, staging: Staging, lane: _Lane, ticket: Ticket) -> None:
         self._staging = staging
@@ -228,10 +228,10 @@ class _StagedReads:
         local_blocks: Sequence[int],
         *,
         deadline_s: float,
-    ) -> Read:
+    ) -> BlockRead:
         """Never raises: what cannot be posted fails the result."""
         loop = asyncio.get_running_loop()
-        read = Read(peer, len(local_blocks) * region.block_bytes, loop)
+        read = BlockRead(peer, len(local_blocks) * region.block_bytes, loop)
         late = TransferFailed(f"{len(local_blocks)} blocks from peer {peer:016x} took more than {deadline_s:.1f} s to convert")
         read.timers = [loop.call_later(deadline_s, read.fail, late)]
         chunks = list(self._chunks(tuple(remote_blocks), tuple(local_blocks)))
@@ -248,7 +248,7 @@ class _StagedReads:
                 tokens += self._last_tokens - self._block_size
             yield _Chunk(remote[blocks], local[blocks], tokens)
 
-    async def _carry(self, read: Read, region: RemoteRegion, chunks: list[_Chunk], due_s: float) -> None:
+    async def _carry(self, read: BlockRead, region: RemoteRegion, chunks: list[_Chunk], due_s: float) -> None:
         """Chunk after chunk, each on its way while the next waits for its blocks, until nobody waits for the result."""
         staging, lane = self._staging, self._lane
         began_s = asyncio.get_running_loop().time()
@@ -271,7 +271,7 @@ class _StagedReads:
         read.succeed(asyncio.get_running_loop().time() - began_s, sums)
         read.mark_stopped()
 
-    async def _take(self, read: Read, count: int) -> Slots | None:
+    async def _take(self, read: BlockRead, count: int) -> Slots | None:
         """None: nobody waits for the result any more."""
         pool = self._lane.slots
         granted = pool.take(read.peer, count)

@@ -7,7 +7,7 @@ FREE -> HELD by named holders -> FREE
            `-- an inbound sequence aborted while our read is in flight -> QUARANTINED -- read has stopped --> FREE
 ```
 A block is referenced by holders, each a (kind, sequence) pair. Only a holder can drop its own references. The fresh
-blocks of an `Inbound` holder are being written by the transport: they may not be read, lent or hashed before they are
+blocks of an `InboundBlocks` holder are being written by the transport: they may not be read, lent or hashed before they are
 handed to a `Sequence`. Its prefix hits are ordinary shared references.
 
 A published block keeps its hash until it is evicted, which only blocks without any holder are, or until it is withdrawn.
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
+from pdserve.core.block_hash import BlockHash
 from pdserve.core.errors import IllegalTransition, InternalBug
 from pdserve.core.ids import BlockId, BlockSum, SeqId
-from pdserve.core.prefix import BlockHash
 
 
 class HolderKind(Enum):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
-from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import fit_max_model_len
+from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.core.batch import GREEDY, NO_TOKEN, Sampled, SampleSpec
 from pdserve.core.logit_edits import LogitEdits
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams, uniform
+from pdserve.core.step_plan import GREEDY, NO_TOKEN, Sampled, SampleSpec
 from pdserve.engine.models.api import Samples
 
 ROWS_AT_ONCE: Final = 32

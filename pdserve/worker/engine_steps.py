@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool, Holder, HolderKind
 from pdserve.core.ids import BlockId, BlockSum, SeqId
+from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.schedule.outcome import Final as FinalBlocks
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import InternalBug, Overloaded
+from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.engine_steps import EngineSteps, SumBlocks
 from pdserve.worker.messages import Command, StepEvents

@@ -12,7 +12,7 @@ from typing import Final
 
 from pdserve.core.errors import Unavailable
 from pdserve.core.ids import WorkerId
-from pdserve.core.request import RequestEvent
+from pdserve.core.request_machine import RequestEvent
 from pdserve.core.sampling import Placement
 from router.core.events import LinkId, SendBind, SendPrefill
 from router.core.live_request import LiveRequest

@@ -7,7 +7,7 @@ lease, and that the worker which is to read it has reserved. In a rebind the lea
 from __future__ import annotations
 
 from pdserve.core.errors import InternalBug, ReplicaLost
-from pdserve.core.request import RequestEvent, RequestState
+from pdserve.core.request_machine import RequestEvent, RequestState
 from pdserve.core.sampling import Placement
 from router.core.dispatcher import Dispatcher
 from router.core.events import KvCommitted, NoRoom, PrefillStarted, SendAttach

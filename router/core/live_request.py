@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, RequestId, WorkerId
-from pdserve.core.request import RequestMachine
+from pdserve.core.request_machine import RequestMachine
 from pdserve.core.sampling import Placement, SamplingParams
 from router.api.answer import Report
 from router.core.events import KvCommitted, LinkId, PrefillStarted, Role, Submit, Work

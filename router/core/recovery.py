@@ -21,7 +21,7 @@ from typing import Final
 from pdserve.config import RouterConfig
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ErrorCode, PdserveError
-from pdserve.core.request import RequestEvent, RequestState
+from pdserve.core.request_machine import RequestEvent, RequestState
 from router.core.dispatcher import Dispatcher
 from router.core.events import RequestFailed, Role
 from router.core.live_request import LiveRequest, RemoteWork

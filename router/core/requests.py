@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError
 from pdserve.core.ids import Handle, RequestId
-from pdserve.core.request import RequestEvent, RequestState
+from pdserve.core.request_machine import RequestEvent, RequestState
 from router.core.deadlines import Deadlines
 from router.core.events import Effect, EmitDone, EmitFailed, LinkId, SendCancel, Submit
 from router.core.ledger import Ledger, OutputMean

@@ -21,7 +21,7 @@ from pdserve.core.errors import (
     WorkerIdTaken,
 )
 from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
-from pdserve.core.request import RequestEvent, RequestState
+from pdserve.core.request_machine import RequestEvent, RequestState
 from router.core.dispatcher import Dispatcher
 from router.core.events import (
     ClientGone,

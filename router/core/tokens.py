@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.core.errors import InternalBug
-from pdserve.core.request import RequestEvent, RequestState
+from pdserve.core.request_machine import RequestEvent, RequestState
 from pdserve.core.sampling import FinishReason, Placement
 from router.api.answer import Delta
 from router.core.events import EmitDelta, Role, Row, StepRows

@@ -25,7 +25,7 @@ from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
 from router.openai.request import Call
 from router.parsing.child import LENGTH
 from router.parsing.parse import Job, Parsed, parse
-from router.service.turns import Turns
+from router.service.serial_thread import SerialThread
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class RequestParser:
     def __init__(self, max_body_bytes: int, command: Sequence[str] = COMMAND) -> None:
         """How much may wait for it at a time is bounded by the front ends, which hold the bytes."""
         self._command = [*command, str(max_body_bytes)]
-        self._turns = Turns("parse")
+        self._turns = SerialThread("parse")
         self._child: subprocess.Popen[bytes] | None = None
 
     @property

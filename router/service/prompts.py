@@ -9,7 +9,7 @@ from pdserve.core.errors import InvalidRequest, Overloaded
 from router.api.request import ChatMessage, Prompt
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
-from router.service.turns import Turns
+from router.service.serial_thread import SerialThread
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class PromptEncoder:
     def __init__(self, model: ServedModel, limit: LengthLimit) -> None:
         self._model = model
         self._limit = limit
-        self._turns = Turns("tokenize")
+        self._turns = SerialThread("tokenize")
         self._encoding = 0
 
     def close(self) -> None:

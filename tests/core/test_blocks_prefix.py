@@ -5,10 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from pdserve.core.block_hash import BlockHash
 from pdserve.core.blocks import TRANSITIONS, BlockEvent, BlockPool, BlockState, Holder, HolderKind
 from pdserve.core.errors import IllegalTransition, InternalBug
 from pdserve.core.ids import BlockId, BlockSum, SeqId
-from pdserve.core.prefix import BlockHash
 
 A, B, C = (BlockHash(name) for name in (b"a", b"b", b"c"))
 

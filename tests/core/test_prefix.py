@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.prefix import DIGEST_BYTES, block_hashes
+from pdserve.core.block_hash import DIGEST_BYTES, block_hashes
 
 tokens = st.lists(st.integers(0, 2), max_size=12)
 

@@ -12,8 +12,8 @@ import torch
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models import native_llama as native
 from pdserve.engine.runner import ModelRunner
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.core.batch import SampleSpec
 from pdserve.core.logit_edits import edits_of
 from pdserve.core.sampling import LEAST_REAL, SamplingParams
+from pdserve.core.step_plan import SampleSpec
 
 
 def spec_of(params: SamplingParams, prompt: list[int], output: list[int], banned: tuple[int, ...] = ()) -> SampleSpec:

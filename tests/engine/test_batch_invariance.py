@@ -9,8 +9,8 @@ import torch
 from engine_ways import COMPILED, WAYS
 
 from pdserve.checkpoint.resolve import resolve
-from pdserve.core.batch import StepPlan
 from pdserve.core.errors import ConfigError
+from pdserve.core.step_plan import StepPlan
 from pdserve.engine.attention.invariant import KV_TILE_TOKENS, InvariantAttention
 from pdserve.engine.layers.elementwise import exp_fixed
 from pdserve.engine.layers.rows import CANDIDATES, PROBE_ROWS, TILE_ROWS, TiledRows, cut

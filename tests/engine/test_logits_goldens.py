@@ -11,10 +11,10 @@ import torch
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 TOLERANCE = 1e-4  # float32; the reference itself is up to 0.66e-4 from float64

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from sampling_cases import sampling_cases
 from torch import Tensor
 
-from pdserve.core.batch import GREEDY, NO_TOKEN, SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import GREEDY, NO_TOKEN, SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.native import library
 from pdserve.engine.sampler import sample
 from pdserve.engine.schedule.scheduler import Scheduler

@@ -11,11 +11,11 @@ from engine_ways import WAYS
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
-from pdserve.core.batch import StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import StepPlan
 from pdserve.engine.layers import linear
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_cases import edited, probabilities, sampling_cases, spec_of
 
-from pdserve.core.batch import SampleSpec
 from pdserve.core.sampling import LEAST_REAL, SamplingParams, uniform
+from pdserve.core.step_plan import SampleSpec
 from pdserve.engine import sampler
 from pdserve.engine.sampler import distribution, sample
 

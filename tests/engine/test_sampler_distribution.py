@@ -13,8 +13,8 @@ import pytest
 import torch
 from sampling_cases import edited, probabilities, spec_of
 
-from pdserve.core.batch import SampleSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec
 from pdserve.engine import sampler
 from pdserve.engine.native import library
 from pdserve.engine.sampler import sample

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from sampling_cases import spec_of
 from torch import Tensor
 
-from pdserve.core.batch import SampleSpec
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import LEAST_REAL, LEAST_REPETITION_PENALTY, SamplingParams
+from pdserve.core.step_plan import SampleSpec
 from pdserve.engine.native import library
 from pdserve.engine.sampler import _edit, sample, weigh
 

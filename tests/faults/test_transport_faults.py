@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.reads.read import Read
+from kvtransfer.reads.block_read import BlockRead
 from kvtransfer.reads.thread import TransferThread
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import WorkerId
@@ -66,7 +66,7 @@ class Reader:
     async def connect(self, peer: NixlPeer) -> None:
         await self.thread.connect(peer.incarnation, peer.metadata)
 
-    def post(self, peer: NixlPeer, *, deadline_s: float = LONG_S) -> Read:
+    def post(self, peer: NixlPeer, *, deadline_s: float = LONG_S) -> BlockRead:
         return self.thread.read(peer.incarnation, peer.region, [1, 2, 3], [4, 5, 6], deadline_s=deadline_s)
 
     async def connect_and_read(self, peer: NixlPeer) -> None:

@@ -9,14 +9,14 @@ import runpy
 import sys
 from typing import Any
 
-from kvtransfer.api import ReadHandle
+from kvtransfer.api import TransportRead
 from kvtransfer.backends.nixl import NixlTransport
 
 PROMPT_BLOCKS = 4
 
 
 class DyingTransport(NixlTransport):
-    def post_read(self, peer: Any, region: Any, remote: Any, local: Any, into: Any = None) -> ReadHandle:
+    def post_read(self, peer: Any, region: Any, remote: Any, local: Any, into: Any = None) -> TransportRead:
         if len(local) >= PROMPT_BLOCKS:
             raise ZeroDivisionError("a planted bug")
         return super().post_read(peer, region, remote, local, into)

@@ -18,10 +18,10 @@ from real_service import APART, BOUND_S, LONG_PROMPT, QUICK_BEATS, OpenStream, t
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.kv.convert import convert_blocks
 from pdserve.engine.runner import ModelRunner
 from testkit.client import Answer, generate_all, request

@@ -10,8 +10,8 @@ from kernel_cases import DEVICE
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.batch import SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine import runner
 from pdserve.engine.models import graphs
 from pdserve.engine.models.graphs import buckets

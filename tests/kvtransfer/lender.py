@@ -16,10 +16,10 @@ from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.lease.followed import FollowedLease
 from kvtransfer.lease.service import LeaseService, PeerService
 from kvtransfer.lease.ticket import Ticket
+from pdserve.core.block_hash import prompt_hash
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, SeqId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.core.lease import FirstToken, Lease, LeaseTable
-from pdserve.core.prefix import prompt_hash
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import peer_pb2_grpc
 

@@ -12,7 +12,7 @@ from lender import FIRST, LAYOUT, PROMPT_HASH, TOKEN, Lender, lender
 from test_lost_lender import BLOCKS, SEED, LenderProcess
 from transfer_testing import Pool, new_incarnation
 
-from decode_worker.inbound import Inbound
+from decode_worker.inbound import InboundBlocks
 from kvtransfer.api import Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
@@ -20,10 +20,10 @@ from kvtransfer.lease.client import LeaseClient
 from kvtransfer.lease.ticket import Ticket, WrongTicket
 from kvtransfer.reads.thread import TransferThread
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
+from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, InternalBug, KvCorrupt, KvRotted, LeaseGone, TransferFailed
 from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, WorkerId
 from pdserve.core.kv_layout import KvLayout
-from pdserve.core.prefix import prompt_hash
 
 REMOTE = (5, 3, 7, 1)
 PROMPT_LEN = 3 * LAYOUT.block_size + 5
@@ -46,10 +46,10 @@ class Reader:
         self.damage(block_ids)
         return self.pool.sums(block_ids)
 
-    def inbound(self, blocks: int, *, prompt: bytes = PROMPT_HASH, hits: int = 0) -> Inbound:
+    def inbound(self, blocks: int, *, prompt: bytes = PROMPT_HASH, hits: int = 0) -> InboundBlocks:
         local = tuple(BlockId(block) for block in range(blocks))
         reader_id = ReaderId(new_incarnation(), 1)
-        return Inbound(self, self.client, reader_id, local, prompt_hash=prompt, first_block=hits, wait_s=BOUND_S)
+        return InboundBlocks(self, self.client, reader_id, local, prompt_hash=prompt, first_block=hits, wait_s=BOUND_S)
 
 
 @asynccontextmanager

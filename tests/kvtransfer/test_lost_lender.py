@@ -17,7 +17,7 @@ import pytest
 from lender import LAYOUT, PROMPT_HASH, TOKEN, Lender, lender
 from transfer_testing import ROOT, FakePeer, NixlPeer, Pool, new_incarnation
 
-from decode_worker.inbound import Inbound
+from decode_worker.inbound import InboundBlocks
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease.client import LeaseClient
@@ -47,10 +47,10 @@ class Reader:
     client: LeaseClient
     staging: None = None
 
-    def inbound(self) -> Inbound:
+    def inbound(self) -> InboundBlocks:
         blocks = tuple(BlockId(block) for block in range(len(BLOCKS)))
         reader_id = ReaderId(new_incarnation(), 1)
-        return Inbound(self, self.client, reader_id, blocks, prompt_hash=PROMPT_HASH, wait_s=WAIT_S)
+        return InboundBlocks(self, self.client, reader_id, blocks, prompt_hash=PROMPT_HASH, wait_s=WAIT_S)
 
 
 @asynccontextmanager
@@ -126,7 +126,7 @@ def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
 
 
 @asynccontextmanager
-async def half_pulled(one: Reader, peer: LenderProcess) -> AsyncIterator[tuple[Inbound, asyncio.Task[object]]]:
+async def half_pulled(one: Reader, peer: LenderProcess) -> AsyncIterator[tuple[InboundBlocks, asyncio.Task[object]]]:
     """A pull that has read the first of two chunks and waits for the second. Given up when the block ends."""
     inbound = one.inbound()
     lease_id, ticket = peer.grant()
@@ -203,7 +203,7 @@ def test_a_lender_that_is_stopped_before_it_is_ever_spoken_to() -> None:
 
 
 @asynccontextmanager
-async def two_reads_stalled(one: Reader) -> AsyncIterator[tuple[NixlPeer, Inbound, asyncio.Task[object]]]:
+async def two_reads_stalled(one: Reader) -> AsyncIterator[tuple[NixlPeer, InboundBlocks, asyncio.Task[object]]]:
     """Over TCP, the process that holds the bytes is stopped, then two chunks become final; its lease service goes on."""
     remote = NixlPeer(seed=SEED)
     try:

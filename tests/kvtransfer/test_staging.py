@@ -16,8 +16,8 @@ from kvtransfer.api import Region
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease.client import LeaseClient
+from kvtransfer.reads.block_read import BlockRead
 from kvtransfer.reads.pull import Pull
-from kvtransfer.reads.read import Read
 from kvtransfer.reads.thread import TransferThread
 from kvtransfer.staging.staging import Staging
 from pdserve.config import LeaseConfig
@@ -70,13 +70,13 @@ class World:
 
     def read(
         self, remote: Sequence[int], local: Sequence[int], *, peer: int = 0, deadline_s: float = 30.0, tail: int = 0
-    ) -> Read:
+    ) -> BlockRead:
         """`tail`: tokens that the last block lacks."""
         other = self.peers[peer]
         blocks = tuple(BlockId(block) for block in remote)
         lease_id = LeaseId(other.incarnation, 1)
         ticket = ticket_of(lease_id, other.region, blocks, len(blocks) * LAYOUT.block_size - tail)
-        return self.staging.reads_of(ticket).read(other.incarnation, other.region, blocks, local, deadline_s=deadline_s)
+        return self.staging.source_for(ticket).read(other.incarnation, other.region, blocks, local, deadline_s=deadline_s)
 
     def arrived(self, remote: Iterable[int], local: Iterable[int], *, peer: int = 0) -> bool:
         pairs = list(zip(remote, local, strict=True))
@@ -306,7 +306,7 @@ def test_what_waits_counts_for_the_next_deadline() -> None:
     async def test() -> None:
         async with world() as w:
             ticket = ticket_of(LeaseId(w.peers[0].incarnation, 1), w.peers[0].region, (BlockId(0),), 1)
-            reads = w.staging.reads_of(ticket)
+            reads = w.staging.source_for(ticket)
             alone_s = reads.deadline_s(w.peers[0].incarnation, BLOCK_BYTES, CONFIG)
             w.halves.may_convert.clear()
             waiting = w.read(range(40), range(40))
@@ -331,7 +331,7 @@ async def pull_of(one: Lender, thread: TransferThread, reads: Staging, remote: S
         one.seal(lease_id)
     lease = await client.attach(lease_id, ticket, deadline_s=30)
     try:
-        yield Pull(lease, ticket, range(len(remote)), ReaderId(own, 1), reads.reads_of(ticket), CONFIG)
+        yield Pull(lease, ticket, range(len(remote)), ReaderId(own, 1), reads.source_for(ticket), CONFIG)
     finally:
         one.table.release(lease_id, now_s=one.now_s())
         one.expire_due()

@@ -13,9 +13,9 @@ from transfer_testing import new_incarnation
 
 from kvtransfer.api import RemoteRegion
 from kvtransfer.lease.followed import Committed, FollowedLease
+from kvtransfer.reads.block_read import BlockRead
 from kvtransfer.reads.pace import Pace
-from kvtransfer.reads.pull import PrefillStalled, Pull, Pulled
-from kvtransfer.reads.read import Read
+from kvtransfer.reads.pull import PrefillStalled, Pull, PullResult
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, LeaseGone, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId
@@ -47,7 +47,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 @dataclass
 class Posted:
-    read: Read
+    read: BlockRead
     remote: tuple[int, ...]
     local: tuple[int, ...]
     deadline_s: float
@@ -78,7 +78,7 @@ class Script:
         ticket = ticket_of(self.lease_id, RemoteRegion(4096, 64, LAYOUT.block_bytes), REMOTE, PROMPT_LEN, layout=LAYOUT)
         self.lease = FollowedLease(self.lease_id, PROMPT_LEN, ticket.proof, self)
         self.pull = Pull(self.lease, ticket, LOCAL, ReaderId(new_incarnation(), 1), self, CONFIG)
-        self.running: asyncio.Task[Pulled] | None = None
+        self.running: asyncio.Task[PullResult] | None = None
 
     async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:
         self.committed.append(commit.blocks)
@@ -97,10 +97,10 @@ class Script:
         local_blocks: Sequence[int],
         *,
         deadline_s: float,
-    ) -> Read:
+    ) -> BlockRead:
         if len(self.posted) + 1 >= self.refuse_reads_from:
             raise TransferFailed("no more are posted")
-        read = Read(peer, len(local_blocks) * region.block_bytes, asyncio.get_running_loop())
+        read = BlockRead(peer, len(local_blocks) * region.block_bytes, asyncio.get_running_loop())
         self.posted.append(Posted(read, tuple(remote_blocks), tuple(local_blocks), deadline_s))
         return read
 
@@ -117,7 +117,7 @@ class Script:
         self.lease.apply(LeaseView(self.lease_id, True, watermark, FIRST if watermark == PROMPT_LEN else None))
         await settle()
 
-    async def result(self) -> Pulled:
+    async def result(self) -> PullResult:
         assert self.running is not None
         return await self.running
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvtransfer.api import Device
 from kvtransfer.lease.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket, WrongTicket
+from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId
 from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
-from pdserve.core.prefix import prompt_hash
 
 SECRET = b"the lender's own"
 LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import pytest
 from transfer_testing import FakePeer, Pool, new_incarnation
 
-from kvtransfer.api import ReadHandle, Transport
+from kvtransfer.api import Transport, TransportRead
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
-from kvtransfer.reads.read import Read
+from kvtransfer.reads.block_read import BlockRead
 from kvtransfer.reads.thread import TransferThread
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ReplicaLost, TransferFailed
@@ -27,7 +27,7 @@ class World:
     pool: Pool
     thread: TransferThread
 
-    def read(self, remote: list[int], local: list[int], *, deadline_s: float = 30.0) -> Read:
+    def read(self, remote: list[int], local: list[int], *, deadline_s: float = 30.0) -> BlockRead:
         return self.thread.read(self.peer.incarnation, self.peer.region, remote, local, deadline_s=deadline_s)
 
 
@@ -211,7 +211,7 @@ class Blocking:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def post_read(self, *args: object) -> ReadHandle:
+    def post_read(self, *args: object) -> TransportRead:
         self.posts += 1
         assert self.may_post.wait(30)
         return self.inner.post_read(*args)  # type: ignore[arg-type]
@@ -272,7 +272,7 @@ class Dying:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def poll(self, handle: ReadHandle) -> bool:
+    def poll(self, handle: TransportRead) -> bool:
         raise ZeroDivisionError("a bug")
 
 

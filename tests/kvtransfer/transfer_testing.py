@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvtransfer.api import ReadHandle, Region, Transport
+from kvtransfer.api import Region, Transport, TransportRead
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from pdserve.core.ids import BlockSum, Incarnation
 from pdserve.engine.block_sums import BlockSums
@@ -116,7 +116,7 @@ class NixlPeer:
         return self.process.stdout.readline()
 
 
-def wait_for(transport: Transport, handle: ReadHandle, *, within_s: float = 30.0) -> None:
+def wait_for(transport: Transport, handle: TransportRead, *, within_s: float = 30.0) -> None:
     """Poll until the read is over; what `poll` raises goes to the caller."""
     wait_until(lambda: transport.poll(handle), within_s=within_s)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pdserve.core.block_hash import BlockHash
 from pdserve.core.blocks import BlockPool, BlockState, Holder, HolderKind, Reservation
 from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
 from pdserve.core.lease import CommitAnswer, FirstToken, LeaseTable
-from pdserve.core.prefix import BlockHash
 from pdserve.core.reader import Effect, Reader, ReaderState
 
 NOW_S = 0.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pdserve.core.block_hash import BlockHash, block_hashes
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import BlockSum, Incarnation
 from pdserve.core.lease import LeaseTable
-from pdserve.core.prefix import BlockHash, block_hashes
 from tests.search import handoff_events as do
 from tests.search.explorer import Step
 from tests.search.handoff_events import LeaseKey

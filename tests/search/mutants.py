@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.core.block_hash import BlockHash
 from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
 from pdserve.core.ids import BlockSum, LeaseId, ReaderId
 from pdserve.core.lease import CommitAnswer, LeaseState, LeaseTable, LeaseView
-from pdserve.core.prefix import BlockHash
 from pdserve.core.reader import Effect, PostRead, Reader, ReaderState, SendCommit
 from tests.search import handoff_events as do
 from tests.search.explorer import Step

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from decode_worker.inbound import Inbound
+from decode_worker.inbound import InboundBlocks
 from decode_worker.role import DecodeRole
 from kvtransfer.lease.followed import Committed
 from kvtransfer.lease.peer_link import PeerLink
+from kvtransfer.reads.block_read import BlockRead
 from kvtransfer.reads.pull import Pull
-from kvtransfer.reads.read import Read
 from kvtransfer.staging.slots import SlotPool
 from kvtransfer.staging.staging import Staging
 from pdserve.core.blocks import BlockPool, Holder, HolderKind
@@ -59,8 +59,8 @@ def what_was_read_is_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def missing_checksums_are_ok(patch: pytest.MonkeyPatch) -> None:
     """Rule C2."""
-    succeed, differing = Read.succeed, Lease.differing
-    patch.setattr(Read, "succeed", lambda self, duration_s, sums=(): succeed(self, duration_s))
+    succeed, differing = BlockRead.succeed, Lease.differing
+    patch.setattr(BlockRead, "succeed", lambda self, duration_s, sums=(): succeed(self, duration_s))
     patch.setattr(Lease, "differing", lambda self, first, sums: differing(self, first, sums) if sums else 0)
 
 
@@ -100,7 +100,7 @@ def commit_is_sent_with_a_read_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 def blocks_are_freed_under_a_read(patch: pytest.MonkeyPatch) -> None:
     """An aborted read's blocks are not quarantined."""
-    patch.setattr(Inbound, "read_in_flight", property(lambda self: False))
+    patch.setattr(InboundBlocks, "read_in_flight", property(lambda self: False))
 
 
 def a_staging_block_is_used_again_under_a_read(patch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
-from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.memory.host import resident_bytes
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from pdserve.core.batch import SampleSpec
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import Handle, SeqId
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.counted import CountedCommands
 from pdserve.worker.engine_steps import EngineSteps

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve.core.batch import Sampled, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.messages import Abort, Activate, AddLent, EndQuarantine, Rehash, Rehashed, Reserve, ReturnLease, StepEvents

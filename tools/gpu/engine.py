@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pdserve.config import EngineConfig
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.logit_edits import edits_of
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models.weights import LayerWeights, LlamaWeights
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.sampler import sample

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from kvtransfer.api import Device, Region
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.runner import ModelRunner
 from tools.gpu.other_process import other_process, say, wait
 from tools.gpu.row import Row, Setup

@@ -6,10 +6,10 @@ import torch
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models.weights import LayerWeights, LlamaWeights
 from pdserve.engine.runner import ModelRunner
 from tools.gpu.pools import fill

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 
 LONG_TOKENS: Final = 128  # of a prompt at its end: attention takes prompts in pieces of at most so many
 _DRAW: Final = SampleSpec(SamplingParams(temperature=1.0, top_p=0.999, max_tokens=1, seed=0), 0)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.core.batch import Sampled, SampleSpec, StepPlan
+from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
 
 
 class Samples(Protocol):

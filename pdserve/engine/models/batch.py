@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.core.batch import StepPlan
+from pdserve.core.step_plan import StepPlan
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.span import Span
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pdserve.core.batch import StepPlan
+from pdserve.core.step_plan import StepPlan
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.layers.rows import Rows
 from pdserve.engine.models.api import Logits

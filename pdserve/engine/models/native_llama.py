@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard
-from pdserve.core.batch import Sampled, SampleSpec, StepPlan
 from pdserve.core.errors import ConfigError, InternalBug, OutOfThreads
 from pdserve.core.ids import BlockId
+from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.layers.rope import rope_table
 from pdserve.engine.models.api import Logits

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 
-from pdserve.core.batch import NO_TOKEN, Sampled, SampleSpec
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec
 from pdserve.engine.native.library import ROW_BYTES, ROW_DRAW, ROW_MORE
 
 _Part = tuple[int, ...]

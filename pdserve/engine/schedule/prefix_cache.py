@@ -7,14 +7,14 @@ them again. Only whole blocks are shared, and none is written after it was publi
 
 from __future__ import annotations
 
+from pdserve.core.block_hash import BlockHash, PrefixChain
 from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
-from pdserve.core.prefix import BlockHash, PrefixChain
 from pdserve.engine.schedule.sequence import Sequence
 
 TokenIds = tuple[int, ...] | list[int]
 
 
-class Prefixes:
+class PrefixCache:
     """Owner: the scheduler. Nothing is shared where `salt` is None."""
 
     def __init__(self, pool: BlockPool, block_size: int, salt: bytes | None) -> None:

@@ -20,14 +20,14 @@ from __future__ import annotations
 import bisect
 from operator import attrgetter
 
-from pdserve.core.batch import NO_TOKEN, Sampled, StepPlan
+from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
-from pdserve.core.prefix import PrefixChain
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import NO_TOKEN, Sampled, StepPlan
 from pdserve.engine.schedule.outcome import Admitted, Advance, Final, OutputToken, StepOutcome
-from pdserve.engine.schedule.prefix_cache import Prefixes
+from pdserve.engine.schedule.prefix_cache import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
 from pdserve.engine.schedule.turns import floor_of, overtaken, turn_of
 
@@ -63,7 +63,7 @@ class Scheduler:
         self._max_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._token_budget = max_num_batched_tokens
         self._rule = StopRule(eos_token_ids, max_model_len)
-        self.prefix = Prefixes(pool, layout_block_size, prefix_salt)
+        self.prefix = PrefixCache(pool, layout_block_size, prefix_salt)
         self._arrivals = 0
         self._prompt_tokens = 0  # that were planned: the clock that turns are taken by
         self._steps = 0  # likewise

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 
-from pdserve.core.batch import GREEDY, SampleSpec, SequenceSlice
+from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
-from pdserve.core.prefix import PrefixChain
 from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.step_plan import GREEDY, SampleSpec, SequenceSlice
 
 
 class SequenceKind(Enum):

@@ -13,12 +13,12 @@ import torch
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.batch import SequenceSlice, StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import QUANTISED, KvLayout
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.format import LARGEST
 from pdserve.engine.kv.span import Span

@@ -16,10 +16,10 @@ from sampling_cases import sampling_cases
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.batch import SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams, uniform
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models import native_llama as native
 from pdserve.engine.models.batched import BatchedLlama
 from pdserve.engine.models.weights import LlamaWeights, load_llama

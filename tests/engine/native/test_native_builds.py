@@ -10,7 +10,7 @@ from native_builds import NATIVE, build, compiler
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.batch import StepPlan
+from pdserve.core.step_plan import StepPlan
 from pdserve.engine.models import native_llama as native
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner

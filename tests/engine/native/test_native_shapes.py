@@ -10,7 +10,7 @@ import torch
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.batch import StepPlan
+from pdserve.core.step_plan import StepPlan
 from pdserve.engine.models import native_llama as native
 from pdserve.engine.models.weights import LayerWeights, LlamaWeights
 from pdserve.engine.native import library

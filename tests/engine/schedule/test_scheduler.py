@@ -6,10 +6,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from pdserve.core.batch import StepPlan
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.step_plan import StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler, StepOutcome
 from pdserve.engine.schedule.sequence import SequenceKind
 from pdserve.engine.schedule.turns import STEPS_A_LEVEL

@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdserve.core.batch import NO_TOKEN, Sampled, StepPlan
 from pdserve.core.blocks import BlockPool, Reservation
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.step_plan import NO_TOKEN, Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, Unavailable
 from pdserve.core.ids import Handle, RequestId
-from pdserve.core.request import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
+from pdserve.core.request_machine import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
 from pdserve.core.sampling import Placement
 from router.core import events as ev
 from router.core.waiting import LEVEL_S

@@ -23,10 +23,10 @@ class ReadResult:
     sums: tuple[BlockSum, ...] = ()
 
 
-class Read:
+class BlockRead:
     """Two answers that come apart: `result` is what the asker waits for, `stopped` is when its blocks are its own again.
 
-    Only whoever posts reads, `Reads`, calls the methods; the asker may call `give_up`.
+    Only whoever posts reads, `BlockSource`, calls the methods; the asker may call `give_up`.
     """
 
     def __init__(self, peer: Incarnation, nbytes: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -66,7 +66,7 @@ class Read:
             self._stopped.set_result(None)
 
 
-class Reads(Protocol):
+class BlockSource(Protocol):
     """Who copies a peer's blocks into ours, as a pull sees it: the `TransferThread`, or those of `Staging` where the peer
     stores KV in another dtype."""
 
@@ -78,7 +78,7 @@ class Reads(Protocol):
         local_blocks: Sequence[int],
         *,
         deadline_s: float,
-    ) -> Read:
+    ) -> BlockRead:
         """See `TransferThread.read`. What it raises means that nothing was posted."""
         ...
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.core.errors import Unavailable
-from router.service.turns import Turns
+from router.service.serial_thread import SerialThread
 
 
 class Body:
@@ -29,7 +29,7 @@ async def settle() -> None:
 
 def test_what_those_brought_who_left_is_let_go_while_the_thread_is_busy() -> None:
     async def story() -> None:
-        turns, gate = Turns("test"), threading.Event()
+        turns, gate = SerialThread("test"), threading.Event()
         try:
             busy = asyncio.create_task(turns.run(lambda: gate.wait(30)))
             await settle()
@@ -58,7 +58,7 @@ def test_what_those_brought_who_left_is_let_go_while_the_thread_is_busy() -> Non
 
 def test_the_next_waits_for_work_whose_caller_has_left_and_closing_tells_it() -> None:
     async def story() -> None:
-        turns, gate = Turns("test"), threading.Event()
+        turns, gate = SerialThread("test"), threading.Event()
         try:
             left = asyncio.create_task(turns.run(lambda: gate.wait(30)))
             await settle()

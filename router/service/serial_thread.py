@@ -17,7 +17,7 @@ from pdserve.core.errors import Unavailable
 T = TypeVar("T")
 
 
-class Turns:
+class SerialThread:
     """Made, called and closed on one loop. Owns its thread; `close` it."""
 
     def __init__(self, name: str) -> None:
