@@ -1,4 +1,4 @@
-"""What the model asks of an attention backend, and how one step's sequences are described to it."""
+"""The interface between the model and an attention backend."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ Prepared = TypeVar("Prepared")
 
 
 class Attention(Protocol, Generic[Prepared]):
-    """Causal grouped-query attention over paged KV. Stateless: `prepare` once a step, `run` once a layer."""
+    """Causal grouped-query attention over paged KV.
+
+    A backend keeps no state between steps: the model calls `prepare` once a step and `run` once a layer.
+    """
 
     def prepare(self, spans: tuple[Span, ...]) -> Prepared:
-        """Whatever of the work all layers share."""
+        """Do the part of a step's work that all layers share."""
 
     def run(self, prepared: Prepared, layer: int, query: Tensor) -> Tensor:
-        """query: [tokens, num_heads, head_dim]; returns the same shape and dtype."""
+        """Return the attention of `query` [tokens, num_heads, head_dim] in one layer: the same shape and dtype."""

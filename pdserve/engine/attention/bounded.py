@@ -1,8 +1,9 @@
 """Attention over a bounded number of positions at a time, for backends that copy KV out of the pool.
 
-What they copy grows with the positions of a step, and those are not bounded by the pool: sequences that begin alike
-share blocks, so 64 of them may look at 64 times what the pool holds. Here sequences are taken in turn, whole ones, as
-many as stay under the bound; ordinary batches are one turn and cost nothing.
+The size of such a copy grows with the positions of a step. The pool does not bound that number: sequences that begin
+alike share blocks, so 64 sequences may attend to 64 times as many positions as the pool holds. This module splits a step
+into turns of whole sequences, each with as many as stay under the bound. An ordinary batch is one turn and costs nothing
+extra.
 """
 
 from __future__ import annotations
@@ -18,28 +19,36 @@ from pdserve.engine.attention.api import Attention, Prepared
 from pdserve.engine.kv.span import Span
 
 MOST_POSITIONS: Final = 1 << 14
-"""SmolLM2 in float32: 48 MiB of a layer's KV, and a few times that while it is computed with. Not tuned."""
+"""Bound of one turn. SmolLM2 in float32: 48 MiB for the KV of a layer, and a few times that for the computation. The value
+was not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[Prepared]):
+    """Rows [begin, end) of a step that are computed together, and what `inner` prepared for them."""
+
     begin: int
     end: int
     prepared: Prepared
 
 
 class BoundedAttention(Generic[Prepared]):
-    """A sequence's result is what `inner` gives for it in the company of its turn."""
+    """Computes attention with `inner`, one turn after the other.
+
+    The sequences of a turn are one batch for `inner`. A turn has at most `most_positions` positions, unless it is a single
+    sequence that has more.
+    """
 
     def __init__(self, inner: Attention[Prepared], most_positions: int = MOST_POSITIONS) -> None:
         self._inner = inner
         self._most = most_positions
 
     def prepare(self, spans: tuple[Span, ...]) -> tuple[Turn[Prepared], ...]:
+        """Split a step into turns and prepare each of them."""
         return tuple(self._turn(part) for part in _turns(spans, self._most))
 
     def run(self, prepared: tuple[Turn[Prepared], ...], layer: int, query: Tensor) -> Tensor:
-        """query: [tokens, num_heads, head_dim]."""
+        """Return the attention of `query` [tokens, num_heads, head_dim] in one layer: the same shape and dtype."""
         if len(prepared) == 1:
             return self._inner.run(prepared[0].prepared, layer, query)
         return torch.cat([self._inner.run(turn.prepared, layer, query[turn.begin : turn.end]) for turn in prepared])
@@ -51,7 +60,7 @@ class BoundedAttention(Generic[Prepared]):
 
 
 def _turns(spans: tuple[Span, ...], most: int) -> Iterator[list[Span]]:
-    """At least one span each; rows of a step lie in the order of its spans, without gaps."""
+    """Yield the spans of each turn, at least one. The rows of a step follow the order of its spans without gaps."""
     turn: list[Span] = []
     positions = 0
     for span in spans:

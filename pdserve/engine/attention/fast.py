@@ -1,10 +1,11 @@
-"""Attention for ordinary use: gather the blocks, then two batched matrix products around a softmax.
+"""Attention by torch for ordinary use: it gathers the blocks and computes two batched matrix products around a softmax.
 
 The query heads that share a KV head are folded into the query axis, so K and V are read once and never repeated.
-Decodes of similar length share one call; prompts are cut into pieces of PIECE tokens, each against the positions it
-can see, which also skips half of the work above the diagonal. One thread, SmolLM2, bfloat16, against torch's fused
-kernel on the same gathered blocks: 32 decodes at 512 positions 0.48 ms a layer (1.58), a prompt of 512 tokens 2.2 ms
-(7.6). The price: scores are rounded to the model's dtype, as in the eager reference implementation.
+Decodes of similar length share one call. Prompts are cut into pieces of PIECE tokens, and each piece is computed only
+against the positions it can see, which skips half of the work above the diagonal. Measured with one thread, SmolLM2 and
+bfloat16 (in brackets: torch's fused kernel on the same gathered blocks): 32 decodes at 512 positions take 0.48 ms a layer
+(1.58), a prompt of 512 tokens 2.2 ms (7.6). The price is that scores are rounded to the model's dtype, as in the eager
+reference implementation.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ PIECE: Final = 128  # the fastest of 64, 128, 256, 512 for 0, 512 and 2,048 cach
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Sequences with `count` new tokens each, computed together.
+    """Sequences with `count` new tokens each that are computed together.
 
-    rows: [sequences * count] int64, their rows in the batch; kv_rows: for `KvCache.gather`;
-    mask: [sequences * num_kv_heads, or 1 for one sequence, group * count, positions], added to the scores.
+    rows: [sequences * count] int64, the rows of their tokens in the batch. kv_rows: the argument for `KvCache.gather`.
+    mask: [sequences * num_kv_heads, group * count, positions], added to the scores; its first dimension is 1 when there is
+    one sequence.
     """
 
     sequences: int
@@ -40,6 +42,8 @@ class Call:
 
 
 class FastAttention:
+    """Attention whose last bits may depend on the batch. It satisfies `Attention`."""
+
     def __init__(self, kv: KvCache, num_heads: int) -> None:
         self._kv = kv
         self._num_kv_heads = kv.layout.num_kv_heads
@@ -48,10 +52,11 @@ class FastAttention:
         self._device = kv.device
 
     def prepare(self, spans: tuple[Span, ...]) -> tuple[Call, ...]:
+        """Group the spans of a step into calls."""
         return tuple(self._call(bucket) for bucket in _buckets(spans, self._kv.layout.block_size))
 
     def run(self, prepared: tuple[Call, ...], layer: int, query: Tensor) -> Tensor:
-        """query: [tokens, num_heads, head_dim]."""
+        """Return the attention of `query` [tokens, num_heads, head_dim] in one layer: the same shape and dtype."""
         if len(prepared) == 1:
             return self._attend(prepared[0], layer, query)  # a single call has all rows, in order
         result = torch.empty_like(query)
@@ -60,7 +65,7 @@ class FastAttention:
         return result
 
     def _attend(self, call: Call, layer: int, query: Tensor) -> Tensor:
-        """query: [sequences * count, num_heads, head_dim]; returns the same shape."""
+        """Return the attention of one call's `query` [sequences * count, num_heads, head_dim]: the same shape."""
         key, value = (x.flatten(0, 1) for x in self._kv.gather(layer, call.kv_rows, call.sequences))
         dim = query.shape[-1]
         grouped = query.view(call.sequences, call.count, self._num_kv_heads, self._group, dim)
@@ -80,7 +85,7 @@ class FastAttention:
         return Call(len(bucket), count, rows, kv_rows, self._mask(bucket, width * size))
 
     def _mask(self, bucket: list[Span], positions: int) -> Tensor:
-        """0 where a token may look, -inf behind it and in the padding."""
+        """Return a call's mask: 0 for positions that a token may see, -inf for later positions and for padding."""
         starts = torch.tensor([span.start for span in bucket], device=self._device).view(-1, 1, 1)
         token = starts + torch.arange(bucket[0].count, device=self._device).view(1, -1, 1)
         hidden = torch.arange(positions, device=self._device) > token
@@ -90,7 +95,11 @@ class FastAttention:
 
 
 def _buckets(spans: tuple[Span, ...], block_size: int) -> list[list[Span]]:
-    """Single tokens together while the longest has less than twice the blocks of the shortest; pieces of prompts alone."""
+    """Return the spans of each call.
+
+    Single tokens share a call while the longest sequence has less than twice the blocks of the shortest. Each piece of a
+    prompt has a call of its own.
+    """
     decodes: dict[int, list[Span]] = {}
     for span in spans:
         if span.count == 1:

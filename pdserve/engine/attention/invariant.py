@@ -1,13 +1,14 @@
-"""Attention whose bits do not depend on company: not on chunking, batch, neighbours or block ids.
+"""Batch-invariant attention: the bits of a result do not depend on chunking, batch, neighbours or block ids.
 
-A query row is one query head of one token. It meets its sequence's positions in tiles of fixed size, from position 0
-upwards, which are merged with an online softmax (Milakov and Gimelshein 2018). So a row goes through the same operations
-on the same numbers whoever is computed with it: positions behind it get weight 0 exactly, and rows that lack a tile are
-not in its products. How many rows share a product is chosen among counts that give the same bits, as in `rows.py`.
-float32 inside, also for a bfloat16 cache.
+A query row is one query head of one token. It attends to the positions of its sequence in tiles of fixed size, from
+position 0 upwards, and the tiles are merged with an online softmax (Milakov and Gimelshein 2018). So a row goes through
+the same operations on the same numbers whatever is computed beside it: later positions get weight 0 exactly, and the
+products of a tile contain only the rows that have this tile. The number of rows in a product is chosen among counts that
+give the same bits, as in `rows.py`. All computation is in float32, also for a bfloat16 cache.
 
-Single tokens of all sequences are computed together, longest first, so that those with an i-th tile are the first ones.
-Prompts are computed in pieces that lie within one tile, so that only a piece's last tile hides anything from it.
+Single tokens of all sequences are computed together. They are sorted by length, longest first, so the sequences that have
+an i-th tile are always the first ones. Prompts are computed in pieces that lie within one tile, so only the last tile of
+a piece needs a mask.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from pdserve.engine.layers.elementwise import exp_fixed
 
 BASE_ROWS: Final = 32
 KV_TILE_TOKENS: Final = 64
-"""Rounded down to whole blocks; one block where blocks are larger. A sequence's last tile is gathered whole, so a large one
-wastes much on short sequences, and many small ones are many rounds. Float32, over an ordinary step: 32 sequences at 129
-positions 1.26 instead of 1.41 with 128; 8 at 1,000 1.31 instead of 1.16."""
+"""Size of a tile, rounded down to whole blocks; at least one block. The last tile of a sequence is gathered whole, so large
+tiles waste work on short sequences, and small tiles need many rounds. The time of a float32 step, relative to an ordinary
+step, with 64 and with 128: 32 sequences at 129 positions 1.26 and 1.41; 8 sequences at 1,000 positions 1.31 and 1.16."""
 PROBE_SEQUENCES: Final = 5
 
 
@@ -38,8 +39,9 @@ PROBE_SEQUENCES: Final = 5
 class Round:
     """One tile of positions for each of the first `count` sequences of a group.
 
-    first: the first one's index among all KV tiles of the step; hidden: [last, 1, rows or 1, positions] bool for those of
-    them whose last tile this is, true where a row may not look; the others may look everywhere. None: no such sequence.
+    first: the index of the first sequence's tile among all KV tiles of the step. hidden: [last, 1, rows or 1, positions]
+    bool, true for positions that a row may not see. It covers the sequences whose last tile this is, which come last; rows
+    of the others see the whole tile. None means that there is no such sequence.
     """
 
     first: int
@@ -49,9 +51,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`sequences` times `tokens` query tokens, the heads of each padded to `rows` for a KV head.
+    """`sequences` sequences with `tokens` query tokens each that are computed together.
 
-    places: [sequences * tokens], their rows in the batch; None for all rows in order.
+    rows: the number of query rows for one sequence and KV head, padding included. places: [sequences * tokens], the rows of
+    the tokens in the batch; None means all rows in order.
     """
 
     sequences: int
@@ -65,7 +68,8 @@ class Group:
 class Work:
     """All sequences of a step.
 
-    kv_rows: for `KvCache.gather`; stale: which rows of [kv tiles * num_kv_heads * positions] lie behind a sequence's end.
+    kv_rows: the argument for `KvCache.gather`. stale: indices into [kv tiles * num_kv_heads * positions] of the positions
+    after a sequence's end that hold no KV of it.
     """
 
     kv_tiles: int
@@ -75,6 +79,8 @@ class Work:
 
 
 class InvariantAttention:
+    """Attention whose bits do not depend on the batch. It satisfies `Attention`."""
+
     def __init__(self, kv: KvCache, num_heads: int) -> None:
         self._kv = kv
         self._num_kv_heads = kv.layout.num_kv_heads
@@ -87,7 +93,7 @@ class InvariantAttention:
         self._piece_tokens = min(self._tile_tokens, self._sizes[-1] // self._group)
 
     def run(self, prepared: Work, layer: int, query: Tensor) -> Tensor:
-        """query: [tokens, num_heads, head_dim]."""
+        """Return the attention of `query` [tokens, num_heads, head_dim] in one layer: the same shape and dtype."""
         key, value = (x.float() for x in self._kv.gather(layer, prepared.kv_rows, prepared.kv_tiles))
         value.view(-1, value.shape[-1]).index_fill_(0, prepared.stale, 0.0)  # infinity times a weight of 0 would be NaN
         if prepared.groups[0].places is None:
@@ -98,7 +104,10 @@ class InvariantAttention:
         return result
 
     def _attend(self, group: Group, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: [sequences * tokens, num_heads, head_dim]; key, value: of all tiles. Returns query's shape and dtype."""
+        """Return the attention of one group, in the shape and dtype of `query`.
+
+        query: [sequences * tokens, num_heads, head_dim]. key, value: all tiles of the step.
+        """
         tokens, dim = group.tokens, query.shape[-1]
         split = query.view(group.sequences, tokens, self._num_kv_heads, self._group, dim).transpose(1, 2)
         folded = split.float().mul(self._scale).reshape(-1, tokens * self._group, dim)
@@ -107,7 +116,7 @@ class InvariantAttention:
         return out.reshape(split.shape).transpose(1, 2).reshape(query.shape).to(query.dtype)
 
     def _merge(self, query: Tensor, key: Tensor, value: Tensor, rounds: tuple[Round, ...]) -> Tensor:
-        """query: [sequences * num_kv_heads, rows, head_dim], float32; returns the same shape."""
+        """Merge all rounds of a group. query: [sequences * num_kv_heads, rows, head_dim] float32; returns the same shape."""
         first, *others = rounds
         maximum, weights = self._weights(query, key, first, None)
         total = weights.sum(-1, keepdim=True)
@@ -122,7 +131,10 @@ class InvariantAttention:
         return result.div_(total)
 
     def _weights(self, query: Tensor, key: Tensor, one: Round, maximum: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The largest score of each row so far, and exp of each score less that."""
+        """Return the largest score of each row so far, and exp(score - largest) for each score of this round.
+
+        maximum: the largest scores of earlier rounds; None in the first round.
+        """
         scores = torch.bmm(query, _tiles(key, one).transpose(1, 2))
         if one.hidden is not None:
             last = scores.view(one.count, self._num_kv_heads, *scores.shape[1:])[-len(one.hidden) :]
@@ -133,6 +145,7 @@ class InvariantAttention:
         return highest, exp_fixed(scores.sub_(highest))
 
     def prepare(self, spans: tuple[Span, ...]) -> Work:
+        """Cut a step into groups and rounds, and list the blocks of each tile."""
         singles = sorted((span for span in spans if span.count == 1), key=lambda span: -span.end)
         total = sum(span.count for span in spans)
         tables: list[tuple[int, ...]] = []
@@ -149,7 +162,10 @@ class InvariantAttention:
         )
 
     def _singles(self, spans: list[Span], tables: list[tuple[int, ...]], ends: list[int], total: int) -> Group:
-        """spans: longest first. Their tiles are appended to `tables` and `ends`, first those of position 0."""
+        """Return the group of all single tokens.
+
+        spans: longest first. Their tiles are appended to `tables` and `ends`: first tile 0 of all, then tile 1, and so on.
+        """
         rounds = []
         counts = [ceil_div(span.end, self._tile_tokens) for span in spans]
         for index in range(counts[0]):
@@ -163,7 +179,7 @@ class InvariantAttention:
         return Group(len(spans), 1, self._rows_for(1), self._places([span.row for span in spans], total), tuple(rounds))
 
     def _pieces(self, span: Span, tables: list[tuple[int, ...]], ends: list[int], total: int) -> Iterator[Group]:
-        """Of one prompt, whose tiles are appended to `tables` and `ends`."""
+        """Yield the groups of one prompt, one for each piece. Its tiles are appended to `tables` and `ends`."""
         first = len(tables)
         for index in range(ceil_div(span.end, self._tile_tokens)):
             tables.append(self._tile_table(span, index))
@@ -183,14 +199,16 @@ class InvariantAttention:
         return None if rows == list(range(total)) else torch.tensor(rows, device=self._device)
 
     def _causal(self, offset: int, count: int) -> Tensor:
-        """For tokens at [offset, offset + count) of their tile, all heads of each; then padding."""
+        """Return `Round.hidden` for the tokens at [offset, offset + count) of one tile: rows of all heads, then padding."""
         ends = torch.arange(offset + 1, offset + 1 + count, device=self._device).repeat_interleave(self._group)
         padded = F.pad(ends, (0, self._rows_for(count) - len(ends)), value=1)
         return self._behind(padded).view(1, 1, len(padded), self._tile_tokens)
 
     def _stale(self, ends: list[int]) -> Tensor:
-        """What a sequence has not written: the rest of its last block. A tile is padded with the sequence's first block,
-        which is full, unless it is the last one too: so all behind the end counts where the end is that near.
+        """Return `Work.stale`: positions that the sequence has not written, which may hold anything, even NaN.
+
+        These are the rest of its last block. The padding of a tile is the sequence's first block. That block is full unless
+        it is the last one too, so where the end lies in the first block, the padding counts as well.
         """
         size = self._kv.layout.block_size
         limits = [self._tile_tokens if end < size else ceil_div(end, size) * size for end in ends]
@@ -199,11 +217,11 @@ class InvariantAttention:
         return here.reshape(-1).nonzero().view(-1)
 
     def _behind(self, ends: Tensor) -> Tensor:
-        """[ends, positions of a tile] bool: true from each end on."""
+        """Return a mask [ends, positions of a tile] bool that is true from each end on."""
         return torch.arange(self._tile_tokens, device=self._device) >= ends.view(-1, 1)
 
     def _tile_table(self, span: Span, index: int) -> tuple[int, ...]:
-        """Block ids of a tile, filled up with the sequence's first block."""
+        """Return the block ids of a tile, filled up with the sequence's first block."""
         blocks = span.block_table[index * self._tile_blocks : (index + 1) * self._tile_blocks]
         return (*blocks, *span.block_table[:1] * (self._tile_blocks - len(blocks)))
 
@@ -211,7 +229,10 @@ class InvariantAttention:
         return next(size for size in self._sizes if size >= tokens * self._group)
 
     def _settle(self) -> tuple[int, ...]:
-        """Row counts whose products give each row the same bits, ascending: those of the base, and what equals it here."""
+        """Return the row counts whose products give each row the same bits, ascending.
+
+        These are the base count, a multiple of `BASE_ROWS`, and all counts that gave the same bits in a trial here.
+        """
         base = ceil_div(self._group, BASE_ROWS) * BASE_ROWS
         most = ceil_div(self._tile_tokens * self._group, base) * base
         wanted = {*range(4, BASE_ROWS, 4), *(base << i for i in range((most // base).bit_length())), most}
@@ -238,5 +259,5 @@ class InvariantAttention:
 
 
 def _tiles(tensor: Tensor, one: Round) -> Tensor:
-    """[count * num_kv_heads, positions, head_dim] of a round."""
+    """Return the tiles of a round: [count * num_kv_heads, positions, head_dim]."""
     return tensor[one.first : one.first + one.count].flatten(0, 1)

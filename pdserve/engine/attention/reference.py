@@ -1,4 +1,4 @@
-"""Attention as the definition says it, in float64, one token and one head at a time. For tests."""
+"""Attention computed literally from its definition, in float64, one token and one head at a time. Only tests use it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from pdserve.engine.kv.span import Span
 
 
 class ReferenceAttention:
+    """Slow attention that the tests take for correct. It satisfies `Attention`."""
+
     def __init__(self, kv: KvCache, num_heads: int) -> None:
         self._kv = kv
         self._group = num_heads // kv.layout.num_kv_heads
 
     def prepare(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        """Return `spans` unchanged: there is nothing to share between layers."""
         return spans
 
     def run(self, prepared: tuple[Span, ...], layer: int, query: Tensor) -> Tensor:
-        """query: [tokens, num_heads, head_dim]; returns float64."""
+        """Return the attention of `query` [tokens, num_heads, head_dim]: the same shape in float64."""
         result = torch.zeros(query.shape, dtype=torch.float64)
         for span in prepared:
             for i in range(span.count):
@@ -33,14 +36,14 @@ class ReferenceAttention:
         return result
 
     def _history(self, span: Span, layer: int, kv_head: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of tokens [0, length): [length, head_dim] float64."""
+        """Return K and V of tokens [0, length) of one head, each [length, head_dim] float64."""
         size = self._kv.layout.block_size
         where = [(span.block_table[p // size], p % size) for p in range(length)]
         key, value = (torch.stack([self._token(block, layer, i, kv_head, offset) for block, offset in where]) for i in (0, 1))
         return key, value
 
     def _token(self, block: int, layer: int, which: int, kv_head: int, offset: int) -> Tensor:
-        """K (0) or V (1) of one token and head: [head_dim] float64."""
+        """Return K (`which` is 0) or V (1) of one token and head: [head_dim] float64."""
         stored = self._kv.tensor[block, layer, which, kv_head, offset]
         if self._kv.scales is None:
             return stored.double()

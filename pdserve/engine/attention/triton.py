@@ -1,8 +1,8 @@
-"""Attention on CUDA: one kernel for the single tokens of a step, one for its prompts, both straight from the pool.
+"""Attention on CUDA. One kernel computes the single tokens of a step, another its prompts; both read KV from the pool.
 
-A step's spans become one tensor of 32-bit numbers, copied to the device once and shared by all layers: block tables,
-rows and ends of the single tokens, tiles of the prompts. A recorded step (`graphs.py`) has one shape for ever: `fixed`
-makes it and `refill` puts a step's spans in.
+The spans of a step become one tensor of 32-bit numbers: block tables, rows and ends of the single tokens, tiles of the
+prompts. It is copied to the device once, and all layers share it. The shape of a recorded step (`graphs.py`) never
+changes: `fixed` makes such a step and `refill` puts the spans of a step into it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from pdserve.engine.kv.paged import PagedKv
 from pdserve.engine.kv.span import Span
 
 WIDTH_STEP: Final = 16
-ALIGNED: Final = 4  # 32-bit numbers
+ALIGNED: Final = 4  # in 32-bit numbers
 
 
 @dataclass(slots=True)
 class HostTables:
-    """Block tables as last written, on CPU: a row is written again only for another table than the one it has.
+    """Block tables on the CPU. A row is written again only when its table has changed.
 
-    A sequence keeps its tuple until it grows, once in block_size steps; turning 256 tables of 128 blocks into a tensor
-    takes 2 ms. Behind a table's end stands what an earlier one left there, which nobody looks at.
+    A sequence keeps the same tuple until it grows, once in block_size steps. Turning 256 tables of 128 blocks into a tensor
+    takes 2 ms. The entries after the end of a table are leftovers of an earlier table; nothing reads them.
     """
 
     rows: Tensor  # [sequences, width] int32
     held: list[tuple[BlockId, ...]]
 
     def put(self, row: int, table: tuple[BlockId, ...]) -> None:
+        """Write `table` into a row unless the row holds this same tuple. Blocks beyond the width are left out."""
         if self.held[row] is not table:
             known = table[: self.rows.shape[1]]
             self.rows[row, : len(known)] = torch.tensor(known, dtype=torch.int32)
@@ -47,9 +48,11 @@ class HostTables:
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """tables: [decodes, then prompts; width] int32; rows, ends: [decodes] int32; tiles: [tiles, 4] int32.
+    """One step as the kernels read it.
 
-    host: of a fixed step, its tables' source.
+    tables: [decodes + prompts, width] int32, those of the decodes first. rows, ends: [decodes] int32. tiles: [tiles, 4]
+    int32. splits: the number of parts that the decode kernel cuts a sequence into. host: where the tables of a fixed step
+    are copied from; None for other steps.
     """
 
     tables: Tensor
@@ -61,7 +64,10 @@ class TritonStep:
 
 
 class TritonAttention:
-    """For `kv` of any format. window: 0 for none, else how many positions a token sees, its own included."""
+    """Attention over `kv` of any format.
+
+    window: the number of positions that a token sees, its own included; 0 means all.
+    """
 
     def __init__(self, kv: PagedKv, num_heads: int, dtype: torch.dtype, *, window: int = 0) -> None:
         self._kv = kv
@@ -74,6 +80,7 @@ class TritonAttention:
         self._tokens = tile_tokens(self._prefill, group)
 
     def prepare(self, spans: tuple[Span, ...]) -> TritonStep:
+        """Describe a step to the kernels and copy the description to the device."""
         singles = [span for span in spans if span.count == 1]
         prompts = [span for span in spans if span.count > 1]
         width = ceil_div(max(ceil_div(span.end, self._kv.block_size) for span in spans), WIDTH_STEP) * WIDTH_STEP
@@ -93,7 +100,7 @@ class TritonAttention:
         return TritonStep(tables, rows, ends, tiles_there, self._splits(len(singles), longest))
 
     def fixed(self, sequences: int, max_positions: int) -> TritonStep:
-        """A step of `sequences` single tokens, row i the i-th, that are nobody's until `refill` says whose they are."""
+        """Return a step of `sequences` single tokens; row i is the i-th. All rows are empty until `refill` fills them."""
         width = ceil_div(max_positions, self._kv.block_size)
         host = HostTables(torch.zeros((sequences, width), dtype=torch.int32), [()] * sequences)
         rows = torch.arange(sequences, dtype=torch.int32, device=self._device)
@@ -104,7 +111,10 @@ class TritonAttention:
         )
 
     def refill(self, step: TritonStep, spans: tuple[Span, ...]) -> None:
-        """spans: single tokens in the order of their rows, at most as many as `step` has. The others become nobody's."""
+        """Put `spans` into a step that `fixed` made, and make its other rows empty.
+
+        spans: single tokens in the order of their rows, at most as many as `step` has.
+        """
         assert step.host is not None
         sequences = len(step.ends)
         for row, span in enumerate(spans):
@@ -117,7 +127,7 @@ class TritonAttention:
         step.ends.copy_(ends_there)
 
     def run(self, prepared: TritonStep, layer: int, query: Tensor) -> Tensor:
-        """query: [tokens, num_heads, head_dim], heads contiguous."""
+        """Return the attention of `query` in one layer. query: [tokens, num_heads, head_dim] with contiguous heads."""
         out = torch.empty_like(query)
         of_layer = self._layers[layer]
         if len(prepared.rows):
@@ -134,9 +144,10 @@ class TritonAttention:
         return choose_splits(sequences, self._kv.num_kv_heads, seen, multiprocessors(self._device))
 
     def _copied(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
-        """All in one copy, which does not wait for the device, as the source is pinned there.
+        """Copy all `parts` to the device at once and return them there in the same shapes.
 
-        Each starts at a multiple of 16 bytes: kernels are compiled anew for pointers that do not.
+        The source is pinned, so the copy does not wait for the device. Each part starts at a multiple of 16 bytes, because
+        Triton compiles a kernel again for pointers that do not.
         """
         padded = [F.pad(part.reshape(-1), (0, -part.numel() % ALIGNED)) for part in parts]
         flat = torch.cat(padded)
@@ -147,6 +158,6 @@ class TritonAttention:
 
 
 def _tables(spans: list[Span], width: int) -> Tensor:
-    """[spans, width] int32: the blocks that hold KV; zeros behind them, and in place of blocks kept for later."""
+    """Return the block tables as [spans, width] int32. Shorter tables are filled up with zeros, longer ones are cut."""
     rows = [span.block_table[:width] for span in spans]
     return torch.tensor([(*row, *(0,) * (width - len(row))) for row in rows], dtype=torch.int32).view(len(spans), width)
