@@ -1,1 +1,1 @@
-"""Triton kernels of the GPU path. Importing this package loads no Triton; its modules, save `paged_kv` and `support`, do."""
+"""Triton kernels of the GPU path. Importing this package loads no Triton; each of its modules except `support` loads it."""

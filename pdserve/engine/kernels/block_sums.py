@@ -1,7 +1,8 @@
 """Checksums of KV blocks on the GPU that holds them: the sum of each stripe, as `pdserve.engine.kv.checksum` defines it.
 
-Floor: bytes, each read once. A prompt of 2,048 tokens of Llama-3-8B in bfloat16 is 268 MB: 0.06 ms at 4.8 TB/s, beside
-some 50 ms to compute it. Products of two 32-bit numbers are one instruction; sums of integers have no order to keep.
+Floor: each byte is read once. A prompt of 2,048 tokens of Llama-3-8B in bfloat16 is 268 MB: 0.06 ms at 4.8 TB/s, while
+computing the prompt takes about 50 ms. A product of two 32-bit numbers is one instruction, and the order of integer sums
+does not matter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _STRIPE_BYTES = STRIPE_WORDS * 8
 
 @triton.jit
 def stripe_sums_kernel(sums, halves, keys, block_ids, block_halves, stripes, WORDS: tl.constexpr):
-    """Grid (blocks, stripes). halves: the pool as 32-bit numbers; keys: [2 * WORDS] of them, low half first."""
+    """Grid (blocks, stripes). halves: the pool as 32-bit numbers; keys: [2 * WORDS] 32-bit numbers, the low half of each word first."""
     index = tl.program_id(0)
     stripe = tl.program_id(1)
     word = tl.arange(0, WORDS)
@@ -37,9 +38,9 @@ def stripe_sums_kernel(sums, halves, keys, block_ids, block_halves, stripes, WOR
 
 
 def stripe_sums(blocks: Tensor, block_ids: Tensor) -> Tensor:
-    """blocks: [blocks, block_bytes] uint8, a whole number of 32-bit words each; block_ids: [n] int64, of the same device.
+    """Return the stripe sums S(s) of the named blocks: [n, stripes] int64 with the bits of the unsigned sums.
 
-    Returns [n, stripes] int64, the bits of S(s) of each.
+    blocks: [blocks, block_bytes] uint8, each a whole number of 32-bit words. block_ids: [n] int64 on the same device.
     """
     block_bytes = blocks.shape[1]
     assert block_bytes % 4 == 0

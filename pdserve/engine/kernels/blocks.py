@@ -1,11 +1,12 @@
-"""Blocks out of a pool and into one, by token: how a pool of one layout becomes a pool of another.
+"""Copies of KV by token, out of the blocks of one pool and into the blocks of another, whose layout may differ.
 
-Between the two stands the *staged* form [num_layers, 2 (K, V), num_kv_heads, tokens, head_dim], which knows neither
-blocks nor formats: gather from blocks of 16 in int8, scatter into blocks of 32 in bfloat16; or take some of its heads.
+The copy goes through the *staged* form [num_layers, 2 (K, V), num_kv_heads, tokens, head_dim], which has neither blocks
+nor formats. For example, tokens are gathered from blocks of 16 in int8 and scattered into blocks of 32 in bfloat16; or
+only some of the heads are scattered.
 
-Floor: bytes, each token read once and written once: 2 * num_layers * 2 * num_kv_heads * head_dim * element size.
+Floor: each token is read once and written once: 2 * num_layers * 2 * num_kv_heads * head_dim * element size bytes.
 Llama-3-8B in bfloat16, 2,048 tokens: 537 MB, 0.11 ms at 4.8 TB/s. A program moves one head of one block, which is one
-run of block_size * head_dim elements on either side.
+run of block_size * head_dim elements on both sides.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def gather_kernel(
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     STORED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (layers * 2 * heads, blocks): one head of one block, of layer, K or V and head `program_id(0)`."""
+    """Grid (layers * 2 * heads, blocks): each program copies one head of one block to `staged`.
+
+    `program_id(0)` counts layers, then K and V, then heads.
+    """
     part = tl.program_id(0)
     index = tl.program_id(1)
     offset = tl.arange(0, OFFSETS)
@@ -51,7 +55,7 @@ def scatter_kernel(
     data, staged, table, tokens, block_step, head_step,
     BLOCK_SIZE: tl.constexpr, OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (layers * 2 * heads, blocks); the inverse of `gather_kernel` for plain pools."""
+    """Grid (layers * 2 * heads, blocks). It is the inverse of `gather_kernel` for plain pools."""
     part = tl.program_id(0)
     index = tl.program_id(1)
     offset = tl.arange(0, OFFSETS)
@@ -66,7 +70,10 @@ def scatter_kernel(
 
 
 def gather_tokens(kv: PagedKv, table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Tokens [0, tokens) of the blocks of `table` [blocks] int32, as [num_layers, 2, num_kv_heads, tokens, head_dim] dtype."""
+    """Copy tokens [0, tokens) out of the blocks of `table` [blocks] int32.
+
+    Returns [num_layers, 2, num_kv_heads, tokens, head_dim] of `dtype`.
+    """
     shape = (kv.num_layers, 2, kv.num_kv_heads, tokens, kv.head_dim)
     staged = torch.empty(shape, dtype=dtype, device=kv.data.device)
     scales, scales_step = (kv.data, 0) if kv.scales is None else (kv.scales, kv.scales.stride(0))
@@ -79,7 +86,10 @@ def gather_tokens(kv: PagedKv, table: Tensor, tokens: int, dtype: torch.dtype) -
 
 
 def scatter_tokens(staged: Tensor, kv: PagedKv, block_table: tuple[int, ...]) -> None:
-    """staged: as `gather_tokens` gives it, of any floating dtype; its tokens fill `block_table` from offset 0 on."""
+    """Write the tokens of `staged` into the blocks of `block_table`, from offset 0 of the first block on.
+
+    staged: what `gather_tokens` returns, in any floating dtype.
+    """
     assert staged.is_contiguous()
     tokens = staged.shape[3]
     if kv.format is not KvFormat.PLAIN:

@@ -1,14 +1,14 @@
-"""Decode: one token a sequence against its whole past, which is cut into splits that are computed side by side.
+"""Attention of decode: one token of each sequence against its whole past, which is cut into splits that run in parallel.
 
-Floor: the bytes of K and V, each read once: 2 * num_kv_heads * head_dim * element size a position and layer.
-Llama-3-8B in bfloat16: 4 KiB; 32 sequences at 2,048 positions 8.6 GB over all layers, 1.8 ms at an H200's 4.8 TB/s.
-Operations are 2 * group a byte: nothing, so the 16 rows that a tensor core takes may be mostly padding.
+Floor: each byte of K and V is read once: 2 * num_kv_heads * head_dim * element size a position and layer. Llama-3-8B in
+bfloat16: 4 KiB; 32 sequences at 2,048 positions 8.6 GB over all layers, 1.8 ms at an H200's 4.8 TB/s. There are only
+2 * group operations a byte, so the 16 rows of a tensor core may be mostly padding.
 
-One program a sequence and KV head would leave most of 132 multiprocessors idle at batch 1. FlashDecoding (Dao,
-Haziza, Massa, Sizov 2023) cuts the past into splits, writes for each its unfinished sum with maximum and total, and
-merges them in a second kernel. The merge moves splits * (head_dim + 2) * 4 B a head, 2 % of K and V at 512 positions
-a split, a group of four and 128 dimensions. The number of splits is the caller's, so a launch does not depend
-on the lengths and can be recorded in a CUDA graph; a split's share is computed here from the sequence's own length.
+One program for each sequence and KV head would leave most of 132 multiprocessors idle at batch 1. FlashDecoding (Dao,
+Haziza, Massa, Sizov 2023) cuts the past into splits, writes the unfinished sum, maximum and total of each, and merges them
+in a second kernel. The merge moves splits * (head_dim + 2) * 4 B a head: 2 % of K and V at 512 positions a split, a group
+of four and 128 dimensions. The caller chooses the number of splits, so a launch does not depend on the lengths and can be
+recorded in a CUDA graph. The kernel computes the share of a split from the sequence's own length.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pdserve.engine.kernels.support import next_power_of_2
 from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
 from pdserve.engine.kv.paged import LayerKv, PagedKv
 
-MIN_SPLIT = 256  # positions: below, a program's start and the merge cost more than the reading it takes over
-MAX_SPLITS = 128  # of the merge's tile
+MIN_SPLIT = 256  # positions: in a smaller split, its start and its merge cost more than the reads that it takes over
+MAX_SPLITS = 128  # bounds the tile of the merge
 
 
 @triton.jit(do_not_specialize=["table_step"])  # the width of the tables changes from step to step
@@ -37,11 +37,14 @@ def decode_kernel(
     DIM: tl.constexpr, STORED_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_kv_heads, sequences, SPLITS). rows: [sequences] int32, the row of each in query; ends: [sequences] int32,
-    its positions, that of the token included; 0: nobody's, nothing is read and 0 is written.
+    """Grid (num_kv_heads, sequences, SPLITS).
 
-    One split writes to out [tokens, heads, HEAD_DIM]. Several write sums to partial [sequences, heads, SPLITS, HEAD_DIM]
-    and maximum and total to states [sequences, heads, SPLITS, 2], float32; an empty one writes its state only.
+    rows: [sequences] int32, the row of each sequence in query. ends: [sequences] int32, its number of positions, the new
+    token included; 0 marks an empty row: nothing is read and zeros are written.
+
+    A single split writes to out [tokens, heads, HEAD_DIM]. Several splits write their sums to partial [sequences, heads,
+    SPLITS, HEAD_DIM], and maximum and total to states [sequences, heads, SPLITS, 2], both float32. An empty split writes
+    only its state.
     """
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -87,7 +90,7 @@ def merge_kernel(
     out, partial, states, rows, out_step,
     SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, sequences): the splits of one head, brought to one maximum, summed and divided."""
+    """Grid (heads, sequences): each program rescales the splits of one head to one maximum, sums and divides them."""
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     place = (sequence.to(tl.int64) * tl.num_programs(0) + head) * SPLITS
@@ -97,7 +100,7 @@ def merge_kernel(
     total = tl.load(states + (place + split) * 2 + 1, mask=split < SPLITS, other=0.0)
     highest = tl.max(maximum, 0)
     keep = tl.where(total > 0, tl.exp2(maximum - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
-    # An empty split wrote no sum: what lies there is not read.
+    # An empty split wrote no sum, so its memory is not read.
     mask = (total > 0)[:, None] & (dim < HEAD_DIM)[None, :]
     sums = tl.load(partial + (place + split)[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
     whole = tl.sum(total * keep, 0)
@@ -110,9 +113,10 @@ def decode(
     query: Tensor, out: Tensor, kv: PagedKv, layer: LayerKv, tables: Tensor, rows: Tensor, ends: Tensor,
     splits: int, tiling: Tiling, window: int = 0,
 ) -> None:  # fmt: skip
-    """query, out: [tokens, num_heads, head_dim], rows contiguous; rows that `rows` does not name are left alone.
+    """Compute the attention of single tokens into `out`. Rows that `rows` does not name stay as they are.
 
-    tables: [sequences, blocks] int32; rows, ends: [sequences] int32 (see `decode_kernel`). window 0: none.
+    query, out: [tokens, num_heads, head_dim], rows contiguous. tables: [sequences, blocks] int32. rows, ends: [sequences]
+    int32 (see `decode_kernel`). window: positions that a token sees, its own included; 0 means all.
     """
     heads = query.shape[1]
     shape = (len(rows), heads, splits) if splits > 1 else (0, 0, 0)
@@ -136,9 +140,10 @@ def decode(
 
 
 def choose_splits(sequences: int, num_kv_heads: int, longest: int, multiprocessors: int) -> int:
-    """About two programs a multiprocessor, none for less than MIN_SPLIT positions of the longest sequence.
+    """Return a number of splits that gives each multiprocessor about two programs.
 
-    A power of two: each number of splits is a kernel of its own to compile.
+    A split has at least MIN_SPLIT positions of the longest sequence. The number is a power of two, because each number of
+    splits is a kernel of its own to compile.
     """
     wanted = 2 * multiprocessors // max(1, sequences * num_kv_heads)
     splits = max(1, min(wanted, longest // MIN_SPLIT, MAX_SPLITS))

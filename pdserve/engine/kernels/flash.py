@@ -1,17 +1,17 @@
 """The inner loop that prefill and decode share: a tile of query rows against a run of positions, with an online softmax.
 
-FlashAttention-2 (Dao 2023, section 3.1.1): the running sum is divided out once, at the end. Positions are found
-through the block table, as in PagedAttention (Kwon et al. 2023, section 4.1). Differences: exponentials are powers
-of two, and quantised numbers enter the matrix products as they are stored, which bfloat16 holds exactly. Their
-scales, one a block and head and so one a position, multiply scores and weights, not K and V: block_size * head_dim
-multiplications less for each scale.
+The algorithm is FlashAttention-2 (Dao 2023, section 3.1.1): the result is divided by the running sum once, at the end.
+Positions are found through the block table, as in PagedAttention (Kwon et al. 2023, section 4.1). There are two
+differences. Exponentials are powers of two. And quantised numbers enter the matrix products as they are stored; bfloat16
+holds them exactly. A scale belongs to one block and head, so a position has one scale. It multiplies scores and weights
+instead of K and V, which saves block_size * head_dim multiplications for each scale.
 
-Where the numbers of a tile lie is known one tile before they are asked for: entries of the block table are carried from
-one turn of the loop to the next. The compiler keeps several tiles of K and V on their way while it computes only where
-it finds their addresses in a turn without a load of that turn. With the load of the entries in between it kept one, and
-waited for it (tests/kernels/test_kernels_compile.py looks at what was compiled).
+The loop knows the addresses of a tile one turn before it loads the tile: it carries the entries of the block table from
+one turn to the next. The compiler keeps several tiles of K and V in flight during the computation only when a turn needs
+no load to find their addresses. When the entries were loaded in the same turn, the compiler kept one tile in flight and
+waited for it (tests/kernels/test_kernels_compile.py looks at the compiled code).
 
-A row is one query head of one token; the heads that share a KV head are rows of one tile, so K and V are read once.
+A row is one query head of one token. The heads that share a KV head are rows of one tile, so K and V are read once.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _INT4 = tl.constexpr(int(KvFormat.INT4))
 
 @triton.jit
 def load_numbers(base, rows, there, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COMPUTE: tl.constexpr):
-    """Stored numbers of positions, without their scales: [positions, DIM] of COMPUTE, 0 past HEAD_DIM and where not `there`.
+    """Return the stored numbers of positions without their scales: [positions, DIM] of COMPUTE.
 
-    rows: [positions] int64, where each starts after `base`, in elements. What is not there is not read: it may be NaN.
+    Columns after HEAD_DIM and positions where `there` is false are 0. Their memory is not read, since it may hold NaN.
+    rows: [positions] int64, the start of each position after `base`, in elements.
     """
     if FORMAT == _INT4:
         pair = tl.arange(0, DIM // 2)
@@ -51,7 +52,7 @@ def load_numbers(base, rows, there, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr
 
 @triton.jit
 def table_entries(table, n, lowest, end, BLOCK_SIZE: tl.constexpr):
-    """The blocks of positions `n`: [positions] int32. Entries of positions outside [lowest, end) are not read: 0."""
+    """Return the blocks of positions `n`: [positions] int32. Positions outside [lowest, end) are not looked up and give 0."""
     return tl.load(table + n // BLOCK_SIZE, mask=(n >= lowest) & (n < end), other=0)
 
 
@@ -65,13 +66,14 @@ def attend(
     STORED_DIM: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Positions [begin, end), `begin` a multiple of TILE_N, into the running softmax of a tile; returns its new state.
+    """Add positions [begin, end) to the running softmax of a tile of rows, and return its new (maximum, total, acc).
 
-    query: [rows, DIM] COMPUTE; position: [rows] int32, of each row's token; maximum, total: [rows] float32, the
-    maximum in units of log2; acc: [rows, DIM] float32, not yet divided by total. key, value: at the layer and head;
-    key_scales, value_scales: at the layer. table: the sequence's block ids. WINDOW 0: all positions up to its own are
-    visible to a token, else the last WINDOW. Unless MASKED, all rows see all of [begin, end), and it is whole tiles.
-    Positions below `lowest` are seen by no row: their blocks may have been given away.
+    `begin` is a multiple of TILE_N. query: [rows, DIM] COMPUTE. position: [rows] int32, the position of each row's token.
+    maximum, total: [rows] float32, the maximum in units of log2. acc: [rows, DIM] float32, not yet divided by total. key,
+    value: pointers to the layer and head. key_scales, value_scales: pointers to the layer. table: the sequence's block ids.
+    WINDOW: a token sees the last WINDOW positions, its own included; 0 means all up to its own. Unless MASKED, every row
+    sees all of [begin, end), which then consists of whole tiles. No row sees positions below `lowest`: their blocks may
+    belong to another sequence by now.
     """
     offset = tl.arange(0, TILE_N)
     entries = table_entries(table, begin + offset, lowest, end, BLOCK_SIZE)
@@ -82,7 +84,7 @@ def attend(
         else:
             there = n >= 0
         block = entries.to(tl.int64)
-        entries = table_entries(table, n + TILE_N, lowest, end, BLOCK_SIZE)  # the next tile's
+        entries = table_entries(table, n + TILE_N, lowest, end, BLOCK_SIZE)  # of the next tile
         rows = block * block_step + (n % BLOCK_SIZE) * STORED_DIM
         k = load_numbers(key, rows, there, FORMAT, HEAD_DIM, DIM, COMPUTE)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale_log2
@@ -94,7 +96,7 @@ def attend(
                 seen = seen & (n[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, 1))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet: 0, not NaN
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no position yet gets 0, not NaN
         weights = tl.exp2(scores - anchor[:, None])
         keep = tl.exp2(maximum - anchor)
         total = total * keep + tl.sum(weights, 1)

@@ -1,8 +1,8 @@
 """RMSNorm (Zhang and Sennrich 2019), alone and fused with the residual addition before it.
 
-Floor: bytes. Fused, a row of the residual stream and one of the branch are read and two written: 4 * hidden *
-element size; apart the addition and the norm would move 5. Llama-3-8B in bfloat16, 2,048 rows: 67 MB, 14 us at
-4.8 TB/s; for a few rows the launch (2 to 3 us, less in a graph) is all there is.
+Floor: the bytes moved. The fused kernel reads a row of the residual stream and one of the branch, and writes two rows:
+4 * hidden * element size. Addition and norm in two kernels would move 5 * hidden. Llama-3-8B in bfloat16, 2,048 rows: 67
+MB, 14 us at 4.8 TB/s. With a few rows, the launch is the whole cost (2 to 3 us, less in a graph).
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from pdserve.engine.kernels.support import next_power_of_2
 
 @triton.jit
 def norm_kernel(out, summed, x, branch, weight, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
-    """Grid (rows,). All [rows, HIDDEN] contiguous, weight [HIDDEN]; with ADD, x + branch goes to `summed` and is normed."""
+    """Grid (rows,). All tensors are contiguous [rows, HIDDEN], weight is [HIDDEN].
+
+    With ADD, the kernel writes x + branch to `summed` and the norm of this sum to `out`; otherwise it norms x.
+    """
     column = tl.arange(0, WIDTH)
     mask = column < HIDDEN
     place = tl.program_id(0).to(tl.int64) * HIDDEN + column
@@ -25,23 +28,23 @@ def norm_kernel(out, summed, x, branch, weight, eps, HIDDEN: tl.constexpr, WIDTH
     if ADD:
         total = (wide + tl.load(branch + place, mask=mask, other=0.0).to(tl.float32)).to(summed.dtype.element_ty)
         tl.store(summed + place, total, mask=mask)
-        wide = total.to(tl.float32)  # the rounded sum is what is normed, as when the two are apart
+        wide = total.to(tl.float32)  # the rounded sum is normed, as two separate kernels would do
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
-    # Rounded before the weight is applied, as the Llama reference does.
+    # The result is rounded before the weight is applied, as in the Llama reference.
     normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
     result = normed * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [rows, hidden], contiguous; weight: [hidden]. Returns [rows, hidden] of x's dtype."""
+    """Return the RMSNorm of x: [rows, hidden] in x's dtype. x: [rows, hidden], contiguous; weight: [hidden]."""
     out = torch.empty_like(x)
     _launch(out, x, x, x, weight, eps, add=False)
     return out
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, branch: [rows, hidden], contiguous, of one dtype. Returns x + branch and its norm."""
+    """Return x + branch and the norm of this sum. x, branch: [rows, hidden], contiguous, of one dtype."""
     summed, out = torch.empty_like(x), torch.empty_like(x)
     _launch(out, summed, x, branch, weight, eps, add=True)
     return summed, out

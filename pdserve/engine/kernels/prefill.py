@@ -1,13 +1,14 @@
-"""Chunked prefill: tokens of many sequences, each against its own past in the pool, causal.
+"""Causal attention of chunked prefill: tokens of many sequences, each against its own past in the pool.
 
-Floor: 4 * head_dim operations for each pair of a token and a position that it sees, for each query head. Llama-3-8B,
-a prompt of 2,048 tokens: 2,048 * 2,049 / 2 * 32 heads * 32 layers * 512 = 1.1 TFLOP beside 33 of the weights; at 790
-TFLOP/s 1.4 ms of 43. K and V are read once a query tile and KV head: at 128 rows a tile 128 operations a byte in
-bfloat16, of which half hit the L2 cache.
+Floor: 4 * head_dim operations for each query head and each pair of a token and a position that it sees. Llama-3-8B, a
+prompt of 2,048 tokens: 2,048 * 2,049 / 2 * 32 heads * 32 layers * 512 = 1.1 TFLOP, and 33 TFLOP for the weights; at 790
+TFLOP/s 1.4 ms of 43. K and V are read once for each query tile and KV head: with 128 rows a tile that is 128 operations a
+byte in bfloat16, of which half hit the L2 cache.
 
 Work is split as in FlashAttention-2 (Dao 2023, section 3.2): a program is one tile of query rows of one KV head.
-Rows are (token, head of the group) with the heads next to each other, so one tile of 128 rows is 32 tokens at four
-query heads a KV head. Tiles that all rows see whole need no mask; those on the diagonal and on the window's edge do.
+Rows are (token, head of the group) with the heads next to each other, so with four query heads for each KV head a tile of
+128 rows holds 32 tokens. Tiles that every row sees whole need no mask; tiles on the diagonal and at the edge of the window
+need one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ def prefill_kernel(
     STORED_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_kv_heads, tiles). out, query: [tokens, num_kv_heads * GROUP, HEAD_DIM]; tables: [sequences, blocks] int32;
-    tiles: [tiles, 4] int32: sequence, first row of query, that token's position, tokens (at most TILE_M // GROUP).
+    """Grid (num_kv_heads, tiles). out, query: [tokens, num_kv_heads * GROUP, HEAD_DIM]; tables: [sequences, blocks] int32.
+
+    tiles: [tiles, 4] int32: sequence, row of the first token in query, position of this token, number of tokens (at most
+    TILE_M // GROUP).
     """
     kv_head = tl.program_id(0)
     fields = tiles + tl.program_id(1) * 4
@@ -59,7 +62,7 @@ def prefill_kernel(
     if WINDOW > 0:
         lowest = tl.maximum(first - WINDOW + 1, 0)
     begin = lowest // TILE_N * TILE_N
-    left = begin  # [begin, left): some rows do not see the oldest
+    left = begin  # [begin, left): some rows do not see the oldest positions
     if WINDOW > 0:
         left = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE_N) * TILE_N, tl.cdiv(end, TILE_N) * TILE_N)
         left = tl.maximum(left, begin)
@@ -94,9 +97,11 @@ def prefill_kernel(
 def prefill(
     query: Tensor, out: Tensor, kv: PagedKv, layer: LayerKv, tables: Tensor, tiles: Tensor, tiling: Tiling, window: int = 0
 ) -> None:
-    """query, out: [tokens, num_heads, head_dim], rows contiguous; rows that no tile names are left alone.
+    """Compute the attention of prompts into `out`. Rows that no tile names stay as they are.
 
-    tables: [sequences, blocks] int32; tiles: [tiles, 4] int32 (see `prefill_kernel`), cut with `tile_tokens`. window 0: none.
+    query, out: [tokens, num_heads, head_dim], rows contiguous. tables: [sequences, blocks] int32. tiles: [tiles, 4] int32
+    (see `prefill_kernel`), made by `cut` with `tile_tokens`. window: positions that a token sees, its own included; 0 means
+    all.
     """
     group = query.shape[1] // kv.num_kv_heads
     compute = dot_dtype(query)
@@ -112,15 +117,15 @@ def prefill(
 
 
 def tile_tokens(tiling: Tiling, group: int) -> int:
-    """Tokens in one query tile."""
+    """Return the number of tokens in one query tile."""
     return tiling.rows // group
 
 
 def cut(row: int, start: int, count: int, sequence: int, tokens: int) -> list[tuple[int, int, int, int]]:
-    """The tiles of one sequence's tokens [start, start + count), the query's rows from `row` on."""
+    """Cut one sequence's tokens [start, start + count), which are query rows from `row` on, into tiles of `tokens`."""
     return [(sequence, row + done, start + done, min(tokens, count - done)) for done in range(0, count, tokens)]
 
 
 def tiles_tensor(tiles: list[tuple[int, int, int, int]]) -> Tensor:
-    """[tiles, 4] int32, those with the longest past first: the last program to start should be a short one."""
+    """Return the tiles as [tiles, 4] int32, longest past first, so that the last program to start is a short one."""
     return torch.tensor(sorted(tiles, key=lambda tile: -tile[2]), dtype=torch.int32).view(-1, TILE_FIELDS)

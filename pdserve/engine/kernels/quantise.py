@@ -1,13 +1,13 @@
-"""New K and V into a quantised pool, with one scale a block and head.
+"""Writes new K and V into a quantised pool that has one scale for each block and head.
 
-Floor: bytes, the new tokens read and written, and for a decode the block they go to read and written once more: 16
-tokens of int8 against a past of thousands that attention reads in the same step, below 1 %.
+Floor: the bytes moved. New tokens are read and written, and a decode also reads and writes its whole block once: 16 tokens
+of int8, while attention reads thousands of tokens in the same step, so it is below 1 %.
 
-A block fills over many steps, so its scale grows. When a new token exceeds what the scale can say, the older tokens
-of the block are quantised again to the larger one; else they are left alone, bit for bit. A number is so rounded
-more than once, each time by at most half a step of the scale of that moment, which are the smaller ones. Other ways: a
-scale a token needs no second rounding, but takes 4 of 132 bytes a head and 4 of 68 in int4; a fixed scale needs
-calibration. What lies behind the written part of a block is garbage of its former owner, and is not read.
+A block fills over many steps, so its scale grows. When a new token exceeds the range of the scale, the older tokens of the
+block are quantised again with the larger scale; otherwise they stay as they are, bit for bit. So a number may be rounded
+more than once, each time by at most half a step of the scale of that moment, and earlier scales are smaller. Alternatives:
+a scale for each token needs no second rounding, but takes 4 of 132 bytes a head (4 of 68 in int4); a fixed scale needs
+calibration. The unwritten part of a block holds garbage of its former owner and is not read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _INT4 = tl.constexpr(int(KvFormat.INT4))
 
 @triton.jit
 def rounded(x, LARGEST: tl.constexpr):
-    """To the nearest whole number within [-LARGEST, LARGEST], halves upwards."""
+    """Round x to the nearest whole number, halves upwards, and limit it to [-LARGEST, LARGEST]. Returns int32."""
     return tl.minimum(tl.maximum(tl.floor(x + 0.5), -LARGEST), LARGEST).to(tl.int32)
 
 
 @triton.jit
 def to_fp8(x):
-    """E4M3 of float32 x within [-448, 448], as uint8: to nearest, halves to even.
+    """Convert float32 x within [-448, 448] to E4M3 in uint8, rounded to nearest, halves to even.
 
-    In integers, as the interpreter's own conversion drops the carry of a mantissa that rounds up to the next power of
-    two, and devices before sm_89 have none.
+    It computes in integers for two reasons: the interpreter's own conversion drops the carry of a mantissa that rounds up
+    to the next power of two, and devices before sm_89 have no conversion.
     """
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
-    bits += 0x7FFFF + ((bits >> 20) & 1)  # 20 of float32's 23 bits behind the point go
+    bits += 0x7FFFF + ((bits >> 20) & 1)  # the last 20 of float32's 23 mantissa bits are dropped
     normal = (bits >> 20) - (120 << 3)  # the exponent's bias is 7, not 127
     # Neighbours of 2^14 are 2^-9 apart, so this rounds to multiples of 2^-9; 8 of them are the first normal number.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -56,9 +56,11 @@ def quantise_kernel(
     FORMAT: tl.constexpr, LARGEST: tl.constexpr, OFFSETS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, STORED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_kv_heads, touched blocks, 2 (K, V)). touched: [blocks, 4] int32: block, row of the first new token in
-    new_key and new_value [tokens, num_kv_heads, HEAD_DIM], its offset in the block, new tokens; all below zero: nobody's,
-    written nowhere. OFFSETS: the block's, padded.
+    """Grid (num_kv_heads, touched blocks, 2 (K, V)).
+
+    touched: [blocks, 4] int32: the block, the row of its first new token in new_key and new_value [tokens, num_kv_heads,
+    HEAD_DIM], the offset of this token in the block, and the number of new tokens. A row whose four fields are negative
+    writes nothing. OFFSETS: the block size, padded to a power of two.
     """
     head = tl.program_id(0)
     fields = touched + tl.program_id(1) * 4
@@ -87,13 +89,13 @@ def quantise_head(
     FORMAT: tl.constexpr, LARGEST: tl.constexpr, OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     STORED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Offsets [first, end) of a block's head from `source`; offsets [0, first) hold older tokens."""
+    """Write offsets [first, end) of one head of a block from `source`. Offsets [0, first) hold older tokens."""
     offset = tl.arange(0, OFFSETS)
     old = offset < first
     new = (offset >= first) & (offset < end)
     rows = block * block_step + head.to(tl.int64) * head_step + offset * STORED_DIM
     place = scales + block * scales_step + head
-    # A block without older tokens has no scale yet: what lies there is its former owner's, even NaN.
+    # A block without older tokens has no scale yet: the memory holds a value of its former owner, which may be NaN.
     old_scale = tl.load(place + tl.zeros([1], tl.int32), mask=(tl.zeros([1], tl.int32) + first) > 0, other=0.0)
     older = load_numbers(data, rows, old, FORMAT, HEAD_DIM, DIM, tl.float32) * old_scale[:, None]
     dim = tl.arange(0, DIM)
@@ -122,7 +124,9 @@ def quantise_head(
 
 
 def quantise_write(kv: PagedKv, layer: LayerKv, key: Tensor, value: Tensor, touched: Tensor) -> None:
-    """key, value: [tokens, num_kv_heads, head_dim], heads contiguous, equal strides; touched: [blocks, 4] int32 (see
+    """Quantise new tokens and write them into their blocks of one layer.
+
+    key, value: [tokens, num_kv_heads, head_dim], heads contiguous, equal strides. touched: [blocks, 4] int32 (see
     `touched_blocks`), no block twice.
     """
     assert kv.format is not KvFormat.PLAIN

@@ -1,11 +1,12 @@
-"""Rotary embedding (Su et al. 2021) of a step's queries and keys, and K and V into their slots of the pool.
+"""Rotary embedding (Su et al. 2021) of a step's queries and keys; it also writes K and V into their slots of the pool.
 
-Floor: bytes. Queries are read and written, K and V read once and written once: 2 * (num_heads + 2 * num_kv_heads) *
-head_dim * element size a token. Llama-3-8B in bfloat16, 2,048 tokens: 50 MB, 10 us at 4.8 TB/s. Apart (rotate, cut,
-write by index) the same bytes would cross memory three times.
+Floor: the bytes moved. Queries, K and V are each read once and written once: 2 * (num_heads + 2 * num_kv_heads) *
+head_dim * element size a token. Llama-3-8B in bfloat16, 2,048 tokens: 50 MB, 10 us at 4.8 TB/s. In separate steps (rotate,
+cut, write by index) the same bytes would cross memory three times.
 
-A program takes the heads of one group of one token: GROUP queries, a key and a value. A quantised pool needs the
-other tokens of a block as well; there this kernel leaves the rotated keys where they were and `quantise.py` goes on.
+A program takes the heads of one group of one token: GROUP queries, a key and a value. A quantised pool needs the other
+tokens of a block as well. There this kernel writes the rotated keys back in place, and `quantise.py` writes them to the
+pool.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ def rope_kernel(
     out, projected, table_rows, key, value, slots, projected_step, out_step, slots_step, head_step,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_kv_heads, tokens). projected: [tokens, (GROUP + 2) * num_kv_heads, HEAD_DIM], q then k then v; out:
-    [tokens, GROUP * num_kv_heads, HEAD_DIM]; table_rows: [tokens, 2, HEAD_DIM] float32, cosines, then sines with the first
-    half negated; slots: [tokens] int64 (see `rotate_and_write`). HALF: half a head, padded.
+    """Grid (num_kv_heads, tokens).
+
+    projected: [tokens, (GROUP + 2) * num_kv_heads, HEAD_DIM], q then k then v. out: [tokens, GROUP * num_kv_heads, HEAD_DIM].
+    table_rows: [tokens, 2, HEAD_DIM] float32, cosines, then sines with the first half negated. slots: [tokens] int64 (see
+    `rotate_and_write`). HALF: half of HEAD_DIM, padded to a power of two. WRITE: K and V go to the pool; otherwise the keys
+    in `projected` are rotated in place.
     """
     kv_head = tl.program_id(0)
     kv_heads = tl.num_programs(0)
@@ -67,12 +71,13 @@ def rope_kernel(
 
 
 def rotate_and_write(projected: Tensor, table_rows: Tensor, kv: PagedKv, layer: LayerKv, slots: Tensor) -> Tensor:
-    """projected: [tokens, (num_heads + 2 * num_kv_heads) * head_dim], q then k then v, rows contiguous, of the pool's dtype;
-    table_rows: [tokens, 2, head_dim] float32 (`rope_table`); slots: [tokens] int64, where layer 0 keeps a token's K of head 0,
-    in rows of head_dim elements (the first of `KvCache.slots`), or negative: written nowhere. Returns the rotated queries
-    [tokens, num_heads, head_dim].
+    """Rotate queries and keys, write K and V of one layer, and return the rotated queries [tokens, num_heads, head_dim].
 
-    Where the pool is quantised nothing is written, and the keys within `projected` are rotated in place.
+    projected: [tokens, (num_heads + 2 * num_kv_heads) * head_dim], q then k then v, rows contiguous, of the pool's dtype.
+    table_rows: [tokens, 2, head_dim] float32 (`rope_table`). slots: [tokens] int64, the first column of `KvCache.slots`: the
+    place of a token's K of head 0 in layer 0, in rows of head_dim elements. A token with a negative slot is written nowhere.
+
+    When the pool is quantised, nothing is written, and the keys within `projected` are rotated in place.
     """
     tokens = projected.shape[0]
     group = projected.shape[1] // (kv.head_dim * kv.num_kv_heads) - 2

@@ -1,4 +1,4 @@
-"""Tile shapes of the attention kernels, and what their matrix products compute in."""
+"""Tile shapes of the attention kernels, and the dtype of their matrix products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _COMPUTE: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """rows: of queries, at least 16 and a power of two; positions: of K and V, likewise; warps and pipeline stages."""
+    """Sizes of one tile and of the program that computes it.
+
+    rows: query rows. positions: positions of K and V. Both are powers of two and at least 16. warps: warps of a program.
+    stages: stages of the software pipeline.
+    """
 
     rows: int
     positions: int
@@ -25,16 +29,19 @@ class Tiling:
 
 
 def prefill_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
-    """For 227 KiB of shared memory and 64 Ki registers a multiprocessor (Hopper), of which this was compiled for sm_90a:
+    """Return the tiling of prefill, chosen for Hopper: 227 KiB of shared memory and 64 Ki registers a multiprocessor.
 
-    - 128 dimensions, bfloat16: (rows + 2 * stages * positions) * dimensions * 2 B = 128 KiB, about 195 registers in each of
-      256 threads: one program runs on a multiprocessor at a time. Two of half the rows would fit, but then K and V come
-      from L2 twice as often: 7.7 TB/s at half the peak of the products, likely more than an H200's L2 gives.
-    - 64 dimensions: 64 KiB and at most 128 registers: two programs, of which one takes exponentials (at 16 a cycle about
-      as long as the products, at this size) while the other multiplies. Quantised numbers need 180 to 230: one program.
-    - 256 dimensions: 160 KiB and about 250 registers: one program; quantised numbers spill up to 16 B a thread.
+    The numbers are those of the kernels compiled for sm_90a:
 
-    float32 is for checking: tiles small enough for its products, which tensor cores do not take.
+    - 128 dimensions, bfloat16: (rows + 2 * stages * positions) * dimensions * 2 B = 128 KiB and about 195 registers in each
+      of 256 threads. One program runs on a multiprocessor at a time. Two programs of half the rows would fit, but then K
+      and V come from L2 twice as often: 7.7 TB/s at half the peak of the products, likely more than an H200's L2 gives.
+    - 64 dimensions: 64 KiB and at most 128 registers. Two programs run at a time: one computes exponentials (16 a cycle,
+      which takes about as long as the products at this size) while the other multiplies. Quantised numbers need 180 to 230
+      registers, so there one program runs.
+    - 256 dimensions: 160 KiB and about 250 registers. One program runs; quantised numbers spill up to 16 B a thread.
+
+    float32 serves only for checks. Its tiles are small, because tensor cores do not compute float32 products.
     """
     dim = next_power_of_2(head_dim)
     if dtype is torch.float32:
@@ -43,11 +50,11 @@ def prefill_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
 
 
 def decode_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
-    """One token: as many rows as the group has heads, at least the 16 that tensor cores multiply at once.
+    """Return the tiling of decode: one token, so a row for each head of the group, at least the 16 of a tensor core.
 
-    128 dimensions, bfloat16: two tiles of K and V are on their way or at work, 64 KiB, and at most 128 registers in each of
-    128 threads, so three programs fit on a multiprocessor. `choose_splits` gives it two: one tile of each is 64 KiB on
-    the way; 4.8 TB/s at a latency of 1 us need 36 KiB a multiprocessor.
+    128 dimensions, bfloat16: two tiles of K and V are being loaded or used, which is 64 KiB, and each of 128 threads has at
+    most 128 registers, so three programs fit on a multiprocessor. `choose_splits` gives it two. When each of them loads one
+    tile, 64 KiB are on their way; 4.8 TB/s at a latency of 1 us need 36 KiB a multiprocessor.
     """
     dim = next_power_of_2(head_dim)
     rows = max(16, next_power_of_2(group))
@@ -57,12 +64,15 @@ def decode_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
 
 
 def dot_dtype(query: Tensor) -> Any:
-    """What products are taken in: the query's dtype. The interpreter, on CPU, has no bfloat16 products: float32 there."""
+    """Return the dtype of the matrix products: the query's, or float32 for bfloat16 on the CPU.
+
+    The interpreter, which runs kernels on the CPU, has no bfloat16 products.
+    """
     if query.device.type == "cpu" and query.dtype is torch.bfloat16:
         return tl.float32
     return _COMPUTE[query.dtype]
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """float32 is chosen for exactness, so its products are not rounded to TF32; otherwise the setting has no effect."""
+    """Return the setting that keeps float32 products from being rounded to TF32. It has no effect on other dtypes."""
     return "ieee" if dtype is torch.float32 else "tf32"
