@@ -1,4 +1,4 @@
-"""Sums KV blocks where they lie, in the fastest way that this machine has. `pdserve.engine.kv.checksum` says what a sum is."""
+"""Checksums of KV blocks in place, by the fastest code that this machine has. `pdserve.engine.kv.checksum` defines them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pdserve.engine.native.block_sums import load_sums
 
 
 class BlockSums:
-    """Sums blocks of one region of memory, [blocks, block_bytes] uint8, which stays where it is.
+    """Computes checksums of blocks of one region of memory, [blocks, block_bytes] uint8, which must stay in place.
 
-    Any thread may call it, several at once. On CUDA it follows what the calling thread's stream has been given; `beside`:
-    it has a stream of its own, for blocks that no stream writes, and does not wait for steps of the model.
+    Several threads may call it at once. On CUDA it runs in the calling thread's current stream. With `beside` it has a
+    stream of its own and does not wait for steps of the model; this is only for blocks that no stream writes.
     """
 
     def __init__(self, blocks: Tensor, *, beside: bool = False) -> None:
@@ -30,6 +30,7 @@ class BlockSums:
         self._compiled = load_sums() if blocks.device.type == "cpu" else None
 
     def __call__(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
+        """Return the checksums of the named blocks, in order. Asserts that each id is below the number of blocks."""
         if not block_ids:
             return ()
         assert min(block_ids) >= 0
@@ -41,7 +42,7 @@ class BlockSums:
         return sums_in_numpy(self._blocks[list(block_ids)].cpu().numpy())
 
     def _in_triton(self, block_ids: Sequence[int]) -> tuple[BlockSum, ...]:
-        """A few numbers for each block come back, which waits for the kernel."""
+        """Sum stripes on the GPU and combine them on the CPU. Copying the stripe sums back waits for the kernel."""
         from pdserve.engine.kernels.block_sums import stripe_sums
 
         with torch.cuda.stream(self._stream):  # a stream of None changes nothing
@@ -49,7 +50,7 @@ class BlockSums:
         return combine(stripes.numpy().view(np.uint64), self._blocks.shape[1])
 
     def _in_compiled_code(self, block_ids: Sequence[int]) -> tuple[BlockSum, ...]:
-        """ctypes lets go of the GIL for the length of the call."""
+        """Call the compiled code. ctypes releases the GIL during the call."""
         assert self._compiled is not None
         ids = np.array(block_ids, np.int64)
         sums = np.empty(len(ids), np.uint64)

@@ -21,7 +21,7 @@ _STRIPE_BYTES = STRIPE_WORDS * 8
 
 @triton.jit
 def stripe_sums_kernel(sums, halves, keys, block_ids, block_halves, stripes, WORDS: tl.constexpr):
-    """Grid (blocks, stripes). halves: the pool as 32-bit numbers; keys: [2 * WORDS] 32-bit numbers, the low half of each word first."""
+    """Grid (blocks, stripes). halves: the pool as 32-bit numbers; keys: [2 * WORDS] likewise, the low half of a word first."""
     index = tl.program_id(0)
     stripe = tl.program_id(1)
     word = tl.arange(0, WORDS)

@@ -1,10 +1,11 @@
-"""The KV blocks themselves: one piece of memory for all layers, so that a block is one run of bytes.
+"""The memory of the KV blocks. All layers share one piece of memory, so a block is one run of bytes.
 
-Numbers are [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; behind those of a quantised block
-stand its scales. A reader on another machine fetches a block with one descriptor; attention gathers rows of block_size *
+Numbers are [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; the scales of a quantised block follow
+its numbers. A reader on another machine fetches a block with one descriptor. Attention gathers rows of block_size *
 head_dim numbers, one for each (block, layer, K or V, head), straight into [heads, positions, head_dim].
 
-What is computed and what is stored may differ in dtype: written tokens are cast or quantised, gathered ones cast back.
+The dtype of the computation and that of the store may differ: written tokens are cast or quantised, gathered tokens are
+cast back.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ from pdserve.engine.kv.span import Span
 
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOBODY: Final = -1
-"""In place of a slot: the token is written nowhere. For Triton kernels only."""
+"""Stands in place of a slot: the token is written nowhere. Only the Triton kernels know this value."""
 
 
 class KvCache:
-    """Owns the memory; lives as long as its process, since peers may hold its address."""
+    """Owner of the blocks' memory. It lives as long as its process, because peers may hold its address."""
 
     def __init__(self, layout: KvLayout, memory_bytes: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """As many blocks as `memory_bytes` holds; dtype: of what is written and gathered, by default that of the layout.
+        """Allocate as many blocks as `memory_bytes` holds.
 
-        Raises `ConfigError` when that is no block.
+        dtype: the dtype of tokens that are written and gathered; None means that of the layout. Raises `ConfigError` when
+        `memory_bytes` is less than one block.
         """
         self.layout = layout
         self.device = device
@@ -50,7 +52,7 @@ class KvCache:
         if self.num_blocks == 0:
             raise ConfigError(f"kv_cache_memory of {memory_bytes} B is less than one block of {layout.block_bytes} B")
         self.blocks = _zeros(self.num_blocks * layout.block_bytes, device).view(self.num_blocks, layout.block_bytes)
-        """[num_blocks, block_bytes] uint8: all there is of each block."""
+        """[num_blocks, block_bytes] uint8: all bytes of each block, scales included."""
         self.paged = _views(layout, self.blocks)
         self._tokens = self._rows = self.tensor
         if not layout.quantised:
@@ -59,28 +61,33 @@ class KvCache:
 
     @property
     def tensor(self) -> Tensor:
-        """The numbers: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], or stored_dim bytes if quantised."""
+        """The numbers: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+
+        The last dimension of a quantised pool is stored_dim bytes.
+        """
         return self.paged.data
 
     @property
     def scales(self) -> Tensor | None:
-        """[num_blocks, num_layers, 2, num_kv_heads] float32 of a quantised pool."""
+        """The scales of a quantised pool, [num_blocks, num_layers, 2, num_kv_heads] float32; None for a plain pool."""
         return self.paged.scales
 
     @property
     def address(self) -> int:
-        """Of block 0; block i follows i * layout.block_bytes later. Page-aligned on CPU."""
+        """Address of block 0. Block i starts i * layout.block_bytes later. The address is page-aligned on CPU."""
         return self.blocks.data_ptr()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all blocks."""
         return self.blocks.nbytes
 
     def slots(self, spans: Sequence[Span]) -> Tensor:
-        """Where the tokens of `spans` go, for `write`.
+        """Return the places for the new tokens of `spans`, as `write` takes them.
 
-        [tokens, 2 * num_kv_heads] int64: where layer 0 keeps K, then V, of each head, in rows of head_dim numbers. Quantised:
-        [blocks, 4] int32 of `touched_blocks`, since a block's tokens share their scales.
+        A plain pool gives [tokens, 2 * num_kv_heads] int64: the places in layer 0 of K, then V, of each head, in rows of
+        head_dim numbers. A quantised pool gives [blocks, 4] int32 of `touched_blocks`, since the tokens of a block share
+        their scales.
         """
         size = self.layout.block_size
         if self.layout.quantised:
@@ -92,13 +99,13 @@ class KvCache:
         return rows.transpose(0, 1).reshape(len(positions), -1)
 
     def nobodys_slots(self, tokens: int) -> Tensor:
-        """Slots of so many single tokens that are written nowhere."""
+        """Return slots for `tokens` single tokens that are written nowhere."""
         if self.layout.quantised:
             return torch.full((tokens, TOUCH_FIELDS), NOBODY, dtype=torch.int32, device=self.device)
         return torch.full((tokens, 2 * self.layout.num_kv_heads), NOBODY, dtype=torch.int64, device=self.device)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """key, value: [tokens, num_kv_heads, head_dim]; slots as `slots` gave them."""
+        """Write the new tokens of one layer. key, value: [tokens, num_kv_heads, head_dim]; slots: the result of `slots`."""
         if self.layout.quantised:
             return self._quantise(layer, slots.long(), torch.stack((key, value), 1).float())
         step = layer * 2 * self.layout.num_kv_heads * self.layout.block_size
@@ -107,7 +114,10 @@ class KvCache:
         return None
 
     def gather_rows(self, block_tables: Tensor) -> Tensor:
-        """Where layer 0 keeps K and V of the blocks of `block_tables` [sequences, blocks] int64, for `gather`."""
+        """Return the argument `rows` of `gather` for `block_tables` [sequences, blocks] int64.
+
+        A plain pool gives the places of K and V in layer 0, one for each block and head. A quantised pool gives the tables.
+        """
         if self.layout.quantised:
             return block_tables
         sequences, blocks = block_tables.shape
@@ -115,7 +125,10 @@ class KvCache:
         return rows.transpose(2, 3).reshape(-1)
 
     def gather(self, layer: int, rows: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
-        """K and V, each [sequences, num_kv_heads, blocks * block_size, head_dim], copied out of the pool."""
+        """Copy K and V of one layer out of the pool, each [sequences, num_kv_heads, blocks * block_size, head_dim].
+
+        rows: the result of `gather_rows` for these sequences.
+        """
         heads, dim = self.layout.num_kv_heads, self.layout.head_dim
         if self.layout.quantised:
             found = self._dequantised(layer, rows).permute(2, 0, 3, 1, 4, 5)
@@ -125,13 +138,19 @@ class KvCache:
         return key, value
 
     def _dequantised(self, layer: int, blocks: Tensor) -> Tensor:
-        """blocks: [sequences, blocks] int64. Returns [sequences, blocks, 2, num_kv_heads, block_size, head_dim] float32."""
+        """Return the values of blocks [sequences, blocks] int64 in one layer.
+
+        The result is [sequences, blocks, 2, num_kv_heads, block_size, head_dim] float32.
+        """
         assert self.scales is not None
         numbers = from_numbers(self.tensor[blocks, layer], self.layout.dtype)
         return numbers.mul_(self.scales[blocks, layer][..., None, None])
 
     def _quantise(self, layer: int, touched: Tensor, tokens: Tensor) -> None:
-        """tokens: [tokens, 2, num_kv_heads, head_dim] float32. The older tokens of a block are quantised again if need be."""
+        """Write tokens [tokens, 2, num_kv_heads, head_dim] float32 to a quantised pool.
+
+        The older tokens of a block are quantised again when its scale grows. touched: [blocks, 4] int64 of `touched_blocks`.
+        """
         assert self.scales is not None
         block, row, first, count = touched.unbind(1)
         offset = torch.arange(self.layout.block_size, device=self.device)
@@ -140,7 +159,7 @@ class KvCache:
         old, new = (mask.view(len(block), 1, 1, -1, 1) for mask in (old, new))
         source = (row[:, None] + offset - first[:, None]).clamp(0, len(tokens) - 1)
         newer = tokens[source].permute(0, 2, 3, 1, 4).masked_fill(~new, 0.0)
-        # A block without older tokens has no scale yet: what lies there is its former owner's, even NaN.
+        # A block without older tokens has no scale yet: the memory holds a value of its former owner, which may be NaN.
         before = self.scales[block, layer].masked_fill((first == 0)[:, None, None], 0.0)
         scales = torch.maximum(before, scales_for(newer.abs().amax((-1, -2)), self.layout.dtype))
         stored = self.tensor[block, layer]
@@ -151,7 +170,7 @@ class KvCache:
         self.scales[block, layer] = scales
 
     def _head_rows(self, block_ids: Tensor) -> Tensor:
-        """[2, blocks, num_kv_heads]: the index of (block, layer 0, K or V, head) among all heads of all blocks."""
+        """Return the index of (block, layer 0, K or V, head) among all heads of all blocks: [2, blocks, num_kv_heads]."""
         heads = self.layout.num_kv_heads
         base = block_ids.view(1, -1, 1) * (self.layout.num_layers * 2 * heads)
         which = torch.arange(2, device=block_ids.device).view(2, 1, 1) * heads
@@ -170,7 +189,10 @@ def _views(layout: KvLayout, blocks: Tensor) -> PagedKv:
 
 
 def _zeros(nbytes: int, device: torch.device) -> Tensor:
-    """Zeroed bytes. On CPU they are mapped and not touched: a block costs memory when it is first used."""
+    """Return zeroed bytes. On CPU they are mapped but not touched: a block costs no memory before it is first used.
+
+    Raises `ConfigError` when the machine cannot map so many bytes.
+    """
     if device.type != "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     try:
@@ -178,7 +200,7 @@ def _zeros(nbytes: int, device: torch.device) -> Tensor:
     except (OSError, OverflowError) as exc:
         raise ConfigError(f"kv_cache_memory of {nbytes} B is more than this machine can give") from exc
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A head of a block is 1 or 2 KiB: with small pages each is an address translation of its own. SmolLM2, 32 decodes at
-        # 2,048 tokens: 8 % less CPU time a step. The price: memory is taken in pieces of 2 MiB.
+        # A head of a block is 1 or 2 KiB, so with small pages each head needs its own address translation. SmolLM2, 32 decodes
+        # at 2,048 tokens: huge pages save 8 % CPU time a step. The price is that memory is taken in pieces of 2 MiB.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive

@@ -1,12 +1,13 @@
-"""Blocks of one KV layout made into blocks of another that stores the same numbers in another way. Pure.
+"""Conversion of KV blocks to a layout that stores the same numbers in another way. Pure.
 
-Every number passes through float32, where each format is exact. So a conversion rounds once, to the target's format; a
-quantised target gets a scale of its own, from the largest magnitude of the block and head, as if all its tokens had
-been written in one step. Equal layouts are copied byte for byte.
+Every number passes through float32, which holds each format exactly. So a conversion rounds once, to the target's format. A
+quantised target gets its own scale, from the largest magnitude of the block and head, as if all its tokens had been written
+in one step. Equal layouts are copied byte for byte.
 
-What lies behind the last token of a prompt is its former owner's, even NaN: it becomes zero and takes no part in a scale.
+The memory after the last token of a prompt holds values of its former owner, perhaps NaN. They become zero and do not
+influence a scale.
 
-Floor: bytes, read once and written once. SmolLM2-135M bf16 to int8: 360 + 180 KiB for 16 tokens.
+Floor: each byte is read once and written once. SmolLM2-135M bf16 to int8: 360 + 180 KiB for 16 tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pdserve.engine.kv.format import dequantise, quantise, stored_dim
 
 
 def convert_blocks(blocks: Tensor, source: KvLayout, target: KvLayout, tokens: int) -> Tensor:
-    """blocks: [n, source.block_bytes] uint8, that hold tokens [0, tokens) of a text in this order, all but the last block
-    full. Returns [n, target.block_bytes] uint8 in new memory of the same device.
+    """Return the blocks in the target's layout: [n, target.block_bytes] uint8 in new memory of the same device.
+
+    blocks: [n, source.block_bytes] uint8. They hold tokens [0, tokens) of a text in this order; all but the last are full.
     """
     assert source.holds_the_same_as(target)
     assert blocks.shape == (source.blocks_for(tokens), source.block_bytes), "blocks without a token, or tokens without one"
@@ -33,7 +35,7 @@ def convert_blocks(blocks: Tensor, source: KvLayout, target: KvLayout, tokens: i
 
 
 def _read(blocks: Tensor, layout: KvLayout) -> Tensor:
-    """A copy: [n, num_layers, 2, num_kv_heads, block_size, head_dim] float32."""
+    """Return a copy of the values: [n, num_layers, 2, num_kv_heads, block_size, head_dim] float32."""
     heads = (len(blocks), layout.num_layers, 2, layout.num_kv_heads)
     data = blocks[:, : layout.data_bytes]
     if not layout.quantised:

@@ -1,10 +1,10 @@
-"""Quantised KV by torch: what the numbers and scales of a block mean, for every head of it at once.
+"""Quantised KV in torch: the meaning of the numbers and scales of a block, for all its heads at once.
 
-A stored number times its head's scale is the value. int8: [-127, 127]. fp8_e4m3: without infinities, up to 448
-(Micikevicius et al. 2022, section 3). int4: [-7, 7] stored plus 8, two neighbouring dimensions a byte, the even one
-in the low half. Numbers are bytes here, in the order of `KvLayout`. The compiled and the Triton kernels compute the
-same: the scale is the largest magnitude over the largest number, a value is multiplied by 1 / scale and then rounded,
-integers with halves upwards, fp8 with halves to even.
+A value is a stored number times its head's scale. int8: [-127, 127]. fp8_e4m3: no infinities, up to 448 (Micikevicius et
+al. 2022, section 3). int4: [-7, 7] stored plus 8, two neighbouring dimensions in a byte, the even one in the low half.
+Numbers are bytes here, in the order of `KvLayout`. The compiled and the Triton kernels compute the same: the scale is the
+largest magnitude divided by the largest number; a value is multiplied by 1 / scale and then rounded, integers with halves
+upwards, fp8 with halves to even.
 """
 
 from __future__ import annotations
@@ -15,39 +15,42 @@ import torch
 from torch import Tensor
 
 LARGEST: Final = {"int8": 127.0, "fp8_e4m3": 448.0, "int4": 7.0}
-"""The largest stored magnitude: what the largest of a block and head is mapped to."""
+"""The largest stored magnitude of each format. The largest value of a block and head is mapped to it."""
 SMALLEST_SCALE: Final = 2.0**-100
-"""Where all are smaller the scale is 0 and so are the numbers: 1 / scale must be finite. Chosen, far below any K or V."""
+"""A smaller scale becomes 0, and the numbers with it, so that 1 / scale is finite. The limit lies far below any K or V."""
 
 
 def stored_dim(head_dim: int, dtype: str) -> int:
-    """Bytes of one token of a head."""
+    """Return the bytes of one token of one head in a quantised format."""
     return head_dim // 2 if dtype == "int4" else head_dim
 
 
 def quantise(values: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    """values: [..., block_size, head_dim] float32, all of them written. Returns numbers, [..., block_size, stored_dim]
-    uint8, and scales, [...] float32.
+    """Quantise whole blocks: return numbers [..., block_size, stored_dim] uint8 and scales [...] float32.
 
-    As if all tokens of a block were written in one step: less rounding than over many.
+    values: [..., block_size, head_dim] float32; all of them count for the scale. The result equals a block whose tokens were
+    written in one step, which rounds less often than many steps do.
     """
     scales = scales_for(values.abs().amax((-1, -2)), dtype)
     return to_numbers(values, scales, dtype), scales
 
 
 def dequantise(numbers: Tensor, scales: Tensor, dtype: str) -> Tensor:
-    """numbers: [..., tokens, stored_dim] uint8; scales: [...] float32. Returns [..., tokens, head_dim] float32."""
+    """Return the values [..., tokens, head_dim] float32 of numbers [..., tokens, stored_dim] uint8 and scales [...] float32."""
     return from_numbers(numbers, dtype).mul_(scales[..., None, None])
 
 
 def scales_for(largest: Tensor, dtype: str) -> Tensor:
-    """largest: magnitudes, float32."""
+    """Return the scales for the largest magnitudes `largest` (float32, any shape)."""
     scales = largest / LARGEST[dtype]
     return torch.where(scales < SMALLEST_SCALE, 0.0, scales)
 
 
 def to_numbers(values: Tensor, scales: Tensor, dtype: str) -> Tensor:
-    """values: [..., tokens, head_dim] float32, none above what its scale can say; scales: [...] float32, 0 for zeros."""
+    """Return the stored numbers [..., tokens, stored_dim] uint8 of `values` under given scales.
+
+    values: [..., tokens, head_dim] float32, within the range of their scale. scales: [...] float32; 0 gives zeros.
+    """
     inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
     scaled = values * inverse[..., None, None]
     most = LARGEST[dtype]
@@ -61,7 +64,7 @@ def to_numbers(values: Tensor, scales: Tensor, dtype: str) -> Tensor:
 
 
 def from_numbers(numbers: Tensor, dtype: str) -> Tensor:
-    """numbers: [..., stored_dim] uint8. Returns [..., head_dim] float32, all exact in bfloat16 as well."""
+    """Return numbers [..., stored_dim] uint8 as [..., head_dim] float32. Bfloat16 holds them exactly as well."""
     if dtype == "int4":
         pairs = torch.stack((numbers & 15, numbers >> 4), -1)
         return pairs.flatten(-2).float().sub_(8)

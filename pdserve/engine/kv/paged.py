@@ -1,13 +1,12 @@
-"""The KV pool as kernels see it: one run of bytes a block, plain numbers or quantised ones with their scales behind them.
+"""The KV pool as kernels see it. A block is one run of bytes: plain numbers, or quantised numbers and then their scales.
 
-A quantised block is [num_layers, 2 (K, V), num_kv_heads, block_size, stored_dim] bytes, then
-[num_layers, 2, num_kv_heads] float32 scales: still one descriptor on the wire. One scale a block and head: within a
-head, K and V of neighbouring tokens are of a size, across heads they are not. Llama-3-8B, 16 tokens a block: 1 MiB in
-int8 and 2 KiB of scales (0.2 %), against 2 MiB in bfloat16.
+A quantised block is [num_layers, 2 (K, V), num_kv_heads, block_size, stored_dim] bytes, then [num_layers, 2, num_kv_heads]
+float32 scales, so it is still one descriptor on the wire. Each block and head has its own scale: K and V of neighbouring
+tokens have similar magnitudes within a head, but not across heads. Llama-3-8B, 16 tokens a block: 1 MiB in int8 and 2 KiB
+of scales (0.2 %), against 2 MiB in bfloat16.
 
-A stored number times its scale is the value. int8: [-127, 127]. fp8: E4M3 without infinities, up to 448
-(Micikevicius et al. 2022, section 3). int4: [-7, 7] stored plus 8, two neighbouring dimensions a byte, the even one
-in the low half.
+A value is a stored number times its scale. int8: [-127, 127]. fp8: E4M3 without infinities, up to 448 (Micikevicius et al.
+2022, section 3). int4: [-7, 7] stored plus 8, two neighbouring dimensions in a byte, the even one in the low half.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TOUCH_FIELDS = 4  # block, first new token's row, its offset in the block, new t
 
 
 class KvFormat(IntEnum):
-    """How numbers are stored. The values are what kernels compile for."""
+    """Storage format of numbers. Kernels are compiled for these values."""
 
     PLAIN = 0  # in the pool's own dtype
     INT8 = 1
@@ -34,11 +33,11 @@ class KvFormat(IntEnum):
 
     @property
     def largest(self) -> float:
-        """The largest stored magnitude: what the largest of a block and head is mapped to."""
+        """The largest stored magnitude. The largest value of a block and head is mapped to it."""
         return LARGEST[self.name.lower()]
 
     def stored_dim(self, head_dim: int) -> int:
-        """Elements of memory for one head of one token. Asserts that it is a whole number."""
+        """Return the elements of memory for one head of one token. Asserts that int4 has an even `head_dim`."""
         if self is not KvFormat.INT4:
             return head_dim
         assert head_dim % 2 == 0
@@ -47,10 +46,11 @@ class KvFormat(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PagedKv:
-    """Views of a pool; owns nothing.
+    """Views of a pool, whose memory somebody else owns.
 
-    data: [num_blocks, num_layers, 2, num_kv_heads, block_size, stored_dim] in the pool's dtype, uint8 where quantised;
-    the last four dimensions are contiguous. scales: [num_blocks, num_layers, 2, num_kv_heads] float32, or None.
+    data: [num_blocks, num_layers, 2, num_kv_heads, block_size, stored_dim] in the pool's dtype, uint8 for a quantised pool;
+    the last four dimensions are contiguous. scales: [num_blocks, num_layers, 2, num_kv_heads] float32; None for plain
+    numbers.
     """
 
     data: Tensor
@@ -67,18 +67,21 @@ class PagedKv:
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model."""
         return self.data.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
         return self.data.shape[3]
 
     @property
     def block_size(self) -> int:
+        """Tokens of a block."""
         return self.data.shape[4]
 
     def layer(self, layer: int) -> LayerKv:
-        """The part of one layer. Slicing costs microseconds: call it once a layer, not once a step."""
+        """Return the views of one layer. Slicing costs microseconds: call this once a layer, not once a step."""
         key_scales = value_scales = self.data  # never read where numbers are plain
         scales_step = 0
         if self.scales is not None:
@@ -97,7 +100,11 @@ class PagedKv:
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """What a kernel gets of one layer. key, value: [num_blocks, num_kv_heads, block_size, stored_dim]; steps in elements."""
+    """One layer's part of a pool, as a kernel takes it.
+
+    key, value: [num_blocks, num_kv_heads, block_size, stored_dim]. key_scales, value_scales: [num_blocks, num_kv_heads]
+    float32; any tensor for a plain pool, since kernels do not read it. Steps are in elements.
+    """
 
     key: Tensor
     value: Tensor
@@ -109,12 +116,12 @@ class LayerKv:
 
 
 def plain_kv(tensor: Tensor) -> PagedKv:
-    """tensor: `KvCache.tensor`."""
+    """Return the views of a pool of plain numbers. tensor: `KvCache.tensor`."""
     return PagedKv(tensor, None, KvFormat.PLAIN, tensor.shape[-1])
 
 
 def quantised_block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, kind: KvFormat) -> int:
-    """Numbers and scales of one block. Asserts that the scales are aligned."""
+    """Return the bytes of one quantised block, scales included. Asserts that the scales are aligned to 4 bytes."""
     heads = num_layers * 2 * num_kv_heads
     data_bytes = heads * block_size * kind.stored_dim(head_dim)
     assert data_bytes % SCALE_BYTES == 0
@@ -124,7 +131,10 @@ def quantised_block_bytes(num_layers: int, num_kv_heads: int, block_size: int, h
 def quantised_kv(
     memory: Tensor, *, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, kind: KvFormat
 ) -> PagedKv:
-    """memory: [bytes] uint8, contiguous and aligned to 4 B; as many blocks as it holds."""
+    """Return the views of a quantised pool in `memory`, with as many blocks as fit into it.
+
+    memory: [bytes] uint8, contiguous and aligned to 4 bytes.
+    """
     block_bytes = quantised_block_bytes(num_layers, num_kv_heads, block_size, head_dim, kind)
     num_blocks = memory.numel() // block_bytes
     assert memory.dtype is torch.uint8
@@ -138,7 +148,11 @@ def quantised_kv(
 
 
 def touched_blocks(row: int, start: int, count: int, block_table: tuple[int, ...], block_size: int) -> list[tuple[int, ...]]:
-    """What `quantise_write` is told of one sequence's tokens [start, start + count), the first in `row`."""
+    """Return one entry for each block that a sequence's tokens [start, start + count) are written to.
+
+    An entry is (block, row of its first new token, offset of that token in the block, number of new tokens), as
+    `quantise_write` takes it. The first token is in row `row` of the batch.
+    """
     touched: list[tuple[int, ...]] = []
     position = start
     while position < start + count:
@@ -150,4 +164,5 @@ def touched_blocks(row: int, start: int, count: int, block_table: tuple[int, ...
 
 
 def touched_tensor(touched: list[tuple[int, ...]]) -> Tensor:
+    """Return the entries of `touched_blocks` as [blocks, 4] int32."""
     return torch.tensor(touched, dtype=torch.int32).view(-1, TOUCH_FIELDS)

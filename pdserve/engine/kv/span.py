@@ -1,4 +1,4 @@
-"""How one step's sequences are described to the KV pool and to attention."""
+"""The description of one step's sequences for the KV pool and for attention."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pdserve.core.ids import BlockId
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's part of a step: rows [row, row + count) are its tokens [start, start + count).
+    """One sequence's part of a step: rows [row, row + count) of the batch are its tokens [start, start + count).
 
-    KV of tokens [0, start + count) is in the blocks of `block_table`, the new ones written just before.
+    When attention runs, the blocks of `block_table` hold the KV of tokens [0, start + count), the new ones included.
     """
 
     row: int
@@ -21,4 +21,5 @@ class Span:
 
     @property
     def end(self) -> int:
+        """Position after the last token of the step: `start + count`."""
         return self.start + self.count

@@ -1,13 +1,14 @@
-"""y = x W^T without bias, with the weight laid out once for the device it runs on.
+"""The product y = x W^T without bias. The weight is laid out once for its device.
 
-On x86 CPUs oneDNN with a prepacked weight is 1.3 to 3 times faster than `F.linear`. Its two operators are private to
-torch, so they are tried once and `F.linear` takes over when they are missing. In float32 it sums all products of an
-output one after the other, which takes the logits of SmolLM2 up to 1.2e-4 from the reference. So there the inputs are cut
-into parts of PART_WIDTH, summed one by one: 0.5e-4, against 0.7e-4 by `F.linear`, whose step takes 1.2 to 1.6 times as
-long (one thread: decode B=1 41 ms against 34, B=32 171 against 121, a prompt of 512 tokens 1,366 against 906).
+On x86 CPUs oneDNN with a prepacked weight is 1.3 to 3 times faster than `F.linear`. Its two operators are private to torch,
+so they are tried once, and `F.linear` is used when they are missing. In float32, oneDNN sums all products of an output one
+after the other, which moves the logits of SmolLM2 up to 1.2e-4 away from the reference. So in float32 the inputs are cut
+into parts of PART_WIDTH, whose products are summed one by one. That gives 0.5e-4, against 0.7e-4 by `F.linear`, whose step
+takes 1.2 to 1.6 times as long (one thread: decode B=1 41 ms against 34, B=32 171 against 121, a prompt of 512 tokens 1,366
+against 906).
 
-A row's bits depend on how many rows are multiplied together, never on where it stands among them or on the
-others: batch invariance is the caller's choice of a fixed row count (see `rows.py`), not another kernel.
+The bits of a row depend on the number of rows that are multiplied together, never on the place of the row or on the other
+rows. So the caller gets batch invariance by choosing fixed row counts (see `rows.py`), not by another kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PART_WIDTH: Final = 288
-"""Of 96, 144, 192, 288 and all of the width the fastest but for the last, and the nearest to the reference."""
+"""Inputs of one part. Tried: 96, 144, 192, 288 and the whole width. 288 is the nearest to the reference and the fastest
+except for the whole width."""
 
 Linear = Callable[[Tensor], Tensor]
-"""x [rows, in_features] -> [rows, out_features], same dtype and device; x is contiguous."""
+"""Function of a contiguous x [rows, in_features] that returns [rows, out_features] of the same dtype and device."""
 
 
 def make_linear(weight: Tensor) -> Linear:
-    """The fastest way to multiply by `weight` [out_features, in_features]. It may keep another copy than `weight`."""
+    """Return the fastest way to multiply by `weight` [out_features, in_features]. It may keep a copy instead of `weight`."""
     if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32) and _packing_works(weight.dtype):
         return _in_parts(weight) if weight.dtype is torch.float32 else _packed(weight)
     return _plain(weight)
@@ -68,7 +70,7 @@ def _in_parts(weight: Tensor) -> Linear:
 
 
 def _packing_works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this CPU have the private operators for `dtype`, and they multiply right."""
+    """Tell whether this torch and this CPU have the private operators for `dtype`, and whether they multiply correctly."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     x = torch.eye(32, dtype=dtype)

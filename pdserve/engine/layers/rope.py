@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1.
 
-Sines and cosines are looked up by position in one table, so they cannot depend on the batch.
+Sines and cosines come from one table, by position, so they cannot depend on the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.checkpoint.rope import Llama3Scaling
 
 
 def rope_table(card: ModelCard, max_positions: int, device: torch.device) -> Tensor:
-    """[max_positions, 2, head_dim] float32: cosines, then sines with the first half negated, as `rotate` takes them."""
+    """Return the table for `rotate`, [max_positions, 2, head_dim] float32: cosines, then sines, whose first half is negated."""
     exponents = torch.arange(0, card.head_dim, 2, dtype=torch.float32) / card.head_dim
     frequencies = 1.0 / card.rope_theta**exponents
     if card.rope_scaling is not None:
@@ -26,9 +26,9 @@ def rope_table(card: ModelCard, max_positions: int, device: torch.device) -> Ten
 
 
 def rotate(x: Tensor, table_rows: Tensor) -> Tensor:
-    """x: [rows, heads, head_dim] by table_rows: [rows, 2, head_dim]; the halves of a head turn against each other.
+    """Rotate x [rows, heads, head_dim] by table_rows [rows, 2, head_dim]. Element i of a head pairs with i + head_dim / 2.
 
-    Sums and products only and no fused multiply-add, each correctly rounded wherever an element stands.
+    The code uses only sums and products, without fused multiply-add. Each is correctly rounded at every place of an element.
     """
     cos, sin = table_rows.unsqueeze(2).unbind(1)
     wide = x.float()
@@ -37,7 +37,7 @@ def rotate(x: Tensor, table_rows: Tensor) -> Tensor:
 
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Long wavelengths are slowed down by the factor, short ones kept, those between blended."""
+    """Scale the frequencies as Llama 3.1 does: divide those of long wavelengths, keep short ones, blend between them."""
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)

@@ -1,11 +1,11 @@
-"""How per-token work is cut into calls: all rows at once, or tiles of row counts that are known to give the same bits.
+"""The cut of per-token work into calls: all rows at once, or tiles whose row counts are known to give the same bits.
 
-Matrix products and vectorised loops pick their kernels, their thread split and their scalar tails by shape, so the
-last bits of a row depend on how many rows are computed with it. Its place among them and its neighbours do not touch
-its bits. So one row count for every call is batch-invariant, but a lone token then costs as much as a full tile. Most
-kernels sum in one order for many row counts (MKL's float32 products: all multiples of 4; oneDNN's bfloat16 ones: all), so
-the counts of `CANDIDATES` are tried when a model is loaded, on its own functions: those that give the bits of tiles of
-TILE_ROWS are used too. A different order shows in about half of all numbers, so a few rows decide it.
+Matrix products and vectorised loops choose their kernel, thread split and scalar tail by shape. So the last bits of a row
+depend on the number of rows that are computed with it, but not on its place among them or on its neighbours. One row count
+for every call is batch-invariant, but then a single token costs as much as a full tile. Most kernels sum in one order for
+many row counts (MKL's float32 products for all multiples of 4, oneDNN's bfloat16 products for all counts). So when a model
+is loaded, the counts of `CANDIDATES` are tried on its own functions, and those that give the bits of tiles of TILE_ROWS are
+used too. A different order shows in about half of all numbers, so a few rows are enough to decide.
 """
 
 from __future__ import annotations
@@ -17,47 +17,53 @@ import torch
 from torch import Tensor
 
 TILE_ROWS: Final = 32
-"""A multiple of every vector width in use, times any row width, leaves no scalar tail."""
+"""Rows of the standard tile: a multiple of every vector width in use, so rows of any width leave no scalar tail."""
 CANDIDATES: Final = (1, 2, *range(4, TILE_ROWS, 4), 64, 128)
 PROBE_ROWS: Final = max(CANDIDATES)
 
 RowFunction = Callable[..., tuple[Tensor, ...]]
-"""Tensors of equal first dimension in, tensors of that first dimension out; row i depends on rows i only."""
+"""Function of tensors with equal first dimension that returns tensors of that first dimension. Row i depends on rows i
+only."""
 Sample = tuple[RowFunction, tuple[Tensor, ...]]
-"""A function of rows, and inputs of PROBE_ROWS rows to try it on."""
+"""A row function, and inputs of PROBE_ROWS rows to try it on."""
 
 
 class Rows(Protocol):
+    """A way to cut the rows of a batch into calls of a row function."""
+
     def settle(self, samples: Iterable[Sample]) -> None:
-        """Once, before the first batch: every function that `apply` will be asked for."""
+        """Choose the row counts. It is called once before the first batch, with every function that `apply` will get."""
 
     def padded(self, count: int) -> int:
-        """Rows that a batch of `count` must be padded to."""
+        """Return the number of rows that a batch of `count` rows must be padded to."""
 
     def apply(self, function: RowFunction, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`function` over the padded rows of `inputs`."""
+        """Return the result of `function` for the padded rows of `inputs`."""
 
 
 class WholeRows:
-    """One call, whatever the batch: fast."""
+    """Computes each batch in one call. This is fast, and the last bits may depend on the batch."""
 
     def settle(self, samples: Iterable[Sample]) -> None:
-        pass
+        """Do nothing: there is nothing to choose."""
 
     def padded(self, count: int) -> int:
+        """Return `count`: no padding is needed."""
         return count
 
     def apply(self, function: RowFunction, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Call `function` once."""
         return function(*inputs)
 
 
 class TiledRows:
-    """Calls of row counts that give the same bits: a row's bits do not depend on its batch."""
+    """Computes each batch in calls of row counts that give the same bits, so a row's bits do not depend on its batch."""
 
     def __init__(self) -> None:
         self.sizes: tuple[int, ...] = (TILE_ROWS,)
 
     def settle(self, samples: Iterable[Sample]) -> None:
+        """Keep the row counts of `CANDIDATES` that give the same bits as tiles of TILE_ROWS for every function."""
         same = set(CANDIDATES)
         for function, inputs in samples:
             expected = _tiled(function, inputs, [TILE_ROWS] * (PROBE_ROWS // TILE_ROWS))
@@ -65,18 +71,21 @@ class TiledRows:
         self.sizes = tuple(sorted({*same, TILE_ROWS}))
 
     def padded(self, count: int) -> int:
+        """Return the sum of the row counts that a batch of `count` rows is cut into."""
         return sum(cut(count, self.sizes))
 
     def apply(self, function: RowFunction, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Call `function` on each tile and join the results. Asserts that the inputs are padded."""
         sizes = cut(inputs[0].shape[0], self.sizes)
         assert sum(sizes) == inputs[0].shape[0]
         return _tiled(function, inputs, sizes)
 
 
 def cut(count: int, sizes: tuple[int, ...]) -> list[int]:
-    """Row counts of calls that take `count` rows: large ones first, and what is left below TILE_ROWS in one.
+    """Return the row counts of the calls for `count` rows: large ones first, then one call for the last rows.
 
-    sizes: ascending, with TILE_ROWS, and above it multiples of it only. What they add up to is cut into no more than itself.
+    Only the last call may be larger than its rows, so the sum is at least `count`. Cutting this sum again gives the same sum.
+    sizes: the allowed counts, ascending; they contain TILE_ROWS, and those above it are multiples of it.
     """
     pieces = []
     while count > TILE_ROWS:
@@ -95,6 +104,6 @@ def _tiled(function: RowFunction, inputs: tuple[Tensor, ...], sizes: list[int]) 
 
 
 def _has_bits(function: RowFunction, inputs: tuple[Tensor, ...], expected: tuple[Tensor, ...], size: int) -> bool:
-    """Whether the last `size` rows come out as expected when they are computed alone."""
+    """Tell whether the last `size` rows get their expected bits when they are computed alone."""
     found = function(*(x[-size:] for x in inputs))
     return all(torch.equal(a, b[-size:]) for a, b in zip(found, expected, strict=True))
