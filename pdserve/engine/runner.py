@@ -1,4 +1,4 @@
-"""The model of one engine: loads it, and executes the scheduler's steps. Owner: a worker's engine thread."""
+"""Loading of an engine's model, and execution of the scheduler's steps. A worker's engine thread owns the runner."""
 
 from __future__ import annotations
 
@@ -37,24 +37,25 @@ ReadWeights = Callable[[torch.dtype, torch.device], LlamaWeights]
 
 
 class ModelRunner:
-    """Made by `load`. Allocates the whole KV pool at once and no KV after that."""
+    """The model and the KV pool of one engine, made by `load`. The whole pool is allocated at once, and it never grows."""
 
     def __init__(
         self, model: Model, kv: KvCache, *, weights_bytes: int, max_model_len: int, batch_invariant: bool, why: str
     ) -> None:
-        """why: the model computes as it does, in words."""
+        """Hold a model and its pool. why: the reason, in words, why this kind of model was chosen."""
         self.kv = kv
         self.compiled = isinstance(model, native.NativeLlama)
         self.batch_invariant = batch_invariant or (self.compiled and not kv.layout.quantised)
-        """Whether a token's logits depend on its sequence alone, bit for bit: asked for, or had for nothing."""
+        """True when a token's logits depend only on its sequence, bit for bit. The setting asks for it, or the compiled model
+        has this property at no cost."""
         self.weights_bytes = weights_bytes
-        """Of the checkpoint's tensors in the model's dtype; a tied head that is laid out for its kernel comes on top."""
+        """Bytes of the checkpoint's tensors in the model's dtype. The copy of a tied head for its kernel is not counted."""
         self.max_model_len = max_model_len
         self._model = model
         self._why = why
 
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
-        """To be executed while nobody uses the pool: they need as much memory as steps ever will."""
+        """Return steps that together need as much memory as any step. Execute them only while nobody uses the pool."""
         layout, sizes = self.kv.layout, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
         limits = StepLimits(self.kv.num_blocks, layout.block_size, *sizes, self.max_model_len)
         if not isinstance(self._model, native.NativeLlama):
@@ -63,26 +64,27 @@ class ModelRunner:
 
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0) -> ModelRunner:
-        """`later`: bytes of the device's memory that others than the engine may take; a pool that is measured leaves them.
+        """Load the weights of `directory` and allocate the KV pool. Sets torch's number of threads for the whole process.
 
-        Raises `ConfigError` naming the setting or the tensor that does not fit. Sets torch's threads, process-wide.
+        `later`: bytes of the device's memory that users other than the engine may take; a measured pool leaves them free.
+        Raises `ConfigError` naming the setting or the tensor that does not fit.
         """
         return cls.make(card, config, lambda dtype, device: load_llama(directory, card, dtype, device), later=later)
 
     @classmethod
     def make(cls, card: ModelCard, config: EngineConfig, read: ReadWeights, *, later: int = 0) -> ModelRunner:
-        """As `load`, with weights from anywhere."""
+        """Make a runner as `load` does, with the weights that `read` returns."""
         if config.threads > 0:
             torch.set_num_threads(config.threads)
         device = device_of(config.device)
         with torch.inference_mode():
             runner = cls._sized(card, config, device, read, later)
-        return_freed_memory()  # the weights as they were read
+        return_freed_memory()  # it held the weights as they were read
         return runner
 
     @classmethod
     def _sized(cls, card: ModelCard, config: EngineConfig, device: torch.device, read: ReadWeights, later: int) -> ModelRunner:
-        """With a pool as large as is set, or as fits beside the weights and the largest step."""
+        """Make a runner whose pool has the configured size, or the size that fits beside the weights and the largest step."""
         measure = PoolMeasure.of(device, config, later)
         weights = read(TORCH_DTYPES[resolve_dtype(config.dtype)], device)
         if measure is None:
@@ -105,8 +107,11 @@ class ModelRunner:
         kv_bytes: int,
         pool_tokens: int | None = None,
     ) -> ModelRunner:
-        """pool_tokens: pretend that the pool holds so many."""
-        with torch.inference_mode(False):  # an ordinary tensor, which others may change
+        """Make a runner with a pool of `kv_bytes`.
+
+        pool_tokens: the number of tokens that limits max_model_len; None means what the pool holds.
+        """
+        with torch.inference_mode(False):  # the pool is an ordinary tensor, which others may change
             layout = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
             kv = KvCache(layout, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)])
         tokens = pool_tokens or kv.num_blocks * config.block_size
@@ -120,14 +125,14 @@ class ModelRunner:
         return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant, why=why)
 
     def describe(self) -> str:
-        """How steps are computed and why so, for a log and whoever starts a cluster."""
+        """Return a line for logs and operators that says how steps are computed and why."""
         way = f"{'compiled' if self.compiled else 'torch'} {str(self.kv.dtype).removeprefix('torch.')}"
         return f"{way} ({self._why}); batch-invariant: {'yes' if self.batch_invariant else 'no'}"
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Compute the plan, write its KV and draw a token for every slice that asks for one, in plan order.
+        """Compute the plan, write its KV, and draw a token for every slice that asks for one, in plan order.
 
-        Raises `OutOfMemory` or `OutOfThreads`; what was computed by then is not to be trusted.
+        Raises `OutOfMemory` or `OutOfThreads`; the KV that the step has written by then is unusable.
         """
         if not plan.slices:
             return []
@@ -142,7 +147,9 @@ class ModelRunner:
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
     def _execute(self, plan: StepPlan) -> list[Sampled]:
-        specs = [piece.sample for piece in plan.slices if piece.sample is not None]  # now, while the caches have them
+        specs = [
+            piece.sample for piece in plan.slices if piece.sample is not None
+        ]  # taken now, while they are in the CPU's caches
         logits = self._model.forward(plan, plan.sampled_rows)
         if logits is None:
             return []
@@ -157,7 +164,7 @@ class ModelRunner:
 
 
 def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineConfig, max_positions: int) -> Model:
-    """Compiled where it runs, which is batch-invariant by itself; torch elsewhere."""
+    """Return the compiled model where it runs, or else a torch model. Raises `ConfigError` for a quantization it lacks."""
     if native.supports(card, kv):
         return native.NativeLlama(card, weights, kv, max_positions, bits=native.BITS[config.quantization])
     if config.quantization is not None:
@@ -171,7 +178,7 @@ def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineCo
 def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
     if invariant:
         return Backend(TiledRows(), BoundedAttention(InvariantAttention(kv, num_heads)), TorchOps(kv, silu_and_mul_fixed))
-    cast = not kv.layout.quantised and kv.tensor.dtype is not kv.dtype  # the kernels read numbers as they compute, or quantised
+    cast = not kv.layout.quantised and kv.tensor.dtype is not kv.dtype  # the kernels cannot cast plain numbers
     if triton_usable(kv.device) and not cast:
         from pdserve.engine.attention.triton import TritonAttention
         from pdserve.engine.kernels.ops import TritonOps
@@ -181,7 +188,7 @@ def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
 
 
 def _recorded(model: Llama, backend: Backend, kv: KvCache, max_positions: int, max_batch: int) -> Hidden | None:
-    """Decode steps as CUDA graphs, where the backend can be recorded: none where it computes on the host in between."""
+    """Return decode steps as CUDA graphs, or None when the backend computes on the host and so cannot be recorded."""
     if not triton_usable(kv.device):
         return None
     from pdserve.engine.attention.triton import TritonAttention
@@ -194,7 +201,7 @@ def _recorded(model: Llama, backend: Backend, kv: KvCache, max_positions: int, m
 
 
 def device_of(name: str) -> torch.device:
-    """Raises `ConfigError` when there is no such device here."""
+    """Return the device for the setting `device`: cpu, cuda or auto. Raises `ConfigError` for cuda when there is none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no CUDA device here: set device to cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,16 +1,17 @@
-"""From logits to tokens: all rows of a step together, on any device, with the same result everywhere.
+"""Draws tokens from logits: all rows of a step together, on any device, with the same result on each.
 
-A row's steps: its log-probabilities where they are wanted; then bias, penalties, bans; then the largest, or temperature,
-top-k, top-p and min-p, each applied to what the one before left, renormalised. What is kept is laid out by ascending id,
-and the draw `uniform(seed, output_index)` is inverted through its cumulative sum, so a row's token depends on its logits
-and its `SampleSpec` alone. Equal probabilities at the edge of a filter: lower ids are kept first.
+Each row goes through these steps. Its log-probabilities are taken where they are asked for. Then bias, penalties and bans
+are applied. Then a greedy row takes the largest logit; other rows apply temperature, top-k, top-p and min-p, each to the
+renormalised result of the one before. The remaining ids are ordered by id, and the draw `uniform(seed, output_index)` is
+inverted through their cumulative sum. So a row's token depends only on its logits and its `SampleSpec`. When probabilities
+are equal at the edge of a filter, lower ids are kept first.
 
-Why two programs draw the same token: a weight is float32, made of single multiplications and additions in one order,
-and rounded to a multiple of 2^-34. So sums of up to 2^19 of them are exact in float64, whatever their order, on a GPU and
-in native/draw.h alike. Ids that are less than 3e-11 times as likely as the likeliest are never drawn.
+Two programs draw the same token for this reason: a weight is float32, made of single multiplications and additions in one
+order, and rounded to a multiple of 2^-34. So sums of up to 2^19 weights are exact in float64 in any order, on a GPU and in
+native/draw.h alike. Ids that are less than 3e-11 times as likely as the likeliest are never drawn.
 
-Where the largest of a row is no finite number, before its edits or after, no token is drawn (`NO_TOKEN`), and no other row
-is the worse for it.
+When the largest logit of a row is not a finite number, before or after its edits, the row gets no token (`NO_TOKEN`). Other
+rows are not affected.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ from pdserve.core.step_plan import GREEDY, NO_TOKEN, Sampled, SampleSpec
 from pdserve.engine.models.api import Samples
 
 ROWS_AT_ONCE: Final = 32
-"""A row needs about 40 bytes of working memory for each id: 200 MiB for 32 rows of 150,000 ids."""
+"""Rows that are computed at once. A row needs about 40 bytes of working memory for each id: 32 rows of 150,000 ids need 200
+MiB."""
 
 LEAST_LOGPROB: Final = -9999.0  # vLLM's stand-in for minus infinity, which JSON cannot write
-_COARSE: Final = 2.0**-11  # next to it float32 has steps of 2^-34
+_COARSE: Final = 2.0**-11  # float32 has steps of 2^-34 there
 _POLYNOMIAL: Final = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
 def sample(
     logits: Tensor, specs: Sequence[SampleSpec], best: list[int] | None = None, fast: Samples | None = None
 ) -> list[Sampled]:
-    """logits: [rows, vocab] float32, a row for each spec; rows with edits or banned ids may be changed in place.
+    """Draw a token for each row; a row without a finite largest logit gets `NO_TOKEN`.
 
-    best and fast: `best` and `sample` of `Logits`. Rows that are plainly greedy cost nothing beyond `best`.
+    logits: [rows, vocab] float32, a row for each spec; rows with edits or banned ids may be changed in place. best and fast:
+    `best` and `sample` of `Logits`, or None. Plainly greedy rows need only `best`.
     """
     assert best is None or len(best) == len(specs)
     others = [i for i, spec in enumerate(specs) if spec is not GREEDY and (not spec.params.plainly_greedy or spec.banned_ids)]
@@ -61,8 +64,10 @@ def sample(
 
 
 def _best(logits: Tensor) -> Tensor:
-    """[rows]: the lowest id of each row's largest, `NO_TOKEN` where that is no finite number. Torch takes what is not a number
-    for the largest."""
+    """Return the lowest id of each row's largest logit: [rows]; `NO_TOKEN` where this logit is not a finite number.
+
+    Torch's argmax takes NaN for the largest, so a row with a NaN gets `NO_TOKEN`.
+    """
     ids = logits.argmax(dim=-1, keepdim=True)
     return torch.where(logits.gather(-1, ids).isfinite(), ids, NO_TOKEN)[:, 0]
 
@@ -76,11 +81,11 @@ def _take_all(logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[
 
 
 def _take(logits: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
-    """logits: a copy, [rows, vocab]."""
+    """Draw a token for each row. logits: a copy, [rows, vocab], which is changed in place."""
     asking = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
     raw = logits[asking]
     edited = any(spec.edits is not None or spec.banned_ids for spec in specs)
-    usable = logits.amax(dim=1).isfinite() if edited else None  # whatever an edit makes of them
+    usable = logits.amax(dim=1).isfinite() if edited else None  # an edit could hide that they are not finite
     for row, spec in zip(logits, specs, strict=True):
         _edit(row, spec)
     best = _best(logits)
@@ -103,7 +108,10 @@ def _take(logits: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
 
 
 def _logprobs(raw: Tensor, ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    """raw: [rows, vocab], before any edit; of each row that of its id and of the most likely `counts`."""
+    """Return the log-probabilities of each row: those of its id and of its `counts[i]` most likely ids.
+
+    raw: [rows, vocab], the logits before any edit.
+    """
     if not ids:
         return []
     largest = raw.amax(dim=1)
@@ -135,7 +143,7 @@ def _single(value: float) -> float:
 
 
 def _edit(row: Tensor, spec: SampleSpec) -> None:
-    """row: [vocab], changed in place. Ids that are not there are passed over."""
+    """Apply bias, penalties and bans to a row [vocab] in place. Ids outside the vocabulary are skipped."""
     assert (spec.edits is not None) == spec.params.edits_logits
     if spec.edits is not None:
         _add_bias(row, spec.edits)
@@ -152,7 +160,7 @@ def _add_bias(row: Tensor, edits: LogitEdits) -> None:
 
 
 def _penalise(row: Tensor, edits: LogitEdits, params: SamplingParams) -> None:
-    """In float32, each operation rounded by itself, in the order of native/take.h."""
+    """Apply the penalties in place, in float32. Each operation is rounded by itself, in the order of native/src/take.h."""
     seen = torch.tensor([edits.seen_ids.tolist(), edits.output_counts.tolist()], dtype=torch.int64, device=row.device)
     ids, counts = seen[:, seen[0] < len(row)]
     repetition = torch.tensor([params.repetition_penalty], device=row.device)  # CUDA divides by a Python number inexactly
@@ -166,20 +174,23 @@ def _penalise(row: Tensor, edits: LogitEdits, params: SamplingParams) -> None:
 
 
 def _draw(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
-    """Of each row; none is greedy."""
+    """Draw the id of each row. No row is greedy."""
     weights = distribution(logits, [spec.params for spec in specs])
     cumulative = weights.double().cumsum(dim=1)
     total = cumulative[:, -1:].contiguous()
     numbers = [uniform(spec.params.seed, spec.output_index) for spec in specs]
     target = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * total
-    found = torch.searchsorted(cumulative, target, right=True)  # the first with cumulative > target: its weight is > 0
-    last = torch.searchsorted(cumulative, total)  # the last with a weight: where a target rounded up to the whole sum ends
+    found = torch.searchsorted(cumulative, target, right=True)  # the first id with cumulative > target: its weight is > 0
+    last = torch.searchsorted(cumulative, total)  # the last id with a weight, for a target that was rounded up to the total
     ids: list[int] = torch.minimum(found, last)[:, 0].tolist()
     return ids
 
 
 def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The probabilities that tokens are drawn with, each row up to a factor: [rows, vocab] float32. No greedy rows."""
+    """Return the weights that tokens are drawn with: [rows, vocab] float32. No row is greedy.
+
+    The weights of a row are its probabilities times one factor.
+    """
     weights = weigh(logits, [one.temperature for one in params])
     filtered = [i for i, one in enumerate(params) if one.top_k or one.top_p < 1.0 or one.min_p]
     if filtered:
@@ -188,7 +199,7 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def weigh(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """e^((x - largest) / temperature) of each row, as `weight_lanes` of native/draw.h computes it, bit for bit."""
+    """Return e^((x - largest) / temperature) of each row, with the bits of `weight_lanes` in native/src/draw.h."""
     inverse = np.float32(1.0) / np.maximum(np.asarray(temperatures, dtype=np.float32), np.float32(1e-30))
     x = (logits - logits.amax(dim=1, keepdim=True)) * torch.from_numpy(inverse).to(logits.device)[:, None]
     counts = x >= -25.0
@@ -206,7 +217,10 @@ def weigh(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 def _filtered(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Each filter keeps so many of the largest; so all of them together keep the fewest of these."""
+    """Set the weights that top-k, top-p and min-p remove to 0.
+
+    Each filter keeps a number of the largest weights, so all filters together keep the smallest of these numbers.
+    """
     vocab = weights.shape[1]
     ordered = weights.sort(dim=1, descending=True).values
     sums = ordered.double().cumsum(dim=1)

@@ -1,8 +1,8 @@
-"""What a worker does about memory between loading and its first request.
+"""Memory checks of a worker between loading and its first request.
 
-The largest steps run once, so that what they need is there (compiled code keeps it) and known; then there must be
-enough for the whole KV pool; then on a CPU all of it is touched. Pages that are only promised would be cheaper while a
-worker idles, and would end it, under load, when another process has taken them meanwhile.
+First the largest steps run once. Then their memory is known, and compiled code keeps it. Then there must be enough memory
+for the whole KV pool. Then, on a CPU, every page of the pool is touched. Untouched pages would be cheaper while a worker
+idles, but the worker would be killed under load if another process had taken the memory meanwhile.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from pdserve.engine.runner import ModelRunner, device_of
 
 
 def check_before_loading(card: ModelCard, config: EngineConfig) -> None:
-    """Weights and KV pool against what this machine has, where that is a CPU's; on a GPU, what it cannot do.
+    """Refuse a configuration that cannot work here, before anything is loaded.
 
-    Raises `ConfigError`.
+    On a CPU, weights and KV pool must fit the free memory. On a GPU, the device must support the settings. Raises
+    `ConfigError`.
     """
     device = device_of(config.device)
     if device.type == "cuda":
@@ -38,19 +39,21 @@ def check_before_loading(card: ModelCard, config: EngineConfig) -> None:
 
 
 class Settled(NamedTuple):
+    """Measurements of the largest steps."""
+
     step_bytes: int
-    """What the largest step takes beside weights and KV."""
+    """Bytes that the largest step takes beside weights and KV."""
     slowest_s: float
-    """How long the slowest of the largest steps took, kernels that had to be compiled included."""
+    """Duration of the slowest of these steps; it includes the compilation of kernels."""
 
 
 def settle(
     runner: ModelRunner, config: EngineConfig, *, later: int = 0, available: Callable[[], int] = host.available_bytes
 ) -> Settled:
-    """Afterwards no step takes more memory than there is.
+    """Run the largest steps and make sure that no later step needs more memory than there is.
 
-    `later`: bytes of the device's memory that others than the engine may take.
-    Raises `ConfigError` naming the settings that change it.
+    `later`: bytes of the device's memory that users other than the engine may take. `available`: tells the free bytes of
+    this machine. Raises `ConfigError` naming the settings to change.
     """
     kv = runner.kv
     if kv.device.type == "cuda":
@@ -64,9 +67,9 @@ def settle(
 
 
 def settle_on(device: Device, runner: ModelRunner, config: EngineConfig, *, later: int) -> Settled:
-    """As `settle`, on a GPU. A pool that was measured has left what is needed; one that was set may not have."""
+    """Do the work of `settle` on a GPU. A measured pool leaves enough memory; a pool of a configured size is checked."""
     settled = _warm_up(runner, config, partial(_taken_on, device))
-    runner.kv.blocks.zero_()  # what the steps wrote means nothing
+    runner.kv.blocks.zero_()  # the KV that these steps wrote is meaningless
     device.release()
     free = device.free()
     if config.kv_cache_memory is not None:
@@ -75,7 +78,7 @@ def settle_on(device: Device, runner: ModelRunner, config: EngineConfig, *, late
 
 
 Taken = Callable[[Callable[[], object]], int]
-"""Runs a step and tells what it took."""
+"""Function that runs a step and returns the bytes that it took."""
 
 
 def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> Settled:
@@ -98,7 +101,10 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> Settled
 
 
 def _taken_here(step: Callable[[], object]) -> int:
-    """What was resident at most while it ran, beyond what was before."""
+    """Run a step and return how many bytes the resident memory grew at most.
+
+    Where the peak cannot be reset, the result is the growth that remains after the step.
+    """
     fresh, before = host.reset_peak(), host.resident_bytes()
     step()
     return max(0, (host.peak_bytes() if fresh else host.resident_bytes()) - before)

@@ -1,9 +1,9 @@
-"""How much memory goes to the KV pool, and whether there is enough for everything. Pure arithmetic over bytes.
+"""The memory budget of a worker: the size of the KV pool, and checks that everything fits. Pure arithmetic over bytes.
 
-A worker takes memory for four things: weights; the KV pool; what one step needs beside them (activations, logits, on a
-GPU the recordings); the rest (libraries, Python). All four are bounded: a step by `max_num_batched_tokens`,
-`max_num_seqs` and `max_model_len`, which the scheduler keeps to. So what is enough for the largest step is enough for
-ever, and it is found out before the first request.
+A worker takes memory for four things: the weights; the KV pool; the needs of one step beside them (activations, logits, and
+on a GPU the recordings); the rest (libraries, Python). All four are bounded. A step is bounded by `max_num_batched_tokens`,
+`max_num_seqs` and `max_model_len`, which the scheduler obeys. So memory that is enough for the largest step is always
+enough, and the checks are made before the first request.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from pdserve.config import MIB
 from pdserve.core.errors import ConfigError
 
 REST_BYTES: Final = 128 * MIB
-"""For what a worker on a CPU takes after its check: the transport's agent, gRPC, Python's objects. 28 MiB were measured
-until it is ready; each peer adds some."""
+"""Bytes for the memory that a worker on a CPU takes after its check: the transport's agent, gRPC, Python's objects. It was
+measured to take 28 MiB until it is ready; each peer adds some."""
 
 GPU_MARGIN_BYTES: Final = 256 * MIB
-"""Bytes of a GPU's memory that stay free whatever is set: kernels that are loaded at their first use, workspaces of cuBLAS, the
-transport's own buffers, and what the allocator cannot use between two tensors. vLLM keeps 150 MiB. Chosen, not measured."""
+"""Bytes of a GPU's memory that always stay free: for kernels that are loaded at their first use, workspaces of cuBLAS, the
+transport's own buffers, and gaps between tensors that the allocator cannot use. vLLM keeps 150 MiB. The value was chosen,
+not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """Bytes of a GPU, as its driver tells them. `step`: what the largest step took beside weights and KV. `later`: what
-    others than the engine may take. `margin`: what stays free."""
+    """Bytes of a GPU's memory, as its driver reports them.
+
+    step: bytes that the largest step took beside weights and KV. later: bytes that users other than the engine may take.
+    margin: bytes that stay free.
+    """
 
     total: int
     free_at_start: int
@@ -38,10 +42,10 @@ class DeviceReading:
 
 
 def gpu_pool_bytes(reading: DeviceReading, utilization: float, block_bytes: int) -> int:
-    """What is left for KV of this worker's share of the GPU, which is `utilization` of its memory.
+    """Return the bytes that are left for KV in this worker's share of the GPU. The share is `utilization` of its memory.
 
-    Other processes on the GPU have their own shares; what they take counts only where it leaves less than ours.
-    Raises `ConfigError` when not even one block is left.
+    Other processes on the GPU have their own shares. Their memory counts only where it leaves less than our share.
+    Raises `ConfigError` when less than one block is left.
     """
     weights = reading.free_at_start - reading.free_with_weights
     taken = reading.step + reading.later
@@ -58,9 +62,10 @@ def gpu_pool_bytes(reading: DeviceReading, utilization: float, block_bytes: int)
 
 
 def check_device(*, free: int, later: int) -> None:
-    """A GPU once weights, pool and recorded steps are there, where the pool's size was set and not measured.
+    """Check a GPU on which weights, a pool of a configured size and recorded steps are in place.
 
-    Raises `ConfigError` when what others than the engine may take, and the margin, do not fit any more.
+    free: bytes that are free. Raises `ConfigError` when `later` and the margin do not fit into them. later: bytes that users
+    other than the engine may take.
     """
     if free < later + GPU_MARGIN_BYTES:
         raise ConfigError(
@@ -71,10 +76,10 @@ def check_device(*, free: int, later: int) -> None:
 
 
 def check_host(*, available: int, weights: int, pool: int, step: int, later: int = 0) -> None:
-    """Refuse to start rather than be killed later. All but `available` are bytes that are still to be taken. `later`: what
-    may be taken for peers that store KV in other dtypes.
+    """Refuse to start when memory would run out later, so that the worker is not killed.
 
-    Raises `ConfigError` with the settings that change it.
+    available: bytes that are free. The others are bytes that are still to be taken; `later` is for peers that store KV in
+    other dtypes. Raises `ConfigError` naming the settings to change.
     """
     needed = weights + pool + step + later + REST_BYTES
     if needed > available:
@@ -88,7 +93,7 @@ def check_host(*, available: int, weights: int, pool: int, step: int, later: int
 
 
 def weights_bytes(card: ModelCard, bits: int) -> int:
-    """Of the matrices, `bits` a number; norms are too small to matter."""
+    """Return the bytes of the model's matrices with `bits` for each number. Norms are too small to count."""
     kv = card.num_kv_heads * card.head_dim
     attention = card.hidden_size * (2 * card.num_heads * card.head_dim + 2 * kv)
     layer = attention + 3 * card.hidden_size * card.intermediate_size

@@ -1,6 +1,6 @@
-"""The KV pool of a GPU, sized by a trial: the largest steps are run on a pool of few blocks, then all of it is dropped.
+"""The size of a GPU's KV pool, found by a trial: the largest steps run on a pool of few blocks, which is dropped afterwards.
 
-Written against a `Device`, so that the order of things is tested without one. It has not run on a GPU.
+The code uses the GPU through `Device`, so the order of its steps is tested without a GPU. It has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -15,44 +15,51 @@ from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.engine.memory.budget import GPU_MARGIN_BYTES, DeviceReading, gpu_pool_bytes
 
-TRIAL_BLOCKS: Final = 64  # few; what the trial's steps write there is meaningless
+TRIAL_BLOCKS: Final = 64  # few blocks are enough, because the KV of the trial is meaningless
 
 
 class Device(Protocol):
     """Memory of one GPU, in bytes."""
 
-    def total(self) -> int: ...
+    def total(self) -> int:
+        """Return the bytes of the whole device."""
+
     def free(self) -> int:
-        """Of the whole device, whoever uses the rest. What the allocator keeps for later is not free."""
+        """Return the bytes that no process uses. Memory that the allocator keeps for later is not free."""
 
     def release(self) -> None:
-        """Give back what the allocator keeps."""
+        """Give back the unused memory that the allocator keeps."""
 
 
 class CudaDevice:
+    """Memory of a GPU, as CUDA's driver and torch's allocator report it."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def total(self) -> int:
+        """Return the bytes of the whole device."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def free(self) -> int:
+        """Wait for the device and return the bytes that no process uses."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.mem_get_info(self._device)[0]
 
     def release(self) -> None:
+        """Give back the unused memory that the allocator keeps."""
         torch.cuda.empty_cache()
 
 
 Trial = Callable[[int], Iterable[Callable[[], object]]]
-"""Builds the model on a pool of so many bytes; returns what takes memory, to be called one after the other."""
+"""Function that builds the model on a pool of so many bytes and returns the steps to measure, one after the other."""
 
 
 class PoolMeasure:
-    """Make it before the weights are loaded; ask once they are."""
+    """The trial that sizes the pool. Make it before the weights are loaded, and ask for `pool_bytes` afterwards."""
 
     def __init__(self, device: Device, *, later: int = 0, margin: int = GPU_MARGIN_BYTES) -> None:
-        """`later`: bytes that others than the engine may take. `margin`: bytes that stay free."""
+        """Read the free memory. later: bytes that users other than the engine may take. margin: bytes that stay free."""
         self._device = device
         self._later = later
         self._margin = margin
@@ -60,12 +67,15 @@ class PoolMeasure:
 
     @classmethod
     def of(cls, device: torch.device, config: EngineConfig, later: int = 0) -> PoolMeasure | None:
-        """None: the pool's size is given, or the device is the CPU, whose memory is not ours to fill."""
+        """Return a measure for a GPU whose pool has no configured size, or else None. A CPU's memory is not ours to fill."""
         measured = device.type == "cuda" and config.kv_cache_memory is None
         return cls(CudaDevice(device), later=later) if measured else None
 
     def pool_bytes(self, config: EngineConfig, block_bytes: int, trial: Trial) -> int:
-        """Raises `ConfigError` when weights and the largest step leave no room."""
+        """Run the trial and return the bytes of the pool, a multiple of `block_bytes`.
+
+        Raises `ConfigError` when weights and the largest step leave no room.
+        """
         device = self._device
         _drop(device)
         free_with_weights = device.free()
@@ -84,9 +94,10 @@ class PoolMeasure:
         return room // block_bytes * block_bytes
 
     def _taken(self, trial: Trial, trial_bytes: int) -> int:
-        """By building on a pool, which stays; and by each step alone, added up: a real one may need two of them at once.
+        """Return the bytes that building the model takes, plus those of each step.
 
-        The allocator keeps what it had to get, so what is not free after a step is the most that the step took.
+        The steps are added up, because a real step may need the memory of two of them at once. The allocator keeps the memory
+        that it got, so the loss of free memory after a step is the most that the step took.
         """
         device = self._device
         free = device.free()
@@ -102,11 +113,11 @@ class PoolMeasure:
 
 
 def is_memory_error(exc: BaseException) -> bool:
-    """torch has a class of its own for a GPU's memory only."""
+    """Tell whether an exception means that memory ran out. Torch has a class of its own only for a GPU's memory."""
     return isinstance(exc, MemoryError | OutOfMemory | torch.OutOfMemoryError) or "can't allocate memory" in str(exc)
 
 
 def _drop(device: Device) -> None:
-    """Nobody holds the trial any more; cycles may."""
+    """Free the memory of the trial, also that of objects in reference cycles."""
     gc.collect()
     device.release()

@@ -1,4 +1,4 @@
-"""What memory this machine has left for this process, and what the process has. Linux; read from /proc and /sys."""
+"""Free memory of this machine and used memory of this process, read from Linux's /proc and /sys."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path("/")
-_RESET_PEAK: Final = "5"  # proc(5): clear_refs; since Linux 4.0
+_RESET_PEAK: Final = "5"  # see clear_refs in proc(5); since Linux 4.0
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """What could be taken without swapping or being killed: of the machine, and of each cgroup that this process is in."""
+    """Return the bytes that this process can take without swapping or being killed.
+
+    The machine and each cgroup of this process set a limit; the smallest one counts.
+    """
     return min([_fields(root / "proc/meminfo")["MemAvailable"], *_cgroup_rooms(root)])
 
 
 def resident_bytes(root: Path = ROOT) -> int:
+    """Return the resident bytes of this process."""
     return _fields(root / "proc/self/status")["VmRSS"]
 
 
 def peak_bytes(root: Path = ROOT) -> int:
-    """The most that was resident since the start, or since `reset_peak` where the kernel allows it."""
+    """Return the most resident bytes since the start, or since `reset_peak` if the kernel allows the reset."""
     return _fields(root / "proc/self/status")["VmHWM"]
 
 
 def reset_peak(root: Path = ROOT) -> bool:
-    """False: not allowed here, so `peak_bytes` tells of the whole life of the process."""
+    """Start a new period for `peak_bytes`. False means that the kernel does not allow it."""
     try:
         (root / "proc/self/clear_refs").write_text(_RESET_PEAK)
     except OSError:
@@ -35,19 +39,19 @@ def reset_peak(root: Path = ROOT) -> bool:
 
 
 def return_freed_memory() -> None:
-    """After loading, glibc keeps what casting and packing freed (127 MiB a worker with SmolLM2) unless told otherwise."""
+    """Return freed memory to the system. glibc would keep what loading freed, 127 MiB in a worker with SmolLM2."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 def touch(address: int, nbytes: int) -> None:
-    """Make fresh zeroed pages resident, which until then are only promised. What was written there is lost."""
+    """Overwrite [address, address + nbytes) with zeros, so that all its pages become resident."""
     ctypes.memset(address, 0, nbytes)
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Bytes, of the lines `Name:  123 kB`."""
+    """Return the sizes of a file's lines `Name:  123 kB`, in bytes by name."""
     found = {}
     for line in path.read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -58,7 +62,10 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """What is left under the limit of each group, ours and those above it. A container may see only the last of them."""
+    """Yield the bytes left under the limit of each cgroup of this process, parents included.
+
+    A container may see only its root group.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -79,7 +86,10 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
 
 
 def _room(group: Path, limit_name: str, usage_name: str, prefix: str) -> int | None:
-    """None: no limit, or not visible. Cached files count as used and are given up before anyone is killed."""
+    """Return the bytes left in a cgroup; None when it has no limit or is not visible.
+
+    The kernel counts cached files as used, but gives them up before it kills a process, so they are added.
+    """
     try:
         limit, usage = ((group / name).read_text().strip() for name in (limit_name, usage_name))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

@@ -1,9 +1,9 @@
-"""The steps that need the most memory, of all that a scheduler may plan. Pure.
+"""The steps that need the most memory among all that a scheduler may plan. Pure.
 
-What a step takes beside weights and KV grows with its rows and with the rows that are drawn from (`wide`), and, where
-KV is gathered out of the pool, with the positions that its tokens look at (`long`). No step needs more than both
-together, so their sum bounds all: each alone takes a moment, while every sequence at the longest context would take
-seconds.
+The memory of a step beside weights and KV grows with its rows and with the rows that draw a token; `_wide` has the most of
+both. Where KV is gathered out of the pool, it also grows with the positions that its tokens attend to; `_long` has the most
+of them. No step needs more than both together, so their sum bounds every step. Each of the two runs in a moment, while a
+single step with every sequence at the longest context would take seconds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 
-LONG_TOKENS: Final = 128  # of a prompt at its end: attention takes prompts in pieces of at most so many
+LONG_TOKENS: Final = 128  # tokens at the end of a prompt: attention computes prompts in pieces of at most so many
 _DRAW: Final = SampleSpec(SamplingParams(temperature=1.0, top_p=0.999, max_tokens=1, seed=0), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What bounds every step of an engine."""
+    """The limits of every step of an engine."""
 
     num_blocks: int
     block_size: int
@@ -32,22 +32,23 @@ class StepLimits:
 
     @property
     def sequences(self) -> int:
-        """As many run at once: a step has a token for each."""
+        """The largest number of running sequences. It is bounded by the tokens of a step, since each needs one."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 def largest_steps(limits: StepLimits, *, gathered: int, decode_batches: tuple[int, ...]) -> tuple[StepPlan, ...]:
-    """To be run on a pool that nobody uses: block ids repeat, and what is written is meaningless.
+    """Return the largest steps. Run them on a pool that nobody uses: block ids repeat, and they write meaningless KV.
 
-    gathered: positions whose KV attention copies out of the pool at a time; 0: it reads where KV lies. decode_batches: how
-    many single tokens the backend may treat in a way of its own; each runs at the longest context.
+    gathered: positions whose KV attention copies out of the pool at a time; 0 means that it reads KV in place.
+    decode_batches: numbers of single tokens that the backend computes in a special way; each becomes a step at the longest
+    context.
     """
     batches = [_long_decodes(limits, min(size, limits.sequences)) for size in decode_batches]
     return (_wide(limits), *([_long(limits, gathered)] if gathered else []), *batches)
 
 
 def _wide(limits: StepLimits) -> StepPlan:
-    """Every sequence draws, and prompts fill the budget."""
+    """Return a step in which every sequence draws a token and prompts fill the token budget."""
     budget, longest = limits.max_num_batched_tokens, limits.max_model_len - 1
     rest = budget - limits.sequences
     counts = []
@@ -59,7 +60,7 @@ def _wide(limits: StepLimits) -> StepPlan:
 
 
 def _long(limits: StepLimits, gathered: int) -> StepPlan:
-    """The end of the longest prompt, beside decodes of the longest sequences."""
+    """Return a step with the end of the longest prompt and with decodes of the longest sequences."""
     decodes = min(limits.sequences - 1, max(1, gathered // limits.max_model_len))
     end = limits.max_model_len - 1
     count = min(LONG_TOKENS, end, limits.max_num_batched_tokens - decodes)
@@ -72,7 +73,7 @@ def _long_decodes(limits: StepLimits, count: int) -> StepPlan:
 
 
 def _slice(limits: StepLimits, index: int, start: int, count: int) -> SequenceSlice:
-    """Tokens [start, start + count) in blocks that are taken in turn from the whole pool."""
+    """Return a slice of tokens [start, start + count) whose blocks are taken in turn from the whole pool."""
     blocks = ceil_div(start + count, limits.block_size)
     table = tuple(BlockId((index + i) % limits.num_blocks) for i in range(blocks))
     return SequenceSlice(SeqId(index), start, (0,) * count, table, _DRAW)

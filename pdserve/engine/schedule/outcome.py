@@ -1,4 +1,4 @@
-"""What a scheduler reports of its steps. Immutable: crosses threads."""
+"""The scheduler's reports about its steps. They are immutable because they cross threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.core.sampling import FinishReason
 
 
 class OutputToken(NamedTuple):
-    """Output token `output_index` of a sequence. With a finish reason it is the last."""
+    """Output token `output_index` of a sequence. It is the last one when it has a finish reason."""
 
     seq_id: SeqId
     output_index: int
@@ -27,15 +27,17 @@ class Advance(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """A lent sequence got its blocks; the lease's references on them are already taken."""
+    """A lent sequence got its blocks. The lease already holds its references to them."""
 
     seq_id: SeqId
     block_ids: tuple[BlockId, ...]
 
 
 class Final(NamedTuple):
-    """Blocks [first, first + len(block_ids)) of a lent sequence are full, or the end of its prompt: nothing writes them
-    any more."""
+    """Blocks [first, first + len(block_ids)) of a lent sequence are final: nothing writes them any more.
+
+    Each is full, or it is the last block of the prompt.
+    """
 
     seq_id: SeqId
     first: int
@@ -43,10 +45,12 @@ class Final(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
+    """Everything that one collected step changed."""
+
     tokens: tuple[OutputToken, ...]
     advanced: tuple[Advance, ...]
     preempted: tuple[SeqId, ...]
-    """Sequences that lost their blocks since the last collected step; they will be recomputed."""
+    """Sequences that lost their blocks since the last collected step. They will be recomputed."""
     failed: tuple[SeqId, ...] = ()
     """Sequences that ended because no token could be drawn: their logits were not finite numbers."""
     final: tuple[Final, ...] = ()

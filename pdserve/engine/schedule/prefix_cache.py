@@ -1,8 +1,8 @@
-"""Which of a sequence's blocks others have computed already, and which of its own others may find. Pure.
+"""Sharing of blocks between sequences that begin with the same tokens. Pure.
 
-Full blocks whose step is collected (and, of a pulled prompt, whose lease is committed) are published under the hash of
-all tokens up to their end, and sequences that begin with the same tokens share them instead of computing or pulling
-them again. Only whole blocks are shared, and none is written after it was published, so nothing is ever copied on write.
+A full block is published under the hash of all tokens up to its end, once its step is collected and, for a pulled prompt,
+its lease is committed. Sequences that begin with the same tokens then share the block instead of computing or pulling it
+again. Only whole blocks are shared, and a published block is never written, so no block needs to be copied on write.
 """
 
 from __future__ import annotations
@@ -15,30 +15,35 @@ TokenIds = tuple[int, ...] | list[int]
 
 
 class PrefixCache:
-    """Owner: the scheduler. Nothing is shared where `salt` is None."""
+    """Finds and publishes shared blocks. The scheduler owns it. Nothing is shared when `salt` is None."""
 
     def __init__(self, pool: BlockPool, block_size: int, salt: bytes | None) -> None:
         self._pool = pool
         self._block_size = block_size
         self._salt = salt
         self.queried = 0
-        """Tokens of sequences that got their blocks, since the start."""
+        """Tokens of all sequences that got their blocks, since the start. Counted only for sequences that share blocks."""
         self.hit = 0
-        """Of these, tokens whose KV was here already."""
+        """Those of the `queried` tokens whose KV was here already."""
 
     def chain(self, cache_salt: str) -> PrefixChain | None:
-        """For a new sequence. Blocks are shared among those of one `cache_salt`."""
+        """Return the chain of block hashes for a new sequence; None when nothing is shared.
+
+        Only sequences of the same `cache_salt` share blocks.
+        """
         if self._salt is None:
             return None
         return PrefixChain(self._block_size, salt=self._salt + cache_salt.encode(errors="replace"))
 
     def hashes(self, chain: PrefixChain | None, tokens: TokenIds, limit: int) -> list[BlockHash]:
-        """Of the full blocks among the first `limit` tokens; none where nothing is shared."""
+        """Return the hashes of the full blocks among the first `limit` tokens; an empty list when nothing is shared."""
         return chain.first(limit // self._block_size, tokens) if chain is not None else []
 
     def take(self, seq: Sequence, holder: Holder, count: int, hashes: list[BlockHash]) -> Reservation:
-        """Give a sequence all its blocks, which are there. What its hits hold is computed; an inbound one waits for the rest
-        from a peer."""
+        """Give a sequence all its `count` blocks. The caller has checked that the pool has them.
+
+        The tokens of prefix hits count as computed. An inbound sequence gets the KV of its other blocks from a peer.
+        """
         reservation = self._pool.reserve(holder, count, hashes)
         assert reservation is not None
         seq.has_blocks(reservation.block_ids)
@@ -51,11 +56,11 @@ class PrefixCache:
         return reservation
 
     def withdraw(self, seq: Sequence) -> None:
-        """What the sequence holds may be why its logits are no numbers: nobody else is to find it."""
+        """Withdraw the sequence's blocks from sharing: their KV may be the reason why its logits are not finite numbers."""
         self._pool.withdraw(seq.holder)
 
     def publish(self, seq: Sequence) -> None:
-        """Blocks that are full and final, and the sequence's own, can be found by others from now on."""
+        """Publish the sequence's own blocks that are full and final, so that other sequences find them from now on."""
         full = seq.computed // self._block_size
         if seq.chain is None or full <= seq.published:
             return

@@ -1,18 +1,20 @@
-"""Which tokens the next step computes, and who holds which KV block. Pure: no torch, no clock, no threads.
+"""The scheduler decides which tokens the next step computes and which sequence holds which KV block.
 
-Continuous batching: sequences join and leave between steps. Decodes go first, then chunks of prompts fill what is
-left of the token budget. Every sequence holds the blocks of all its known tokens from the moment it runs, so a
-prompt that started can always finish; only decodes grow, one block at a time, and when none is free the youngest
-running sequence gives all its blocks back and is recomputed later. Reserving chunk by chunk instead would let
-half-computed prompts fill the pool and wait for each other.
+It is pure: no torch, no clock, no threads.
 
-Who is served before whom, and what keeps a small priority from waiting for ever: turns.py. Waiting is strictly in that
-order: whoever is first and does not fit keeps all behind it waiting, and `reserve` leaves
-what those need alone, so a big request is never starved by small ones.
+Continuous batching: sequences join and leave between steps. Decodes go first; chunks of prompts fill the rest of the token
+budget. A running sequence holds the blocks of all its known tokens from the start, so a prompt that has started can always
+finish. Only decodes grow, one block at a time. When no block is free, the youngest running sequence gives all its blocks
+back and is recomputed later. If blocks were reserved chunk by chunk instead, half-computed prompts could fill the pool and
+wait for each other.
+
+turns.py defines the order of service and keeps a small priority from waiting for ever. Waiting sequences are admitted
+strictly in that order: when the first one does not fit, all others wait. `reserve` leaves the blocks that waiting sequences
+need, so small requests never starve a big one.
 
 A block that a step may write is freed only after that step is collected.
 
-Sequences that begin with the same tokens share blocks: prefixes.py.
+Sequences that begin with the same tokens share blocks: see prefix_cache.py.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ _ARRIVAL = attrgetter("arrival")
 
 
 class Scheduler:
-    """Owner: a worker's engine thread. Each method runs between steps; only `abort` may come during one."""
+    """Plans and collects the steps of one engine. A worker's engine thread owns it.
+
+    Every method is called between steps, except `abort`, which may be called during a step.
+    """
 
     def __init__(
         self,
@@ -51,9 +56,10 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         prefix_salt: bytes | None = None,
     ) -> None:
-        """A step always has a token for every running sequence: no more run than the token budget allows.
+        """Make a scheduler over `pool`. Asserts that the limits are positive and that the longest request fits the pool.
 
-        `prefix_salt` turns prefix caching on; it names what the KV depends on besides the tokens (see `core.prefix`).
+        At most `max_num_batched_tokens` sequences run, so that a step has a token for each of them. `prefix_salt` turns
+        prefix caching on; it names everything besides the tokens that KV depends on (see `core.block_hash`).
         """
         assert 1 <= max_model_len <= pool.num_blocks * layout_block_size, "the longest request must fit an empty pool"
         assert max_num_seqs >= 1
@@ -65,17 +71,18 @@ class Scheduler:
         self._rule = StopRule(eos_token_ids, max_model_len)
         self.prefix = PrefixCache(pool, layout_block_size, prefix_salt)
         self._arrivals = 0
-        self._prompt_tokens = 0  # that were planned: the clock that turns are taken by
-        self._steps = 0  # likewise
+        self._prompt_tokens = 0  # prompt tokens planned so far: the clock for turns
+        self._steps = 0  # steps planned so far
         self._sequences: dict[SeqId, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
-        self._waiting_tokens = 0  # that they are to compute
-        self._prefilling: list[Sequence] = []  # by rank; these and
-        self._decoding: list[Sequence] = []  # by arrival, oldest first, are those that run
+        self._waiting_tokens = 0  # tokens that waiting sequences still have to compute
+        # A running sequence is in exactly one of these two lists.
+        self._prefilling: list[Sequence] = []  # by rank
+        self._decoding: list[Sequence] = []  # by arrival, oldest first
         self._inbound: dict[SeqId, Sequence] = {}
-        self._step: list[Sequence] | None = None  # planned and not yet collected
-        self._decodes_planned = 0  # its first ones
-        self._aborted: set[SeqId] = set()  # during that step
+        self._step: list[Sequence] | None = None  # the step that is planned and not yet collected
+        self._decodes_planned = 0  # the first sequences of that step, which decode
+        self._aborted: set[SeqId] = set()  # sequences of that step that were aborted during it
         self._admitted: list[Admitted] = []
         self._preempted: list[SeqId] = []
 
@@ -92,10 +99,10 @@ class Scheduler:
         resumed: int = 0,
         cache_salt: str = "",
     ) -> None:
-        """Queue a sequence. It runs as soon as all its prompt's blocks can be had at once.
+        """Queue a sequence. It runs as soon as the pool has all blocks of its prompt at once.
 
-        Of `prompt`, the last `resumed` ids are output that was drawn elsewhere: the next one drawn has that index.
-        Blocks are shared only with sequences of the same `cache_salt`.
+        The last `resumed` ids of `prompt` are output that another worker drew, so the next token drawn has output index
+        `resumed`. Blocks are shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
         self._wait(self._new(seq_id, prompt, params, kind, priority, resumed, self.prefix.chain(cache_salt)))
@@ -111,17 +118,19 @@ class Scheduler:
         resumed: int = 0,
         cache_salt: str = "",
     ) -> Reservation | None:
-        """Room for a whole sequence now or not at all: its prompt's blocks in order, then growth room if it can grow.
+        """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
-        The first `hits` blocks hold their KV already.
+        The result lists the blocks of the prompt in order, then a block to grow into if the sequence can grow. Its first
+        `hits` blocks hold their KV already. None means that the pool has no room beside the needs of waiting sequences, or
+        that all slots are taken.
 
-        With `local_prefill` it starts to run here at once; otherwise a peer's KV is pulled into the blocks and
-        `activate` or `abort` follows. None: no room beside what waiting sequences need, or no slot; nothing is held.
+        With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
+        `activate` or `abort` follows. `resumed` and `cache_salt` are those of `add`.
         """
         count = self.blocks_to_reserve(len(prompt), params, resumed)
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
         chain = self.prefix.chain(cache_salt)
-        # What is computed here needs its last token for the first logits; what is pulled needs none of its own.
+        # A local prefill must compute at least the last token, which gives the first logits; a pulled prompt computes none.
         hashes = self.prefix.hashes(chain, prompt, len(prompt) - 1 if local_prefill else len(prompt))
         if self.num_live >= self._max_seqs or not self._pool.fits(count, hashes, spare=self._blocks_awaited()):
             return None
@@ -135,7 +144,10 @@ class Scheduler:
         return reservation
 
     def activate(self, seq_id: SeqId, first_token: int) -> None:
-        """An inbound sequence's KV is here and its lease is committed: decode it. Raises KeyError if it is not inbound."""
+        """Start to decode an inbound sequence whose KV is here and whose lease is committed.
+
+        Raises KeyError when the sequence is not inbound.
+        """
         seq = self._inbound.pop(seq_id)
         self._pool.hand_over(Holder(HolderKind.INBOUND, seq_id), seq.holder)
         seq.computed = len(seq.tokens)
@@ -145,10 +157,10 @@ class Scheduler:
         self._run(seq)
 
     def abort(self, seq_id: SeqId, read_in_flight: bool = False) -> None:
-        """Forget a sequence in whatever state; unknown ids are fine, since a sequence may just have finished.
+        """Forget a sequence in any state. An unknown id is no error, since the sequence may just have finished.
 
-        `read_in_flight`: a transfer may still write its inbound blocks, which stay quarantined until
-        `end_quarantine`. The references of a lease stay until `return_lease`.
+        `read_in_flight`: a transfer may still write its inbound blocks, so they stay quarantined until `end_quarantine`.
+        The references of a lease stay until `return_lease`.
         """
         seq = self._sequences.get(seq_id)
         if seq is None or seq_id in self._aborted:
@@ -165,17 +177,17 @@ class Scheduler:
             self._forget(seq)
 
     def end_quarantine(self, seq_id: SeqId) -> None:
-        """The transport says that nothing writes an aborted inbound sequence's blocks any more."""
+        """Free the blocks of an aborted inbound sequence: the transport has said that nothing writes them any more."""
         self._pool.end_quarantine(seq_id)
 
     def return_lease(self, seq_id: SeqId) -> None:
-        """The lease over a lent sequence's blocks has ended: its references are dropped. Idempotent."""
+        """Drop the references of a lease that has ended. A second call does nothing."""
         self._pool.drop(Holder(HolderKind.LEASE, seq_id))
 
     # --- steps
 
     def plan(self) -> StepPlan:
-        """The next step; empty when there is nothing that could run now. `collect` must follow a step that is not empty."""
+        """Plan the next step. It is empty when nothing can run now; otherwise `collect` must be called before the next plan."""
         assert self._step is None, "the last step was not collected"
         self._steps += 1
         step = self._plan_decodes()
@@ -188,12 +200,15 @@ class Scheduler:
         return StepPlan(tuple(slices), decodes)
 
     def take_admitted(self) -> tuple[Admitted, ...]:
-        """Lent sequences admitted since the last call, each of which now needs a lease."""
+        """Return the lent sequences admitted since the last call. Each of them now needs a lease."""
         admitted, self._admitted = tuple(self._admitted), []
         return admitted
 
     def collect(self, sampled: list[Sampled]) -> StepOutcome:
-        """Apply the step: what was computed is final and every sampled token is appended."""
+        """Finish the planned step: its tokens count as computed, and every sampled token is appended to its sequence.
+
+        sampled: one token for each slice that draws one, in the order of the slices.
+        """
         assert self._step is not None, "no step was planned"
         step, self._step = self._step, None
         aborted, self._aborted = self._aborted, set()
@@ -203,7 +218,9 @@ class Scheduler:
         final: list[Final] = []
         drawn, decodes = iter(sampled), self._decodes_planned
         assert len(sampled) >= decodes, "a decode drew nothing"
-        for seq, token in zip(step[:decodes], drawn, strict=False):  # no token is taken when the sequences are at an end
+        for seq, token in zip(
+            step[:decodes], drawn, strict=False
+        ):  # zip asks for a sequence first, so it takes no token too many
             seq.computed = computed = seq.computed + 1
             seq.planned = 0
             if aborted and seq.seq_id in aborted:
@@ -227,7 +244,7 @@ class Scheduler:
                 continue
             if seq.kind is SequenceKind.LENT:
                 final.append(self._final(seq))
-            if seq.decoding:  # admitted with all but its last token computed
+            if seq.decoding:  # it was admitted with all but its last token computed
                 self.prefix.publish(seq)
             else:
                 self._prefilled(seq, advanced, drawn=last is not None)
@@ -237,38 +254,40 @@ class Scheduler:
         preempted, self._preempted = tuple(self._preempted), []
         return StepOutcome(tuple(tokens), tuple(advanced), preempted, tuple(failed), tuple(final))
 
-    # --- what others may know
+    # --- numbers for others
 
     @property
     def num_waiting(self) -> int:
+        """Sequences that wait for their blocks."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
+        """Sequences that prefill or decode."""
         return len(self._prefilling) + len(self._decoding)
 
     @property
     def num_live(self) -> int:
-        """Every sequence that has, or waits for, a slot: running, waiting, inbound."""
+        """All sequences that have a slot or wait for one: running, waiting and inbound."""
         return len(self._sequences)
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of prompts, and of preempted sequences, that are still to be computed before they can go on."""
+        """Tokens of prompts and of preempted sequences that must be computed before these sequences can decode."""
         return self._waiting_tokens + sum(s.remaining for s in self._prefilling)
 
     @property
     def has_work(self) -> bool:
-        """Whether `plan` could give a step now. False: only a new command can change that, so sleep."""
+        """True when `plan` would return a step now. When it is False, only a new command changes that: the engine may sleep."""
         return bool(self._decoding or self._prefilling) or self._head_fits()
 
     def blocks_to_reserve(self, prompt_len: int, params: SamplingParams, resumed: int = 0) -> int:
-        """The prompt's blocks and one more to grow into, unless the sequence can never fill that one."""
+        """Return the number of blocks for the prompt, plus one to grow into unless the sequence can never need it."""
         longest = min(prompt_len - resumed + params.max_tokens, self._rule.max_model_len)
         return min(self._blocks_for(prompt_len) + 1, self._blocks_for(longest))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when books and pool disagree."""
+        """Check the scheduler's lists against each other and against the pool. Raises AssertionError when they disagree."""
         self._pool.check_invariants()
         assert self._waiting == sorted(self._waiting, key=_RANK)
         assert self._waiting_tokens == sum(s.remaining for s in self._waiting)
@@ -302,15 +321,18 @@ class Scheduler:
         return seq
 
     def _plan_decodes(self) -> list[Sequence]:
-        """Every decoding sequence that has room for its last token, or gets it: the oldest first."""
+        """Return all decoding sequences, oldest first. Each that needs a block for its last token gets it.
+
+        Sequences that are preempted for lack of blocks are left out.
+        """
         size = self._block_size
         for seq in [s for s in self._decoding if len(s.tokens) > len(s.block_table) * size]:
-            if seq.decoding:  # else it has just given its blocks to an older one
+            if seq.decoding:  # otherwise it has just been preempted for an older one
                 self._grow(seq)
         return list(self._decoding)
 
     def _grow(self, seq: Sequence) -> None:
-        """A block for the sequence's last token; if none can be had, the youngest gives up all of its own."""
+        """Give the sequence one more block. While the pool has none, preempt the youngest sequence, perhaps this one."""
         assert self._blocks_for(len(seq.tokens)) == len(seq.block_table) + 1
         while self._pool.num_allocatable < 1:
             running = (*self._decoding, *self._prefilling)
@@ -332,8 +354,10 @@ class Scheduler:
         self._preempted.append(seq.seq_id)
 
     def _plan_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Chunks in order of rank, of running and newly admitted sequences alike, until the budget is used up. Who runs and
-        was overtaken gets a chunk even so."""
+        """Return (sequence, tokens) of the chunks that use up the budget, in order of rank.
+
+        Running and newly admitted sequences are treated alike. A running sequence that was overtaken gets a chunk as well.
+        """
         chunks: list[tuple[Sequence, int]] = []
         running = list(self._prefilling)
         before = running and self._waiting and self._waiting[0].rank < running[0].rank
@@ -362,8 +386,11 @@ class Scheduler:
         return count
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
-        """Tokens of the next chunk. One that does not end what is known ends with a block, where the budget reaches one:
-        numbers of a quantised block depend on how its tokens were cut into steps, so it is written in one."""
+        """Return the number of tokens of the next chunk.
+
+        A chunk that does not reach the last known token ends at the end of a block, if the budget reaches one. The numbers
+        of a quantised block depend on how its tokens are cut into steps, so a block should be written in one step.
+        """
         if seq.remaining <= budget:
             return seq.remaining
         beyond = (seq.computed + budget) % self._block_size
@@ -402,7 +429,7 @@ class Scheduler:
             bisect.insort(self._prefilling, seq, key=_RANK)
 
     def _leave(self, seq: Sequence) -> None:
-        """It neither waits nor runs any more."""
+        """Remove the sequence from the list in which it waits or runs."""
         if not seq.block_table:
             self._waiting_tokens -= seq.remaining
         place = self._decoding if seq.decoding else self._prefilling if seq.block_table else self._waiting
@@ -410,7 +437,10 @@ class Scheduler:
         seq.decoding = False
 
     def _prefilled(self, seq: Sequence, advanced: list[Advance], *, drawn: bool) -> None:
-        """A chunk was computed, and a token drawn after it or not: then, or if only that is left, it decodes from now on."""
+        """Finish a chunk of a prefilling sequence: publish its blocks and report the advance of a lent one.
+
+        The sequence decodes from now on when a token was drawn after the chunk, or when only its last output token is left.
+        """
         self.prefix.publish(seq)
         if seq.kind is SequenceKind.LENT:
             advanced.append(Advance(seq.seq_id, seq.computed))
@@ -420,7 +450,7 @@ class Scheduler:
             seq.decoding = True
 
     def _final(self, seq: Sequence) -> Final:
-        """The blocks that its last chunk has completed."""
+        """Return the blocks of a lent sequence that became final with its last chunk."""
         ended = seq.computed == len(seq.tokens)
         blocks = self._blocks_for(seq.computed) if ended else seq.computed // self._block_size
         first, seq.final = seq.final, blocks
@@ -436,13 +466,13 @@ class Scheduler:
         return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
 
     def _fail(self, seq: Sequence, failed: list[SeqId]) -> None:
-        """Its logits were not numbers, for which its KV may be the reason: nobody is to find that."""
+        """End a sequence whose logits are not finite numbers. Its KV may be the reason, so no other sequence may find it."""
         self.prefix.withdraw(seq)
         self._forget(seq)
         failed.append(seq.seq_id)
 
     def _forget(self, seq: Sequence) -> None:
-        """The one place where a sequence's own references end."""
+        """Remove the sequence and drop its own references. This is the only place where they end for good."""
         self._pool.drop(seq.holder)
         del self._sequences[seq.seq_id]
         self._leave(seq)

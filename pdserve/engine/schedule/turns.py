@@ -1,12 +1,12 @@
-"""Whose prompt is computed when: priorities that age, and a floor for what has begun. Pure.
+"""The order in which prompts are computed: priorities that age, and a floor for prompts that have begun. Pure.
 
-A priority is worth time. A sequence's turn is the moment it came, by a clock that counts computed prompt tokens, less so
-many tokens for each level of its priority. So a larger priority overtakes what came before it, but what waits is overtaken
-by those alone that come within that time: its wait is bounded, whatever the others ask for. Turns do not change, and lists
-that are sorted by them stay so.
+A priority is worth time. The clock counts planned prompt tokens. A sequence's turn is the clock at its arrival, less a fixed
+number of tokens for each level of its priority. So a larger priority overtakes earlier sequences. But a waiting sequence is
+overtaken only by those that arrive within that time, so its wait is bounded whatever others ask for. Turns do not change,
+so lists that are sorted by them stay sorted.
 
-Overtaken while it runs, a prompt holds blocks, and mostly a lease that a reader renews and waits for. It goes on: a part of
-each step is its own, in turn with others like it.
+A running prompt that is overtaken holds blocks and mostly a lease, which a reader renews and waits for. So it goes on: a
+part of each step is kept for such prompts, which take it in turn.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ from typing import Final
 from pdserve.engine.schedule.sequence import Sequence
 
 STEPS_A_LEVEL: Final = 16
-"""Full steps of prompts that one level of priority is worth: 5 s of a small CPU model (512 tokens in 0.3 s), 3 s of a GPU
-(8,192 in 0.2 s). Twenty levels then outweigh a minute, all two hundred the default deadline."""
+"""Full prompt steps that one level of priority is worth: 5 s on a CPU with a small model (512 tokens in 0.3 s), 3 s on a GPU
+(8,192 tokens in 0.2 s). Then twenty levels outweigh a minute, and all two hundred levels outweigh the default deadline."""
 FLOOR_SHARE: Final = 4
-"""One part in so many of a step's prompt tokens is kept for whoever was overtaken: larger priorities are a third
-slower for it."""
+"""Divisor: 1 / FLOOR_SHARE of a step's prompt tokens is kept for an overtaken prompt. It makes larger priorities a third
+slower."""
 
 
 def turn_of(clock: int, priority: int, token_budget: int) -> int:
-    """`clock`: prompt tokens planned before it came. `token_budget`: of a step."""
+    """Return the turn of a new sequence, in prompt tokens.
+
+    clock: prompt tokens planned before its arrival. token_budget: tokens that one step may compute.
+    """
     return clock - priority * STEPS_A_LEVEL * token_budget
 
 
 def overtaken(running: Many[Sequence], next_in: Sequence | None) -> Sequence | None:
-    """Of the prompts that run, by rank, the one with the oldest chunk among those that a later arrival comes before; of
-    several the last by rank. `next_in`: what would be admitted before all of them."""
+    """Return the overtaken prompt whose last chunk is the oldest, or None. Among equals, it is the last by rank.
+
+    A prompt is overtaken when a sequence that arrived later ranks before it. running: prompts that run, by rank. next_in:
+    the waiting sequence that would be admitted before all of them, if any.
+    """
     latest = 0 if next_in is None else next_in.arrival
     found: Sequence | None = None
     for seq in running:
@@ -42,5 +48,8 @@ def overtaken(running: Many[Sequence], next_in: Sequence | None) -> Sequence | N
 
 
 def floor_of(seq: Sequence | None, budget: int) -> int:
-    """Tokens of the step that are kept for it; 0 for nobody."""
+    """Return the tokens of a step that are kept for the overtaken prompt `seq`; 0 when there is none.
+
+    budget: tokens that the step may spend on prompts.
+    """
     return 0 if seq is None else min(seq.remaining, budget // FLOOR_SHARE)
