@@ -164,7 +164,10 @@ class ModelRunner:
 
 
 def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineConfig, max_positions: int) -> Model:
-    """Return the compiled model where it runs, or else a torch model. Raises `ConfigError` for a quantization it lacks."""
+    """Return the compiled model, which is batch-invariant by itself, or a torch model where the compiled one does not run.
+
+    Raises `ConfigError` when weights are to be quantised and the compiled model does not run here.
+    """
     if native.supports(card, kv):
         return native.NativeLlama(card, weights, kv, max_positions, bits=native.BITS[config.quantization])
     if config.quantization is not None:

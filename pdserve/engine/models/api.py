@@ -1,4 +1,4 @@
-"""What the runner asks of a model."""
+"""The interface between the runner and a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
 
 
 class Samples(Protocol):
+    """A way to draw tokens from the logits of a step."""
+
     def __call__(self, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
-        """A token of each of these rows of the logits, as `sampler` says. May change these rows."""
+        """Draw a token for each of these rows of the logits, the same as `sampler`. It may change these rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Of some rows of a step, until the next one.
+    """Logits of some rows of a step. They are valid until the next step.
 
-    values: [rows, vocab] float32; best: [rows], the lowest id of each row's largest, or `NO_TOKEN` (`sampler`);
-    sample: a faster way to the same tokens. The last two are None where the model has nothing better than `sampler`.
+    values: [rows, vocab] float32. best: [rows], the lowest id of each row's largest logit, or `NO_TOKEN` (see `sampler`).
+    sample: a faster way to the tokens of `sampler`. The last two are None where the model has nothing faster than `sampler`.
     """
 
     values: Tensor
@@ -29,11 +31,13 @@ class Logits:
 
 
 class Model(Protocol):
+    """A decoder that computes the scheduler's steps."""
+
     computes_in_torch: bool
-    """Then steps need torch's inference mode, which takes 65 us to enter when caches are cold."""
+    """True when steps need torch's inference mode, which takes 65 us to enter when the CPU's caches are cold."""
 
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits | None:
-        """Compute the plan and write its KV. The slices' tokens are rows one after the other; logits of `rows`, ascending.
+        """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty.
 
-        None without rows.
+        The tokens of all slices, one after the other, are the rows of the step. `rows` is ascending.
         """

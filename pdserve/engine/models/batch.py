@@ -1,4 +1,4 @@
-"""One step's plan as tensors. Ragged: the tokens of all slices lie one after the other in one flat batch."""
+"""One step's plan as tensors. The batch is ragged: the tokens of all slices lie one after the other in one flat batch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from pdserve.engine.kv.span import Span
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`tokens` rows count; the rest of `token_ids` and `positions` is padding (zeros) and reaches neither KV nor logits."""
+    """The tensors of one step.
+
+    The first `tokens` rows of `token_ids` and `positions` count. The others are padding (zeros), which reaches neither KV
+    nor logits.
+    """
 
     tokens: int
     token_ids: Tensor  # [padded] int64
     positions: Tensor  # [padded] int64
-    slots: Tensor  # where the tokens' K and V go: `KvCache.slots`
+    slots: Tensor  # the places for the tokens' K and V: `KvCache.slots`
     spans: tuple[Span, ...]
 
 
 def make_batch(plan: StepPlan, kv: KvCache, padded: int) -> Batch:
-    """`padded` rows, at least as many as the plan has tokens. Asserts what the scheduler promises."""
+    """Return a batch of `padded` rows, at least as many as the plan has tokens. Asserts that each token has a valid block."""
     assert plan.slices
     device = kv.device
     size = kv.layout.block_size

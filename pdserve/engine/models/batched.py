@@ -1,4 +1,4 @@
-"""A torch decoder as the runner wants one: plans become batches, and logits only those that are asked for."""
+"""The adapter between the runner and a torch decoder: it turns plans into batches and computes only the requested logits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from pdserve.engine.models.batch import Batch, make_batch
 from pdserve.engine.models.llama import Llama
 
 Hidden = Callable[[Batch], Tensor]
-"""`Llama.hidden`, computed as it is or replayed."""
+"""Function with the result of `Llama.hidden`: this method itself, or a replay of it."""
 
 
 class BatchedLlama:
+    """A torch Llama as the runner's `Model`."""
+
     computes_in_torch = True
 
     def __init__(self, model: Llama, hidden: Hidden, kv: KvCache, rows: Rows) -> None:
@@ -28,6 +30,7 @@ class BatchedLlama:
         self._rows = rows
 
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits | None:
+        """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty."""
         hidden = self._hidden(make_batch(plan, self._kv, self._rows.padded(plan.num_tokens)))
         if not rows:
             _wait_written(self._kv)
@@ -36,6 +39,6 @@ class BatchedLlama:
 
 
 def _wait_written(kv: KvCache) -> None:
-    """A step that draws nothing has nothing to wait for, yet its KV may be read by a peer once it is collected."""
+    """Wait until the step's KV is written. A step without logits waits for nothing else, but a peer may read its KV soon."""
     if kv.device.type == "cuda":
         torch.cuda.synchronize(kv.device)

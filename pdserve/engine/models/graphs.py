@@ -1,13 +1,12 @@
-"""Decode steps recorded once and replayed: a step of many small kernels costs one launch.
+"""Decode steps that are recorded once and replayed, so a step of many small kernels costs one launch.
 
-A decode step of a 32-layer model is about 330 launches, some 10 us of Python and driver each where Triton makes them,
-beside 3.3 ms that an H200 needs to read 8B weights in bfloat16. A CUDA graph replays fixed launches on fixed addresses,
-so each recording has its own inputs, which a step is copied into, and a fixed batch size; smaller batches fill up with
-rows that are nobody's: no position to look at, nowhere to write. Batches with prompts in them and larger ones run as
-they are.
+A decode step of a 32-layer model has about 330 launches. Each launch by Triton costs some 10 us of Python and driver, while
+an H200 needs 3.3 ms to read 8B weights in bfloat16. A CUDA graph replays fixed launches on fixed addresses. So each
+recording has its own inputs, into which a step is copied, and a fixed batch size. Smaller batches are filled up with empty
+rows, which attend to no position and write nothing. Larger batches and batches with prompts run without a recording.
 
-Recordings share one memory pool, as only one runs at a time; the last bytes of one replay may be gone when the next
-starts, so a result must be used before (in stream order).
+Recordings share one memory pool, because only one runs at a time. A replay may overwrite the result of the one before, so
+a result must be used (in stream order) before the next replay starts.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from pdserve.engine.kv.cache import NOBODY, KvCache
 from pdserve.engine.models.batch import Batch
 from pdserve.engine.models.llama import Llama
 
-WARM_UPS: Final = 2  # the first run compiles kernels and makes cuBLAS allocate, neither of which may be recorded
+WARM_UPS: Final = 2  # the first run compiles kernels and makes cuBLAS allocate; neither may be recorded
 
 Step = Callable[[], Tensor]
 Record = Callable[[Step], tuple[Callable[[], None], Tensor]]
-"""Takes a step; returns what repeats it and the tensor its result is in after each repetition."""
+"""Function that records a step. It returns a function that replays the step, and the tensor with the result of a replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a replay reads (`batch`, `attention`) and where its result is."""
+    """One recorded step: the inputs of a replay (`batch`, `attention`), the replay, and the tensor of its result."""
 
     batch: Batch
     attention: TritonStep
@@ -42,6 +41,8 @@ class Recording:
 
 
 class DecodeGraphs:
+    """Recorded decode steps of one model, one for each batch size of `buckets`."""
+
     def __init__(
         self,
         model: Llama,
@@ -52,7 +53,7 @@ class DecodeGraphs:
         max_positions: int,
         max_batch: int,
     ) -> None:
-        """Records all batch sizes of `buckets(max_batch)`, the largest first, as it needs the most memory."""
+        """Record all batch sizes of `buckets(max_batch)`. The largest comes first, because it needs the most memory."""
         self._model = model
         self._attention = attention
         self._kv = kv
@@ -62,7 +63,7 @@ class DecodeGraphs:
         self._sizes = sorted(self._recordings)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """As `Llama.hidden`: replayed where the batch is all single tokens and fits a recording."""
+        """Return what `Llama.hidden` returns. A batch of single tokens that fits a recording is replayed."""
         if batch.tokens > self._sizes[-1] or any(span.count != 1 for span in batch.spans):
             return self._model.hidden(batch)
         recording = self._recordings[next(size for size in self._sizes if size >= batch.tokens)]
@@ -80,7 +81,7 @@ class DecodeGraphs:
         self._attention.refill(recording.attention, batch.spans)
 
     def _recorded(self, size: int) -> Recording:
-        """Of `size` rows that are all nobody's: recording touches no block."""
+        """Record a step of `size` empty rows, which touches no block."""
         attention = self._attention.fixed(size, self._max_positions)
         device = attention.ends.device
         ids, positions = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
@@ -90,7 +91,10 @@ class DecodeGraphs:
 
 
 def buckets(max_batch: int) -> tuple[int, ...]:
-    """Batch sizes to record: powers of two, from 8 on also those half-way between, up to the first that holds all."""
+    """Return the batch sizes to record, up to the first that holds `max_batch` rows.
+
+    They are the powers of two, and from 8 on also the sizes half-way between them.
+    """
     sizes = [1]
     while sizes[-1] < max_batch:
         last = sizes[-1]
@@ -100,7 +104,7 @@ def buckets(max_batch: int) -> tuple[int, ...]:
 
 
 def cuda_recorder() -> Record:
-    """Records CUDA graphs that share one memory pool."""
+    """Return a function that records CUDA graphs. All its graphs share one memory pool."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(step: Step) -> tuple[Callable[[], None], Tensor]:

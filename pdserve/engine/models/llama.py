@@ -1,7 +1,7 @@
 """The Llama decoder over a flat ragged batch and a paged KV cache.
 
-A layer is two functions of rows (before and after attention) with attention, the only thing that mixes rows,
-between them. `Rows` decides how many rows a call takes, so batch invariance is not the model's business.
+A layer is two functions of rows, with attention between them; only attention mixes rows. `Rows` decides how many rows a
+call takes, so the model does not deal with batch invariance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdserve.engine.models.weights import LayerWeights, LlamaWeights
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How things are computed, chosen once: fast, or with bits that do not depend on the batch; by torch, or by Triton."""
+    """The parts of a decoder that differ between ways to compute it: fast or batch-invariant, by torch or by Triton."""
 
     rows: Rows
     attention: Attention[Any]
@@ -34,10 +34,10 @@ class Backend:
 
 
 class Layer:
-    """One decoder layer's functions of rows. What comes in is normed already; the norm behind a layer is part of it."""
+    """The functions of rows of one decoder layer. Its input is already normed, and the norm after the layer is part of it."""
 
     def __init__(self, card: ModelCard, weights: LayerWeights, next_norm: Tensor, ops: Ops) -> None:
-        """next_norm: the weight of the norm behind the layer, the next layer's first or the model's last."""
+        """Lay out the weights. next_norm: the weight of the norm after this layer, which the next layer or the head needs."""
         self._eps = card.rms_norm_eps
         self._ops = ops
         self._mlp_norm = weights.mlp_norm
@@ -48,19 +48,24 @@ class Layer:
         self._down = make_linear(weights.down)
 
     def before_attention(self, normed: Tensor) -> tuple[Tensor]:
-        """normed: [rows, hidden]. Returns q, k and v in one: [rows, (num_heads + 2 * num_kv_heads) * head_dim]."""
+        """Return q, k and v in one tensor, [rows, (num_heads + 2 * num_kv_heads) * head_dim]. normed: [rows, hidden]."""
         return (self._qkv(normed),)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [rows, hidden]; attended: [rows, num_heads * head_dim]. Returns the next layer's x, and that normed."""
+        """Return the next layer's x and its norm, both [rows, hidden].
+
+        x: [rows, hidden]. attended: [rows, num_heads * head_dim], the result of attention.
+        """
         x, normed = self._ops.add_norm(x, self._attention_out(attended), self._mlp_norm, self._eps)
         mlp = self._down(self._ops.silu_and_mul(self._gate_up(normed)))
         return self._ops.add_norm(x, mlp, self._next_norm, self._eps)
 
 
 class Llama:
+    """The Llama decoder in torch: token ids to hidden states, and hidden states to logits."""
+
     def __init__(self, card: ModelCard, weights: LlamaWeights, backend: Backend, max_positions: int) -> None:
-        """The weights are laid out anew where that is faster: drop yours afterwards."""
+        """Lay out the weights, in new memory where that is faster: the caller should drop `weights` afterwards."""
         self._eps = card.rms_norm_eps
         self._backend = backend
         self._embedding = weights.embedding
@@ -72,11 +77,11 @@ class Llama:
         backend.rows.settle(self._samples(card))
 
     def hidden(self, batch: Batch) -> Tensor:
-        """The last layer's output, normed: [padded rows, hidden]; writes the KV of the batch's tokens."""
+        """Write the KV of the batch's tokens and return the normed output of the last layer: [padded rows, hidden]."""
         return self.forward(batch, self._backend.attention.prepare(batch.spans))
 
     def forward(self, batch: Batch, prepared: Any) -> Tensor:
-        """As `hidden`, with what the attention backend prepared for the batch; its spans are not looked at."""
+        """Do the work of `hidden` with the attention that is already prepared. The batch's spans are not read."""
         rows, attention, ops = self._backend.rows, self._backend.attention, self._backend.ops
         table_rows = self._rope[batch.positions[: batch.tokens]]
         x, normed = rows.apply(self._embed, batch.token_ids)
@@ -88,13 +93,13 @@ class Llama:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden], any rows of `hidden`. Returns [rows, vocab] float32."""
+        """Return the logits [rows, vocab] float32 of hidden [rows, hidden], which are any rows of the result of `hidden`."""
         padded = _pad_rows(hidden, self._backend.rows.padded(hidden.shape[0]))
         (logits,) = self._backend.rows.apply(self._project, padded)
         return logits[: hidden.shape[0]].float()
 
     def _samples(self, card: ModelCard) -> Iterator[Sample]:
-        """Every function of rows once: those of all layers have the shapes of the first."""
+        """Yield each function of rows once, with inputs. All layers have the shapes of the first."""
         random = torch.Generator().manual_seed(0)
         device, dtype = self._embedding.device, self._embedding.dtype
 

@@ -1,10 +1,10 @@
-"""The Llama decoder in compiled code: one call a step, all layers.
+"""The Llama decoder in compiled code. One call computes all layers of a step.
 
-bfloat16 on CPUs that have the instructions. Every product and every reduction has one order, fixed by the sequence
-alone, so it is batch-invariant as it stands, at no cost, but for quantised KV: what a block has lost depends on how its
-tokens were cut into steps. Activations between layers stay float32; what is multiplied is
-rounded to bfloat16, or to 8 bits (weights with a scale a column, activations with one for each 64 of a row). Weights of 4
-bits meet activations in bfloat16.
+It computes in bfloat16, on CPUs that have the instructions. Every product and every reduction has one order, which depends
+only on the sequence. So it is batch-invariant at no cost, except with quantised KV, where the rounding of a block depends on
+how its tokens were cut into steps. Activations between layers stay float32. The operands of products are rounded to
+bfloat16, or to 8 bits (weights with a scale for each column, activations with a scale for each 64 of a row). Weights of 4
+bits are multiplied with activations in bfloat16.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pdserve.engine.models.weights import LayerWeights, LlamaWeights
 from pdserve.engine.native import library
 from pdserve.engine.native.sampling import PackedRows
 
-LANES: Final = 16  # floats in a vector: gate and up take turns in so many columns
+LANES: Final = 16  # floats in a vector; gate and up alternate in groups of so many columns
 MOST_HEAD_DIM: Final = 512
-GROUP: Final = 64  # 8-bit activations that share a scale; 4-bit weights do by 32
-BITS: Final = {None: 16, "int8": 8, "int4": 4}  # of weights, by the setting `quantization`
-KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # of abi.h
+GROUP: Final = 64  # 8-bit activations that share a scale; 32 4-bit weights share one
+BITS: Final = {None: 16, "int8": 8, "int4": 4}  # bits of a weight, by the setting `quantization`
+KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # the numbers are those of abi.h
 NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
 _QKV, _ATTENTION_OUT, _GATE_UP, _DOWN, _HEAD = range(5)
 _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
 
 
 def obstacle(card: ModelCard, kv: KvCache) -> str | None:
-    """Why the compiled code does not run this model here; None where it does."""
+    """Return the reason, in words, why the compiled code does not run this model here; None when it runs."""
     if kv.device.type != "cpu":
         return "compiled steps are for CPUs"
     if kv.dtype is not torch.bfloat16 or kv.layout.dtype not in KV_FORMATS:
@@ -54,17 +54,26 @@ def obstacle(card: ModelCard, kv: KvCache) -> str | None:
 
 
 def supports(card: ModelCard, kv: KvCache) -> bool:
-    """Whether the compiled code is here and runs this model: bfloat16 on a CPU, KV of any dtype, widths of whole vectors."""
+    """Tell whether the compiled code runs this model here.
+
+    It needs bfloat16 on a CPU and widths of whole vectors. The dtype of KV may be any.
+    """
     return obstacle(card, kv) is None
 
 
 class NativeLlama:
-    """Weights are copied into the layout of the kernels: drop yours afterwards, but for the embedding."""
+    """The compiled decoder as the runner's `Model`.
+
+    It copies the weights into the layout of the kernels, except the embedding, so the caller should drop the weights.
+    """
 
     computes_in_torch = False
 
     def __init__(self, card: ModelCard, weights: LlamaWeights, kv: KvCache, max_positions: int, *, bits: int) -> None:
-        """bits: of weights, 16 (bfloat16), 8 (as are the activations they meet) or 4 (activations stay bfloat16)."""
+        """Copy the weights. Raises `ConfigError` when a width does not allow quantisation, MemoryError without memory.
+
+        bits: bits of a weight: 16 (bfloat16), 8 (activations are rounded to 8 bits as well) or 4 (activations are bfloat16).
+        """
         if bits != 16 and any(
             width % GROUP for width in (card.hidden_size, card.intermediate_size, card.num_heads * card.head_dim)
         ):
@@ -94,8 +103,12 @@ class NativeLlama:
         self._take(0, _HEAD, weights.head, max(bits, 8))  # a head of 4 bits costs SmolLM2 5 % of perplexity, one of 8 none
 
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits:
-        """By column, so that what there is for each sequence happens in C. No torch but where a call cannot be spared: one
-        takes 10 to 90 us when the step before has swept the caches."""
+        """Compute the plan, write its KV, and return the logits of `rows`.
+
+        The plan is turned into one array for each field, so that the loops over sequences run in C. Torch is called only
+        where it is needed: a call takes 10 to 90 us when the step before has emptied the CPU's caches. Raises MemoryError,
+        `OutOfThreads` or `InternalBug`.
+        """
         _, starts, token_ids, block_tables, _, packed = zip(*plan.slices, strict=True)
         tokens = array("i", chain.from_iterable(token_ids))
         tables = array("i", b"".join(packed if all(packed) else map(_packed, block_tables)))
@@ -111,16 +124,19 @@ class NativeLlama:
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
 
     def _make_room(self, rows: int) -> None:
-        """Logits [rows, vocab], the same memory in each step: the kernel clears new pages, 10 % of a step of 64 rows."""
+        """Make room for logits [rows, vocab]. All steps use the same memory.
+
+        With new memory for each step, the system would clear its pages, which takes 10 % of a step of 64 rows.
+        """
         if rows != self._rows:
-            with torch.inference_mode(False):  # a step outside of it may change them
+            with torch.inference_mode(False):  # so that a step outside of inference mode may change them
                 if rows > len(self._room):
                     self._room = torch.empty(rows, self._vocab)
                 self._rows, self._logits = rows, self._room[:rows]
             self._logits_address = self._room.data_ptr()
 
     def _sample(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
-        """As `Samples` of models.api."""
+        """Draw a token for each of `rows` in compiled code; see `Samples` of models.api."""
         packed = PackedRows(rows, specs)
         _done(
             self._library.pdserve_model_sample(
@@ -147,8 +163,10 @@ class NativeLlama:
 
 
 def split_batches(num_kv_heads: int) -> tuple[int, ...]:
-    """Decodes of so many sequences are cut into parts, each with room of its own: one, and the most that are (`plan` of
-    plan.cpp)."""
+    """Return the smallest and the largest number of decodes whose attention is cut into parts with their own memory.
+
+    The rule is that of `plan` in plan.cpp.
+    """
     most = (4 * torch.get_num_threads() - 1) // num_kv_heads
     return (1, most) if most > 1 else (1,)
 
@@ -158,12 +176,15 @@ def _packed(table: tuple[BlockId, ...]) -> bytes:
 
 
 def _by_turns(gate_up: Tensor) -> Tensor:
-    """[2 * width, hidden], gate first, to LANES rows of the gate, the same LANES of up, and so on."""
+    """Reorder gate_up [2 * width, hidden], gate first, into LANES rows of the gate, the same LANES rows of up, and so on."""
     return gate_up.view(2, -1, LANES, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
 
 
 def _done(result: int) -> None:
-    """What the compiled code says of memory and threads, by the errors that there are for it."""
+    """Turn the result of a compiled call into an exception.
+
+    Raises MemoryError, `OutOfThreads` or `InternalBug`. Asserts that the step was sound.
+    """
     if result == library.NO_MEMORY:
         raise MemoryError
     if result == library.NO_THREAD:

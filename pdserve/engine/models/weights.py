@@ -1,7 +1,7 @@
-"""Weights from safetensors in Hugging Face layout, cast and fused as the model wants them.
+"""Weights from safetensors files in Hugging Face layout, cast and fused for the model.
 
-One tensor at a time is read and copied: the file is not mapped any more afterwards, so a float32 checkpoint of a
-bfloat16 model costs its page cache for the moment of loading only.
+Tensors are read and copied one at a time, and the files are closed afterwards. So a float32 checkpoint of a bfloat16 model
+takes page cache only while it is loaded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.layout import weight_files
 from pdserve.core.errors import ConfigError
 
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry; computed here
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a buffer of old checkpoints; this code computes it
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """All [out_features, in_features]; norms [hidden]."""
+    """Weights of one layer: matrices [out_features, in_features], norms [hidden]."""
 
     attention_norm: Tensor
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]: q, then k, then v
@@ -37,14 +37,16 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class LlamaWeights:
+    """Weights of a whole model, on its device and in its dtype."""
+
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor  # the embedding itself when tied
+    head: Tensor  # [vocab, hidden]; the embedding itself when the two are tied
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all distinct tensors."""
+        """Bytes of all tensors; a tied head is counted once."""
         tensors = {id(t): t.nbytes for t in self._tensors()}
         return sum(tensors.values())
 
@@ -55,7 +57,10 @@ class LlamaWeights:
 
 
 def load_llama(directory: Path, card: ModelCard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """Raises `ConfigError` naming missing, unexpected and misshapen tensors, or the file that cannot be read."""
+    """Read the weights of a checkpoint in `directory`.
+
+    Raises `ConfigError` naming missing, unexpected and misshapen tensors, or the file that cannot be read.
+    """
     with ExitStack() as stack:
         reader = _Reader(directory, dtype, device, stack)
         reader.check(_expected_shapes(card), tied=card.tie_word_embeddings)
@@ -133,7 +138,7 @@ class _Reader:
             raise ConfigError(f"the weights in {self._directory} do not fit config.json: {'; '.join(problems[:8])}")
 
     def read(self, *names: str) -> Tensor:
-        """The tensors one below the other, cast, on the device, in memory of their own."""
+        """Return the named tensors joined along the first dimension, cast, on the device, in new memory."""
         parts = [self._file_of[name].get_tensor(name).to(self._dtype) for name in names]
         return torch.cat(parts).to(self._device)
 

@@ -1,5 +1,5 @@
-"""The compiled checksum of KV blocks. A library of its own: unlike the kernels it is compiled for any CPU, and looks by itself
-which vectors this one has.
+"""The compiled checksum of KV blocks. It is a library of its own, because unlike the kernels it is compiled for any CPU. It
+finds out by itself which vectors this CPU has.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from typing import Final, Protocol
 from pdserve.engine.native.library import installed
 
 BEST: Final = 0
-"""The fastest way of summing that this CPU has; 1 plain C++, 2 AVX2, 3 AVX-512: the same bits from each."""
+"""The fastest way of summing that this CPU has. The other ways are 1 (plain C++), 2 (AVX2) and 3 (AVX-512). All give the same
+bits."""
 
 
 class SumBlocks(Protocol):
-    """Addresses: of the region, of int64 ids, of room for as many uint64 sums."""
+    """The compiled function.
+
+    region: the address of the blocks. ids: the address of `count` int64 block ids. sums: the address of room for `count`
+    uint64 sums.
+    """
 
     def __call__(self, region: int, block_bytes: int, ids: int, count: int, sums: int, way: int = BEST) -> bool:
-        """False: this CPU has no such way."""
+        """Write the checksums. False means that this CPU lacks the requested way, and nothing is written."""
         ...
 
 
 @cache
 def load_sums() -> SumBlocks | None:
-    """The checksum of blocks, which any CPU has. None where the library was not built, or is older."""
+    """Return the compiled checksum of blocks; None when the library was not built or is older. It runs on any CPU."""
     path = installed("_sums")
     if path is None:
         return None

@@ -1,8 +1,8 @@
-"""The compiled kernels: found beside this file, declared for ctypes, tried once.
+"""The library of compiled kernels: it is found beside this file, declared for ctypes, and tried once.
 
-Built when pdserve is installed, where there is a compiler (`pyproject.toml`). A plain C interface over addresses needs
-none of torch's headers and works with any torch. Its threads are its own: torch's OpenMP threads spin after each parallel
-region, which on two cores costs the next one its core.
+It is built when pdserve is installed, if there is a compiler (`pyproject.toml`). Its plain C interface takes addresses, so
+it needs none of torch's headers and works with any torch. It has its own threads: torch's OpenMP threads spin after each
+parallel region, which on two cores takes a core away from the next one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-ABI: Final = 5  # of abi.h
+ABI: Final = 5  # PDSERVE_ABI of abi.h
 DONE: Final = 1
 NO_MEMORY: Final = 0
 UNSOUND: Final = -1
@@ -43,21 +43,24 @@ class Step(Structure):
     ]  # fmt: skip
 
 
-# `PdRow` of abi.h, in two parts, of which the second may stay zero: a packed row costs a quarter of a ctypes structure.
+# `PdRow` of abi.h in two parts; the second may stay zero. A packed row takes a quarter of the time of a ctypes structure.
 ROW_DRAW: Final = Struct("@qqdddQQ")  # row, top_k, temperature, top_p, min_p, seed, index
 ROW_MORE: Final = Struct("@PPqPPqdddPqPPq")  # bias, seen, penalties, banned, logprobs
 ROW_BYTES: Final = ROW_DRAW.size + ROW_MORE.size
 
 
 def installed(name: str) -> Path | None:
-    """A library that was built with this package."""
+    """Return the path of a library that was built with this package; None when it was not built."""
     here = Path(__file__).parent
     return next((path for suffix in EXTENSION_SUFFIXES if (path := here / f"{name}{suffix}").is_file()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The library, or None; and in words what it is, or why there is none that runs here."""
+    """A search's result.
+
+    library: the library, or None when none runs here. why: in words, what the library is, or why there is none.
+    """
 
     library: ctypes.CDLL | None
     why: str
@@ -65,7 +68,7 @@ class Found:
 
 @cache
 def find() -> Found:
-    """What was installed with this package."""
+    """Find and open the library that was installed with this package."""
     path = installed("_kernels")
     if path is None:
         return Found(None, "no compiled kernels: there was no C++ compiler for x86-64 when pdserve was installed")
@@ -73,7 +76,7 @@ def find() -> Found:
 
 
 def open_library(path: Path) -> Found:
-    """A file of one's own. It is asked what it needs before anything else in it runs."""
+    """Open the library in a given file. Only its checks of version and CPU run before it is known to work here."""
     try:
         library = _declare(ctypes.CDLL(str(path)))
     except (OSError, AttributeError) as exc:
@@ -87,7 +90,7 @@ def open_library(path: Path) -> Found:
 
 
 def load() -> ctypes.CDLL | None:
-    """None where `find` says why."""
+    """Return the library; None when none runs here, and then `find` says why."""
     return find().library
 
 

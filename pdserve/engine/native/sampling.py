@@ -1,4 +1,4 @@
-"""What the compiled code is told of each row that is more than plainly greedy, and what it answers."""
+"""The arguments and results of compiled sampling, for each row that is not plainly greedy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_LOGPROBS: _Part = (0, 0, 0)
 
 
 class PackedRows:
-    """`PdRow` structures for one call. Holds all memory that they point to."""
+    """The `PdRow` structures of one call. This object keeps all memory alive that they point to."""
 
     def __init__(self, rows: list[int], specs: list[SampleSpec]) -> None:
-        """specs[i] says how to take a token from row rows[i]."""
+        """Pack one structure for each row. specs[i] says how to draw a token from row rows[i] of the logits."""
         self._rows = bytearray(ROW_BYTES * len(rows))
         self._ids = array("i", bytes(4 * len(rows)))
         self._kept: list[object] = []
@@ -37,7 +37,7 @@ class PackedRows:
         self.ids_address = self._ids.buffer_info()[0]
 
     def taken(self) -> list[Sampled]:
-        """Of each row, in order, once the call has returned."""
+        """Return the token of each row, in order. Call it after the compiled call has returned."""
         taken: list[Sampled] = [(token_id, None) for token_id in self._ids]
         for i, logprobs, top_ids in self._wanted:
             if self._ids[i] == NO_TOKEN:
