@@ -1,10 +1,10 @@
-"""Our engine's steps beside those of another checkout of pdserve: for a change that claims speed, or claims to cost none.
+"""Compares our engine's steps with those of another checkout of pdserve. Use it for a change that claims speed or no cost.
 
     git worktree add ../before main    # and `make setup` there, or a copy of .venv
     python -m bench.engine.against ../before [--threads 2] [--rounds 15] [--busy 0] [--cells B=1 B=8] [--quantization int8]
 
-Each side is a process of its own with its own code and kernels, and computes only when it is its turn. A cell is slower when
-the 95 % interval of before / now lies below 1. --busy: so many processes compute beside them, as on a machine that is shared.
+Each side is a process with its own code and kernels, and computes only when it is its turn. A cell is slower when the 95 %
+interval of before / now lies below 1. --busy starts so many other processes that compute meanwhile, as on a shared machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ BUSY: Final = "import time\nend = time.monotonic() + 1800\nwhile time.monotonic(
 
 @contextmanager
 def side(checkout: Path, args: argparse.Namespace, log: Path) -> Iterator[Peer]:
-    """The engine of a checkout, by its own interpreter where it has one. What it imports lies in its working directory."""
+    """Run the engine of a checkout as a process, with the checkout's own interpreter if it has one.
+
+    The process starts in the checkout, so it imports the checkout's code.
+    """
     own = checkout / ".venv" / "bin" / "python"
     command = (own if own.exists() else sys.executable, "-c", SERVER, args.model, str(args.threads), args.quantization)
     with (
@@ -65,6 +68,7 @@ def side(checkout: Path, args: argparse.Namespace, log: Path) -> Iterator[Peer]:
 
 @contextmanager
 def busy_neighbours(count: int) -> Iterator[None]:
+    """Run `count` processes that only compute, for at most 30 minutes."""
     processes = [subprocess.Popen((sys.executable, "-c", BUSY)) for _ in range(count)]
     try:
         yield
@@ -75,7 +79,7 @@ def busy_neighbours(count: int) -> Iterator[None]:
 
 
 def measure(sides: list[Peer], cells: list[Case], rounds: int) -> dict[Case, list[list[float]]]:
-    """Seconds by cell and side, round by round; who begins takes turns too."""
+    """Return the seconds of each cell and side, round by round. The side that begins changes from round to round."""
     found: dict[Case, list[list[float]]] = {case: [[], []] for case in cells}
     for number in range(rounds):
         for case, times in found.items():
@@ -85,7 +89,7 @@ def measure(sides: list[Peer], cells: list[Case], rounds: int) -> dict[Case, lis
 
 
 def report(found: dict[Case, list[list[float]]], title: str) -> tuple[Table, list[str]]:
-    """And the cells that are slower now."""
+    """Return a table of the times, and the names of the cells that are slower now."""
     made, slower = Table("step", title=title), []
     for column in (*SIDES, "before / now", "95 %"):
         made.add_column(column, justify="right")
@@ -98,13 +102,14 @@ def report(found: dict[Case, list[list[float]]], title: str) -> tuple[Table, lis
 
 
 def main() -> int:
+    """Print the comparison. The exit status is 1 when a cell is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("--model", default="default")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--busy", type=int, default=0)
-    parser.add_argument("--cells", nargs="+", default=[""], help="ends of the cells' names; all unless given")
+    parser.add_argument("--cells", nargs="+", default=[""], help="ends of the cells' names; default: all cells")
     parser.add_argument("--quantization", default="", choices=("", "int8", "int4"))
     args = parser.parse_args()
     cells = [case for case in CASES if any(case.name.endswith(end) for end in args.cells)]

@@ -1,14 +1,14 @@
-"""What a long prompt costs the streams beside it, by the size of its chunks, and what small chunks cost the prompt.
+"""Measures how a long prompt delays the streams beside it, by the size of its chunks, and how small chunks delay the prompt.
 
     python -m bench.engine.chunks [--chunks 128 256 512 1024 2048] [--streams 8] [--prompt-tokens 4000] [--rounds 3] [--wall]
                            [--plot FILE.png]
 
-One engine thread as a colocated worker runs it: streams decode, then a prompt comes and is computed in chunks of at most
-`max_num_batched_tokens`, a step's budget, of which each stream has one. The prompt runs twice in each round, alone and
-beside the streams; sizes take turns. A chunk costs more the further back its prompt reaches, so the gaps between a stream's
-tokens (ITL) are compared with the slowest chunk alone: the 99th percentile may be 1.5 times that. Times are CPU time of
-the engine thread, which has one compute thread and nothing to wait for, so other work on the machine does not count;
-`--wall` takes the clock on the wall instead.
+One engine thread runs as in a colocated worker. Streams decode; then a prompt arrives and is computed in chunks. A step has
+at most `max_num_batched_tokens` tokens, of which each stream takes one. The prompt runs twice in each round, alone and beside
+the streams; the sizes take turns. A chunk costs more when it has more tokens of its prompt before it. So the gaps between a
+stream's tokens (ITL) are compared with the slowest chunk alone: their 99th percentile may be 1.5 times as long. Times are
+CPU time of the engine thread, which has one compute thread and waits for nothing, so other work on the machine does not
+count; `--wall` measures wall-clock time instead.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.messages import Abort, Reserve, StepEvents
 
 GOAL: Final = 1.5
-STREAM_TOKENS: Final = 128  # prompt of a stream
-SETTLED: Final = 4  # tokens of a stream before the prompt comes
+STREAM_TOKENS: Final = 128  # tokens of a stream's prompt
+SETTLED: Final = 4  # tokens that each stream has output before the prompt arrives
 TIMEOUT_S: Final = 120.0
 PROMPT: Final = SeqId(0)
 
 
 @dataclass
 class Found:
-    """Seconds of one chunk size, over all rounds."""
+    """Measured seconds for one chunk size, over all rounds."""
 
     chunks: list[float] = field(default_factory=list)
     ttfts_alone: list[float] = field(default_factory=list)
@@ -57,17 +57,18 @@ class Found:
 
     @property
     def slowest_chunk(self) -> float:
-        """Their high end, as of the ITLs: the one computed last, of the most cached tokens."""
+        """The 99th percentile of the chunks, as for the ITLs. The last chunk is the slowest: it has the most cached tokens."""
         return percentile(self.chunks, 99)
 
 
 def percentile(values: list[float], share: int) -> float:
+    """Return the value below which `share` percent of `values` lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * share // 100)]
 
 
 class Engine:
-    """One engine thread; every message of it with the time when it was published."""
+    """One engine thread and its messages, each with the time when it was published."""
 
     def __init__(self, runner: ModelRunner, budget: int, clock: Callable[[], float]) -> None:
         self._messages: queue.Queue[tuple[float, StepEvents]] = queue.Queue()
@@ -85,20 +86,22 @@ class Engine:
         self.thread.start(TIMEOUT_S)
 
     def add(self, seq_id: SeqId, tokens: int) -> None:
+        """Start a sequence with a prompt of `tokens` tokens."""
         prompt = tuple((7 + 31 * seq_id + i) % 500 for i in range(tokens))
         params = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
         self.thread.submit(Reserve(seq_id, prompt, params, priority=0, local_prefill=True))
 
     def next(self) -> tuple[float, StepEvents]:
-        """Raises `queue.Empty` when the engine is silent for long, as it is when it has died."""
+        """Return the next message and its time. Raises `queue.Empty` after TIMEOUT_S, for example when the engine has died."""
         return self._messages.get(timeout=TIMEOUT_S)
 
     def abort(self, seq_ids: list[SeqId]) -> None:
+        """End these sequences."""
         for seq_id in seq_ids:
             self.thread.submit(Abort(seq_id))
 
     def _publish(self, events: StepEvents) -> None:
-        self._messages.put((self._clock(), events))  # in the engine thread, whose time this is
+        self._messages.put((self._clock(), events))  # this runs in the engine thread, so it reads that thread's clock
 
     def _die(self, exc: BaseException) -> None:
         raise exc
@@ -106,6 +109,7 @@ class Engine:
 
 @contextmanager
 def started(runner: ModelRunner, budget: int, clock: Callable[[], float]) -> Iterator[Engine]:
+    """Run an engine with a step budget of `budget` tokens, and stop it afterwards."""
     engine = Engine(runner, budget, clock)
     try:
         yield engine
@@ -114,7 +118,7 @@ def started(runner: ModelRunner, budget: int, clock: Callable[[], float]) -> Ite
 
 
 def run_prompt(engine: Engine, streams: int, tokens: int) -> tuple[float, list[float]]:
-    """The prompt beside so many streams: its time to first token, and the time of each step until then."""
+    """Run the prompt beside so many streams. Return its time to first token and the time of each step until then."""
     ids = [SeqId(1 + i) for i in range(streams)]
     for seq_id in ids:
         engine.add(seq_id, STREAM_TOKENS)
@@ -138,7 +142,10 @@ def run_prompt(engine: Engine, streams: int, tokens: int) -> tuple[float, list[f
 
 
 def measure(runner: ModelRunner, sizes: list[int], streams: int, tokens: int, rounds: int, wall: bool) -> dict[int, Found]:
-    """Every stream has a token in every step, so the time of a step is the gap between two of each stream's tokens."""
+    """Measure each chunk size, in turn, over all rounds.
+
+    Every stream has a token in every step, so the time of a step is the gap between two tokens of each stream.
+    """
     found = {size: Found() for size in sizes}
     clock = time.perf_counter if wall else time.thread_time
     for _ in range(rounds):
@@ -155,6 +162,7 @@ def measure(runner: ModelRunner, sizes: list[int], streams: int, tokens: int, ro
 
 
 def report(found: dict[int, Found], title: str) -> Table:
+    """Return the table of results, one row for each chunk size."""
     table = Table("chunk", title=title)
     for column in ("chunk alone p50 ms", "p99 ms", "ITL p50 ms", "p99 ms", "p99 / chunk's p99", "TTFT s", "TTFT alone s"):
         table.add_column(column, justify="right")
@@ -170,7 +178,7 @@ def report(found: dict[int, Found], title: str) -> Table:
 
 
 def plot(found: dict[int, Found], path: Path, title: str) -> None:
-    """Over the chunk size: on the left what the streams wait for a token, on the right what the prompt waits for its first."""
+    """Draw two figures over the chunk size: on the left the ITL of the streams, on the right the prompt's TTFT."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -206,14 +214,15 @@ def plot(found: dict[int, Found], path: Path, title: str) -> None:
 
 
 def main() -> None:
+    """Measure and print the table; draw the figure when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--chunks", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--wall", action="store_true", help="time on the wall, not CPU time of the engine thread")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw ITL over TTFT; needs matplotlib")
+    parser.add_argument("--wall", action="store_true", help="measure wall-clock time instead of CPU time of the engine thread")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw ITL and TTFT over the chunk size; needs matplotlib")
     args = parser.parse_args()
     directory = resolve(args.model)
     card = ModelCard.load(directory)

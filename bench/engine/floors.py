@@ -1,4 +1,4 @@
-"""What this machine could do at best, measured in the same run: the floors beside which figures are printed."""
+"""The best rates of this machine, measured in the same run. They give the floors that are printed beside the figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.config import MIB
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates of so many threads, each at its best: a floor is what the machine can do when nobody else is on it."""
+    """The best rates of `threads` threads. A floor is what the machine can do when nothing else runs on it."""
 
     threads: int
     read_bytes_s: float
@@ -23,16 +23,16 @@ class Machine:
 
 
 def median_of(found: Sequence[Machine]) -> Machine:
-    """What it was in the middle, each rate for itself."""
+    """Return a machine with the median of each rate."""
     middle = {name: median(getattr(one, name) for one in found) for name in ("read_bytes_s", "bf16_flops_s", "copy_bytes_s")}
     return replace(found[0], **middle)
 
 
 def measure(threads: int) -> Machine:
-    """Reading 256 MiB, copying it, and a bfloat16 product of 2048^3; about 3 s.
+    """Measure reads and copies of large tensors and a bfloat16 product of 2048^3. It takes about 3 s.
 
-    The matrix peak of several threads is that of one times their number: with company on the machine a parallel
-    product waits for its slowest thread, and a floor must not.
+    The peak of products of several threads is the peak of one thread times their number. When other work runs on the
+    machine, a parallel product waits for its slowest thread, and a floor must not contain this wait.
     """
     before = torch.get_num_threads()
     try:

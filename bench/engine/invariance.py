@@ -1,10 +1,10 @@
-"""What batch invariance costs: a step whose bits depend on nothing but each sequence, beside the ordinary step.
+"""Measures the cost of batch invariance: a step whose bits depend only on each sequence, against the ordinary step.
 
     python -m bench.engine.invariance [--threads 1] [--model default] [--rounds 9]
 
-float32 and bfloat16 by torch, bfloat16 and int8 by the compiled step, which is the same code in both modes. The two
-modes take turns within each round, so that a busy neighbour hits both; the cost is the median of the rounds' ratios. With
-one thread it is that thread's CPU time that counts, not the clock on the wall.
+The ways are float32 and bfloat16 by torch, and bfloat16 and int8 by the compiled step, which is the same code in both modes.
+The two modes take turns within each round, so that other work on the machine slows both. The cost is the median of the
+rounds' ratios. With one thread, CPU time of that thread is measured instead of wall-clock time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pdserve.engine.models import native_llama as native
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
-AT_LEAST_S: Final = 0.15  # of each measurement, in as many steps as it takes
-CONTEXT: Final = 128  # tokens before a decode's own
+AT_LEAST_S: Final = 0.15  # a measurement runs as many steps as take this long
+CONTEXT: Final = 128  # cached tokens of a decode
 ANY_VOCAB: Final = 500  # ids below it are in every vocabulary
 CASES: Final = {
     "decode B=1": (1, 1, CONTEXT),
@@ -44,12 +44,12 @@ CASES: Final = {
     "decode B=32": (32, 1, CONTEXT),
     "prefill 512": (1, 512, 0),
 }
-"""Sequences, new tokens of each, tokens cached before them."""
+"""(sequences, new tokens of each, cached tokens of each), by name of the step."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of computing, and how many times the ordinary step the invariant one may take; None: no goal."""
+    """One way of computing. goal: the invariant step may take so many times the ordinary one; None means no goal."""
 
     name: str
     compiled: bool
@@ -58,6 +58,7 @@ class Way:
 
 
 def ways(threads: int) -> tuple[Way, ...]:
+    """Return the ways to compare."""
     plain = EngineConfig(kv_cache_memory=512 * MIB, threads=threads)
     return (
         Way("float32, torch", False, replace(plain, dtype="float32"), 1.5),
@@ -68,7 +69,7 @@ def ways(threads: int) -> tuple[Way, ...]:
 
 
 def step(runner: ModelRunner, batch: int, tokens: int, cached: int) -> Callable[[], Any]:
-    """Greedy, as the scheduler would plan it: a token of each sequence is drawn."""
+    """Return a function that executes one greedy step. The step draws a token for each sequence, as the scheduler plans it."""
     blocks = ceil_div(cached + tokens, runner.kv.layout.block_size)
     spec = SampleSpec(SamplingParams(temperature=0.0), 0)
     slices = []
@@ -81,6 +82,7 @@ def step(runner: ModelRunner, batch: int, tokens: int, cached: int) -> Callable[
 
 
 def mean_s(work: Callable[[], Any], clock: Callable[[], float]) -> float:
+    """Return the mean seconds of one call of `work`, over as many calls as take AT_LEAST_S."""
     runs, began_s = 0, clock()
     while (elapsed_s := clock() - began_s) < AT_LEAST_S or not runs:
         work()
@@ -89,7 +91,7 @@ def mean_s(work: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def load(directory: Path, card: ModelCard, way: Way) -> tuple[ModelRunner, ModelRunner]:
-    """The ordinary engine and the invariant one. Raises `ConfigError` where this machine cannot compute this way."""
+    """Load the ordinary engine and the invariant one. Raises `ConfigError` when this machine cannot compute this way."""
     if way.compiled and library.load() is None:
         raise ConfigError("no compiled kernels here")
     with mock.patch.object(native, "supports", native.supports if way.compiled else lambda *_: False):
@@ -102,7 +104,7 @@ def load(directory: Path, card: ModelCard, way: Way) -> tuple[ModelRunner, Model
 def compare(
     pair: tuple[ModelRunner, ModelRunner], rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[tuple[float, float]]]:
-    """By case, the two times of each round."""
+    """Return the two times of each round, by case."""
     steps = {name: [step(runner, *shape) for runner in pair] for name, shape in CASES.items()}
     for both in steps.values():
         for one in both:
@@ -115,6 +117,7 @@ def compare(
 
 
 def run(directory: Path, threads: int, rounds: int) -> Table:
+    """Measure all ways and return the table of results."""
     card = ModelCard.load(directory)
     clock = time.thread_time if threads == 1 else time.perf_counter
     table = Table("way", "step", title=f"{card.name}, {threads} thread(s), median of {rounds} interleaved rounds")
@@ -137,6 +140,7 @@ def run(directory: Path, threads: int, rounds: int) -> Table:
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--threads", type=int, default=1)

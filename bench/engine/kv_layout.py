@@ -1,12 +1,13 @@
-"""What it costs and gains that a KV block is one run of bytes for all layers, against a pool for each layer.
+"""Compares two KV layouts: a block as one run of bytes for all layers, and a pool for each layer.
 
     python -m bench.engine.kv_layout [--blocks 256] [--runs 9] [--batch 8] [--context 2048]
 
-The wire: NIXL reads of scattered blocks between two processes, one descriptor a block against one for each layer's K
-and V, the same bytes. Attention: decode steps of the compiled model and of torch's, whose layers read one pool (a block's
-layers follow each other) against one pool for each layer (a layer's blocks do). The alternative is computed by as many
-models of one layer, each with a pool of its own, weights of no use and 64 ids, so that nothing but KV weighs much; what
-remains of other work is taken off by the same step at a context of one token. CPU time of one thread; all ways take turns.
+The wire: NIXL reads scattered blocks between two processes, with one descriptor for each block or with one for each layer's
+K and V; the bytes are the same. Attention: decode steps of the compiled and of the torch model read one pool, in which the
+layers of a block follow each other, or a pool for each layer, in which the blocks of a layer follow each other. For the
+second layout there is a model of one layer for each layer, each with its own pool. All models have random weights and 64
+ids, so that KV is most of the work. The time of the same step at a context of one token is subtracted, which removes the
+rest. Times are CPU time of one thread; all ways take turns.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
 
 
 def wire(layout: KvLayout, blocks: int, runs: int) -> dict[str, list[float]]:
-    """Seconds of each run, by layout. Every read is compared bit for bit."""
+    """Return the seconds of each run, by layout. The bytes of every read are compared."""
     pieces = 2 * layout.num_layers
     order = [int(block) for block in np.random.default_rng(SEED).permutation(blocks)]
     split = [piece * blocks + block for block in order for piece in range(pieces)]  # a pool for each layer's K and V
@@ -62,6 +63,7 @@ def wire(layout: KvLayout, blocks: int, runs: int) -> dict[str, list[float]]:
 
 
 def random_weights(card: ModelCard, dtype: torch.dtype) -> LlamaWeights:
+    """Return random weights of the card's shape."""
     generator = torch.Generator().manual_seed(SEED)
 
     def matrix(out_features: int, in_features: int) -> Tensor:
@@ -84,23 +86,24 @@ def random_weights(card: ModelCard, dtype: torch.dtype) -> LlamaWeights:
 
 
 def make_runner(card: ModelCard, blocks: int, *, compiled: bool) -> ModelRunner:
+    """Return a runner with random weights and a filled pool of `blocks` blocks."""
     memory = blocks * card.kv_layout(BLOCK_SIZE, "bfloat16").block_bytes
     config = EngineConfig(dtype="bfloat16", threads=1, kv_cache_memory=memory, block_size=BLOCK_SIZE)
     with mock.patch.object(native, "supports", native.supports if compiled else lambda *_: False):
         runner = ModelRunner.make(card, config, lambda dtype, _: random_weights(card, dtype))
-    runner.kv.tensor.normal_()  # pages that were never touched are all one page
+    runner.kv.tensor.normal_()  # the system maps all untouched pages to one page of zeros
     return runner
 
 
 def plan_of(batch: int, context: int, blocks: list[int]) -> StepPlan:
-    """One token of each sequence behind `context` others, on scattered blocks."""
+    """Return a step with one token of each sequence after `context` cached tokens, on the scattered `blocks`."""
     each = ceil_div(context + 1, BLOCK_SIZE)
     tables = (tuple(BlockId(b) for b in blocks[i * each : (i + 1) * each]) for i in range(batch))
     return StepPlan(tuple(SequenceSlice(SeqId(i), context, (7,), table, GREEDY) for i, table in enumerate(tables)))
 
 
 def attention(card: ModelCard, batch: int, context: int, runs: int, *, compiled: bool) -> dict[str, list[float]]:
-    """CPU seconds of what the context adds to a step, by layout."""
+    """Return the CPU seconds that the context adds to each step, by layout."""
     count = batch * ceil_div(context + 1, BLOCK_SIZE)
     order = random.Random(SEED).sample(range(count), count)
     plans = plan_of(batch, context, order), plan_of(batch, 1, order)
@@ -120,6 +123,7 @@ def attention(card: ModelCard, batch: int, context: int, runs: int, *, compiled:
 
 
 def add_rows(table: Table, what: str, times_s: dict[str, list[float]], total_bytes: int) -> None:
+    """Add one row for each layout: median time, rate, and time relative to the first layout."""
     first = next(iter(times_s.values()))
     for name, values in times_s.items():
         median_s = statistics.median(values)
@@ -128,9 +132,10 @@ def add_rows(table: Table, what: str, times_s: dict[str, list[float]], total_byt
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="whose shape is taken; its weights are not")
-    parser.add_argument("--blocks", type=int, default=256, help="of the reads over the wire")
+    parser.add_argument("--model", default="default", help="model whose shape is used; its weights are not")
+    parser.add_argument("--blocks", type=int, default=256, help="blocks of a read over the wire")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--runs", type=int, default=9)

@@ -1,4 +1,4 @@
-"""Our engine's steps, timed in this process: what the other engines are put beside."""
+"""Times our engine's steps in this process, for the comparison with other engines."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ BUDGET: Final = EngineConfig().batched_tokens("cpu")
 
 
 class OurEngine:
-    """One setting of the runner. Scheduling is not in its figures: well under a twentieth of a step."""
+    """A runner with one setting. Its times do not include scheduling, which takes well under a twentieth of a step."""
 
     def __init__(self, directory: Path, card: ModelCard, threads: int, quantization: str | None) -> None:
-        """Raises `ConfigError` where the setting does not run."""
+        """Load the runner. Raises `ConfigError` when the setting does not run here."""
         memory = POOL_TOKENS * card.kv_layout(16, "bfloat16").bytes_per_token
         config = EngineConfig(dtype="bfloat16", threads=threads, kv_cache_memory=memory, quantization=quantization)
         self.runner = ModelRunner.load(directory, card, config)
         self._vocab = card.vocab_size
         self._warm: set[str] = set()
-        # Pages that nobody wrote are all one page of zeros, which would be read from the nearest cache.
+        # The system maps all unwritten pages to one page of zeros, which would be read from the nearest cache.
         self.runner.kv.tensor.view(torch.int16).fill_(0x3C00)
 
     def seconds(self, case: Case) -> float:
+        """Return the mean seconds of the case's step. The first call of a case also warms up."""
         step = self._step(case)
         if case.name not in self._warm:
             self._warm.add(case.name)
@@ -44,7 +45,7 @@ class OurEngine:
         return mean_s(step)
 
     def _step(self, case: Case) -> Callable[[], Any]:
-        """A prompt in the chunks that the scheduler would cut it into."""
+        """Return a function that executes the case. A prompt is computed in the chunks that the scheduler would make."""
         plans = [
             StepPlan(tuple(self._slice(case, i, begin, min(begin + BUDGET, case.tokens)) for i in range(case.batch)))
             for begin in range(0, case.tokens, BUDGET)
@@ -60,7 +61,7 @@ class OurEngine:
 
 
 def load(directory: Path, card: ModelCard, threads: int) -> dict[str | None, OurEngine]:
-    """By quantization; those that run here."""
+    """Return our engines by quantization, only those that run here."""
     found: dict[str | None, OurEngine] = {}
     for quantization in (None, "int8", "int4"):
         try:

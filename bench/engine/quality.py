@@ -1,11 +1,12 @@
-"""What quantisation costs: perplexity on real English text, and how often the most likely token is the same.
+"""Measures the loss by quantisation: perplexity on real English text, and how often the most likely token is the same.
 
     python -m bench.engine.quality [--model default] [--text FILE] [--tokens 8192]
 
 The text is the language reference that Python ships (`pydoc_data.topics`) unless a file is given, cut into windows of
-512 tokens. Every setting reads the same windows; agreement is with float32 at the same place of the same text. Blocks
-and tokens are what the default KV memory holds. Quantised KV depends on how its tokens were cut into steps: a prompt's
-block is rounded once, one that fills token by token (`1 a step`, with fewer windows as it takes longer) several times.
+512 tokens. Every setting reads the same windows; the token is compared with that of float32 at the same place of the text.
+The columns of blocks and tokens say how many the default KV memory holds. Quantised KV depends on how its tokens were cut
+into steps: a block of a prompt is rounded once, while a block that is filled token by token is rounded several times (`1 a
+step`, with fewer windows because it takes longer).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pdserve.engine.runner import ModelRunner
 from pdserve.text.tokenizer import Tokenizer
 
 WINDOW = 512
-SLOWER = 4  # windows are computed token by token as well: one in so many
+SLOWER = 4  # one in so many windows is computed token by token as well
 QUANTISED: Final = ("fp8_e4m3", "int8", "int4")
 NAMES: Final = {"quantization": "weights ", "kv_cache_dtype": "KV "}
 SETTINGS: Final[tuple[dict[str, str], ...]] = (
@@ -44,14 +45,15 @@ SETTINGS: Final[tuple[dict[str, str], ...]] = (
 
 
 def windows_of(directory: Path, text: str, tokens: int) -> list[tuple[int, ...]]:
+    """Return the first `tokens` token ids of the text, cut into whole windows."""
     ids = Tokenizer.load(directory).encode(text[: 8 * tokens])[:tokens]
     return [tuple(ids[i : i + WINDOW]) for i in range(0, len(ids) - WINDOW + 1, WINDOW)]
 
 
 def read(runner: ModelRunner, windows: list[tuple[int, ...]], step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each window: mean negative log-likelihood of the next token, and the most likely one at every place.
+    """Compute the windows, `step` tokens at once.
 
-    `step` tokens are computed at once.
+    Returns the mean negative log-likelihood of the next token [windows], and the most likely token [windows, WINDOW].
     """
     losses, best = [], []
     table = tuple(BlockId(i) for i in range(ceil_div(WINDOW, runner.kv.layout.block_size)))
@@ -64,6 +66,7 @@ def read(runner: ModelRunner, windows: list[tuple[int, ...]], step: int) -> tupl
 
 
 def run(directory: Path, text: str, tokens: int) -> Table:
+    """Measure all settings and return the table of results."""
     card = ModelCard.load(directory)
     windows = windows_of(directory, text, tokens)
     columns = ("setting", "perplexity", "against float32", "same token as float32", "KV blocks", "KV tokens")
@@ -89,6 +92,7 @@ def run(directory: Path, text: str, tokens: int) -> Table:
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--text", type=Path)

@@ -1,15 +1,15 @@
-"""How fast one engine is, beside what the machine allows and, with --peers, beside other engines on the same weights.
+"""Measures one engine's speed against the limits of the machine and, with --peers, against other engines on the same weights.
 
     python -m bench.engine.rates [--threads 2] [--model default] [--rounds 5] [--peers [NAME ...]] [--plot FILE.png]
 
-Prefill of 512 and 2,048 tokens; decode steps of 1 to 64 sequences at 128 tokens of context and of 32 at 2,048. Whoever
-is measured takes turns within a round, case by case, so that a busy neighbour hits all; medians over the rounds. The
-floor of a step is the longer of two times: its weights and KV through measured memory bandwidth, its multiplications at
-the measured peak of bfloat16 products, twice that for products of integers. Both are measured in each round, and a share
-is of its own round.
+The cases are prefill of 512 and 2,048 tokens, and decode steps of 1 to 64 sequences at 128 tokens of context and of 32 at
+2,048. In each round all engines are measured in turn, case by case, so that other work on the machine slows all of them. The
+table shows medians over the rounds. The floor of a step is the longer of two times: reading its weights and KV at the
+measured memory bandwidth, and computing its products at the measured peak of bfloat16 (twice this peak for products of
+integers). Both rates are measured in each round, and a share of the floor uses the rates of its own round.
 
---peers installs vLLM's CPU build, llama.cpp (compiled) and transformers, each into an environment of its own in the
-cache folder, and runs them as processes with as many threads. One that cannot be installed or fails says so in its row.
+--peers installs vLLM's CPU build, llama.cpp (compiled) and transformers, each into its own environment in the cache folder,
+and runs them as processes with the same number of threads. When one cannot be installed or fails, its row says so.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ OURS = {None: ("pdserve bf16", BF16), "int8": ("pdserve int8", INT8), "int4": ("
 ROUNDING = {None: BF16, "BF16": BF16, "Q8_0": Q8_0, "Q4_1": Q4_1}
 
 
-PREFILL_GOAL, DECODE_GOAL = 1.1, 1.2  # best of ours against best of theirs; bfloat16 alone: never behind
+PREFILL_GOAL, DECODE_GOAL = 1.1, 1.2  # our best engine against their best; bfloat16 against bfloat16: at least 1.0
 
 
 class Engine(Protocol):
-    def seconds(self, case: Case) -> float: ...
+    """An engine whose steps can be timed."""
+
+    def seconds(self, case: Case) -> float:
+        """Return the mean seconds of the case's step."""
 
 
 @dataclass
 class Row:
-    """One engine and what was measured of it. `failed`: why nothing more will be."""
+    """One engine and its times in seconds. `failed`: the reason why it is not measured any more; empty if it is."""
 
     name: str
     numbers: Numbers
@@ -57,6 +60,7 @@ class Row:
     times: dict[Case, list[float]] = field(default_factory=lambda: {case: [] for case in CASES})
 
     def measure(self, case: Case) -> None:
+        """Measure the case once more. An engine that fails is not asked again."""
         if self.engine is None:
             return
         try:
@@ -65,12 +69,14 @@ class Row:
             self.engine, self.failed = None, f"{case.name}: {exc}"
 
     def median_s(self, case: Case) -> float | None:
+        """Return the median seconds of the case's step; None when it was not measured."""
         return statistics.median(self.times[case]) if self.times[case] else None
 
 
 def rows_of(
     directory: Path, card: ModelCard, threads: int, peers: Sequence[str], stack: ExitStack, console: Console
 ) -> list[Row]:
+    """Load our engines and start the peers. `stack` ends the peers."""
     engines = load(directory, card, threads)
     rows = [Row(*OURS[quantization], engine, True) for quantization, engine in engines.items()]
     for one in chosen(peers):
@@ -84,6 +90,7 @@ def rows_of(
 
 
 def table_of(rows: Sequence[Row], card: ModelCard, machines: Sequence[Machine], title: str) -> Table:
+    """Return the table of tokens per second, shares of the floor, and ratios to the peers."""
     table = Table("engine", *(case.name for case in CASES), title=title)
     for row in rows:
         cells = [_cell(row, case, card, machines) for case in CASES]
@@ -118,11 +125,13 @@ def _ratio(rows: Sequence[Row], case: Case, *, bf16: bool) -> str:
 
 
 def points_of(rows: Sequence[Row], card: ModelCard) -> list[Point]:
+    """Return the points of the roofline, one for each engine and case that was measured."""
     found = ((row, case, row.median_s(case)) for row in rows for case in CASES)
     return [Point(row.name, case, work_of(case, card, row.numbers), s) for row, case, s in found if s is not None]
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
+    """Measure all rounds and print the table; draw the roofline when asked."""
     directory = resolve(args.model)
     card = ModelCard.load(directory)
     with ExitStack() as stack:
@@ -145,12 +154,15 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def main() -> None:
+    """Read the arguments and run the measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", nargs="*", choices=ENGINES, default=None, help="all of them unless named")
-    parser.add_argument("--plot", type=Path, help="where to write the roofline")
+    parser.add_argument(
+        "--peers", nargs="*", choices=ENGINES, default=None, help="engines to compare with; all if no name is given"
+    )
+    parser.add_argument("--plot", type=Path, help="file for the drawing of the roofline")
     args = parser.parse_args()
     args.peers = () if args.peers is None else args.peers or ENGINES
     torch.set_num_threads(args.threads)

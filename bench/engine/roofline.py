@@ -1,8 +1,8 @@
-"""What a step must read and multiply, the time that this takes at best, and both drawn as a roofline.
+"""The bytes and operations of a step, the shortest time for them, and a drawing of both as a roofline.
 
-Bytes: weights once, KV of all tokens written or read once. Operations: two for a weight and a token, the head once a
-sequence, and the causal half of attention's scores. The roof is the lower of memory bandwidth times operations a byte
-and the peak of matrix products (Williams, Waterman and Patterson 2009).
+Bytes: weights are read once, and the KV of all tokens is read or written once. Operations: two for each weight and token,
+the head only once for each sequence, and the causal half of attention's scores. The roof is the lower of two rates: memory
+bandwidth times operations a byte, and the peak of matrix products (Williams, Waterman and Patterson 2009).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.checkpoint.card import ModelCard
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """How weights are kept: bytes each, scales included, and how many times the rate of bfloat16 they multiply at."""
+    """Storage of weights: bytes of each, scales included. rate: speed of their products relative to bfloat16."""
 
     layer_bytes: float
     head_bytes: float
@@ -35,7 +35,7 @@ Q4_1: Final = Numbers(0.5 + 4 / 32, 0.5 + 4 / 32, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one step."""
+    """Bytes that one step reads, and its operations: those of weights and those of attention's scores."""
 
     read_bytes: float
     weight_flops: float
@@ -43,6 +43,7 @@ class Work:
 
     @property
     def flops(self) -> float:
+        """All operations of the step."""
         return self.weight_flops + self.score_flops
 
     @property
@@ -51,12 +52,16 @@ class Work:
         return self.flops / self.read_bytes
 
     def floor_s(self, machine: Machine, rate: float) -> float:
-        """The longer of reading and multiplying; attention multiplies in bfloat16 whatever weights do."""
+        """Return the longer of the times for reading and for products. Attention always multiplies in bfloat16.
+
+        rate: speed of the products with weights relative to bfloat16.
+        """
         products_s = (self.weight_flops / rate + self.score_flops) / machine.bf16_flops_s
         return max(self.read_bytes / machine.read_bytes_s, products_s)
 
 
 def work_of(case: Case, card: ModelCard, numbers: Numbers) -> Work:
+    """Return the work of the case's step for a model of the card's shape."""
     query, kv = card.num_heads * card.head_dim, card.num_kv_heads * card.head_dim
     layer = card.hidden_size * (2 * query + 2 * kv + 3 * card.intermediate_size)
     head = card.vocab_size * card.hidden_size
@@ -72,6 +77,8 @@ def work_of(case: Case, card: ModelCard, numbers: Numbers) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    """One point of the roofline: an engine's time for the step of a case."""
+
     engine: str
     case: Case
     work: Work
@@ -79,7 +86,7 @@ class Point:
 
 
 def plot(path: Path, title: str, machine: Machine, points: Iterable[Point]) -> None:
-    """A PNG. Needs matplotlib, which `pip install pdserve[plot]` brings."""
+    """Write the roofline as a PNG file. It needs matplotlib, which `pip install pdserve[plot]` installs."""
     from matplotlib.figure import Figure
 
     found = list(points)

@@ -1,12 +1,12 @@
-"""What it costs to get from a row of logits to a token, beside reading the row once and beside transformers.
+"""Measures the time from a row of logits to a token, against the time to read the row once and against transformers.
 
     python -m bench.engine.sampling [--model default] [--rounds 5]
 
-The rows are the model's own logits over a text. CPU time of one thread, packing and answers in Python included, the
-median of rounds in which ours and the peer take turns. The peer is what transformers' `generate` does with a batch: its
-logits processors and warpers, then softmax and `torch.multinomial`; it has no presence and frequency penalties and no seed
-a row. The floor reads the logits once as fast as this thread reads memory, at its best in this run; logits that a step has
-just written may still be in a cache, which is faster.
+The rows are the model's own logits over a text. The figures are CPU time of one thread, including packing and results in
+Python. They are medians over rounds in which our code and the peer take turns. The peer does what transformers' `generate`
+does with a batch: its logits processors and warpers, then softmax and `torch.multinomial`. It has no presence and frequency
+penalties and no seed for each row. The floor is the time to read the logits once at the best memory rate of this thread in
+this run. Logits that a step has just written may still be in a cache, which is faster.
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ TEXT: Final = (
     "The sea was calm that morning, and the fishermen had gone out early. By noon the wind had turned; by evening nobody on "
     "the shore could see the boats any more, and the lamp in the old tower was lit an hour before its time. "
 ) * 8
-OUTPUT: Final = 300  # ids before the row that penalties count
+OUTPUT: Final = 300  # output ids before the row, which penalties count
 
 
 @dataclass(frozen=True)
 class Kind:
+    """One way of sampling: its name, our parameters, and the peer's processors."""
+
     name: str
     params: dict[str, Any]
     peer: Callable[[], list[Any]]
-    """transformers' processors of the same name; made anew, since they keep state."""
+    """Function that makes transformers' processors for the same sampling. They keep state, so each run needs new ones."""
 
 
 FILTERS: Final = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02}
@@ -81,7 +83,7 @@ KINDS: Final = (
 
 
 def logits_of(runner: ModelRunner, directory: Any, rows: int) -> tuple[Tensor, list[int]]:
-    """[rows, vocab], of each place in the text, and the text's ids."""
+    """Return the logits of the first `rows` places of the text, [rows, vocab], and the ids of the whole text."""
     ids = Tokenizer.load(directory).encode(TEXT)
     assert len(ids) >= rows, "the text is too short"
     blocks = tuple(BlockId(i) for i in range(runner.kv.layout.blocks_for(len(ids))))
@@ -89,6 +91,7 @@ def logits_of(runner: ModelRunner, directory: Any, rows: int) -> tuple[Tensor, l
 
 
 def specs_of(kind: Kind, ids: list[int], rows: int) -> list[SampleSpec]:
+    """Return a specification for each row, after OUTPUT output tokens that are the first ids of the text."""
     specs = []
     for i in range(rows):
         params = SamplingParams(max_tokens=OUTPUT + 1, seed=i, **kind.params)
@@ -100,14 +103,18 @@ def specs_of(kind: Kind, ids: list[int], rows: int) -> list[SampleSpec]:
 
 
 def ours(runner: ModelRunner, specs: list[SampleSpec], logits: Tensor) -> Any:
+    """Draw a token for each row with our sampler, compiled if the runner's model has it."""
     model: Any = runner._model
     rows = list(range(len(specs)))
-    if hasattr(model, "_sample"):  # greedy rows too: a step has found theirs already, here the search is part of the cost
+    if hasattr(
+        model, "_sample"
+    ):  # a real step has already found the tokens of greedy rows; here this search is part of the cost
         return model._sample(logits, rows, specs)
     return sample(logits, specs)
 
 
 def peer(kind: Kind, ids: Tensor, logits: Tensor) -> Any:
+    """Draw a token for each row as transformers does."""
     if kind.params.get("logprobs"):
         told = logits.log_softmax(-1)
         chosen = logits.argmax(-1)
@@ -123,7 +130,7 @@ def peer(kind: Kind, ids: Tensor, logits: Tensor) -> Any:
 
 
 def cpu_s(work: Callable[[Tensor], Any], logits: Tensor) -> float:
-    """Of one run on a fresh copy: penalties change it."""
+    """Return the CPU seconds of one run on a fresh copy of the logits, since penalties change them."""
     fresh = logits.clone()
     began_s = time.thread_time()
     work(fresh)
@@ -131,7 +138,7 @@ def cpu_s(work: Callable[[Tensor], Any], logits: Tensor) -> float:
 
 
 def read_s(size_bytes: int) -> float:
-    """Time to read so many bytes that are in no cache, at the best of twenty reads of 128 MiB."""
+    """Return the seconds to read so many bytes that are in no cache, from the best of twenty reads of 128 MiB."""
     data = torch.ones(32 * MIB)
     best_s = float("inf")
     for _ in range(20):
@@ -142,7 +149,7 @@ def read_s(size_bytes: int) -> float:
 
 
 def compare(runner: ModelRunner, kind: Kind, logits: Tensor, ids: list[int], rounds: int) -> tuple[float, float]:
-    """(ours, the peer's), seconds a row."""
+    """Return the median seconds for a row: (ours, the peer's)."""
     rows = len(logits)
     specs = specs_of(kind, ids, rows)
     given = torch.tensor([ids[:OUTPUT]]).expand(rows, -1)
@@ -155,6 +162,7 @@ def compare(runner: ModelRunner, kind: Kind, logits: Tensor, ids: list[int], rou
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--rounds", type=int, default=5)

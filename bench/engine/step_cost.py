@@ -1,10 +1,10 @@
-"""`make bench-step`: what a decode step costs besides the model, and what its streams cost it.
+"""`make bench-step` measures the cost of a decode step besides the model, and how much streaming its tokens slows it down.
 
-A real decode worker decodes for a router in a process of its own that only listens. The first table is the engine
-thread's CPU time outside the model, medians; the model runs, so caches are as cold as they are in service. Its phases are
-measured apart from the whole, since looking at the clock costs as much as some of them.
-The second is the time of a step whose tokens become text, messages and bytes on the worker's loop thread meanwhile,
-beside one whose tokens nobody takes: blocks of each take turns.
+A real decode worker decodes for a router in another process, which only listens. The first table shows the engine thread's
+CPU time outside the model, as medians. The model runs, so caches are as cold as in service. The phases are measured apart
+from the whole, since reading the clock takes as long as some of them.
+The second result compares two kinds of steps. While the first kind runs, the worker's loop thread turns the tokens into
+text, messages and bytes; the tokens of the second kind are kept back. Groups of both kinds take turns.
 """
 
 from __future__ import annotations
@@ -56,22 +56,25 @@ PROBES: Final = (
     (Mailbox, "put", "publish"),
 )
 PHASES: Final = ("commands", "plan", "arrays", "sampling", "collect", "publish", "rest")
-SHARE_GOAL: Final = 0.05  # of the step of one sequence
-STEP_GOAL_US: Final = 1000.0  # of the step of the largest batch
+SHARE_GOAL: Final = 0.05  # largest share of the step of one sequence
+STEP_GOAL_US: Final = 1000.0  # most microseconds in the step of the largest batch
 STREAMS: Final = 64
 RATIO_GOAL: Final = 1.05
-TURN_STEPS: Final = 16  # of one kind: each of its sequences gets one block in them
-ALIKE: Final = 112  # tokens that all prompts begin with, computed once
+TURN_STEPS: Final = 16  # steps of one kind in a turn: each sequence gets one new block in them
+ALIKE: Final = 112  # first tokens that all prompts have in common, so they are computed once
 WAIT_S: Final = 120.0
 
 
 def prompt(index: int) -> list[int]:
-    """128 to 143 tokens: in each step a sixteenth of the sequences fills a block."""
+    """Return a prompt of 128 to 143 tokens. The lengths differ, so in each step a sixteenth of the sequences fills a block."""
     return [100 + i for i in range(ALIKE)] + [300 + (7 * index + i) % 1000 for i in range(16 + index % 16)]
 
 
 def listen(pipe: Connection) -> None:
-    """The router's process. A number and parameters: bind so many; None: cancel them all; the end of the pipe: leave."""
+    """Run the router's process, which obeys the pipe.
+
+    (count, parameters) binds so many sequences; None cancels them all; the end of the pipe ends the process.
+    """
     with ScriptedRouter() as router:
         pipe.send(router.address)
         worker, handles = router.worker("step"), list[int]()
@@ -91,7 +94,7 @@ def listen(pipe: Connection) -> None:
 
 
 class Bench:
-    """One worker and its router."""
+    """One worker and its router, which is a process of its own."""
 
     def __init__(self, config: EngineConfig) -> None:
         context = multiprocessing.get_context("spawn")
@@ -113,7 +116,7 @@ class Bench:
 
     @contextlib.contextmanager
     def decoding(self, batch: int, params: SamplingParams) -> Iterator[None]:
-        """So many sequences are decoded meanwhile, and nothing else is."""
+        """Decode `batch` sequences, and nothing else, while the context is open."""
         self._pipe.send((batch, params))
         self._until(lambda state: state.num_running == batch and not state.queued_tokens)
         try:
@@ -123,13 +126,13 @@ class Bench:
             self._until(lambda state: not state.num_running)
 
     def watch(self, steps: int, probes: Iterable[Probe] = ()) -> Watch:
-        """The next `steps` steps."""
+        """Watch at least the next `steps` steps and return their costs."""
         with Watch(MODEL, probes) as watch:
             _wait(lambda: len(watch.step_us) >= steps)
         return watch
 
     def in_turns(self, rounds: int) -> list[tuple[float, float]]:
-        """Of each round, median microseconds of steps whose tokens are streamed, and of steps whose tokens nobody takes."""
+        """Return the median microseconds of a step in each round: (tokens are streamed, tokens are kept back)."""
         turns = Turns(self._worker)
         found = []
         for _ in range(rounds):
@@ -140,7 +143,7 @@ class Bench:
 
     def _turn(self, turns: Turns, on: bool) -> list[float]:
         turns.streaming(on)
-        return self.watch(TURN_STEPS + 1).step_us[1:]  # in the first, the streams catch up
+        return self.watch(TURN_STEPS + 1).step_us[1:]  # the streams catch up in the first step
 
     def _until(self, holds: Callable[[EngineSnapshot], bool]) -> None:
         member = self._worker._member
@@ -149,7 +152,10 @@ class Bench:
 
 
 class Turns:
-    """Lets the engine's tokens through to the loop thread, or keeps them; both know the same tokens after a change."""
+    """Passes the engine's tokens on to the loop thread, or keeps them back.
+
+    After a change back to streaming, the loop thread knows all tokens that the engine has drawn.
+    """
 
     def __init__(self, worker: RunningWorker) -> None:
         assert worker._loop is not None
@@ -159,10 +165,14 @@ class Turns:
         self._kept: list[StepEvents] = []
 
     def streaming(self, on: bool) -> None:
+        """Pass tokens on from now on, or keep them back."""
         self._engine._publish = self._catch_up if on else self._kept.append
 
     def _catch_up(self, events: StepEvents) -> None:
-        """In the engine thread, once: the streams take what was kept without a row, and then it goes on as usual."""
+        """Let the streams skip the kept tokens, without sending them, and publish as usual from now on.
+
+        It runs once, in the engine thread.
+        """
         kept, self._kept = self._kept, []
         self._engine._publish = self._publish
         asyncio.run_coroutine_threadsafe(self._skip(kept), self._loop).result(WAIT_S)
@@ -181,11 +191,12 @@ def _wait(holds: Callable[[], bool]) -> None:
     end_s = time.monotonic() + WAIT_S
     while not holds():
         if time.monotonic() > end_s:
-            raise TimeoutError(f"the worker did not get there within {WAIT_S:.0f} s")
+            raise TimeoutError(f"the worker did not reach the expected state within {WAIT_S:.0f} s")
         time.sleep(0.02)
 
 
 def by_phase(bench: Bench, params: SamplingParams, steps: int, title: str) -> Table:
+    """Measure each batch and return the table of CPU time by phase."""
     table = Table("B", *(f"{phase} us" for phase in PHASES), "all us", "best tenth us", "step ms", "share", "goal", title=title)
     for batch in BATCHES:
         with bench.decoding(batch, params):
@@ -199,13 +210,14 @@ def by_phase(bench: Bench, params: SamplingParams, steps: int, title: str) -> Ta
 
 
 def main() -> None:
+    """Measure and print the table and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")
-    parser.add_argument("--threads", type=int, default=1, help="of the engine; a worker that shares two cores has 1")
-    parser.add_argument("--steps", type=int, default=48, help="measured for each batch")
-    parser.add_argument("--rounds", type=int, default=12, help="of steps with and without streams")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the engine; a worker that shares two cores has 1")
+    parser.add_argument("--steps", type=int, default=48, help="steps to measure for each batch")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of steps with and without streams")
     args = parser.parse_args()
     config = EngineConfig(
         model=args.model,

@@ -1,7 +1,7 @@
-"""Where one thread's CPU time goes between two calls of the model, whole or by phase.
+"""Measures one thread's CPU time between two calls of the model, as a whole or by phase.
 
-A look at the thread's clock takes 0.3 us, or 5 when a step of the model has swept the caches, so the whole is measured
-without a look in between, and the phases apart from it: their sum is more than the whole.
+Reading the thread's clock takes 0.3 us, or 5 us when a step of the model has emptied the caches. So the whole is measured
+without reading the clock in between, and the phases are measured separately. The sum of the phases is more than the whole.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Any
 from unittest import mock
 
 Probe = tuple[Any, str, str]
-"""(owner, name, phase): the time of `owner.name` that is not of another probe's function belongs to the phase."""
+"""(owner, name, phase): the time of the function `owner.name` belongs to the phase, except the time of other probes in it."""
 
 
 @dataclass(slots=True)
 class Watch:
-    """While entered, costs of one thread's steps: lists of microseconds, one entry a step."""
+    """Costs of one thread's steps, recorded while the context is open. Lists are microseconds, with one entry for each step."""
 
     model: list[tuple[Any, str]]
     probes: Iterable[Probe] = ()
     outside_us: list[float] = field(default_factory=list)
-    """CPU time between the end of the model's last call and the beginning of this one."""
+    """CPU time between the end of one call of the model and the beginning of the next."""
     step_us: list[float] = field(default_factory=list)
-    """From one beginning to the next."""
+    """Wall-clock time from the beginning of one call to the beginning of the next."""
     phases_us: list[dict[str, float]] = field(default_factory=list)
+    """CPU time of the same interval as in `outside_us`, by phase."""
     _patches: ExitStack = field(default_factory=ExitStack)
     _spent_ns: dict[str, int] = field(default_factory=dict)
     _inner_ns: list[int] = field(default_factory=list)

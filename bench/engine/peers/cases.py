@@ -1,4 +1,4 @@
-"""What is measured, and how long one run of it takes. Standard library only: every engine's own Python reads this."""
+"""The cases to measure, and the timing of one run. Standard library only, because every engine's own Python imports this."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Final
 
 CONTEXT: Final = 128
 LONG: Final = 2048
-AT_LEAST_S: Final = 0.2  # of runs behind one figure
+AT_LEAST_S: Final = 0.2  # one figure is the mean of as many runs as take this long
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step: `batch` sequences of `tokens` new tokens behind `cached` ones."""
+    """One step: `batch` sequences with `tokens` new tokens each, after `cached` tokens whose KV exists."""
 
     name: str
     batch: int
@@ -23,6 +23,7 @@ class Case:
 
     @property
     def step_tokens(self) -> int:
+        """Tokens that the step computes."""
         return self.batch * self.tokens
 
 
@@ -35,7 +36,7 @@ CASES: Final = (
 
 
 def mean_s(work: Callable[[], Any], *, at_least_s: float = AT_LEAST_S) -> float:
-    """Mean time of a run, over as many runs as take `at_least_s`."""
+    """Return the mean seconds of a run, over as many runs as take `at_least_s`."""
     runs, began_s = 0, time.perf_counter()
     while True:
         work()

@@ -1,4 +1,4 @@
-"""A checkpoint as GGUF, for llama.cpp: the same weights that the other engines read, rounded as the name says."""
+"""GGUF files for llama.cpp, made of a checkpoint: the weights of the other engines, rounded to a named format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _OUTER: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"
 
 
 def gguf_file(directory: Path, card: ModelCard, kind: str) -> Path:
-    """kind: a name of `GGMLQuantizationType`, such as Q8_0. Written once, into the cache."""
+    """Return the GGUF file of a checkpoint. It is written once, into the cache.
+
+    kind: a name of `GGMLQuantizationType`, such as Q8_0.
+    """
     folder = default_cache_dir() / "peers" / f"gguf-{directory.name}-{kind}"
     return build_once(folder, lambda scratch: _write(directory, card, kind, scratch / "model.gguf")) / "model.gguf"
 
@@ -44,7 +47,7 @@ def _write(directory: Path, card: ModelCard, kind: str, path: Path) -> None:
 
 
 def _describe(writer: Any, card: ModelCard) -> None:
-    """Without a tokenizer: the benchmark speaks in token ids."""
+    """Write the model's description, without a tokenizer: the benchmark uses token ids."""
     writer.add_context_length(card.max_position)
     writer.add_embedding_length(card.hidden_size)
     writer.add_block_count(card.num_layers)
@@ -72,5 +75,5 @@ def _add(writer: Any, card: ModelCard, name: str, weight: torch.Tensor, kind: st
 
 
 def _by_pairs(data: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows as llama.cpp turns them: dimensions i and i + half of a head, which are turned together, beside each other."""
+    """Reorder rows for llama.cpp's rotary embedding: dimensions i and i + half of a head become neighbours."""
     return np.ascontiguousarray(data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape))

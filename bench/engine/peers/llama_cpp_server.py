@@ -1,8 +1,8 @@
-"""llama.cpp through its Python binding: one `llama_decode` a step and the largest logit of each sequence.
+"""Serves llama.cpp through its Python binding: a step is one `llama_decode` and the largest logit of each sequence.
 
     python -m bench.engine.peers.llama_cpp_server FILE.gguf THREADS
 
-A context for each turn, with room for its sequences and no more: attention looks at all the room there is, and the
+Each turn has its own context, with room for exactly its sequences: attention looks at the whole room of a context, and the
 longest case takes 1.5 GB.
 """
 
@@ -22,6 +22,7 @@ QUIET = lib.llama_log_callback(lambda level, text, data: None)
 
 
 def start() -> tuple[str, Timer]:
+    """Load the model; see `serve`."""
     path, threads = sys.argv[1:]
     lib.llama_log_set(QUIET, ctypes.c_void_p())
     lib.llama_backend_init()
@@ -77,7 +78,7 @@ def _context(case: Case, model: int, threads: int) -> int:
 
 
 def _batch(rows: list[tuple[int, int]]) -> lib.llama_batch:
-    """(sequence, position) of each row; logits of the last row of each sequence."""
+    """Return a batch of rows (sequence, position). It asks for logits of the last row of each sequence."""
     batch = lib.llama_batch_init(len(rows), 0, 1)
     last = {number: row for row, (number, _) in enumerate(rows)}
     batch.n_tokens = len(rows)

@@ -1,6 +1,6 @@
-"""Other engines as processes of their own, which compute only while they are asked.
+"""Other engines, each as a process of its own, which computes only while it is asked.
 
-One is asked at a time. Idle ones sleep: their OpenMP threads stop spinning after a millisecond (`QUIET`).
+One engine is asked at a time. The others sleep: their OpenMP threads stop spinning after a millisecond (`QUIET`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bench.engine.peers.install import NotInstalled, environment
 from pdserve.checkpoint.cache import default_cache_dir
 from pdserve.checkpoint.card import ModelCard
 
-START_LIMIT_S: Final = 900.0  # vLLM compiles its model when it first meets it: minutes
-CASE_LIMIT_S: Final = 300.0  # the first turn of a case computes the prompts behind it
+START_LIMIT_S: Final = 900.0  # vLLM compiles a model at its first load, which takes minutes
+CASE_LIMIT_S: Final = 300.0  # the first turn of a case also computes the cached tokens of its sequences
 QUIET: Final = {"KMP_BLOCKTIME": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 VLLM: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -36,7 +36,7 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One column of the table. `gguf`: the rounding of the file that it reads; None: the checkpoint itself."""
+    """One engine and setting to compare with. gguf: the format of the file that it reads; None means the checkpoint."""
 
     name: str
     engine: str
@@ -45,8 +45,8 @@ class Contender:
     gguf: str | None = None
 
 
-# Of llama.cpp's four bits the one with a least value a group, as ours have: Q4_0 is faster and agrees with bfloat16 on
-# two tokens of three.
+# Q4_1 is llama.cpp's 4-bit format that stores a least value for each group, as ours does. Q4_0 is faster, but agrees with
+# bfloat16 on only two tokens of three.
 CONTENDERS: Final = (
     Contender("vLLM bf16", "vllm", "vllm_server", True),
     Contender("llama.cpp bf16", "llama.cpp", "llama_cpp_server", True, "BF16"),
@@ -58,11 +58,11 @@ ENGINES: Final = tuple(dict.fromkeys(one.engine for one in CONTENDERS))
 
 
 class PeerFailed(Exception):
-    """Why an engine gave no figure, in one line."""
+    """An engine gave no figure. The message gives the reason in one line."""
 
 
 class Peer:
-    """Made by `started`, which ends the process."""
+    """The process of one engine. `started` makes it and ends the process."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process = process
@@ -71,7 +71,7 @@ class Peer:
         self.version = str(self._answer(START_LIMIT_S)["ready"])
 
     def seconds(self, case: Case) -> float:
-        """Mean time of the case's step. Raises `PeerFailed`."""
+        """Return the mean seconds of the case's step. Raises `PeerFailed` when the engine fails, ends or does not answer."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"case": asdict(case)}).encode() + b"\n")
@@ -102,7 +102,7 @@ class Peer:
 
 @contextmanager
 def started(one: Contender, directory: Path, card: ModelCard, threads: int, say: Callable[[str], None]) -> Iterator[Peer]:
-    """Installs the engine if need be. Raises `PeerFailed`, `NotInstalled`."""
+    """Run an engine's process, and install the engine before if necessary. Raises `PeerFailed` or `NotInstalled`."""
     python = environment(one.engine, say)
     model = directory if one.gguf is None else gguf_file(directory, card, one.gguf)
     say(f"starting {one.name}")
@@ -135,10 +135,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "without a word"
+    return lines[-1] if lines else "it printed nothing"
 
 
 def chosen(engines: Sequence[str]) -> tuple[Contender, ...]:
+    """Return the contenders of the named engines."""
     return tuple(one for one in CONTENDERS if one.engine in engines)
 
 

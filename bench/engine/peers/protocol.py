@@ -1,7 +1,8 @@
-"""How an engine's process answers: a line of JSON in, a line of JSON out. Standard library only.
+"""The protocol of an engine's process: a line of JSON is a request or an answer. Standard library only.
 
-Out first {"ready": VERSION}; then for each {"case": {...}} in either {"seconds": S}, the mean time of one such step, or
-{"error": WHY}. The process ends with its input. What libraries print goes to stderr, so that lines are answers only.
+The process first writes {"ready": VERSION}. Then it reads requests {"case": {...}} and answers each with {"seconds": S}, the
+mean time of one such step, or with {"error": WHY}. It ends when its input ends. The output of libraries goes to stderr, so
+stdout has only answers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ Timer = Callable[[Case], float]
 
 
 def serve(start: Callable[[], tuple[str, Timer]]) -> None:
-    """start() loads the engine: its version, and what times a case, warm."""
+    """Answer requests until the input ends.
+
+    start() loads the engine and returns its version and a function that times a case, in seconds, after a warm-up.
+    """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     version, timer = start()

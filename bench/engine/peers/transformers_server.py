@@ -1,4 +1,6 @@
-"""transformers in bfloat16: one forward call a step, logits of the last position only, the cache cut back after it.
+"""Serves transformers in bfloat16: a step is one forward call with logits of the last position only.
+
+The cache is cut back after each step.
 
 python -m bench.engine.peers.transformers_server DIRECTORY THREADS
 """
@@ -18,6 +20,7 @@ from bench.engine.peers.protocol import Timer, serve
 
 
 def start() -> tuple[str, Timer]:
+    """Load the model; see `serve`."""
     directory, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
@@ -37,7 +40,7 @@ def _step(case: Case, model: Any) -> Callable[[], Any]:
         return lambda: model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits.argmax(-1)
     cache = DynamicCache(config=model.config)
     model(torch.full((1, case.cached), 7), past_key_values=cache, logits_to_keep=1)
-    cache.batch_repeat_interleave(case.batch)  # all rows alike: a step takes as long whatever they hold
+    cache.batch_repeat_interleave(case.batch)  # all rows are alike, since a step takes as long for any tokens
 
     def step() -> Any:
         logits = model(ids, past_key_values=cache, logits_to_keep=1).logits

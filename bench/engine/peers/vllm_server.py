@@ -1,9 +1,9 @@
-"""vLLM's CPU build in bfloat16, its offline `LLM` in this process: one `step` of its engine, scheduler included.
+"""Serves vLLM's CPU build in bfloat16 by its offline `LLM`: a step is one `step` of its engine, scheduler included.
 
     python -m bench.engine.peers.vllm_server DIRECTORY THREADS
 
-Every prompt that is timed begins with tokens of its own, so prefix caching finds nothing there; it only spares decode
-cases the prompts that they stand on. A decode case moves on by a token a step, a few dozen at most in a turn.
+Every prompt that is timed begins with unique tokens, so prefix caching finds nothing. Prefix caching only saves decode cases
+from computing their prompts again. A decode case advances by one token in each step, by a few dozen at most in a turn.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ MOST_TOKENS = LONG + 512
 
 
 def start() -> tuple[str, Timer]:
+    """Load the model; see `serve`."""
     llm = LLM(
         sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, max_model_len=MOST_TOKENS, max_num_seqs=64,
         max_num_batched_tokens=LONG, enable_prefix_caching=True, disable_log_stats=True,

@@ -26,7 +26,7 @@ def convert_blocks(blocks: Tensor, source: KvLayout, target: KvLayout, tokens: i
     blocks: [n, source.block_bytes] uint8. They hold tokens [0, tokens) of a text in this order; all but the last are full.
     """
     assert source.holds_the_same_as(target)
-    assert blocks.shape == (source.blocks_for(tokens), source.block_bytes), "blocks without a token, or tokens without one"
+    assert blocks.shape == (source.blocks_for(tokens), source.block_bytes), "the shape of blocks does not fit tokens"
     if source == target:
         return blocks.clone()
     values = _read(blocks, source)

@@ -189,6 +189,6 @@ def _done(result: int) -> None:
         raise MemoryError
     if result == library.NO_THREAD:
         raise OutOfThreads("the system gives the compiled step no thread")
-    assert result != library.UNSOUND, "tokens without a block, or ids that are not there"
+    assert result != library.UNSOUND, "a token has no block, or a block id or token id does not exist"
     if result != library.DONE:
         raise InternalBug("a thread of the compiled step failed")

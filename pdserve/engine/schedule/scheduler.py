@@ -217,7 +217,7 @@ class Scheduler:
         failed: list[SeqId] = []
         final: list[Final] = []
         drawn, decodes = iter(sampled), self._decodes_planned
-        assert len(sampled) >= decodes, "a decode drew nothing"
+        assert len(sampled) >= decodes, "there are fewer sampled tokens than decodes"
         for seq, token in zip(
             step[:decodes], drawn, strict=False
         ):  # zip asks for a sequence first, so it takes no token too many
@@ -250,7 +250,7 @@ class Scheduler:
                 self._prefilled(seq, advanced, drawn=last is not None)
             if last is not None:
                 tokens.append(self._append(seq, last))
-        assert next(drawn, None) is None, "one token for each slice that asks for one, in their order"
+        assert next(drawn, None) is None, "there are more sampled tokens than slices that draw one"
         preempted, self._preempted = tuple(self._preempted), []
         return StepOutcome(tuple(tokens), tuple(advanced), preempted, tuple(failed), tuple(final))
 
