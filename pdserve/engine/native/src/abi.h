@@ -1,4 +1,4 @@
-// What Python and the kernels tell each other; native/library.py declares the same.
+// The C interface between Python and the kernels. native/library.py declares the same.
 #pragma once
 
 #include <cstdint>
@@ -10,77 +10,79 @@ struct PdShape {
     double rms_norm_eps;
 };
 
-// One step. Rows are tokens, those of a span one after the other.
+// One step. A row is a token; the rows of a span follow each other.
 struct PdStep {
     int64_t threads;
     int64_t rows, spans, out_rows;
     const int32_t *token_ids;                 // [rows]
     const int32_t *span_start, *span_count;   // [spans]
-    const int64_t *span_table;                // [spans + 1], where in `tables` the blocks of each begin and end
+    const int64_t *span_table;                // [spans + 1], the places in `tables` where the blocks of each span begin and end
     const int32_t *tables;                    // block ids
-    const int32_t *out;                                      // [out_rows], ascending rows whose logits are wanted
-    uint8_t *pool;                                           // [blocks], each [layers, 2, kv_heads, block_size, head_dim] numbers
-                                                             // and, where quantised, [layers, 2, kv_heads] float32 scales
+    const int32_t *out;                                      // [out_rows], the rows whose logits are wanted, ascending
+    uint8_t *pool;                                           // [blocks], each [layers, 2, kv_heads, block_size, head_dim] numbers;
+                                                             // a quantised block also has [layers, 2, kv_heads] float32 scales
     int64_t block_size, blocks;
     int64_t kv_format;                                       // 0 bfloat16, 1 float32, 2 int8, 3 fp8 E4M3, 4 int4
     const float *rope;                                       // [positions, 2, head_dim]
     float *logits;                                           // [out_rows, vocab]
-    int32_t *best;                                           // [out_rows], the lowest id of the largest logit; -1 where that is
-                                                             // no finite number
+    int32_t *best;                                           // [out_rows], the lowest id of the largest logit; -1 where this
+                                                             // logit is not a finite number
 };
 
-// How to take a token from one row of logits. temperature 0: the largest; top_k 0: all. What nobody asks for is zero.
+// The way to draw a token from one row of logits. temperature 0 means the largest logit, top_k 0 means all ids. Fields that are
+// not used are zero.
 struct PdRow {
     int64_t row, top_k;
     double temperature, top_p, min_p;
-    uint64_t seed, index;                     // key the randomness
+    uint64_t seed, index;                     // they determine the random number
     const int32_t *bias_ids;                  // [biases]
     const float *bias;
     int64_t biases;
-    const int32_t *seen_ids, *output_counts;  // [seen], each id once; how often it is in the output
+    const int32_t *seen_ids, *output_counts;  // [seen], each id once, and how often it is in the output
     int64_t seen;
-    double repetition, presence, frequency;   // penalties of those
+    double repetition, presence, frequency;   // penalties of the seen ids
     const int32_t *banned_ids;                // [banned]
     int64_t banned;
-    float *logprobs;                          // [1 + tops], of the token taken, then of the likeliest; null: not wanted
-    int32_t *top_ids;                         // [tops], at most the vocabulary
+    float *logprobs;                          // [1 + tops]: of the drawn token, then of the likeliest ids; null when not wanted
+    int32_t *top_ids;                         // [tops], the likeliest ids; tops is at most the vocabulary
     int64_t tops;
 };
 
-#define PDSERVE_ABI 5  // changes with this file; library.py knows the same number
+#define PDSERVE_ABI 5  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
-// What of the instructions that the kernels need this CPU lacks, as /proc/cpuinfo calls it; empty when nothing. No other
-// function may be called unless it is.
+// Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.
+// When it is not empty, no function that computes may be called.
 const char *pdserve_missing(void);
 
-// By which compiler, in words.
+// Returns the name and version of the compiler.
 const char *pdserve_compiler(void);
 
-// How a call ended. After any of these the model is as good as before, and can be called again.
+// Results of a call. After each of them the model is intact and can be called again.
 enum {
     PDSERVE_DONE = 1,
     PDSERVE_NO_MEMORY = 0,
-    PDSERVE_UNSOUND = -1,    // a token has no block, or a block or an id is not there
-    PDSERVE_NO_THREAD = -2,  // the system gives none
-    PDSERVE_FAILED = -3,     // something else that a thread threw
+    PDSERVE_UNSOUND = -1,    // a token has no block, or a block id or token id does not exist
+    PDSERVE_NO_THREAD = -2,  // the system gave no thread
+    PDSERVE_FAILED = -3,     // a thread threw something else
 };
 
-// Null when memory is short. `embedding` [vocab, hidden] must outlive the model.
+// Makes a model; returns null when there is no memory. `embedding` [vocab, hidden] must outlive the model.
 void *pdserve_model_new(const PdShape *shape, const uint16_t *embedding);
 void pdserve_model_free(void *model);
 
-// which: 0 qkv, 1 attention out, 2 gate and up by turns of sixteen rows, 3 down, 4 head (any layer). Weights are
-// [n, k] bfloat16 and packed here. bits: 16, 8 (k a multiple of 64) or 4 (of 32), the same for all but the head.
+// Copies and packs a weight [n, k] bfloat16. which: 0 qkv, 1 attention out, 2 gate and up in alternating groups of sixteen
+// rows, 3 down, 4 head (for any layer). bits: 16, 8 (k is a multiple of 64) or 4 (of 32), the same for all but the head.
 int pdserve_model_weight(void *model, int64_t layer, int which, const uint16_t *weight, int64_t n, int64_t k, int bits);
 
-// which: 0 before attention, 1 before the MLP, 2 before the head. [hidden] float32.
+// Copies the weight of a norm, [hidden] float32. which: 0 before attention, 1 before the MLP, 2 before the head.
 int pdserve_model_norm(void *model, int64_t layer, int which, const float *weight);
 
-// One caller at a time.
+// Computes a step. Only one caller at a time.
 int pdserve_model_forward(void *model, const PdStep *step);
 
-// logits: [rows, vocab], changed where a row has biases, penalties or bans; ids: [count], one for each of `rows`, no two of
-// which name the same row; -1 where there is no largest finite number to draw from. One caller at a time.
+// Draws a token for each of `rows`, no two of which name the same row of logits. logits: [rows, vocab]; rows with biases,
+// penalties or bans are changed. ids: [count], the tokens; -1 where the largest logit is not a finite number. Only one caller at
+// a time.
 int pdserve_model_sample(void *model, int64_t threads, float *logits, const PdRow *rows, int64_t count, int32_t *ids);
 }

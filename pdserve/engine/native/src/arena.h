@@ -1,5 +1,5 @@
-// Memory of weights: huge pages where the kernel gives them, so that streaming through it seldom waits for an address
-// translation. Freed all at once.
+// Memory for weights. It uses huge pages where the kernel gives them, so that reading through it seldom waits for an address
+// translation. All of it is freed at once.
 #pragma once
 
 #include <sys/mman.h>
@@ -10,7 +10,7 @@
 
 namespace pdserve {
 
-// A vector whose first element starts a cache line: a load of 64 bytes then never touches two.
+// Allocator of vectors whose first element starts a cache line, so that a load of 64 bytes never touches two lines.
 template <class T>
 struct LineAllocator {
     using value_type = T;
@@ -34,7 +34,7 @@ class Arena {
         for (auto [memory, size] : pieces_) munmap(memory, size);
     }
 
-    // Zeroed, aligned to a cache line. Throws std::bad_alloc.
+    // Returns zeroed memory, aligned to a cache line. Throws std::bad_alloc.
     void* take(size_t bytes) {
         bytes = (bytes + 63) / 64 * 64;
         if (bytes > left_) grow(bytes);
@@ -45,7 +45,7 @@ class Arena {
 
   private:
     static constexpr size_t kHuge = size_t(2) << 20;
-    static constexpr size_t kPiece = 32 * kHuge;  // what is never touched costs nothing
+    static constexpr size_t kPiece = 32 * kHuge;  // memory that is never touched costs nothing
 
     void grow(size_t bytes) {
         const size_t size = std::max(kPiece, (bytes + kHuge - 1) / kHuge * kHuge) + kHuge;

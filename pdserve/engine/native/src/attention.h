@@ -1,13 +1,13 @@
-// Causal grouped-query attention that reads K and V where they lie in the pool's blocks.
+// Causal grouped-query attention that reads K and V in place, in the blocks of the pool.
 //
-// A sequence's positions are cut into tiles of kTile and chunks of kChunk, both counted from its beginning. A row goes
-// through the tiles of a chunk with an online softmax (Milakov and Gimelshein 2018), and the chunks are merged from
-// the first upwards. Products run in the order of matmul.h. So a row's bits depend on its sequence alone: positions
-// behind it get weight 0 exactly, and a tile all behind it is passed over. Chunks are also what lets several threads
-// share one long decode. Weights are rounded to bfloat16 for the product with V, as V is; sums are float32.
+// The positions of a sequence are cut into tiles of kTile and chunks of kChunk, both counted from its beginning. A row goes
+// through the tiles of a chunk with an online softmax (Milakov and Gimelshein 2018), and the chunks are merged from the first
+// upwards. Products run in the order of matmul.h. So the bits of a row depend only on its sequence: later positions get weight
+// 0 exactly, and a tile of only later positions is skipped. Chunks also let several threads share one long decode. Weights are
+// rounded to bfloat16 for the product with V, because V is bfloat16; sums are float32.
 //
-// Quantised numbers enter the products as they are stored; the scales of keys multiply scores, those of values multiply
-// weights before they are rounded.
+// Quantised numbers enter the products as they are stored. The scales of keys multiply scores. The scales of values multiply
+// weights before these are rounded.
 #pragma once
 
 #include <algorithm>
@@ -21,25 +21,25 @@ namespace pdserve {
 
 constexpr int kTile = 64;
 constexpr int kChunk = 256;
-constexpr int kQueryTile = 64;  // tokens of a prompt that share a tile of K and V once it is laid out
-constexpr long kMostDim = 512;    // of a head
+constexpr int kQueryTile = 64;  // tokens of a prompt that share a laid-out tile of K and V
+constexpr long kMostDim = 512;    // most dimensions of a head
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// Where one sequence's K and V of one layer and one head lie. All in bytes but positions and `dim`.
+// The places of one sequence's K and V of one layer and one head. Sizes are in bytes, except positions and `dim`.
 template <class Kv>
 struct Paged {
     uint8_t* pool;
     const int32_t* table;
     long block_size, dim;
-    long block_stride;  // from a block to the next
-    long key, value;    // from a block's start to this layer's and head's K and V
+    long block_stride;  // from the start of a block to the start of the next
+    long key, value;    // from the start of a block to K and V of this layer and head
     long key_scale, value_scale;
 
     uint8_t* block(long position) const { return pool + table[position / block_size] * block_stride; }
 
     uint8_t* row(long position, long part) const { return block(position) + part + position % block_size * Kv::bytes(dim); }
 
-    // f(i, n, offset, block): positions [first + i, first + i + n) begin at `offset` of the block that starts there.
+    // Calls f(i, n, offset, block) for each block: positions [first + i, first + i + n) are its tokens from `offset` on.
     template <class F>
     void each_block(long first, long count, const F& f) const {
         long offset = first % block_size;
@@ -50,7 +50,7 @@ struct Paged {
         }
     }
 
-    // f(i, row) for positions [first, first + count), without a division for each; row as `row(first + i, 0)`.
+    // Calls f(i, row) for positions [first, first + count), without a division for each. row is that of `row(first + i, 0)`.
     template <class F>
     void each(long first, long count, const F& f) const {
         const long step = Kv::bytes(dim);
@@ -61,12 +61,12 @@ struct Paged {
     }
 };
 
-// One thread's room. rows: at most kQueryTile * group.
+// Working memory of one thread. rows: at most kQueryTile * group.
 struct AttentionScratch {
     long rows = 0, dim = 0;  // dim is padded to whole panels
     Lines<uint32_t> query, keys, values, weights;
     Lines<float> scores, result, merged, top, total, factor, merged_top, merged_total;
-    alignas(64) float key_scales[kTile], value_scales[kTile];  // of the tile's positions, where KV is quantised
+    alignas(64) float key_scales[kTile], value_scales[kTile];  // scales of the tile's positions, only for quantised KV
 
     void fit(long rows_needed, long dim_padded) {
         if (rows_needed <= rows && dim_padded == dim) return;
@@ -78,7 +78,7 @@ struct AttentionScratch {
         result.assign(rows_needed * dim_padded, 0);
         merged.assign(rows_needed * dim_padded, 0);
         for (auto* one : {&top, &total, &factor, &merged_top, &merged_total}) one->assign(rows_needed, 0);
-        rows = rows_needed, dim = dim_padded;  // last: there may have been no memory for all of it
+        rows = rows_needed, dim = dim_padded;  // set last, because an allocation may have failed before
     }
 };
 
@@ -108,23 +108,24 @@ inline void transpose16(__m512i (&r)[16]) {
     }
 }
 
-// The pairs of dimensions from `from` on that a row of `dim` has.
+// Returns the mask of the sixteen pairs of dimensions from `from` on: those that a row of `dim` has.
 inline __mmask16 pairs_left(long dim, long from) { return first_lanes((dim - from) / 2); }
 
-constexpr int kFewRows = 6;  // a decode's; more of them compute for so long that memory keeps up anyhow
+constexpr int kFewRows = 6;  // the rows of a decode; more rows compute for so long that memory keeps up
 
-// Lines with each pair of dimensions or positions: a quarter of a tile's in each of its four loops.
+// Number of lines to prefetch with each pair of dimensions or positions: each of the four loops over a tile asks for a quarter
+// of the lines of the next tile.
 template <class Kv>
 constexpr int kAtOnce = Kv::bytes(1) > 2 ? 2 : 1;
 
-// The lines of K and V of a tile that comes later, asked for a few at a time while another is computed. All at once would
-// fill the core's miss buffers; then it waits, and after that memory does.
+// Prefetches the lines of K and V of a later tile, a few at a time, while another tile is computed. All lines at once would fill
+// the core's miss buffers: then the core waits, and after that memory waits.
 template <class Kv>
 class Asker {
 public:
     Asker() = default;
 
-    // Of positions [first, first + count), at most kTile.
+    // Prepares to ask for positions [first, first + count), at most kTile.
     Asker(const Paged<Kv>& kv, long first, long count) {
         for (const long part : {kv.key, kv.value})
             kv.each_block(first, count, [&](long, long n, long offset, const uint8_t* block) {
@@ -133,15 +134,15 @@ public:
             });
     }
 
-    // With word k of a product of `Panels` panels at a time.
+    // Asks for some lines during word k of a product that computes `Panels` panels at a time.
     template <int Panels>
     void during(long k) {
         if constexpr (Panels == 2)
             if (k % 4 == 0) ask(8 * kAtOnce<Kv>);
     }
 
-    // In pieces of 8 where they are small: with 4, and with 16, decodes at 2,048 tokens took a twentieth longer. Never in
-    // line: where gcc did so they took 1.03 times as long.
+    // Asks for the next lines. Callers ask for 8 at once in small formats: with 4 or 16, decodes at 2,048 tokens took a twentieth
+    // longer. The function is never inlined: when gcc inlined it, decodes took 1.03 times as long.
     [[gnu::noinline]] void ask(long lines) {
         for (; lines > 0; lines--) {
             if (line_ >= stop_) {
@@ -162,8 +163,7 @@ private:
     const uint8_t *line_ = nullptr, *stop_ = nullptr;
 };
 
-// Where the rows of a tile's positions are. From `count` on they are zeros: what a block holds behind a sequence's end is
-// never looked at.
+// The rows of a tile's positions. From `count` on they point to zeros, so memory after a sequence's end is never read.
 template <class Kv>
 struct TileRows {
     const uint8_t* row[kTile];
@@ -175,7 +175,7 @@ struct TileRows {
     }
 };
 
-// K as panels of positions.
+// Lays K out as panels of positions.
 template <class Kv>
 inline void lay_out_keys(const Paged<Kv>& kv, long first, long count, long padded, uint32_t* keys, Asker<Kv>& asker) {
     const TileRows<Kv> rows(kv, kv.key, first, count);
@@ -193,7 +193,7 @@ inline void lay_out_keys(const Paged<Kv>& kv, long first, long count, long padde
     }
 }
 
-// V as panels of dimensions.
+// Lays V out as panels of dimensions.
 template <class Kv>
 inline void lay_out_values(const Paged<Kv>& kv, long first, long count, long padded, uint32_t* values, Asker<Kv>& asker) {
     const TileRows<Kv> rows(kv, kv.value, first, count);
@@ -212,7 +212,7 @@ inline void lay_out_values(const Paged<Kv>& kv, long first, long count, long pad
     }
 }
 
-// The scales of each of `count` positions, 0 behind them; those of keys times `scale`.
+// Writes the scales of each of `count` positions, and 0 after them. The scales of keys are multiplied by `scale`.
 template <class Kv>
 inline void take_scales(const Paged<Kv>& kv, long first, long count, float scale, float* keys, float* values) {
     std::fill(keys + count, keys + kTile, 0.0f);
@@ -223,8 +223,8 @@ inline void take_scales(const Paged<Kv>& kv, long first, long count, float scale
     });
 }
 
-// One row of scores to weights. Only the first `visible` positions count, at least one. Where KV is quantised, the key
-// scales hold `scale` already.
+// Turns one row of scores into weights. Only the first `visible` positions count, at least one. With quantised KV, the key
+// scales already contain `scale`.
 template <bool Scaled>
 inline void soften(const float* scores, long visible, float scale, const float* key_scales, const float* value_scales, float& top,
                    float& total, float& factor, uint32_t* out) {
@@ -250,8 +250,8 @@ inline void soften(const float* scores, long visible, float scale, const float* 
     top = raised;
 }
 
-// f<R, Panels>(row, panel): pieces of rows [first, end) and of `panels` panels. With few rows two panels at a time: else the
-// multiply-adds would wait for each other.
+// Calls f<R, Panels>(row, panel) for pieces of rows [first, end) and of `panels` panels. With few rows it takes two panels at a
+// time; with one panel the multiply-adds would wait for each other.
 template <class Function>
 inline void pieces(long first, long end, long panels, const Function& f) {
     long panel = 0;
@@ -261,7 +261,7 @@ inline void pieces(long first, long end, long panels, const Function& f) {
     for (; panel < panels; panel++) row_pieces(first, end, [&]<int R>(long row) { f.template operator()<R, 1>(row, panel); });
 }
 
-// Rows [first, end) of the scratch's queries times its keys.
+// Multiplies rows [first, end) of the scratch's queries with its keys.
 template <class Kv>
 inline void score_tile(AttentionScratch& s, long first, long end, Asker<Kv>& asker) {
     const long words = s.dim / 2;
@@ -275,7 +275,7 @@ inline void score_tile(AttentionScratch& s, long first, long end, Asker<Kv>& ask
     });
 }
 
-// And of its weights times its values, added to the result so far.
+// Multiplies rows [first, end) of the scratch's weights with its values, and adds the products to the rescaled result.
 template <class Kv>
 inline void add_values(AttentionScratch& s, long first, long end, Asker<Kv>& asker) {
     constexpr long words = kTile / 2;
@@ -292,9 +292,9 @@ inline void add_values(AttentionScratch& s, long first, long end, Asker<Kv>& ask
     });
 }
 
-// Rows of one KV head over one chunk: rows r * group + g is query head g of the token at position + r. Leaves sums
-// in scratch.result, their weights' sum in total and the largest score in top. `seen`: where the caller will stop looking;
-// following(): the asker of what it looks at after that.
+// Computes the rows of one KV head over one chunk. Row r * group + g is query head g of the token at position + r. The sums end
+// up in scratch.result, the sum of their weights in total and the largest score in top. `seen`: the end of the positions that
+// the caller will read. following() returns the asker for what comes after them.
 template <class Kv, class Following>
 inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position, long tokens, long group, long chunk, long seen,
                          float scale, const Following& following) {
@@ -309,7 +309,7 @@ inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position
         Asker<Kv> asker = ahead > 0 ? Asker<Kv>(kv, first + kTile, ahead) : following();
         lay_out_keys(kv, first, count, s.dim, s.keys.data(), asker);
         if constexpr (Kv::kScaled) take_scales(kv, first, count, scale, s.key_scales, s.value_scales);
-        const long hidden = std::max<long>(0, first - position) * group;  // rows before it see nothing of this tile
+        const long hidden = std::max<long>(0, first - position) * group;  // earlier rows see nothing of this tile
         score_tile(s, hidden, rows, asker);
         for (long row = hidden; row < rows; row++)
             soften<Kv::kScaled>(&s.scores[row * kTile], std::min(count, position + row / group + 1 - first), scale, s.key_scales,
@@ -319,7 +319,7 @@ inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position
     }
 }
 
-// One more chunk into the running result of a row; a chunk of which the row saw nothing changes nothing.
+// Merges one more chunk into the running result of a row. A chunk of which the row saw nothing changes nothing.
 inline void merge(const float* part, float part_top, float part_total, float* sum, float& top, float& total, long dim) {
     if (part_top == kNone) return;
     const float raised = std::max(top, part_top);
@@ -337,7 +337,7 @@ inline void finish_row(const float* sum, float total, long dim, bf16* to) {
     for (long i = 0; i < dim; i += kLanes) store_bf16(to + i, _mm512_div_ps(_mm512_loadu_ps(sum + i), whole), first_lanes(dim - i));
 }
 
-// The rotated queries of one KV head, token after token, into the scratch; `stride` elements from token to token.
+// Copies the rotated queries of one KV head into the scratch, token after token. `stride`: elements from token to token.
 inline void take_queries(const bf16* query, long stride, long tokens, long group, long dim, AttentionScratch& s) {
     bf16* to = (bf16*)s.query.data();
     for (long row = 0; row < tokens * group; row++)

@@ -1,5 +1,5 @@
-// Checksums of KV blocks; what they are stands in engine/block_sums.py. The same bits from vectors of any width, so the
-// widest that this CPU has is taken. Runs on any x86-64, and in plain C++ elsewhere.
+// Checksums of KV blocks; engine/kv/checksum.py defines them. Vectors of any width give the same bits, so the widest vectors of
+// this CPU are used. The code runs on any x86-64, and in plain C++ elsewhere.
 #include <cstdint>
 #include <cstring>
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr long kWords = 512;  // of a stripe
+constexpr long kWords = 512;  // words of a stripe
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 
 constexpr uint64_t mix(uint64_t word) {
@@ -32,7 +32,7 @@ inline uint64_t term(uint64_t word, uint64_t key) {
     return ((word >> 32) | (word << 32)) + uint64_t(uint32_t(keyed)) * (keyed >> 32);
 }
 
-// S of `bytes` of a stripe, from word `begin` on.
+// Returns the sum S of `bytes` bytes of a stripe, from word `begin` on.
 inline uint64_t plain(const uint8_t* data, long bytes, long begin = 0) {
     uint64_t sum = 0;
     for (long i = begin; i * 8 < bytes; i++) {
@@ -80,7 +80,7 @@ __attribute__((target("avx512f"))) uint64_t stripe_avx512(const uint8_t* data, l
 }
 #endif
 
-// way: 0 the best, 1 plain, 2 AVX2, 3 AVX-512. Null where this CPU lacks it.
+// Returns the function for a way: 0 the best, 1 plain, 2 AVX2, 3 AVX-512. Null when this CPU lacks it.
 Stripe stripe_by(int way) {
 #ifdef PDSERVE_VECTORS
     if ((way == 0 || way == 3) && __builtin_cpu_supports("avx512f")) return stripe_avx512;
@@ -91,7 +91,8 @@ Stripe stripe_by(int way) {
 
 }  // namespace
 
-// sums[i] of block ids[i]; block b begins at blocks + b * block_bytes. Any number of callers. 0 where `way` is not to be had.
+// Writes the checksum of block ids[i] to sums[i]; block b begins at blocks + b * block_bytes. Any number of threads may call it.
+// Returns 0, and writes nothing, when this CPU lacks `way`; otherwise 1.
 extern "C" int pdserve_block_sums(const uint8_t* blocks, int64_t block_bytes, const int64_t* ids, int64_t count, uint64_t* sums, int way) {
     const Stripe stripe = stripe_by(way);
     if (stripe == nullptr) return 0;

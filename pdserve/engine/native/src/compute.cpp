@@ -1,4 +1,4 @@
-// A step, layer by layer: every thread of the pool runs `compute`.
+// The computation of a step, layer by layer. Every thread of the pool runs `compute`.
 #include "model.h"
 #include "model_attention.h"
 #include "model_heads.h"
@@ -34,8 +34,8 @@ void Model::embed(long row, long end) {
             _mm512_storeu_ps(&residual_[row * shape_.hidden + i], load_bf16(embedding_ + step_->token_ids[row] * shape_.hidden + i));
 }
 
-// Up to the queries, keys and values of a part's rows. A thread that has all columns of a head also turns it and puts it where
-// it belongs.
+// Computes a layer up to the queries, keys and values of a part's rows. A thread that has all columns of a head also rotates
+// it and puts it into its place.
 void Model::begin_layer(int thread, long index, const Batch& batch, const Part& part) {
     const Layer& layer = layers_[index];
     const Normed normed{batch.x + part.row * shape_.hidden, layer.attention_norm};
@@ -47,7 +47,7 @@ void Model::begin_layer(int thread, long index, const Batch& batch, const Part& 
     });
 }
 
-// From attention on.
+// Computes the rest of a layer, after attention.
 void Model::finish_layer(int thread, long index, const Batch& batch, const Part& part) {
     const Layer& layer = layers_[index];
     const AddTo residual{batch.x + part.row * shape_.hidden, shape_.hidden};
@@ -57,7 +57,7 @@ void Model::finish_layer(int thread, long index, const Batch& batch, const Part&
     product(thread, part, layer.down, Halves{gated}, residual);
 }
 
-// The rows whose logits are wanted become the only ones.
+// Keeps only the rows whose logits are wanted.
 Batch Model::keep_wanted(int thread, const Batch& batch) {
     const long hidden = shape_.hidden, width = query_width();
     pool_.share(thread, step_->out_rows, [&](long i) {
@@ -76,7 +76,7 @@ void Model::sample(int threads, float* logits, const PdRow* rows, long count, in
     }
     for (Own& own : own_) own.draw.fit(shape_.vocab, edits, tops);
     pool_.run(threads, [&](int thread) {
-        pool_.queue(thread, count, [&](long i) {  // rows differ in what they cost
+        pool_.queue(thread, count, [&](long i) {  // a queue, because rows take different times
             ids[i] = take(logits + rows[i].row * shape_.vocab, shape_.vocab, rows[i], own_[thread].draw);
         });
     });

@@ -1,4 +1,4 @@
-// Whether the kernels run here. This file alone must run on any CPU: the others may use AVX-512 anywhere.
+// The check whether the kernels run here. Only this file must run on any CPU; the others may use AVX-512 anywhere.
 #include "abi.h"
 
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
-// Drawing one token of a row of logits, as sampler.py does and with the same bits: weights are float32 and multiples of
-// 2^-34, so their sums in float64 are exact in any order.
+// The draw of one token from a row of logits, with the same bits as sampler.py. Weights are float32 and multiples of 2^-34, so
+// their sums in float64 are exact in any order.
 #pragma once
 
 #include <algorithm>
@@ -15,23 +15,23 @@
 
 namespace pdserve {
 
-constexpr long kBlock = 64;  // weights whose largest stands for them in the search for the k-th largest
+constexpr long kBlock = 64;  // weights in a block: the search for the k-th largest uses the largest of each block
 
-constexpr int kBins = 1024;  // `bin_of` 1.0 is 1016
+constexpr int kBins = 1024;  // bin_of(1.0) is 1016
 
 struct Candidate {
     float weight;
     int32_t id;
 };
 
-// One thread's room.
+// Working memory of one thread.
 struct DrawScratch {
     Lines<float> weights;
     std::vector<float> tops;
     std::vector<Candidate> kept, edge, likeliest, before;
 
-    // All that rows of `count` logits, of which `edits` at most are changed, may need: a thread of the pool cannot say that
-    // memory is short.
+    // Reserves all memory that rows of `count` logits with at most `edits` changed ones may need, because a thread of the pool
+    // should not run out of memory later.
     void fit(long count, long edits, long most_likely) {
         weights.reserve(round_up(count, kBlock));
         tops.reserve(round_up(count, kBlock) / kBlock);
@@ -46,9 +46,10 @@ inline float largest_of(const float* logits, long count) {
     return _mm512_reduce_max_ps(top);
 }
 
-constexpr int32_t kNoToken = -1;  // NO_TOKEN of core/batch.py
+constexpr int32_t kNoToken = -1;  // NO_TOKEN of core/step_plan.py
 
-// The same; not a number where one of them is none. The comparison waits for no other, the maximum for the one before it.
+// Returns the largest logit as `largest_of` does, but NaN when one of them is NaN. Each comparison is independent, while each
+// maximum waits for the one before it, so the test costs little.
 inline float top_of(const float* logits, long count) {
     __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     __mmask16 odd = 0;
@@ -60,7 +61,7 @@ inline float top_of(const float* logits, long count) {
     return odd ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(top);
 }
 
-// The lowest id of the largest logit; kNoToken where that is no finite number.
+// Returns the lowest id of the largest logit; kNoToken when this logit is not a finite number.
 inline int32_t best_of(const float* logits, long count) {
     const float best = top_of(logits, count);
     if (!std::isfinite(best)) return kNoToken;
@@ -75,8 +76,8 @@ inline int32_t best_of(const float* logits, long count) {
 
 inline __m512 step(__m512 sum, __m512 by, float next) { return _mm512_add_ps(_mm512_mul_ps(sum, by), _mm512_set1_ps(next)); }
 
-// e^x for x up to 0, rounded to a multiple of 2^-34; exactly 1 at 0, and 0 below -25, where it would round to 0 anyway.
-// exp_lanes with separate multiplications and additions: torch can compute the same bits.
+// Returns e^x for x up to 0, rounded to a multiple of 2^-34. It is exactly 1 at 0, and 0 below -25, where it would round to 0
+// anyway. It is exp_lanes with separate multiplications and additions, so that torch can compute the same bits.
 inline __m512 weight_lanes(__m512 x) {
     const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-25.0f), _CMP_GE_OQ);
     if (!counts) return _mm512_setzero_ps();
@@ -91,12 +92,12 @@ inline __m512 weight_lanes(__m512 x) {
     sum = step(sum, rest, 5.0000001201e-1f);
     sum = _mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(rest, rest), sum), _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
     const __m512 power = _mm512_maskz_scalef_ps(counts, sum, turns);
-    const __m512 coarse = _mm512_set1_ps(0x1p-11f);  // next to it float32 has steps of 2^-34; above it, wider ones
+    const __m512 coarse = _mm512_set1_ps(0x1p-11f);  // just above it float32 has steps of 2^-34, and wider ones further up
     const __mmask16 fine = _mm512_cmp_ps_mask(power, coarse, _CMP_LT_OQ);
     return _mm512_mask_sub_ps(power, fine, _mm512_add_ps(power, coarse), coarse);
 }
 
-// e^((x - largest) / temperature) of a row, and zeros up to a whole block; returns their sum.
+// Writes e^((x - largest) / temperature) of a row, and zeros up to a whole block. Returns the sum of all.
 inline double weigh(const float* logits, long count, float largest, double temperature, Lines<float>& weights) {
     const __m512 top = _mm512_set1_ps(largest);
     const __m512 inverse = _mm512_set1_ps(1.0f / std::max(float(temperature), 1e-30f));
@@ -124,10 +125,10 @@ inline void keep_from(float edge, DrawScratch& s) {
         }
 }
 
-// Largest first, the lower id first among equals.
+// Orders candidates: largest weight first, the lower id first among equals.
 inline bool before(const Candidate& a, const Candidate& b) { return a.weight != b.weight ? a.weight > b.weight : a.id < b.id; }
 
-// The k largest. The k-th largest of the blocks' largest is no more than the k-th largest of all.
+// Keeps the k largest. The k-th largest of the blocks' maxima is a lower bound for the k-th largest weight.
 inline void keep_top_k(long k, DrawScratch& s) {
     float edge = 0;
     if (k <= long(s.weights.size()) / kBlock) {
@@ -143,15 +144,15 @@ inline void keep_top_k(long k, DrawScratch& s) {
     std::sort(s.kept.begin(), s.kept.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
 }
 
-// Weights from 0 to 1 by exponent and three bits of the mantissa.
+// Returns the bin of a weight from 0 to 1: its exponent and three bits of its mantissa.
 inline int bin_of(float weight) {
     uint32_t bits;
     std::memcpy(&bits, &weight, 4);
     return int(bits >> 20);
 }
 
-// The fewest largest of what is kept whose share of `total` reaches p; at least one. Only the bin of weights in which
-// p is reached is sorted: in a flat distribution that spares ordering most of the vocabulary.
+// Keeps the fewest of the largest candidates whose share of `total` reaches p; at least one. Only the bin of weights in which p
+// is reached is sorted, so in a flat distribution most of the vocabulary is not sorted.
 inline void keep_top_p(double p, double total, DrawScratch& s) {
     double mass[kBins] = {}, reached = 0;
     for (const Candidate& one : s.kept) mass[bin_of(one.weight)] += one.weight;
@@ -163,7 +164,7 @@ inline void keep_top_p(double p, double total, DrawScratch& s) {
     std::sort(s.edge.begin(), s.edge.end(), before);
     size_t count = 0;
     while (count < s.edge.size() && reached < p * total) reached += s.edge[count++].weight;
-    if (count == s.edge.size()) {  // the whole bin, or rounding that left p just out of reach
+    if (count == s.edge.size()) {  // the whole bin is kept, or rounding left p just out of reach
         std::erase_if(s.kept, [&](const Candidate& one) { return bin_of(one.weight) < bin; });
         return;
     }
@@ -171,7 +172,7 @@ inline void keep_top_p(double p, double total, DrawScratch& s) {
     std::erase_if(s.kept, [&](const Candidate& one) { return !before(one, first_out); });
 }
 
-// Inverts the cumulative sum over the kept, which lie by ascending id.
+// Inverts the cumulative sum over the kept candidates, which are in ascending order of id.
 inline int32_t pick_kept(double uniform, const DrawScratch& s) {
     const double total = std::accumulate(s.kept.begin(), s.kept.end(), 0.0, [](double sum, const Candidate& c) { return sum + c.weight; });
     double reached = 0;
@@ -180,7 +181,7 @@ inline int32_t pick_kept(double uniform, const DrawScratch& s) {
     return s.kept.back().id;
 }
 
-// The same over all weights, by whole blocks up to the one that holds the target.
+// Inverts the cumulative sum over all weights. It skips whole blocks up to the one that holds the target.
 inline int32_t pick(double uniform, double total, const Lines<float>& weights) {
     double reached = 0;
     int32_t last = 0;
@@ -197,10 +198,10 @@ inline int32_t pick(double uniform, double total, const Lines<float>& weights) {
         if (weights[id] > 0) positive = id;
         if ((reached += weights[id]) > uniform * total) break;
     }
-    return positive;  // the last one where rounding took the target up to the whole sum
+    return positive;  // the last positive weight, when rounding took the target up to the whole sum
 }
 
-// A number in [0, 1) that depends on seed and index alone: `uniform` of core/sampling.py.
+// Returns a number in [0, 1) that depends only on seed and index, as `uniform` of core/sampling.py does.
 inline double uniform(uint64_t seed, uint64_t index) {
     const auto mix = [](uint64_t z) {
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -223,8 +224,8 @@ inline int32_t draw(const float* logits, long count, const PdRow& how, DrawScrat
         total = 0;
         for (const Candidate& one : s.kept) total += one.weight;
     } else {
-        // What has less than (1 - p) / count of the whole cannot be among the fewest whose share reaches p. The largest
-        // weight is 1, so what is below min_p goes anyway. Both a little lower, to stay clear of rounding.
+        // A weight below (1 - p) / count of the total cannot be among the fewest whose share reaches p. The largest weight is
+        // 1, so weights below min_p are removed anyway. Both limits are set a little lower, to stay clear of rounding.
         const double share = how.top_p < 1.0 ? 0.5 * (1.0 - how.top_p) * total / double(count) : 0.0;
         keep_from(float(std::max(share, 0.999 * how.min_p)), s);
     }

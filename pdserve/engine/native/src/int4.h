@@ -1,13 +1,13 @@
 // Products with weights of four bits. Activations stay bfloat16.
 //
-// A weight is scale * code + least, where the kGroup4 weights of a column that lie beside each other share scale and
-// least, both bfloat16: 0.625 bytes a weight. One instruction looks 32 codes up in a table of bfloat16; what follows are
-// the dot products of matmul.h, and `least` meets the sum of the group's activations, which is the same for all columns.
-// So a step of few rows reads a third of bfloat16's bytes, and nothing of x is rounded further. Activations of eight bits
-// would multiply at twice the rate and add their own error: that is int8, for those who are bound by products.
+// A weight is scale * code + least. Neighbouring kGroup4 weights of a column share scale and least, which are bfloat16, so a
+// weight takes 0.625 bytes. One instruction looks up 32 codes in a table of bfloat16. Then come the dot products of matmul.h, and
+// `least` is multiplied with the sum of the group's activations, which is the same for all columns. So a step of few rows reads a
+// third of the bytes of bfloat16, and x is not rounded further. Activations of eight bits would multiply at twice the rate and
+// add their own error: int8 weights offer that where products are the bottleneck.
 //
-// An element is a chain of multiply-adds over the groups in the order of k, each group a chain of its own from 0: again
-// bits that depend on the row and the column alone.
+// An element is a chain of multiply-adds over the groups in the order of k, and each group is a chain of its own from 0. So its
+// bits depend only on the row and the column.
 #pragma once
 
 #include "arena.h"
@@ -16,12 +16,12 @@
 namespace pdserve {
 
 constexpr long kGroup4 = 32;
-constexpr long kGroup4Words = kGroup4 / 2;             // of x
-constexpr long kGroup4Lines = 2 + kGroup4Words / 2;    // scales, leasts, then codes of two words of k a line
+constexpr long kGroup4Words = kGroup4 / 2;             // words of x in a group
+constexpr long kGroup4Lines = 2 + kGroup4Words / 2;    // one line of scales, one of leasts, then lines of codes for two words of k each
 constexpr long kGroup4Stride = kGroup4Lines * kLanes;  // in words
-constexpr int kMostRows4 = 6;                          // a group's sums stand beside those of the whole
+constexpr int kMostRows4 = 6;                          // registers hold the sums of a group beside those of whole rows
 
-inline __m512i code_table() {  // 0 to 15 twice, so that a fifth bit of an index does not count
+inline __m512i code_table() {  // it has 0 to 15 twice, so that the fifth bit of an index does not matter
     alignas(64) bf16 values[32];
     for (int i = 0; i < 32; i++) {
         const float value = float(i % 16);
@@ -32,7 +32,7 @@ inline __m512i code_table() {  // 0 to 15 twice, so that a fifth bit of an index
     return _mm512_load_si512(values);
 }
 
-// For each group of each row, the sum of its activations. to: [rows, k / kGroup4].
+// Writes the sum of the activations of each group of each row. to: [rows, k / kGroup4].
 inline void sum_groups(const Rows& x, long rows, long words, float* to) {
     const __m512i ones = _mm512_set1_epi16(0x3F80);
     for (long row = 0; row < rows; row++)
@@ -42,8 +42,8 @@ inline void sum_groups(const Rows& x, long rows, long words, float* to) {
         }
 }
 
-// Sums of R rows with one panel. x_sums: of the first row's groups. `ahead`, unless null: where to ask for as many lines
-// as are read.
+// Computes the sums of R rows with one panel. x_sums: the sums of the first row's groups. `ahead`: the panel to prefetch
+// meanwhile, or null.
 template <int R>
 inline void sums4(const Rows& x, long row, const float* x_sums, const Weight& w, const uint32_t* panel, const uint32_t* ahead,
                   __m512 (&sum)[R][2]) {
@@ -94,8 +94,8 @@ inline void sums4(const Rows& x, long row, const float* x_sums, const Weight& w,
     for (int r = 0; r < R; r++) sum[r][0] = total[r][0], sum[r][1] = total[r][1];
 }
 
-// As `multiply_by`: one piece of rows asks for what it needs itself a little later, of several the first asks for the
-// next panel.
+// Multiplies as `multiply_by` does. A single piece of rows prefetches the weights that it needs a little later; of several
+// pieces, the first prefetches the next panel.
 template <class Out>
 void multiply_int4(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
     const long groups = w.words / kGroup4Words;
@@ -118,13 +118,14 @@ inline float widened(bf16 half) {
     return value;
 }
 
-inline bf16 narrowed(float value) {  // finite; to nearest, ties to even
+inline bf16 narrowed(float value) {  // of a finite value; it rounds to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     return bf16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-// [n, k] bfloat16 to panels of codes, each group of a column from its least to its largest; k a multiple of kGroup4.
+// Packs [n, k] bfloat16 into panels of codes; the codes of each group of a column span its least to its largest weight. k is a
+// multiple of kGroup4.
 inline void pack_int4(const bf16* weight, long n, long k, uint32_t* to) {
     const long groups = k / kGroup4;
     for (long row = 0; row < n; row++)
@@ -138,7 +139,8 @@ inline void pack_int4(const bf16* weight, long n, long k, uint32_t* to) {
             const bf16 scale = narrowed((*largest - *least) / 15.0f);
             block[column] = scale, block[kPanel + column] = narrowed(*least);
             const float inverse = widened(scale) > 0 ? 1.0f / widened(scale) : 0.0f;
-            // A line holds two words of k: in each lane of 16 bits the low columns' code, the high ones', and both again.
+            // A line holds two words of k. A lane of 16 bits has the codes of a low and a high column for the first word, then
+            // those for the second.
             bf16* codes = block + 2 * kPanel;
             for (long i = 0; i < kGroup4; i++) {
                 const float code = std::min(15.0f, std::max(0.0f, std::nearbyintf((wide[i] - *least) * inverse)));

@@ -1,7 +1,7 @@
-// How K and V are stored: by token and head as plain numbers, or quantised with one scale a block and head.
+// The storage formats of K and V: plain numbers, or quantised numbers with one scale for each block and head.
 //
-// A stored number times its scale is the value. int8: [-127, 127]. fp8: E4M3 without infinities, up to 448. int4: [-7, 7]
-// stored plus 8, two neighbouring dimensions a byte, the even one in the low half. All are exact in bfloat16, so products
+// A value is a stored number times its scale. int8: [-127, 127]. fp8: E4M3 without infinities, up to 448. int4: [-7, 7] stored
+// plus 8, two neighbouring dimensions in a byte, the even one in the low half. bfloat16 holds all of them exactly, so products
 // take them as they are, and scales multiply scores and weights. pdserve/engine/kv/format.py computes the same bytes.
 #pragma once
 
@@ -12,10 +12,11 @@
 
 namespace pdserve {
 
-constexpr float kSmallestScale = 0x1p-100f;  // where all are smaller the scale is 0: 1 / scale must be finite
+constexpr float kSmallestScale = 0x1p-100f;  // a smaller scale becomes 0, so that 1 / scale is finite
 
-// Every format: bytes of one token of a head; `load`, 32 dimensions from `from` on as bfloat16, those not in `pairs`
-// anything finite; `store`, sixteen. What is quantised also has `widen16`, the inverse of `store`.
+// Every format has three functions. `bytes` gives the bytes of one token of a head. `load` returns 32 dimensions from `from` on
+// as bfloat16; those outside `pairs` are any finite numbers. `store` writes sixteen dimensions. Quantised formats also have
+// `widen16`, the inverse of `store`.
 
 struct Bf16Kv {
     static constexpr bool kScaled = false;
@@ -29,14 +30,14 @@ struct Fp32Kv {
     static constexpr long bytes(long dim) { return dim * 4; }
     static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
         const float* at = (const float*)row + from;
-        const __m512 low = _mm512_loadu_ps(at);  // heads are whole vectors
+        const __m512 low = _mm512_loadu_ps(at);  // a head is a whole number of vectors
         const __m512 high = _mm512_maskz_loadu_ps(pairs >> 8 ? 0xFFFF : 0, at + kLanes);
         return (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
     static void store(uint8_t* row, long at, __m512 value) { _mm512_storeu_ps((float*)row + at, value); }
 };
 
-// To the nearest whole number within [-largest, largest], halves upwards.
+// Rounds to the nearest whole number, halves upwards, within [-largest, largest].
 inline __m512i whole_lanes(__m512 value, float largest) {
     const __m512 up = _mm512_roundscale_ps(_mm512_add_ps(value, _mm512_set1_ps(0.5f)), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     return _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(up, _mm512_set1_ps(-largest)), _mm512_set1_ps(largest)));
@@ -64,7 +65,7 @@ struct Fp8Kv {
     static constexpr bool kScaled = true;
     static constexpr float kLargest = 448;
     static constexpr long bytes(long dim) { return dim; }
-    // A normal number has the exponent's bias of 7 raised to 127; the eight below stand in a table.
+    // For a normal number, the exponent's bias is raised from 7 to 127. The eight smaller numbers stand in a table.
     static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
         const __m512i stored = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi16(pairs, row + from));
         const __m512i size = _mm512_and_si512(stored, _mm512_set1_epi16(0x7F));
@@ -83,11 +84,11 @@ struct Fp8Kv {
         const __m512i found = _mm512_mask_mov_epi32(normal, is_small, _mm512_castps_si512(small));
         return _mm512_castsi512_ps(_mm512_or_si512(found, _mm512_slli_epi32(_mm512_srli_epi32(stored, 7), 31)));
     }
-    // To nearest, halves to even.
+    // Rounds to nearest, halves to even.
     static void store(uint8_t* row, long at, __m512 value) {
         const __m512 bounded = _mm512_min_ps(_mm512_max_ps(value, _mm512_set1_ps(-kLargest)), _mm512_set1_ps(kLargest));
         const __m512 size = _mm512_abs_ps(bounded);
-        __m512i bits = _mm512_castps_si512(size);  // 20 of the 23 bits behind the point go
+        __m512i bits = _mm512_castps_si512(size);  // the last 20 of the 23 mantissa bits are dropped
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
         bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFFF)));
         const __m512i normal = _mm512_sub_epi32(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(120 << 3));
@@ -123,7 +124,7 @@ struct Int4Kv {
     }
 };
 
-// Calls f<Format>() for one of PdStep's kv_format. False where there is none such.
+// Calls f<Format>() for a value of PdStep's kv_format. Returns false when there is no such format.
 template <class Function>
 inline bool with_format(int64_t format, const Function& f) {
     switch (format) {
@@ -136,9 +137,9 @@ inline bool with_format(int64_t format, const Function& f) {
     return false;
 }
 
-// `count` tokens of one head, [count, dim] float32 with `stride` between them, into a block from offset `first` on; rows
-// and scale are the block's of that head. The scale grows when they need it, and then the older tokens are rounded again;
-// else those stay as they are. A block without older ones has no scale yet: what lies there is its former owner's.
+// Writes `count` tokens of one head, [count, dim] float32 with `stride` between them, into a block from offset `first` on. `rows`
+// and `scale_at` are those of the block and head. When the new tokens need a larger scale, the older tokens are rounded again;
+// otherwise they stay as they are. A block without older tokens has no scale yet: the memory holds a former owner's value.
 template <class Kv>
 inline void quantise_head(const float* values, long stride, long first, long count, long dim, uint8_t* rows, float* scale_at) {
     __m512 highest = _mm512_setzero_ps();

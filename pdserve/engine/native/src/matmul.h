@@ -1,11 +1,11 @@
-// Matrix products with weights packed once. An element of the result is one chain of multiply-adds in the order of k,
-// in one accumulator: its bits depend on its row of x and its column of the weight, never on how many rows are
-// multiplied together, on the tile that computes it, or on the thread.
+// Matrix products with weights that are packed once. An element of the result is one chain of multiply-adds in the order of k, in
+// one accumulator. Its bits depend on its row of x and its column of the weight, never on the number of rows that are multiplied
+// together, on the tile that computes it, or on the thread.
 //
-// Operands are words of 32 bits, two bfloat16 or four 8-bit integers that lie beside each other in k, as the CPU's
-// dot-product instructions take them. A panel holds PANEL columns: for each word of k, PANEL words, so that the
-// innermost loop reads it from front to end. A tile of ROWS x PANEL accumulators fills 24 of the 32 registers; at 12
-// multiply-adds of both halves it needs 14 loads, which the two load ports give in half the time of the products.
+// Operands are words of 32 bits: two bfloat16 or four 8-bit integers that are neighbours in k, as the CPU's dot-product
+// instructions take them. A panel holds kPanel columns. For each word of k it has kPanel words, so the innermost loop reads it
+// from front to end. A tile of kRows x kPanel accumulators fills 24 of the 32 registers. For 12 multiply-adds of both halves it
+// needs 14 loads, which the two load ports give in half the time of the products.
 #pragma once
 
 #include <cmath>
@@ -21,7 +21,7 @@ constexpr int kPanel = 2 * kLanes;
 constexpr int kRows = 12;
 constexpr long kGroup = 64;               // 8-bit integers of a row that share a scale
 constexpr long kGroupWords = kGroup / 4;
-// How far ahead few rows ask for the weights that they stream through: 8 KiB.
+// The distance at which a product of few rows prefetches its weights: 8 KiB.
 constexpr long kAheadWords = 64 * kPanel;
 
 struct Bf16Dot {
@@ -32,17 +32,17 @@ struct Bf16Dot {
 };
 
 struct Int8Dot {  // x signed, w unsigned; the sum is exact
-    static constexpr int kMostRows = kRows / 2;  // floats for whole rows stand beside the integers of a group
+    static constexpr int kMostRows = kRows / 2;  // registers also hold the float sums of whole rows beside the integer sums of a group
     using Sum = __m512i;
     static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, w, x); }
 };
 
-// sum[r] += rows r of x times Panels panels, the first at `panel` and each `panel_words` behind the one before. x_stride
-// in words. meanwhile(k): with each word, for what memory has to bring.
+// Adds to sum[r] the product of row r of x with `Panels` panels. The first panel is at `panel`, and each next one `panel_words`
+// later. x_stride is in words. meanwhile(k) is called with each word, for prefetches.
 template <class Dot, int R, int Panels, class Meanwhile>
 inline void tile(const uint32_t* x, long x_stride, const uint32_t* panel, long panel_words, long words,
                  typename Dot::Sum (&sum)[R][2 * Panels], const Meanwhile& meanwhile) {
-    typename Dot::Sum at[R][2 * Panels];  // gcc 12 keeps these in registers, but not what a reference leads to
+    typename Dot::Sum at[R][2 * Panels];  // gcc 12 keeps these in registers, but not values behind a reference
     PDSERVE_UNROLL(12)
     for (int r = 0; r < R; r++)
         for (int h = 0; h < 2 * Panels; h++) at[r][h] = sum[r][h];
@@ -80,33 +80,34 @@ inline void row_pieces(long first, long end, const Function& f) {
     }
 }
 
-// A weight [n, k], packed. Columns beyond n are never looked at. 8 bits: one scale a column, 128 added; 4: see int4.h.
+// A packed weight [n, k]. Columns beyond n are never used. With 8 bits, each column has one scale, and 128 is added to the
+// integers. For 4 bits see int4.h.
 struct Weight {
     long n = 0, k = 0;
     int bits = 16;
-    long words = 0;         // of a row that it is multiplied with
+    long words = 0;         // words of a row that it is multiplied with
     long panel_words = 0;
     const uint32_t* panels = nullptr;
     const float* scales = nullptr;  // [panels * kPanel], 8 bits only
 
-    bool integers() const { return bits == 8; }  // and so are the rows
+    bool integers() const { return bits == 8; }  // the rows are then integers, too
     long count() const { return (n + kPanel - 1) / kPanel; }
     const uint32_t* panel(long index) const { return panels + index * panel_words; }
 };
 
-// Rows that are multiplied: bfloat16, or 8-bit integers with a scale for each kGroup of them. One scale a row is not
-// enough: single activations of a Llama are a thousand times the others, which would all become 0.
+// Rows that are multiplied: bfloat16, or 8-bit integers with a scale for each kGroup of them. One scale for a whole row is not
+// enough: single activations of a Llama are a thousand times as large as the others, which would all become 0.
 struct Rows {
     uint32_t* words = nullptr;
     long stride = 0;             // in words
     float* scales = nullptr;     // [rows, stride / kGroupWords]
-    int32_t* offsets = nullptr;  // beside each scale: -128 times the sum of the group
-    const float* sums = nullptr;  // for weights of four bits: of each group, see int4.h
+    int32_t* offsets = nullptr;  // one beside each scale: -128 times the sum of the group
+    const float* sums = nullptr;  // for weights of four bits: the sum of each group, see int4.h
 
     long group(long row) const { return row * stride / kGroupWords; }
 };
 
-// With each word, `Lines` cache lines from `ahead` on are asked for.
+// Computes the sums of R rows with one panel. With each word, it prefetches `Lines` cache lines from `ahead` on.
 template <class Dot, int R, int Lines>
 inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, __m512 (&sum)[R][2]) {
     const uint32_t* from = x.words + row * x.stride;
@@ -150,8 +151,8 @@ void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t*
     for (int r = 0; r < R; r++) out(row + r, panel * kPanel, sum[r][0], sum[r][1]);
 }
 
-// Weights come from memory, rows from caches. One piece of rows asks for what it needs itself a little later; of
-// several, the first two ask for the halves of the next panel, so that memory works while the others compute.
+// Weights come from memory, rows from caches. A single piece of rows prefetches the weights that it needs a little later. With
+// several pieces, the first two prefetch the halves of the next panel, so that memory works while the others compute.
 template <class Dot, class Out>
 void multiply_by(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
     const bool single = rows <= Dot::kMostRows;
@@ -168,7 +169,7 @@ void multiply_by(const Rows& x, long rows, const Weight& w, long panel, long pan
     }
 }
 
-// What becomes of a product: stored, added, or halved by silu(gate) * up.
+// The uses of a product: it is stored, added, or combined to silu(gate) * up, which has half the columns.
 
 struct Store {
     float* to;
@@ -201,7 +202,7 @@ struct SiluMul {  // panels hold sixteen columns of the gate, then the same sixt
     }
 };
 
-// [n, k] bfloat16 to panels; k even.
+// Packs [n, k] bfloat16 into panels; k is even.
 inline void pack(const bf16* weight, long n, long k, uint32_t* to) {
     const long words = k / 2;
     for (long row = 0; row < n; row++) {
@@ -210,7 +211,7 @@ inline void pack(const bf16* weight, long n, long k, uint32_t* to) {
     }
 }
 
-// [n, k] bfloat16 to panels of integers, each column scaled to 127; k a multiple of kGroup.
+// Packs [n, k] bfloat16 into panels of integers, with each column scaled to 127; k is a multiple of kGroup.
 inline void pack_int8(const bf16* weight, long n, long k, uint32_t* to, float* scales) {
     const long words = k / 4;
     std::vector<float> wide(k);

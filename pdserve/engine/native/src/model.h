@@ -1,8 +1,8 @@
-// The Llama decoder: one call computes a step of all layers.
+// The Llama decoder. One call computes all layers of a step.
 //
-// Few rows: a product's columns are shared out, so that each weight is read once by one core; a layer is five products and
-// attention, each a phase of the pool (pool.h). Many rows: rows are shared out, in tiles that go through all products of a
-// layer by themselves, and threads meet at attention only. The bits are the same (matmul.h).
+// With few rows, the threads share the columns of a product, so that each weight is read once by one core. A layer is then four
+// products and attention, each a phase of the pool (pool.h). With many rows, the threads share the rows, in tiles that go through
+// all products of a layer by themselves, and threads meet only at attention. Both give the same bits (matmul.h).
 #pragma once
 
 #include <atomic>
@@ -19,14 +19,14 @@
 
 namespace pdserve {
 
-constexpr long kRowsEach = 48;    // from so many rows a thread on, rows are shared out instead of columns; 12 and 24 were as fast
-constexpr long kTileRows = 256;   // at most, of a tile: each reads all weights again; with 128 a prompt of 2,048 took 1.01 to 1.07 times as long
-constexpr long kPrivateRows = 8;  // up to so many rows, every thread prepares them itself and spares a phase
-constexpr long kRowPieces = 4;    // of a thread's share where rows are prepared: any few
-constexpr long kPieces = 32;      // about, of a thread's share of a product that has as many panels
+constexpr long kRowsEach = 48;    // from so many rows a thread on, rows are shared instead of columns; 12 and 24 were as fast
+constexpr long kTileRows = 256;   // most rows of a tile; each reads all weights again; with 128 a prompt of 2,048 took 1.01 to 1.07 times as long
+constexpr long kPrivateRows = 8;  // up to so many rows, every thread prepares all of them, which saves a phase
+constexpr long kRowPieces = 4;    // pieces of a thread's share where rows are prepared; any small number would do
+constexpr long kPieces = 32;      // pieces of a thread's share of a product, if it has that many panels
 
-// out(row, column, low, high) for rows [0, rows) and panels [panel, panel_end): sixteen columns from `column` and the
-// sixteen after them.
+// Calls out(row, column, low, high) for rows [0, rows) and panels [panel, panel_end). low and high are the sixteen columns from
+// `column` on and the next sixteen.
 template <class Out>
 void multiply(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
     if (w.bits == 4)
@@ -42,23 +42,24 @@ struct Layer {
     Weight qkv, attention_out, gate_up, down;
 };
 
-// A span's queries of one KV head against chunks [chunk, chunk_end). part: where the chunk's result goes, or -1.
+// Queries of one span and KV head against chunks [chunk, chunk_end). part: the first place for the results of the decode's
+// `parts` chunks, or -1 when one task computes all chunks.
 struct Task {
     long span, head, begin, tokens, chunk, chunk_end, part, parts;
 };
 
-// Rows of a span whose K and V go to one block, the first to `position`.
+// `count` rows of a span whose K and V go to one block. `position` is that of the first row.
 struct Touched {
     long span, row, position, count;
 };
 
-// Room for rows of at most `words` words each.
+// Memory for rows that are multiplied.
 struct RowRoom {
     Lines<uint32_t> words;
     Lines<float> scales;
     Lines<int32_t> offsets;
 
-    // Each by itself: there may have been no memory for all of it.
+    // Each vector is checked by itself, because an earlier call may have run out of memory half-way.
     void fit(size_t rows, size_t words_each, bool integers) {
         if (words.size() < rows * words_each) words.resize(rows * words_each);
         const size_t groups = integers ? rows * words_each / kGroupWords : 0;
@@ -72,29 +73,29 @@ struct RowRoom {
     }
 };
 
-// What one thread needs for itself.
+// Working memory of one thread.
 struct Own {
     AttentionScratch attention;
-    Lines<float> spare, turned, sums;  // turned: keys of one head and block; sums: of groups (int4.h)
+    Lines<float> spare, turned, sums;  // turned: rotated keys of one head and block; sums: sums of groups (int4.h)
     RowRoom rows;
     Lines<bf16> gated;
     DrawScratch draw;
 };
 
-// The rows that are still computed: all of a step's, or in the end those whose logits are wanted.
+// The rows that are still computed: all rows of a step, or in the last layer those whose logits are wanted.
 struct Batch {
     float* x;  // [rows, hidden]
     bf16* attended;
     long rows;
 };
 
-// Some of a batch's rows, and who computes them: one thread all columns, or all threads together.
+// Some rows of a batch. together: all threads compute them; otherwise one thread computes all their columns.
 struct Part {
     long row, rows;
     bool together;
 };
 
-// Where a product's rows come from: x / rms(x) * weight, or bfloat16 as they are.
+// The sources of a product's rows: x / rms(x) * weight (`Normed`), or bfloat16 numbers as they are (`Halves`).
 
 struct Normed {
     const float* x;
@@ -135,7 +136,7 @@ class Model {
 
     bool integers() const { return layers_[0].down.integers(); }
 
-    // Whether rows are shared out.
+    // Tells whether threads share the rows of a step instead of the columns of its products.
     bool by_rows(long rows) const { return rows >= kRowsEach * threads_ && threads_ > 1; }
 
     bool sound(const PdStep& step) const;
@@ -171,18 +172,18 @@ class Model {
         requantise(from.from + row * next.k, next.k, spare, to, row);
     }
 
-    // Null where rows have to be prepared.
+    // Returns the rows if they can be multiplied as they are; null when they have to be prepared.
     static uint32_t* as_it_is(const Normed&, const Weight&) { return nullptr; }
     static uint32_t* as_it_is(const Halves& from, const Weight& next) { return next.integers() ? nullptr : (uint32_t*)from.from; }
 
-    // f(row, end) for all rows, in a few pieces a thread.
+    // Calls f(row, end) for all rows, in a few pieces for each thread.
     template <class F>
     void share_rows(int thread, long rows, const F& f) {
         const long pieces = std::min<long>(rows, kRowPieces * threads_);
         pool_.share(thread, pieces, [&](long i) { f(rows * i / pieces, rows * (i + 1) / pieces); });
     }
 
-    // f(part) for all of a batch: its tiles one by one, or the whole together.
+    // Calls f(part) for the whole batch: for each of its tiles, or once for all rows together.
     template <class F>
     void each_part(int thread, long rows, const F& f) {
         if (!by_rows(rows)) return f(Part{0, rows, true});
@@ -193,8 +194,8 @@ class Model {
         });
     }
 
-    // A part's rows times a weight: out(row, column, low, high) as in `multiply`, then(panel, panel_end) behind each piece, a
-    // multiple of `unit` panels. Rows of `from` and `out` count from the part's first.
+    // Multiplies the rows of a part with a weight. It calls out(row, column, low, high) as `multiply` does, and then(panel,
+    // panel_end) after each piece, which is a multiple of `unit` panels. Rows of `from` and `out` count from the part's first.
     template <class From, class Out, class Then>
     void product(int thread, const Part& part, const Weight& w, const From& from, const Out& out, long unit, const Then& then) {
         Own& own = own_[thread];
@@ -208,7 +209,7 @@ class Model {
             rows.words = given;
         else if (!alone)
             share_rows(thread, part.rows, fill);
-        bool ready = false;  // a thread that gets no piece must look at nothing: others may be further on
+        bool ready = false;  // a thread that gets no piece must read nothing, because others may already be in the next phase
         const auto work = [&](long panel, long end) {
             if (!ready && given == nullptr && alone) fill(0, part.rows);
             if (!ready && w.bits == 4) sum_groups(rows, part.rows, w.words, own.sums.data()), rows.sums = own.sums.data();
@@ -234,17 +235,17 @@ class Model {
     Weight head_;
     Pool pool_;
 
-    // Of the current step.
+    // State of the current step.
     const PdStep* step_ = nullptr;
     int threads_ = 1;
     std::vector<Task> tasks_;
     std::vector<Touched> touched_;
     std::vector<long> span_row_;  // the first row of each span
-    std::unique_ptr<std::atomic<long>[]> missing_;  // parts that a task's span still lacks
+    std::unique_ptr<std::atomic<long>[]> missing_;  // chunks of a decode that are not finished yet, by the first of its parts
     long missing_count_ = 0;
     std::vector<Own> own_;
     Lines<float> residual_, wanted_, qkv_, part_sums_, part_tops_, part_totals_;
-    RowRoom together_;  // what all threads multiply
+    RowRoom together_;  // rows that all threads multiply
     Lines<bf16> query_, attended_, wanted_attended_, gated_;
 };
 

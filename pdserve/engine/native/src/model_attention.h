@@ -1,4 +1,4 @@
-// Attention of one layer, task by task.
+// The attention of one layer, task by task.
 #pragma once
 
 #include "model.h"
@@ -10,7 +10,7 @@ void Model::attend(int thread, long layer) {
     pool_.queue(thread, long(tasks_.size()), [&](long i) { run<Kv>(thread, tasks_[i], layer); });
 }
 
-// Of the task that this thread will probably take next: another may be faster, which costs some reads.
+// Returns the asker for the task that this thread will probably take next. If another thread is faster, some reads are wasted.
 template <class Kv>
 Asker<Kv> Model::first_of_next(int thread, long layer) const {
     const long index = pool_.next_in_queue(thread);
@@ -52,11 +52,11 @@ void Model::run(int thread, const Task& task, long layer) {
                    attended_.data() + (row + r / group()) * query_width() + at + r % group() * dim);
 }
 
-// By the thread that brought the last chunk of a decode.
+// Merges the chunks of a decode. The thread that finished the last chunk calls it.
 void Model::merge_parts(const Task& task, Own& own) {
     AttentionScratch& s = own.attention;
     const long rows = group(), dim = shape_.head_dim;
-    missing_[task.part].store(task.parts, std::memory_order_relaxed);  // for the next layer, behind a barrier
+    missing_[task.part].store(task.parts, std::memory_order_relaxed);  // for the next layer, which starts after a barrier
     for (long r = 0; r < rows; r++) {
         float top = kNone, total = 0;
         std::fill_n(s.merged.begin(), s.dim, 0.0f);

@@ -1,4 +1,4 @@
-// From a layer's product to its queries, keys and values where attention finds them.
+// The way from the product of a layer to queries, keys and values in the places where attention reads them.
 #pragma once
 
 #include "model.h"
@@ -15,8 +15,8 @@ Paged<Kv> Model::paged(long span, long layer, long head) const {
             key * each, value * each, all * each + key * scale, all * each + value * scale};
 }
 
-// Heads [head, end) of qkv: queries turned, keys turned and values into the pool. What is quantised waits until all tokens of
-// a block are there.
+// Handles heads [head, end) of qkv: rotates queries, and writes rotated keys and values into the pool. Quantised K and V are
+// written only when all tokens of a block are there.
 template <class Kv>
 void Model::put_heads(Own& own, long layer, const Part& part, long head, long end) {
     const long dim = shape_.head_dim, heads = shape_.heads, kv_heads = shape_.kv_heads;
@@ -47,7 +47,7 @@ void Model::put_heads(Own& own, long layer, const Part& part, long head, long en
                 for (long i = std::max(head, heads); i < end; i++) put_scaled<Kv>(own, layer, touched, i);
 }
 
-// One head of one block: its tokens share a scale.
+// Quantises one head of one block. Its tokens share a scale.
 template <class Kv>
 void Model::put_scaled(Own& own, long layer, const Touched& touched, long head) {
     const auto [span, row, position, count] = touched;
@@ -62,7 +62,7 @@ void Model::put_scaled(Own& own, long layer, const Touched& touched, long head) 
     quantise_head<Kv>(turned, dim, offset, count, dim, block + kv.key, (float*)(block + kv.key_scale));
 }
 
-// Where a block's tokens are rows of several tiles.
+// Quantises the heads of all touched blocks. It is used when the tokens of a block may be rows of several tiles.
 template <class Kv>
 void Model::put_all_scaled(int thread, long layer) {
     const long heads = 2 * shape_.kv_heads;

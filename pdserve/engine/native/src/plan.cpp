@@ -1,4 +1,4 @@
-// What a step needs before it is computed: whether it is sound, attention cut into tasks, and room.
+// The preparation of a step: the check that it is sound, the cut of attention into tasks, and the memory for it.
 #include "model.h"
 
 namespace pdserve {
@@ -16,7 +16,7 @@ void Model::set(Weight& weight, const bf16* from, long n, long k, int bits) {
     weight.scales = scales;
 }
 
-// What the caller promises: were it not so, another sequence's KV would be read or written.
+// Checks what the caller promises. If it were wrong, the step could read or write another sequence's KV.
 bool Model::sound(const PdStep& step) const {
     long rows = 0;
     for (long span = 0; span < step.spans; span++) {
@@ -41,7 +41,7 @@ bool Model::forward(const PdStep& step) {
     return true;
 }
 
-// Attention in pieces, the most expensive first. A decode is cut into its chunks where threads would lack work.
+// Cuts attention into tasks, the most expensive first. A decode is cut into its chunks when threads would lack work.
 void Model::plan(const PdStep& step) {
     tasks_.clear();
     span_row_.assign(1, 0);
@@ -101,7 +101,7 @@ void Model::fit(const PdStep& step) {
     grow(query_, rows * query_width());
     grow(attended_, rows * query_width());
     grow(wanted_attended_, step.out_rows * query_width());
-    // A step that shares rows out has room for all smaller ones too: memory is settled by the largest.
+    // A step that shares rows out also has the memory for all smaller steps, so the largest step decides how much there is.
     const long together = by_rows(rows) ? std::max<long>(step.out_rows, kRowsEach * threads_) : rows;
     const long own_rows = by_rows(rows) ? kTileRows : kPrivateRows;
     const long words = std::max(hidden / 2, integers() ? widest() / 4 : 0);

@@ -1,12 +1,12 @@
-// The threads of one model, and how they share work out.
+// The threads of one model, and the way they share work.
 //
-// A run goes through phases, and a phase is so many pieces of work. A thread takes the pieces of its own share one after
-// the other, which lie beside each other, and then what the others have not begun: so a thread that has lost its core for a
-// while holds up one piece, not half a phase. A phase ends when its pieces are done, whoever did them: a thread that comes
-// late finds nothing to do and goes on to the next. Waiting threads spin for a moment only and then sleep: two workers of
-// two threads each on two cores must not spin each other out of their time slices.
+// A run goes through phases, and a phase is a number of pieces of work. A thread takes the pieces of its own share one after
+// the other; they lie beside each other. Then it takes pieces that the other threads have not begun. So a thread that has lost
+// its core for a while delays one piece, not half a phase. A phase ends when all its pieces are done, no matter which thread did
+// them. A late thread finds nothing to do and goes on to the next phase. Waiting threads spin only for a moment and then sleep:
+// two workers with two threads each on two cores must not take each other's time slices by spinning.
 //
-// What a piece throws ends the run: the other threads leave at their next wait, and `run` throws it again.
+// An exception in a piece ends the run: the other threads leave at their next wait, and `run` throws the exception again.
 #pragma once
 
 #include <immintrin.h>
@@ -23,10 +23,11 @@
 
 namespace pdserve {
 
-// Tens of microseconds: chosen, not tuned. Beside another busy process two threads lose more than their share of time.
+// Tens of microseconds. The value was chosen, not tuned. Beside another busy process two threads lose more than their share of
+// time.
 constexpr int kSpins = 2000;
 
-// Until done(value). Whoever changes the value so that it is has to notify.
+// Waits until done(value). A thread that changes the value so that done(value) holds must notify.
 template <class Done>
 inline void wait_until(const std::atomic<uint32_t>& value, const Done& done) {
     for (int i = 0; i < kSpins; i++) {
@@ -40,9 +41,9 @@ class Pool {
   public:
     ~Pool() { stop(); }
 
-    // Runs work(thread) on `threads` threads, the caller among them as thread 0, and returns when all have left it. Every
-    // thread must go through the same phases. Throws what a thread threw, and std::system_error when there is no thread to
-    // be had; it can be called again after that.
+    // Runs work(thread) on `threads` threads and returns when all have left it. The caller is thread 0. Every thread must go
+    // through the same phases. Throws what a thread threw, or std::system_error when the system gives no thread; it can be
+    // called again after that.
     void run(int threads, const std::function<void(int)>& work) {
         if (threads != this->threads() || lanes_ == nullptr) resize(threads);
         work_ = &work;
@@ -57,30 +58,30 @@ class Pool {
 
     int threads() const { return int(workers_.size()) + 1; }
 
-    // A phase: f(piece) once for each piece of [0, count), of which every thread has an equal share to begin with.
+    // Runs a phase: f(piece) once for each piece of [0, count). Every thread begins with an equal share of the pieces.
     template <class F>
     void share(int thread, long count, const F& f) {
         phase(thread, count, [this, count](int of) { return count * of / threads(); }, f);
     }
 
-    // The same with one share for all: pieces begin in their order.
+    // Runs a phase with one share for all threads, so pieces begin in their order.
     template <class F>
     void queue(int thread, long count, const F& f) {
         phase(thread, count, [count](int of) { return of == 0 ? 0 : count; }, f);
     }
 
-    // In a queue: the piece that is probably taken next; `count` or more where none is left.
+    // Returns the piece of a queue that is probably taken next; `count` or more when none is left.
     long next_in_queue(int thread) const {
         return long(lanes_[0].next.load(std::memory_order_relaxed) - (lanes_[thread].phase << kPieceBits));
     }
 
   private:
-    static constexpr int kPieceBits = 20;  // of a number of 64: no phase has a million pieces, and phases count for centuries
+    static constexpr int kPieceBits = 20;  // bits of 64 for the piece: no phase has a million pieces, and the phases last for centuries
 
     struct alignas(64) Lane {
-        std::atomic<uint64_t> next{0};  // of this thread's share: the phase's number, and behind it the first piece not taken
-        uint64_t phase = 0;             // that this thread is in
-        uint32_t due = 0;               // pieces that are done when that one ends, since the pool began
+        std::atomic<uint64_t> next{0};  // state of this thread's share: the number of its phase, then its first piece that is not taken
+        uint64_t phase = 0;             // the phase that this thread is in
+        uint32_t due = 0;               // pieces since the pool began that are done when this phase ends
     };
 
     struct Abandoned {};  // another thread threw
@@ -114,7 +115,8 @@ class Pool {
         if (failed_.load(std::memory_order_relaxed)) throw Abandoned();
     }
 
-    // A piece of a share of `size`, or -1. A phase that is over has no pieces left: its number is less.
+    // Takes a piece of a share of `size` and returns it, or -1 when none is left. A phase that is over has no pieces left,
+    // because its number is smaller.
     static long take(std::atomic<uint64_t>& next, uint64_t phase, long size) {
         const uint64_t begin = phase << kPieceBits;
         uint64_t seen = next.load(std::memory_order_relaxed);
@@ -145,7 +147,7 @@ class Pool {
     }
 
     void stop() {
-        work_ = nullptr;  // the wish to end
+        work_ = nullptr;  // tells the workers to end
         if (!workers_.empty()) signal(round_);
         for (auto& worker : workers_) worker.join();
         workers_.clear();
@@ -160,7 +162,7 @@ class Pool {
         for (int i = 1; i < threads; i++) workers_.emplace_back([this, i, round] { serve(i, round); });
     }
 
-    void reset() {  // nobody is in a phase
+    void reset() {  // call it only when no thread is in a phase
         for (int i = 0; i < threads(); i++) lanes_[i].phase = lanes_[i].due = 0, lanes_[i].next.store(0);
         done_.store(0);
         failed_.store(false);
@@ -168,7 +170,7 @@ class Pool {
 
     const std::function<void(int)>* work_ = nullptr;
     std::unique_ptr<Lane[]> lanes_;
-    std::atomic<uint32_t> round_{0}, left_{0}, done_{0};  // done_: pieces
+    std::atomic<uint32_t> round_{0}, left_{0}, done_{0};  // done_ counts pieces
     std::atomic<bool> failed_{false};
     std::exception_ptr error_;
     std::vector<std::thread> workers_;

@@ -1,4 +1,4 @@
-// Per-token functions besides matrix products. A row's result depends on that row alone.
+// Per-token functions besides matrix products. The result of a row depends only on that row.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace pdserve {
 
-// One group of float32 as integers of at most 127 times their scale.
+// Writes one group of float32 numbers as integers up to 127, and their scale and offset.
 inline void put_group(const float* x, int8_t* to, float& scale, int32_t& offset) {
     __m512 largest = _mm512_setzero_ps();
     for (long i = 0; i < kGroup; i += kLanes) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
@@ -24,7 +24,7 @@ inline void put_group(const float* x, int8_t* to, float& scale, int32_t& offset)
     offset = -128 * _mm512_reduce_add_epi32(sum);
 }
 
-// float32 [k] to row `row` of `out`, as bfloat16 or, with scales, as integers.
+// Writes float32 [k] to row `row` of `out`: as integers if `out` has scales, else as bfloat16.
 inline void put_row(const float* x, long k, const Rows& out, long row) {
     if (out.scales == nullptr) {
         bf16* to = (bf16*)(out.words + row * out.stride);
@@ -38,13 +38,13 @@ inline void put_row(const float* x, long k, const Rows& out, long row) {
     }
 }
 
-// The same from bfloat16; `spare` holds k floats.
+// Writes bfloat16 [k] to row `row` of `out` as `put_row` does. `spare` has room for k floats.
 inline void requantise(const bf16* x, long k, float* spare, const Rows& out, long row) {
     for (long i = 0; i < k; i += kLanes) _mm512_storeu_ps(spare + i, load_bf16(x + i));
     put_row(spare, k, out, row);
 }
 
-// x / rms(x) * weight, [k] float32; `spare` holds k floats.
+// Writes x / rms(x) * weight to row `row` of `out`; x is [k] float32. `spare` has room for k floats.
 inline void norm_row(const float* x, const float* weight, long k, float eps, float* spare, const Rows& out, long row) {
     __m512 squares = _mm512_setzero_ps();
     for (long i = 0; i < k; i += kLanes) {
@@ -59,7 +59,7 @@ inline void norm_row(const float* x, const float* weight, long k, float eps, flo
     put_row(spare, k, out, row);
 }
 
-// One head turned by the rows of `table`: cosines, then sines with the first half negated.
+// Rotates one head by the rows of `table`: cosines, then sines with the first half negated.
 inline void turn_head(const float* x, const float* table, long dim, float* to) {
     const float *cosine = table, *sine = table + dim;
     const long half = dim / 2;
@@ -69,7 +69,7 @@ inline void turn_head(const float* x, const float* table, long dim, float* to) {
     }
 }
 
-// Rounded once, to a row of plain K or V.
+// Writes one head to a row of plain K or V, rounded once.
 template <class Kv>
 inline void put_head(const float* x, long dim, uint8_t* to) {
     for (long i = 0; i < dim; i += kLanes) Kv::store(to, i, _mm512_loadu_ps(x + i));

@@ -1,4 +1,4 @@
-// All that happens between a row of logits and its token: log-probabilities, bias, penalties, bans, and the draw.
+// The steps from a row of logits to its token: log-probabilities, bias, penalties, bans, and the draw.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace pdserve {
 
-// The `most` largest, largest first, the lower id first among equals.
+// Finds the `most` largest logits, largest first, the lower id first among equals.
 inline void find_likeliest(const float* logits, long count, long most, std::vector<Candidate>& found) {
     found.clear();
     __m512 least = _mm512_set1_ps(0.0f);
@@ -28,12 +28,12 @@ inline void find_likeliest(const float* logits, long count, long most, std::vect
     }
 }
 
-// Of the model's own distribution. `logsum`: of e^(x - largest).
+// Turns logits into log-probabilities of the model's own distribution. `logsum`: the logarithm of the sum of e^(x - largest).
 struct Normaliser {
     float largest;
     double logsum;
 
-    // Not below vLLM's stand-in for minus infinity, which JSON cannot write.
+    // Returns a log-probability, at least vLLM's stand-in for minus infinity, which JSON cannot write.
     float of(float logit) const { return float(std::max(double(logit - largest) - logsum, -9999.0)); }
 };
 
@@ -41,7 +41,8 @@ inline Normaliser normaliser(const float* logits, long count, float largest, Dra
     return {largest, std::log(weigh(logits, count, largest, 1.0, s.weights))};
 }
 
-// In float32, each operation rounded by itself, in the order of sampler.py. Ids that are not there are passed over.
+// Applies bias, penalties and bans in float32. Each operation is rounded by itself, in the order of sampler.py. Ids outside the
+// vocabulary are skipped.
 inline void edit(float* logits, long count, const PdRow& how) {
     const auto known = [count](int32_t id) { return id >= 0 && id < count; };
     const float repetition = float(how.repetition), presence = float(how.presence), frequency = float(how.frequency);
@@ -57,7 +58,7 @@ inline void edit(float* logits, long count, const PdRow& how) {
         if (known(how.banned_ids[i])) logits[how.banned_ids[i]] = -std::numeric_limits<float>::infinity();
 }
 
-// What `edit` will change, as it is now.
+// Remembers the logits that `edit` will change.
 inline void remember(const float* logits, long count, const PdRow& how, std::vector<Candidate>& before) {
     before.clear();
     const auto keep = [&](const int32_t* ids, long size) {
@@ -74,7 +75,8 @@ inline int32_t choose(float* logits, long count, const PdRow& how, DrawScratch& 
     return how.temperature > 0 ? draw(logits, count, how, s) : best_of(logits, count);
 }
 
-// The token of one row, whose logits may be changed, and its log-probabilities where they are wanted and there is a token.
+// Draws the token of one row, whose logits may be changed. Writes the log-probabilities when they are wanted and a token was
+// drawn.
 inline int32_t take(float* logits, long count, const PdRow& how, DrawScratch& s) {
     if (how.logprobs == nullptr) return choose(logits, count, how, s);
     const float largest = top_of(logits, count);

@@ -1,4 +1,4 @@
-// Sixteen floats at a time: bfloat16 in and out, and an exponential whose result depends on its argument alone.
+// Functions of sixteen floats at a time: bfloat16 in and out, and exponentials whose result depends only on the argument.
 #pragma once
 
 #include <immintrin.h>
@@ -32,7 +32,8 @@ inline void store_bf16(bf16* to, __m512 value, __mmask16 lanes = 0xFFFF) {
     _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(value));
 }
 
-// In one order, whatever the compiler's own reduction does: halves are added until one is left.
+// Returns the sum of all lanes in a fixed order, which the compiler's own reduction does not promise: halves are added until one
+// lane is left.
 inline float sum_lanes(__m512 x) {
     const __m256 eight = _mm256_add_ps(_mm512_extractf32x8_ps(x, 1), _mm512_castps512_ps256(x));
     const __m128 four = _mm_add_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
@@ -40,7 +41,7 @@ inline float sum_lanes(__m512 x) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// e^x to 2 units in the last place; exactly 1 at 0 and exactly 0 below -87, minus infinity included.
+// Returns e^x to 2 units in the last place. It is exactly 1 at 0 and exactly 0 below -87, minus infinity included. It uses
 // Cephes' polynomial of degree 6 around the nearest multiple of ln 2.
 inline __m512 exp_lanes(__m512 x) {
     const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
@@ -58,8 +59,8 @@ inline __m512 exp_lanes(__m512 x) {
     return _mm512_maskz_scalef_ps(counts, sum, turns);
 }
 
-// The same to 3e-6, in half the instructions, for what is rounded to bfloat16 (4e-3) at once: 2^f by a polynomial of degree
-// 4 for f within a half, its greatest error made least.
+// Returns e^x to 3e-6 in half the instructions, for results that are rounded to bfloat16 (4e-3) at once. 2^f is a polynomial of
+// degree 4 for f within a half, with the least greatest error.
 inline __m512 exp_coarse(__m512 x) {
     const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
     const __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504089f));
