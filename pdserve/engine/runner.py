@@ -109,7 +109,7 @@ class ModelRunner:
     ) -> ModelRunner:
         """Make a runner with a pool of `kv_bytes`.
 
-        pool_tokens: the number of tokens that limits max_model_len; None means what the pool holds.
+        pool_tokens: the number of tokens that limits max_model_len; None means the tokens that the pool holds.
         """
         with torch.inference_mode(False):  # the pool is an ordinary tensor, which others may change
             layout = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)

@@ -129,7 +129,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # what was asked may still lie in the pipe
+            with suppress(OSError):  # an unread request may still lie in the pipe
                 pipe.close()
 
 

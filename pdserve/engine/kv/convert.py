@@ -1,4 +1,4 @@
-"""Conversion of KV blocks to a layout that stores the same numbers in another way. Pure.
+"""Conversion of KV blocks to a layout that stores the same numbers in another way. The module is pure.
 
 Every number passes through float32, which holds each format exactly. So a conversion rounds once, to the target's format. A
 quantised target gets its own scale, from the largest magnitude of the block and head, as if all its tokens had been written

@@ -1,4 +1,4 @@
-"""The memory budget of a worker: the size of the KV pool, and checks that everything fits. Pure arithmetic over bytes.
+"""The memory budget of a worker: the size of the KV pool, and checks that everything fits. It is pure arithmetic.
 
 A worker takes memory for four things: the weights; the KV pool; the needs of one step beside them (activations, logits, and
 on a GPU the recordings); the rest (libraries, Python). All four are bounded. A step is bounded by `max_num_batched_tokens`,

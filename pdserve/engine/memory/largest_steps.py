@@ -1,4 +1,4 @@
-"""The steps that need the most memory among all that a scheduler may plan. Pure.
+"""The steps that need the most memory among all that a scheduler may plan. The module is pure.
 
 The memory of a step beside weights and KV grows with its rows and with the rows that draw a token; `_wide` has the most of
 both. Where KV is gathered out of the pool, it also grows with the positions that its tokens attend to; `_long` has the most

@@ -1,4 +1,4 @@
-"""Sharing of blocks between sequences that begin with the same tokens. Pure.
+"""Sharing of blocks between sequences that begin with the same tokens. The module is pure.
 
 A full block is published under the hash of all tokens up to its end, once its step is collected and, for a pulled prompt,
 its lease is committed. Sequences that begin with the same tokens then share the block instead of computing or pulling it

@@ -1,6 +1,6 @@
 """The scheduler decides which tokens the next step computes and which sequence holds which KV block.
 
-It is pure: no torch, no clock, no threads.
+The module is pure: no torch, no clock, no threads.
 
 Continuous batching: sequences join and leave between steps. Decodes go first; chunks of prompts fill the rest of the token
 budget. A running sequence holds the blocks of all its known tokens from the start, so a prompt that has started can always

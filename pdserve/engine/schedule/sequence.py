@@ -1,4 +1,4 @@
-"""One sequence: its tokens, its place in the schedule, and the rule that ends it. Pure; the scheduler owns it."""
+"""One sequence: its tokens, its place in the schedule, and the rule that ends it. It is pure; the scheduler owns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which prompts are computed: priorities that age, and a floor for prompts that have begun. Pure.
+"""The order in which prompts are computed: priorities that age, and a floor for prompts that have begun. It is pure.
 
 A priority is worth time. The clock counts planned prompt tokens. A sequence's turn is the clock at its arrival, less a fixed
 number of tokens for each level of its priority. So a larger priority overtakes earlier sequences. But a waiting sequence is
