@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from bench.router.peers import PeerConfig, text_of
+from bench.router.peer_config import PeerConfig, text_of
 from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
 
