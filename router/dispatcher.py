@@ -96,8 +96,7 @@ class Dispatcher:
         request.decode_worker = worker.hello.worker_id
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
-        command = SendBind(worker.link, request.work(work.handle, now_s=now_s), request.machine.bind, local)
-        self._requests.effects.append(command)
+        self._requests.effects.append(SendBind(worker.link, request.work(work.handle, now_s=now_s), local))
 
     def prefill(self, request: LiveRequest, now_s: float) -> bool:
         """Start its prefill, room on decode being reserved. False: there is nobody to compute it."""

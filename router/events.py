@@ -147,7 +147,6 @@ class NoRoom:
     link: LinkId
     handle: Handle
     blocks_needed: int
-    blocks_free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,6 @@ class PrefillStarted:
     link: LinkId
     handle: Handle
     lease_id: LeaseId
-    ttl_s: float
     ticket: bytes
 
 
@@ -230,8 +228,6 @@ class Work:
     """
 
     handle: Handle
-    request_id: RequestId
-    attempt: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     deadline_s: float
@@ -244,7 +240,6 @@ class Work:
 class SendBind:
     link: LinkId
     work: Work
-    bind: int
     local_prefill: bool
 
 
@@ -259,7 +254,6 @@ class SendAttach:
     link: LinkId
     handle: Handle
     lease_id: LeaseId
-    ttl_s: float
     ticket: bytes
 
 

@@ -147,8 +147,6 @@ class LiveRequest:
     def work(self, handle: Handle, *, now_s: float) -> Work:
         return Work(
             handle=handle,
-            request_id=self.request_id,
-            attempt=self.machine.attempt,
             prompt_ids=self.work_ids,
             sampling=self.sampling,
             deadline_s=max(0.0, self.deadline_s - now_s),
