@@ -138,8 +138,9 @@ async def serve(config: PeerConfig) -> AsyncIterator[dict[str, Any]]:
     workers = [_Worker(config, common_pb2.ROLE_PREFILL, "prefill-0"), _Worker(config, common_pb2.ROLE_DECODE, "decode-0")]
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
     try:
-        for worker in workers:
-            await asyncio.wait_for(worker.welcomed.wait(), 10.0)
+        async with asyncio.timeout(10.0):
+            for worker in workers:
+                await worker.welcomed.wait()
         yield {"event": "ready"}
     finally:
         for task in tasks:
