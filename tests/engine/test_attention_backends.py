@@ -15,8 +15,8 @@ from pdserve.engine.attention.api import Span
 from pdserve.engine.attention.bounded import BoundedAttention
 from pdserve.engine.attention.fast import PIECE, FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
-from pdserve.engine.attention.reference import ReferenceAttention
 from pdserve.engine.kv_cache import KvCache
+from tests.reference_attention import ReferenceAttention
 
 CPU = torch.device("cpu")
 

@@ -15,10 +15,10 @@ from kernel_cases import DEVICE, INTERPRETED, make_pool, make_sequences, poisone
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import KvLayout
 from pdserve.engine.attention.api import Span
-from pdserve.engine.attention.reference import ReferenceAttention
 from pdserve.engine.attention.triton import TritonAttention
 from pdserve.engine.kernels.paged_kv import KvFormat, plain_kv
 from pdserve.engine.kv_cache import KvCache
+from tests.reference_attention import ReferenceAttention
 
 DIM, HEADS, KV_HEADS = 64, 6, 2
 
