@@ -221,7 +221,7 @@ Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What both kinds of worker are told of a request. `deadline_s` is the time that remains.
+    """What both kinds of worker are told of a request.
 
     The last `resumed` of `prompt_ids` are output that an earlier attempt drew: the first token drawn now has that index
     among the output. `sampling` is the original request's.
@@ -230,7 +230,6 @@ class Work:
     handle: Handle
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    deadline_s: float
     priority: int
     resumed: int = 0
     cache_salt: str = ""
@@ -238,8 +237,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class SendBind:
+    """`deadline_s` is the time that remains."""
+
     link: LinkId
     work: Work
+    deadline_s: float
     local_prefill: bool
 
 

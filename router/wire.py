@@ -123,8 +123,8 @@ def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
 
 def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
     match effect:
-        case ev.SendBind(work=work, local_prefill=local):
-            return link_pb2.RouterMessage(bind=decode_pb2.Bind(local_prefill=local, **_work(work)))
+        case ev.SendBind(work=work, deadline_s=deadline_s, local_prefill=local):
+            return link_pb2.RouterMessage(bind=decode_pb2.Bind(deadline_s=deadline_s, local_prefill=local, **_work(work)))
         case ev.SendPrefill(work=work):
             return link_pb2.RouterMessage(prefill=prefill_pb2.Prefill(**_work(work)))
         case ev.SendAttach(handle=handle, lease_id=lease_id, ticket=ticket):
@@ -143,7 +143,6 @@ def _work(work: ev.Work) -> dict[str, Any]:
         "handle": work.handle,
         "prompt_ids": pack_ids(work.prompt_ids),
         "sampling": sampling_to_wire(work.sampling),
-        "deadline_s": work.deadline_s,
         "priority": work.priority,
         "resumed": work.resumed,
         "cache_salt": work.cache_salt,

@@ -156,7 +156,6 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
             handle=handle,
             prompt_ids=codec.pack_ids(prompt),
             sampling=wire,
-            deadline_s=WAIT_S,
             resumed=resumed,
         )
         worker.send(link_pb2.RouterMessage(prefill=command))
