@@ -207,7 +207,6 @@ class DecodeRole:
         committed = decode_pb2.KvCommitted(
             handle=request.handle,
             kv_bytes=pulled.kv_bytes,
-            blocks=pulled.blocks,
             transfer_s=pulled.transfer_s,
             commit_s=pulled.commit_s,
             exposed_transfer_s=pulled.exposed_s,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import psutil
 
 from pdserve.config import EngineConfig, RouterConfig, RouterProcessConfig, WorkerConfig, dump
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
@@ -110,7 +111,7 @@ class Process:
         """SIGSTOP, and every thread of it stands still when this returns. Raises TimeoutError if it never does."""
         self.send(signal.SIGSTOP)
         end_s = time.monotonic() + STOP_TIMEOUT_S
-        while self.alive and _state_of(self.popen.pid) != "T":
+        while self.alive and not _stands_still(self.popen.pid):
             if time.monotonic() > end_s:
                 raise TimeoutError(f"{self.name} does not stop")
             time.sleep(0.001)
@@ -143,12 +144,11 @@ class Process:
                 pipe.close()
 
 
-def _state_of(pid: int) -> str:
-    """One letter, as `ps` shows it; empty when the process has gone."""
+def _stands_still(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class ProcessCluster:

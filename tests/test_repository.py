@@ -23,7 +23,7 @@ TORCH_FREE = (
     "pdserve.client",
 )  # fmt: skip
 HEAVY = ("torch", "triton", "ray", "nixl", "nixl_cu12", "transformers")
-MAX_LINES = 500  # the largest has 470; a file that nears it holds a second idea
+MAX_LINES = 500  # a file that nears it holds a second idea
 
 
 def sources() -> list[Path]:

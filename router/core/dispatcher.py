@@ -96,8 +96,8 @@ class Dispatcher:
         request.decode_worker = worker.hello.worker_id
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
-        command = SendBind(worker.link, request.work(work.handle, now_s=now_s), request.machine.bind, local)
-        self._requests.effects.append(command)
+        remaining_s = max(0.0, request.deadline_s - now_s)
+        self._requests.effects.append(SendBind(worker.link, request.work(work.handle), remaining_s, local))
 
     def prefill(self, request: LiveRequest, now_s: float) -> bool:
         """Start its prefill, room on decode being reserved. False: there is nobody to compute it."""
@@ -109,7 +109,7 @@ class Dispatcher:
         request.prefill_worker = worker.hello.worker_id
         request.times.attempt.prefill_sent_s = now_s
         worker.sent(work.handle, len(request.work_ids))
-        self._requests.effects.append(SendPrefill(worker.link, request.work(work.handle, now_s=now_s)))
+        self._requests.effects.append(SendPrefill(worker.link, request.work(work.handle)))
         return True
 
     def requeue(self, request: LiveRequest, event: RequestEvent, now_s: float) -> None:

@@ -147,7 +147,6 @@ class NoRoom:
     link: LinkId
     handle: Handle
     blocks_needed: int
-    blocks_free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,6 @@ class PrefillStarted:
     link: LinkId
     handle: Handle
     lease_id: LeaseId
-    ttl_s: float
     ticket: bytes
 
 
@@ -223,18 +221,15 @@ Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What both kinds of worker are told of a request. `deadline_s` is the time that remains.
+    """What both kinds of worker are told of a request.
 
     The last `resumed` of `prompt_ids` are output that an earlier attempt drew: the first token drawn now has that index
     among the output. `sampling` is the original request's.
     """
 
     handle: Handle
-    request_id: RequestId
-    attempt: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    deadline_s: float
     priority: int
     resumed: int = 0
     cache_salt: str = ""
@@ -242,9 +237,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class SendBind:
+    """`deadline_s` is the time that remains."""
+
     link: LinkId
     work: Work
-    bind: int
+    deadline_s: float
     local_prefill: bool
 
 
@@ -259,7 +256,6 @@ class SendAttach:
     link: LinkId
     handle: Handle
     lease_id: LeaseId
-    ttl_s: float
     ticket: bytes
 
 

@@ -144,14 +144,11 @@ class LiveRequest:
         """Prompt and output tokens at most."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
-    def work(self, handle: Handle, *, now_s: float) -> Work:
+    def work(self, handle: Handle) -> Work:
         return Work(
             handle=handle,
-            request_id=self.request_id,
-            attempt=self.machine.attempt,
             prompt_ids=self.work_ids,
             sampling=self.sampling,
-            deadline_s=max(0.0, self.deadline_s - now_s),
             priority=self.priority,
             resumed=self.resumed,
             cache_salt=self.cache_salt,
