@@ -43,6 +43,8 @@ class LentRequest:
     """One Prefill command, until its lease has ended."""
 
     handle: Handle
+    request_id: str
+    """The router's name of the request. Logs name it; nothing is decided by it."""
     seq_id: SeqId
     prompt_hash: bytes
     prompt_len: int
@@ -114,7 +116,7 @@ class PrefillRole:
         try:
             return act(request, item)
         except Exception as exc:
-            log.exception("request %d", request.handle)
+            log.exception("request %s", request.request_id)
             self._fail(request, InternalBug(f"prefill worker: {exc!r}"))
             return None
 
@@ -143,7 +145,7 @@ class PrefillRole:
             return
         output = OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :])
         name = prompt_hash(command.prompt_ids, command.cache_salt)
-        request = LentRequest(handle, seq_id, name, len(prompt), output)
+        request = LentRequest(handle, command.request_id, seq_id, name, len(prompt), output)
         self._by_handle[handle] = self._by_seq[seq_id] = request
 
     def _cancel(self, handle: Handle) -> None:

@@ -228,6 +228,7 @@ class Work:
     """
 
     handle: Handle
+    request_id: RequestId
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int

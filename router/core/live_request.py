@@ -147,6 +147,7 @@ class LiveRequest:
     def work(self, handle: Handle) -> Work:
         return Work(
             handle=handle,
+            request_id=self.request_id,
             prompt_ids=self.work_ids,
             sampling=self.sampling,
             priority=self.priority,

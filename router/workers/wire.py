@@ -139,6 +139,7 @@ def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
 def _work(work: ev.Work) -> dict[str, Any]:
     return {
         "handle": work.handle,
+        "request_id": work.request_id,
         "prompt_ids": pack_ids(work.prompt_ids),
         "sampling": sampling_to_wire(work.sampling),
         "priority": work.priority,

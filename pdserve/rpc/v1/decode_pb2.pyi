@@ -7,8 +7,9 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Bind(_message.Message):
-    __slots__ = ("handle", "prompt_ids", "sampling", "deadline_s", "priority", "local_prefill", "resumed", "cache_salt")
+    __slots__ = ("handle", "request_id", "prompt_ids", "sampling", "deadline_s", "priority", "local_prefill", "resumed", "cache_salt")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +18,7 @@ class Bind(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     handle: int
+    request_id: str
     prompt_ids: bytes
     sampling: _common_pb2.SamplingParams
     deadline_s: float
@@ -24,7 +26,7 @@ class Bind(_message.Message):
     local_prefill: bool
     resumed: int
     cache_salt: str
-    def __init__(self, handle: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., resumed: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., resumed: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("handle",)
