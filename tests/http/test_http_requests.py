@@ -167,6 +167,20 @@ def test_bad_messages_name_their_place(field: str, messages: Any) -> None:
     assert caught.value.field == field
 
 
+def test_empty_values_of_an_answers_message_ask_for_nothing() -> None:
+    for value in ([], {}, "", 0, 0.0, False, None):
+        chat(messages=[*HI, {"role": "assistant", "content": "x", "tool_calls": value, "function_call": value, "audio": value}])
+
+
+def test_a_large_value_without_effect_is_refused_unread() -> None:
+    for value in ("[" + "0, " * 50_000 + "0]", "[" * 900 + "]" * 900, "[1e999" + " " * 100 + "]"):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_chat(b'{"messages": [], "tools": ' + value.encode() + b"}", None)
+        assert caught.value.field == "tools"
+        assert value[:5] in caught.value.message
+        assert len(caught.value.message) < 150
+
+
 def test_another_part_type_is_named() -> None:
     with pytest.raises(InvalidRequest, match="image_url"):
         chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}])
