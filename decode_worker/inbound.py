@@ -97,7 +97,7 @@ class InboundBlocks:
         ticket.check_checksums(self._host.config.lease.kv_checksum)
         source = self._source_for(ticket)
         if len(ticket.block_ids) != len(self._block_ids):
-            raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, the prompt {len(self._block_ids)}")
+            raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, but the prompt has {len(self._block_ids)}")
         self._lease = await self._leases.attach(lease_id, ticket, deadline_s=self._wait_s)
         config = self._host.config.lease
         self._pull = Pull(
@@ -132,7 +132,9 @@ class InboundBlocks:
         if ticket.layout == self._host.layout:
             return self._host.transfer
         if self._host.staging is None:
-            raise IncompatiblePeer(f"KV comes in {ticket.layout.dtype}, and is stored in {self._host.layout.dtype} here")
+            raise IncompatiblePeer(
+                f"the peer's KV is {ticket.layout.dtype}, ours {self._host.layout.dtype}; this worker cannot convert"
+            )
         return self._host.staging.source_for(ticket)
 
     async def abandon(self, *, release: bool) -> None:

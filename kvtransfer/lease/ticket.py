@@ -200,9 +200,9 @@ def _check_version(fields: tuple[Any, ...]) -> None:
     is told apart from garbage."""
     version = _integer("version", fields[0], 0, (1 << 31) - 1)
     if version != VERSION:
-        raise IncompatiblePeer(f"a ticket of version {version}; this worker reads version {VERSION}")
+        raise IncompatiblePeer(f"the ticket has version {version}; this worker reads version {VERSION}")
     if len(fields) != _NUM_FIELDS:
-        raise InvalidTicket(f"a ticket has {_NUM_FIELDS} fields, this one {len(fields)}")
+        raise InvalidTicket(f"a ticket has {_NUM_FIELDS} fields, but this one has {len(fields)}")
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

@@ -169,7 +169,7 @@ class LeaseTable:
     def expect(self, lease_id: LeaseId, proof: bytes) -> None:
         """Set the proof that readers of the lease must show from now on. The lease's ticket, which gives it, is written."""
         lease = self._held[lease_id]
-        assert lease.proof is None, "one ticket a lease"
+        assert lease.proof is None, "a lease has one ticket only"
         lease.proof = proof
 
     def renew(self, lease_id: LeaseId, proof: bytes | None = None, *, now_s: float) -> LeaseView:
@@ -221,7 +221,9 @@ class LeaseTable:
         if lease is None:
             return
         if lease.sums is None or first != len(lease.sums) or first + len(sums) > len(lease.block_ids):
-            raise InternalBug(f"lease {lease_id}: {len(sums)} checksums from block {first} of {len(lease.block_ids)}")
+            raise InternalBug(
+                f"lease {lease_id}: {len(sums)} checksums from block {first} on do not fit its {len(lease.block_ids)} blocks"
+            )
         lease.sums = (*lease.sums, *sums)
 
     def awaits_sums(self, lease_id: LeaseId, *, now_s: float) -> bool:

@@ -41,6 +41,8 @@ def unpack_logprobs(packed: PackedLogprobs, count: int) -> tuple[TokenLogprobs, 
     """Return the log-probabilities of each of `count` tokens. Raises ValueError when `packed` holds another number."""
     width, rest = divmod(len(packed.top), max(count, 1))
     if len(packed.chosen) != count or rest:
-        raise ValueError(f"log-probabilities of {len(packed.chosen)} tokens with {len(packed.top)} others, of {count} expected")
+        raise ValueError(
+            f"{len(packed.chosen)} log-probabilities and {len(packed.top)} likeliest tokens came for {count} tokens"
+        )
     top = tuple(zip(packed.top_ids, packed.top, strict=True))
     return tuple(TokenLogprobs(value, top[i * width : (i + 1) * width]) for i, value in enumerate(packed.chosen))

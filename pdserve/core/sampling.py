@@ -125,7 +125,7 @@ def _check_biases(biases: tuple[tuple[int, float], ...]) -> None:
         raise InvalidRequest("names an id twice", field="logit_bias")
     for token_id, bias in biases:
         if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
-            raise InvalidRequest(f"of token id {token_id} must be a number in [-100, 100], got {bias}", field="logit_bias")
+            raise InvalidRequest(f"the bias of token id {token_id} must be in [-100, 100], got {bias}", field="logit_bias")
 
 
 def _int(field: str, value: int, low: int, high: int) -> None:

@@ -85,7 +85,7 @@ class Member:
     def drain(self) -> None:
         """Take no new request from now on; `drained` returns when none is left. Idempotent."""
         if self._host is not None and not self._host.draining:
-            log.info("%s drains: takes nothing new", self._config.worker_id)
+            log.info("%s drains: it takes no new request", self._config.worker_id)
             self._host.draining = True
             self._drain_asked.set()
             self.link.beat_now()  # the router hears of it before any refusal that follows
@@ -100,7 +100,9 @@ class Member:
         end_s = loop.time() + limit_s
         while not self.empty:
             if loop.time() >= end_s:
-                log.warning("%s: not drained within %.0f s; ends with %s", self._config.worker_id, limit_s, self._snapshot)
+                log.warning(
+                    "%s has not drained within %.0f s; it ends with %s", self._config.worker_id, limit_s, self._snapshot
+                )
                 return
             await asyncio.sleep(DRAIN_LOOK_S)
         await self.link.settle()

@@ -27,7 +27,9 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
     @click.command(
         name=f"{role}_worker", help=f"Run one {role} worker. SIGTERM or Ctrl-C drains it; a second one stops it at once."
     )
-    @click.option("--config", type=click.Path(dir_okay=False), required=True, help="YAML with WorkerConfig's settings.")
+    @click.option(
+        "--config", type=click.Path(dir_okay=False), required=True, help="YAML file with the settings of WorkerConfig."
+    )
     @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override one setting.")
     @click.option("--log-level", default="info", show_default=True)
     @click.option("--exit-with-parent", is_flag=True, help="Stop when standard input closes.")

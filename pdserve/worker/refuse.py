@@ -30,7 +30,8 @@ def read_request(command: Prefill | Bind, host: Host) -> tuple[tuple[int, ...], 
         raise InvalidRequest(f"names token id {named}, which is not below {host.card.vocab_size}", field="sampling")
     if not command.resumed < min(len(prompt), params.max_tokens):
         raise InvalidRequest(
-            f"{command.resumed} of {len(prompt)} ids cannot be output of a request of {params.max_tokens}", field="resumed"
+            f"{command.resumed} ids cannot be output: the prompt has {len(prompt)} ids, max_tokens is {params.max_tokens}",
+            field="resumed",
         )
     return prompt, params
 
