@@ -240,7 +240,7 @@ class PrefillRole:
             self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=self._clock()))
 
     def _finish(self, request: LentRequest, token: OutputToken) -> link_pb2.StepRow | None:
-        """Take token 0, the only token drawn here: return its row, and advance the lease for the last time.
+        """Take the only token drawn here: return its row, and advance the lease for the last time.
 
         The row's finish reason goes to the reader too; it may come from a stop string. Return None if no lease was granted.
         """

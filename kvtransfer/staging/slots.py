@@ -1,8 +1,8 @@
 """The pool of staging blocks: the reads that need blocks wait in one line. The loop owns it.
 
-A read asks for all blocks of one chunk at once, so no two reads can wait for each other. One peer never holds more than half
-of the blocks: a lender that stands still keeps the blocks that its reads may still write, and the other peers must go on. A
-peer that is at its limit is passed over in the line.
+A chunk gets all its blocks at once and never waits for more, so there is no circle of waits. One peer never holds more than
+half of the blocks: a lender that stands still keeps the blocks that its reads may still write, and the other peers must go
+on. A peer that is at its limit is passed over in the line.
 """
 
 from __future__ import annotations

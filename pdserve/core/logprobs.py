@@ -42,7 +42,7 @@ def unpack_logprobs(packed: PackedLogprobs, count: int) -> tuple[TokenLogprobs, 
     width, rest = divmod(len(packed.top), max(count, 1))
     if len(packed.chosen) != count or rest:
         raise ValueError(
-            f"{len(packed.chosen)} log-probabilities and {len(packed.top)} likeliest tokens came for {count} tokens"
+            f"{len(packed.chosen)} log-probabilities and {len(packed.top)} likeliest tokens came, {count} tokens were expected"
         )
     top = tuple(zip(packed.top_ids, packed.top, strict=True))
     return tuple(TokenLogprobs(value, top[i * width : (i + 1) * width]) for i, value in enumerate(packed.chosen))

@@ -92,7 +92,7 @@ class EngineSteps:
         )
 
     def seal(self) -> StepEvents | None:
-        """Sum the blocks that the last step has completed. Return None when there are none.
+        """Sum the blocks that the last step has completed. Return None when no block is summed.
 
         Call it after the step's events went to the loop, so that nobody waits for a sum, and before the next `begin`, because
         the lease's references must still be there.

@@ -14,12 +14,12 @@ from pdserve.worker.messages import StepEvents
 LOOK_S: Final = 0.5
 """The seconds between two looks. The router knows at most one heartbeat later."""
 MAX_STEPS_LATE: Final = 30
-"""A step may take so many times the time of the slowest of the largest steps at the worker's start. Measured: a worker that
-shared its cores with two busy processes took 28 times as long as alone, at a lower priority than theirs."""
+"""A step may take so many times the time of the slowest of the largest steps at the worker's start. Measured: a worker at a
+lower priority, which shared its cores with two busy processes, took 28 times as long as alone."""
 
 
 def step_timeout_s(configured_s: float, slowest_s: float) -> float:
-    """Return the seconds after which a worker is lost whose step does not end. `slowest_s` is the time of the slowest of the
+    """Return the seconds after which a worker whose step does not end is lost. `slowest_s` is the time of the slowest of the
     largest steps at the start, with the compilation of kernels."""
     return max(configured_s, MAX_STEPS_LATE * slowest_s)
 
