@@ -9,19 +9,19 @@ from pdserve.core.limits import MAX_MESSAGES
 from router.api.request import ChatMessage, Prompt
 from router.openai.json import Fields, integer, kind, refuse, section, show, text
 
-MAX_PROMPTS: Final = 256  # of one body; each is a request of its own in the router's bounded queue
-MAX_PARTS: Final = MAX_MESSAGES  # of one message
+MAX_PROMPTS: Final = 256  # in one body; each is a request of its own in the router's bounded queue
+MAX_PARTS: Final = MAX_MESSAGES  # in one message
 ANY_NUMBER: Final = 1 << 31
 TOKEN_ID_LIMIT: Final = 1 << 32  # ids travel as uint32; the router checks them against the vocabulary
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""OpenAI renamed `system` to `developer`; models' templates know the old name."""
+"""OpenAI renamed `system` to `developer`, but the models' templates know the old name."""
 
 
 def read_prompts(fields: Fields, max_tokens: int = ANY_NUMBER) -> tuple[Prompt, ...]:
-    """`prompt`: "text", [ids], ["text", ...] or [[ids], ...]; one entry for each choice of the answer.
+    """Return the prompts, one for each choice of the answer. `prompt` is "text", [ids], ["text", ...] or [[ids], ...].
 
-    More than `max_tokens` ids in one are refused by their number, before they are looked at.
+    A prompt of more than `max_tokens` ids is refused by its count, before the ids are looked at. Raises `InvalidRequest`.
     """
     value = fields.raw("prompt")
     if value is None:
@@ -58,7 +58,7 @@ def _token_ids(value: Any, field: str, max_tokens: int) -> tuple[int, ...]:
 
 
 def read_token_ids(fields: Fields, name: str, max_count: int) -> tuple[int, ...] | None:
-    """A list of token ids that may be empty."""
+    """Return a list of token ids, which may be empty. None: the field is absent. Raises `InvalidRequest`."""
     values = fields.array(name)
     if values is None:
         return None
@@ -72,7 +72,8 @@ def read_token_ids(fields: Fields, name: str, max_count: int) -> tuple[int, ...]
 
 
 def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
-    """`messages`: at least one, with roles that a template knows and content that is text."""
+    """Return the messages of `messages`. Raises `InvalidRequest` unless there is at least one, each role is known to templates
+    and each content is text."""
     values = fields.array("messages")
     if values is None:
         raise refuse("messages", "is missing")
@@ -95,7 +96,7 @@ def _message(value: Any, field: str) -> ChatMessage:
 
 
 def _content(value: Any, field: str) -> str:
-    """Text, or the texts of a list of parts, one a line (as vLLM joins them)."""
+    """Return the text of a message. The texts of a list of parts are joined with line ends, as vLLM does."""
     if isinstance(value, list):
         if len(value) > MAX_PARTS:
             raise refuse(field, f"has {len(value)} parts; at most {MAX_PARTS} are allowed")

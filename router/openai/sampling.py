@@ -1,4 +1,4 @@
-"""How tokens are to be picked, as the fields of an OpenAI-style body say it."""
+"""The sampling fields of an OpenAI-style body."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pdserve.core.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_STRIN
 from router.openai.json import Fields, refuse, section, show, text
 from router.openai.prompt import read_token_ids
 
-COMPLETION_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of /v1/completions only; a chat answer may use the whole context
+COMPLETION_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions only; a chat answer may use the whole context
 MAX_TOKENS_LIMIT: Final = 1 << 31
 _TOKEN_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 
 
 def read_sampling(fields: Fields, *, chat: bool) -> dict[str, Any]:
-    """The fields that the client set, under the router's names."""
+    """Return the fields that the client set, under the router's names. Raises `InvalidRequest` naming the field."""
     values: dict[str, Any] = {
         "max_tokens": _max_tokens(fields) or (None if chat else COMPLETION_DEFAULT_MAX_TOKENS),
         "temperature": fields.number("temperature"),
@@ -37,20 +37,22 @@ def read_sampling(fields: Fields, *, chat: bool) -> dict[str, Any]:
 
 
 def _max_tokens(fields: Fields) -> int | None:
-    """The newer name wins where both are given. Checked here so that the error has the name that was used."""
+    """Return the limit of output tokens. If both names are given, the newer one counts. The range is checked here so that the
+    error has the name that was used."""
     older = fields.integer("max_tokens", 1, MAX_TOKENS_LIMIT)
     newer = fields.integer("max_completion_tokens", 1, MAX_TOKENS_LIMIT)
     return older if newer is None else newer
 
 
 def _top_k(fields: Fields) -> int | None:
-    """vLLM's clients write -1 for off, ours is 0."""
+    """Return top_k. vLLM's clients write -1 for off, the router 0."""
     top_k = fields.integer("top_k")
     return 0 if top_k == -1 else top_k
 
 
 def _seed(fields: Fields) -> int | None:
-    """OpenAI's seed is a signed 64-bit number, ours is unsigned: a negative one wraps, so each stays distinct."""
+    """Return the seed. OpenAI's seed is a signed 64-bit number, the router's is unsigned: a negative one wraps, so distinct
+    seeds stay distinct."""
     seed = fields.integer("seed", -(1 << 63), (1 << 64) - 1)
     return None if seed is None else seed % (1 << 64)
 
@@ -67,7 +69,8 @@ def _stop(fields: Fields) -> tuple[str, ...] | None:
 
 
 def _logit_bias(fields: Fields) -> dict[int, float] | None:
-    """{"token id": bias}, JSON's keys being strings; the vocabulary and the range of biases are the router's to check."""
+    """Return biases by token id. JSON has {"token id": bias}, since its keys are strings. The router checks the vocabulary and
+    the range of biases."""
     values = fields.raw("logit_bias")
     if values is None:
         return None
@@ -91,7 +94,8 @@ def _bias(biases: Fields, key: str) -> float:
 
 
 def _completion_logprobs(fields: Fields) -> int | None:
-    """A number of likeliest tokens; 0 asks for those of the drawn tokens alone. Some clients write false for none."""
+    """Return the number of likeliest tokens. 0 asks for the drawn tokens alone; None, which some clients write as false, asks
+    for nothing."""
     return None if fields.raw("logprobs") is False else fields.integer("logprobs", 0, MAX_LOGPROBS)
 
 

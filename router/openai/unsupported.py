@@ -1,7 +1,7 @@
-"""Fields that OpenAI's or vLLM's API defines and whose effect does not exist here.
+"""Fields of OpenAI's or vLLM's API whose effect does not exist here.
 
-A client that asks for the effect is told so; one that sends the neutral value, as many libraries always do, is
-served. Ignoring them would return an answer that is quietly not what was asked for.
+A client that asks for the effect gets an error. A client that sends the neutral value, as many libraries always do, is served.
+If such fields were ignored, the answer would quietly differ from what was asked for.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-del _CHAT["add_special_tokens"]  # of a chat prompt the template alone decides; vLLM's default is false there
+del _CHAT["add_special_tokens"]  # the template alone decides for a chat prompt, and vLLM's default is false there
 
 NEUTRAL: Final = {"completion": _COMMON, "chat": _CHAT}
-"""By endpoint: each field's values that ask for nothing. Absent and null always ask for nothing."""
+"""The values of each field that ask for nothing, by endpoint. Absent and null always ask for nothing."""
 
 
 def refuse_unsupported(fields: Fields, endpoint: str) -> None:
-    """Raises `InvalidRequest` naming the first field that asks for an effect we do not have."""
+    """Check that no field asks for an effect that does not exist here. Raises `InvalidRequest` naming the first that does."""
     for name, neutral in NEUTRAL[endpoint].items():
         value = fields.raw(name)
         if value is None or any(type(value) is type(accepted) and value == accepted for accepted in neutral):
