@@ -1,4 +1,4 @@
-"""What a process holds of the machine: memory, file descriptors, threads. Read from /proc, so for Linux only."""
+"""The memory, file descriptors and threads that a process uses. They are read from /proc, so this needs Linux."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
+    """The resources that one process uses at one moment."""
+
     rss_bytes: int
     fds: int
     threads: int
 
 
 def footprint(pid: int) -> Footprint:
-    """Raises OSError when the process has gone or has ended and waits for its parent."""
+    """Return the footprint of a process. Raises OSError when the process has gone, or has ended and waits for its parent."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     if "VmRSS" not in fields:
         raise ProcessLookupError(f"process {pid} has ended")
