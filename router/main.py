@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m router", description="Run one pdserve router.")
-    parser.add_argument("--config", metavar="FILE", help="YAML of RouterProcessConfig")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the settings of RouterProcessConfig")
     parser.add_argument(
-        "--set", metavar="NAME=VALUE", action="append", default=[], help="override a setting, as router.grpc_port=0"
+        "--set", metavar="NAME=VALUE", action="append", default=[], help="override a setting, such as router.grpc_port=0"
     )
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
     parser.add_argument("--exit-with-parent", action="store_true", help="exit when stdin ends")
@@ -124,7 +124,7 @@ async def _stdin_watched(stop: asyncio.Event) -> AsyncIterator[None]:
     try:
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: _EndOfFile(stop), sys.stdin)
     except (ValueError, OSError) as exc:
-        raise ConfigError("--exit-with-parent needs a pipe as stdin, held by the parent") from exc
+        raise ConfigError("--exit-with-parent needs a pipe as stdin that the parent holds") from exc
     try:
         yield
     finally:

@@ -58,7 +58,7 @@ class Worker:
     def until(self, probe: Callable[[], Any]) -> Any:
         """Wait until `probe` returns something true, and return that. Raises `AssertionError` after `WAIT_S`."""
         with self._changed:
-            assert self._changed.wait_for(probe, WAIT_S), f"waited in vain; said: {self.said}, {self.heartbeat}"
+            assert self._changed.wait_for(probe, WAIT_S), f"not reached within {WAIT_S} s; said: {self.said}, {self.heartbeat}"
             return probe()
 
 

@@ -55,7 +55,7 @@ class Handoff:
         """Go on after a refused bind: the request waits again, and a rebind becomes a retry."""
         request = work.request
         if work.reserved:
-            self._break(request, "no room after a reservation", now_s)
+            self._break(request, "NoRoom came after a reservation", now_s)
             return
         worker = self._requests.drop(work)
         if worker is not None:
@@ -87,7 +87,7 @@ class Handoff:
         """Record that the decode worker has the KV. The caller lets tokens out if the state is DECODING afterwards."""
         request = work.request
         if not work.attached or request.committed is not None:
-            self._break(request, "KV committed unasked or twice", now_s)
+            self._break(request, "KV was committed twice, or without an Attach", now_s)
         elif self._requests.move(request, _E.KV_COMMITTED, now_s):
             request.committed = event
             request.times.attempt.kv_committed_s = now_s

@@ -131,7 +131,7 @@ class Registry:
         name = f"{hello.role.value} worker {hello.worker_id}"
         if hello.model_fingerprint != self._model_fingerprint:
             raise IncompatiblePeer(
-                f"{name} serves model {hello.model_fingerprint or '(none)'}, this router {self._model_fingerprint}"
+                f"{name} serves model {hello.model_fingerprint or '(none)'}, this router serves {self._model_fingerprint}"
             )
         if hello.kv_tokens <= 0:
             raise IncompatiblePeer(f"{name} has no KV blocks: {hello.num_blocks} of {hello.block_size} tokens")

@@ -49,7 +49,7 @@ class WaitingRequests:
         if full or (self._new and self._new_tokens + prompt_tokens > self._max_tokens):
             raise Overloaded(
                 f"{self._new} requests with {self._new_tokens} prompt tokens are waiting; "
-                f"at most {self._max_requests} requests and {self._max_tokens} tokens may",
+                f"at most {self._max_requests} requests and {self._max_tokens} tokens may wait",
                 retry_after_s=self._retry_after_s(now_s),
             )
 

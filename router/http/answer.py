@@ -119,7 +119,7 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
         finish_reason = delta.finish_reason
         if logprobs is not None:
             told.add(logprobs.of(delta.ids, delta.logprobs))
-            await asyncio.sleep(0)  # other tasks run here, because deltas that are buffered already come without a pause
+            await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
         raise _unfinished(generation)
     return _Output("".join(texts), tokens, finish_reason, told.encode())

@@ -12,7 +12,7 @@ from router.http.reply import Reply
 from router.service.body_budget import BodyShare
 
 BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
-SILENCE_S: Final = 10.0  # a client may send nothing for so long in the middle of its body
+SILENCE_S: Final = 10.0  # the longest time for which a client may send nothing in the middle of its body
 LINGER_S: Final = 2.0
 """A refused body is still read and dropped for this long after the answer. If the connection closed at once, it would be reset,
 and a client that is still sending would see the reset instead of the answer."""

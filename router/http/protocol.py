@@ -101,7 +101,7 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
-            if not self._over:  # recursion is bounded, because only so many requests may wait before `_over` is set
+            if not self._over:  # bounds the recursion: `_over` is set once too many requests wait
                 self._decline_upgrade(data[exc.args[0] :])
         except httptools.HttpParserError:
             if not self._over:
@@ -116,7 +116,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         head = upgrade.declined(method, self.url, self.parser.get_http_version(), self.headers)
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's parser
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's parser
         self._feed(head + rest)
 
     def send_400_response(self, msg: str) -> None:

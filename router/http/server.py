@@ -83,7 +83,7 @@ async def _listen(host: str, port: int, stalled_client_s: float) -> socket.socke
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as exc:
-        raise ConfigError(f"--host: {host!r} is no address of this machine: {exc.strerror}") from exc
+        raise ConfigError(f"--host: {host!r} is not an address of this machine: {exc.strerror}") from exc
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:

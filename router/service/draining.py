@@ -10,8 +10,8 @@ from typing import Final
 from pdserve.core.errors import UnknownWorker
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 
-LOOK_S: Final = 0.2  # between looks; a snapshot costs microseconds, and a person watches
-QUIET_S: Final = 1.0  # at most this passes between two messages, since a silent stream looks like a dead one
+LOOK_S: Final = 0.2  # the time between two looks; a snapshot costs microseconds, and a person watches
+QUIET_S: Final = 1.0  # the longest time between two messages: a silent stream looks like a dead one
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,10 @@ from router.workers.wire import command_to_wire, welcome
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.1  # between ticks while requests run; a passed deadline is noticed at most so late
+TICK_S = 0.1  # the time between ticks while requests run; a passed deadline is noticed at most so late
 LATE_S = 0.5  # no load makes the loop this late, so the process or the machine was stopped
-IDLE_TICK_S = 1.0  # between ticks while no request runs, when only silent workers are looked for
-CHECK_TICKS = 50  # between checks of the core's books, while they are short enough to be read in a millisecond
+IDLE_TICK_S = 1.0  # the time between ticks while no request runs; only silent workers are looked for
+CHECK_TICKS = 50  # ticks between two checks of the core's books, if these are short enough for a millisecond
 CHECK_MAX_REQUESTS = 64
 
 

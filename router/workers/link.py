@@ -133,9 +133,8 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
 
         self._links[link.link_id] = link
         try:
-            await context.send_initial_metadata(
-                ()
-            )  # is sent alone, because a refusal could not be sent while a first message carries it
+            # The metadata is sent alone, because a refusal could not be sent while a first message carries it.
+            await context.send_initial_metadata(())
             self._deliver(ev.WorkerJoined(link.link_id, hello))
             logger.info("link %d: %s at %s", link.link_id, link.worker, hello.address)
             await link.run(context, self._deliver, self._answers)
@@ -155,9 +154,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         given = given if isinstance(given, bytes) else given.encode()
         if not hmac.compare_digest(given, self._token):
             logger.warning("refused a link from %s: wrong cluster token", context.peer())
-            with contextlib.suppress(
-                TimeoutError
-            ):  # its sender gets an internal error from gRPC if its Hello meets the refusal
+            with contextlib.suppress(TimeoutError):  # gRPC would report an internal error for a Hello that meets the refusal
                 async with asyncio.timeout(HELLO_TIMEOUT_S):
                     await context.read()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{status.CLUSTER_TOKEN_METADATA} does not match")
@@ -171,7 +168,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
             message = None
         if not isinstance(message, link_pb2.WorkerMessage) or message.WhichOneof("body") != "hello":
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"the first message, within {HELLO_TIMEOUT_S} s, must be Hello"
+                grpc.StatusCode.INVALID_ARGUMENT, f"the first message must be Hello, and must come within {HELLO_TIMEOUT_S} s"
             )
         try:
             numbers.is_new(message.number)

@@ -76,9 +76,7 @@ class LinkThread:
         if self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread is not None:
-            await asyncio.wait(
-                (asyncio.wrap_future(self._ended),), timeout=CLOSE_TIMEOUT_S
-            )  # the thread has logged how it ended
+            await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=CLOSE_TIMEOUT_S)  # the thread logs how it ends
             self._thread.join(CLOSE_TIMEOUT_S)
             self._take_heard()
 
@@ -107,8 +105,8 @@ class LinkThread:
             try:
                 self._deliver(event)
             except Exception:  # a bug of ours costs this link alone, and events of others are still taken
-                logger.exception("link %d: its %s broke the core", event.link, type(event).__name__)
-                self.hang_up(event.link, InternalBug("the router could not take what this worker said"))
+                logger.exception("link %d: the core failed on its %s", event.link, type(event).__name__)
+                self.hang_up(event.link, InternalBug("the router failed on an event of this worker"))
 
     # On the thread -----------------------------------------------------------------------------------------------------
 

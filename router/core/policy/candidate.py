@@ -12,8 +12,8 @@ class Candidate:
     """An immutable snapshot of one worker."""
 
     link: LinkId
-    kv_tokens: int  # that its whole KV pool holds
-    promised_tokens: int  # of its pool, by the ledger's estimate
+    kv_tokens: int  # tokens whose KV fits its whole pool
+    promised_tokens: int  # tokens of them that are promised, by the ledger's estimate
     free_slots: int  # sequences it takes beyond what this router placed on it
     queued_tokens: int  # prompt tokens not yet computed
     max_model_len: int
