@@ -180,8 +180,8 @@ class PrefillStarted:
 
 @dataclass(frozen=True, slots=True)
 class KvCommitted:
-    """A decode worker read all blocks, and the lease was still held afterwards. `exposed_transfer_s` is the time from the end
-    of prefill until the KV was usable."""
+    """A decode worker read all blocks, and the lease was still held afterwards. `exposed_transfer_s` is the time from token 0
+    until the worker may use the KV."""
 
     link: LinkId
     handle: Handle

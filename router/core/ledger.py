@@ -57,7 +57,7 @@ class Ledger:
         self._charged[link] = self._charged.get(link, 0) + tokens
 
     def give_back(self, request_id: RequestId) -> None:
-        """Return the entry of a request. Raises `InternalBug` if it has none."""
+        """Remove the entry of a request. Raises `InternalBug` if it has none."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             raise InternalBug(f"request {request_id} has no ledger entry to return")

@@ -46,7 +46,7 @@ class Times:
 
     arrived_s: float
     had_room_s: float | None = None
-    """The sending of the first bind that found room."""
+    """The time at which the first bind that found room was sent."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     attempt: AttemptTimes = field(default_factory=AttemptTimes)
@@ -141,12 +141,12 @@ class LiveRequest:
 
     @property
     def remaining_tokens(self) -> int:
-        """Output tokens that may still follow those that the client has, at most."""
+        """Return how many output tokens may still follow those that the client has."""
         return self.sampling.max_tokens - len(self.emitted)
 
     @property
     def max_len(self) -> int:
-        """Prompt and output tokens together, at most."""
+        """Return how many tokens prompt and output may have together."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
     def work(self, handle: Handle, *, now_s: float) -> Work:

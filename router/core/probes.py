@@ -121,8 +121,8 @@ class Probes:
         return peers[worker.readiness.failures % len(peers)] if peers else None
 
     def _settle_doubt(self, prefill: WorkerHello, decode: WorkerHello, now_s: float) -> None:
-        """Probe a pair in doubt once both workers serve and the decode worker has room. The doubt ends when one of them is
-        gone."""
+        """Probe a pair in doubt once both workers serve, no other probe runs on them, and the decode worker has room. The doubt
+        ends when one of them is gone."""
         lender, reader = self._registry.find(prefill.worker_id), self._registry.find(decode.worker_id)
         if lender is None or reader is None or (lender.hello, reader.hello) != (prefill, decode):
             self._pairs.forget_doubt(prefill, decode)

@@ -7,8 +7,8 @@ any other loss, or an error that the        a retry: the attempt is withdrawn fr
 table of errors lets the cluster retry      from the prompt and the ids that the client has
 ```
 
-A retry needs an attempt that the request has left, a retry from the cluster's bucket, and time before the deadline. If one of
-them is missing, the request fails with the loss. A finished output is never replayed.
+A retry needs time before the deadline, an attempt that the request has left, and a retry from the cluster's bucket. Without
+time the request fails with `DeadlineExceeded`, without one of the others with the loss. A finished output is never replayed.
 
 A request whose logits are not finite numbers is computed once more, because a worker's memory or a shared block may be the
 reason. If the next logits are not finite either, the model or the prompt is the reason, and the request fails.
@@ -37,8 +37,8 @@ attempts."""
 
 
 DOUBT_AFTER_S: Final = 1.0
-"""A pair is in doubt when its KV comes later than this after the first token. At most one chunk's KV is left to read then,
-which takes milliseconds."""
+"""A pair is in doubt when a request ends more than this after its first token and its KV is not there. At most one chunk's KV
+is left to read after the first token, which takes milliseconds."""
 
 
 class Recovery:

@@ -1,7 +1,7 @@
 """The live requests: the remote work of each, its ledger entry, and its end. This file alone writes all three.
 
-A request that enters a terminal state has its running work cancelled and its ledger entry returned, and one outcome is emitted.
-Each happens exactly once, because all three happen in `_forget`, which also forgets the request.
+When a request enters a terminal state, its running work is cancelled, its ledger entry is given back, and one outcome is
+emitted. Each happens exactly once, because all three happen in `_forget`, which also forgets the request.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Requests:
         return LiveRequest.of(submit, self._arrivals, probe)
 
     def add(self, request: LiveRequest) -> None:
-        """Make a new request known. Its deadline counts from now on."""
+        """Register a new request, and watch its deadline."""
         assert request.request_id not in self._by_id
         self._arrivals += 1
         self._by_id[request.request_id] = request
@@ -99,7 +99,7 @@ class Requests:
             self.effects.append(SendCancel(work.link, work.handle))
 
     def withdraw(self, request: LiveRequest) -> None:
-        """Cancel the running work of a request and return its ledger entry. Cancelled prefill work also loses its lease."""
+        """Cancel the running work of a request and give back its ledger entry. Cancelled prefill work also loses its lease."""
         for work in (request.prefill, request.decode):
             if work is not None:
                 self.cancel(work)

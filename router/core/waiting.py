@@ -1,6 +1,6 @@
 """Requests that wait for room on a decode worker, in the order of their turns.
 
-A turn is the time of arrival, less `LEVEL_S` for each level of priority. A request of larger priority overtakes earlier ones,
+A turn is the time of arrival, less `LEVEL_S` for each level of priority. A request of higher priority overtakes earlier ones,
 but only those that came at most that time before it, so no request waits for ever. A replay counts as one level more.
 
 New requests are bounded by count and tokens. Replays are not: each was counted when it was new, and to refuse one would lose

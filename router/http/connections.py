@@ -29,7 +29,7 @@ class ConnectionTable:
         return len(self._all)
 
     def admit(self, connection: Connection) -> bool:
-        """Give the connection a place. False: connections that serve requests have all places."""
+        """Give the connection a place, if need be that of the one that has waited longest. False: all places serve requests."""
         if len(self._all) >= self.max_connections:
             if not self._waiting:
                 return False

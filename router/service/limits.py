@@ -33,7 +33,8 @@ class LengthLimit:
 
     def open_ended_room(self, prompt_len: int) -> int:
         """Return the output tokens of a request that names no `max_tokens`: as many as fit on every decode worker that is
-        nearly as long as the longest one. This is at most `max_model_len` less the prompt, and is below 1 when that is."""
+        nearly as long as the longest one. This is at most `max_model_len` less the prompt, and below 1 when the prompt alone is
+        too long."""
         limit = self.max_model_len
         longest = limit - prompt_len
         lengths = (worker.hello.max_model_len for worker in self._registry.of_role(Role.DECODE) if not worker.draining)

@@ -182,7 +182,7 @@ class RouterService:
     # Events in, effects out --------------------------------------------------------------------------------------------
 
     def tell(self, event: ev.Event) -> None:
-        """Give the core an event and perform its effects. Every event but submits takes this way."""
+        """Give the core an event and perform its effects. Every event except a Submit goes through here."""
         self._perform(self._core.handle(event, now_s=self._clock()))
         if type(event) is not ev.StepRows:  # tokens do not change readiness
             self._note_ready()

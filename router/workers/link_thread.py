@@ -28,7 +28,7 @@ from router.workers.link import Deliver, LinkService
 logger = logging.getLogger(__name__)
 
 MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
-"""This bounds a broken worker. No message of a working one comes near it."""
+"""A larger message comes from a broken worker. No message of a working one comes near this size."""
 MAX_HEARD: Final = 1 << 16
 """At most this many events wait for the main loop: minutes of the steps of many workers. A worker whose event finds no room
 loses its link."""
