@@ -51,7 +51,7 @@ class _Sequence:
     prompt_ids: tuple[int, ...]
     sampling: common_pb2.SamplingParams
     runs: bool  # False: it only holds blocks (a bind before its Attach, a lease after token 0)
-    resumed: int = 0  # so many ids at the end of the prompt are output of an earlier attempt
+    resumed: int = 0  # the number of ids at the end of the prompt that an earlier attempt drew
     next_index: int = 0
     attached: bool = False  # its KV comes from a prefill worker
 
@@ -99,7 +99,7 @@ class FakeWorker:
     text_of: Callable[[int], str] = text_of_token
 
     # A test changes these while the worker runs.
-    refuse_binds: int = 0  # so many of the next binds are answered with NoRoom
+    refuse_binds: int = 0  # the number of next binds that are answered with NoRoom
     fail_next: common_pb2.ErrorReason | None = None  # the next command fails with this reason
     silent: bool = False  # the worker sends no heartbeats
     engine_stalled_s: float = 0.0  # the value in its heartbeats
