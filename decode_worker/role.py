@@ -40,6 +40,8 @@ class BoundRequest:
     """One Bind command, until its last token, failure or cancellation."""
 
     handle: Handle
+    request_id: str
+    """The router's name of the request. Logs name it; nothing is decided by it."""
     seq_id: SeqId
     reader_id: ReaderId
     prompt_hash: bytes
@@ -143,6 +145,7 @@ class DecodeRole:
         self._binds += 1
         self._by_handle[handle] = self._by_seq[seq_id] = BoundRequest(
             handle,
+            command.request_id,
             seq_id,
             ReaderId(self._host.incarnation, self._binds),
             prompt_hash(command.prompt_ids, command.cache_salt),
@@ -190,7 +193,7 @@ class DecodeRole:
         except PdserveError as exc:
             self._fail(request, exc, pair_failed=speaks_against_pair(exc))
         except Exception as exc:
-            log.exception("handoff of request %d", request.handle)
+            log.exception("handoff of request %s", request.request_id)
             self._fail(request, InternalBug(f"handoff: {exc!r}"))
         else:
             self._activate(request, pulled)
@@ -207,7 +210,6 @@ class DecodeRole:
         committed = decode_pb2.KvCommitted(
             handle=request.handle,
             kv_bytes=pulled.kv_bytes,
-            blocks=pulled.blocks,
             transfer_s=pulled.transfer_s,
             commit_s=pulled.commit_s,
             exposed_transfer_s=pulled.exposed_s,
@@ -228,14 +230,14 @@ class DecodeRole:
             self._drop(request, release=False)
 
     def _fail(self, request: BoundRequest, error: PdserveError, *, pair_failed: bool = False) -> None:
-        log.info("request %d failed here: %s", request.handle, error.message)
+        log.info("request %s failed here: %s", request.request_id, error.message)
         if self._by_handle.get(request.handle) is request:
             self._drop(request, release=True)
             self._host.send(failed(request.handle, error, pair_failed=pair_failed))
 
     def _break(self, request: BoundRequest, exc: Exception) -> None:
         """Our own code failed at this request: it alone pays. Called while the exception is handled."""
-        log.exception("request %d", request.handle)
+        log.exception("request %s", request.request_id)
         self._fail(request, InternalBug(f"decode worker: {exc!r}"))
 
     def _drop(self, request: BoundRequest, *, release: bool) -> None:

@@ -43,11 +43,12 @@ class LentRequest:
     """One Prefill command, until its lease has ended."""
 
     handle: Handle
+    request_id: str
+    """The router's name of the request. Logs name it; nothing is decided by it."""
     seq_id: SeqId
     prompt_hash: bytes
     prompt_len: int
     output: OutputStream
-    received_s: float
     lease_id: LeaseId | None = None
 
 
@@ -115,7 +116,7 @@ class PrefillRole:
         try:
             return act(request, item)
         except Exception as exc:
-            log.exception("request %d", request.handle)
+            log.exception("request %s", request.request_id)
             self._fail(request, InternalBug(f"prefill worker: {exc!r}"))
             return None
 
@@ -144,7 +145,7 @@ class PrefillRole:
             return
         output = OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :])
         name = prompt_hash(command.prompt_ids, command.cache_salt)
-        request = LentRequest(handle, seq_id, name, len(prompt), output, self._clock())
+        request = LentRequest(handle, command.request_id, seq_id, name, len(prompt), output)
         self._by_handle[handle] = self._by_seq[seq_id] = request
 
     def _cancel(self, handle: Handle) -> None:
@@ -178,9 +179,7 @@ class PrefillRole:
         started = prefill_pb2.PrefillStarted(
             handle=request.handle,
             lease_id=codec.lease_id_to_wire(request.lease_id),
-            ttl_s=self._table.ttl_s,
             ticket=ticket.encode(),
-            queued_s=now_s - request.received_s,
         )
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
 

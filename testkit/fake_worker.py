@@ -284,7 +284,7 @@ class FakeWorker:
         needed = self._blocks(sequence)
         if self.refuse_binds > 0 or needed > free:
             self.refuse_binds = max(0, self.refuse_binds - 1)
-            self._send(no_room=decode_pb2.NoRoom(handle=bind.handle, blocks_needed=needed, blocks_free=free))
+            self._send(no_room=decode_pb2.NoRoom(handle=bind.handle, blocks_needed=needed))
             return
         self._sequences[bind.handle] = sequence
         self._send(reserved=decode_pb2.Reserved(handle=bind.handle))
@@ -294,7 +294,7 @@ class FakeWorker:
         ids = unpack_ids(prefill.prompt_ids)
         self._sequences[prefill.handle] = _Sequence(prefill.handle, ids, prefill.sampling, runs=True, resumed=prefill.resumed)
         lease_id = common_pb2.LeaseId(incarnation=self.incarnation, counter=prefill.handle)
-        started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ttl_s=30.0, ticket=b"ticket")
+        started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ticket=b"ticket")
         self._send(prefill_started=started)
         self._work.set()
 
@@ -359,7 +359,6 @@ class FakeWorker:
         committed = decode_pb2.KvCommitted(
             handle=sequence.handle,
             kv_bytes=blocks * self.block_size * self.kv_bytes_per_token,
-            blocks=blocks,
             transfer_s=0.001,
             commit_s=0.001,
             exposed_transfer_s=0.001,

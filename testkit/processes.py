@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import psutil
 
 from pdserve.config import EngineConfig, RouterConfig, RouterProcessConfig, WorkerConfig, dump
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
@@ -111,7 +112,7 @@ class Process:
         """Send SIGSTOP, and wait until every thread stands still. Raises TimeoutError if they do not."""
         self.send(signal.SIGSTOP)
         end_s = time.monotonic() + STOP_TIMEOUT_S
-        while self.alive and _state_of(self.popen.pid) != "T":
+        while self.alive and not _stands_still(self.popen.pid):
             if time.monotonic() > end_s:
                 raise TimeoutError(f"{self.name} does not stop")
             time.sleep(0.001)
@@ -146,12 +147,12 @@ class Process:
                 pipe.close()
 
 
-def _state_of(pid: int) -> str:
-    """Return the state of a process as the letter that `ps` shows. It is empty when the process has gone."""
+def _stands_still(pid: int) -> bool:
+    """Tell whether every thread of a process is stopped. False: it runs, or has gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class ProcessCluster:

@@ -146,7 +146,6 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
         handle = self.next_handle()
         command = decode_pb2.Bind(
             handle=handle,
-            request_id=str(handle),
             prompt_ids=codec.pack_ids(prompt),
             sampling=codec.sampling_to_wire(params),
             deadline_s=WAIT_S,
@@ -162,10 +161,8 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
         wire = codec.sampling_to_wire(params)
         command = prefill_pb2.Prefill(
             handle=handle,
-            request_id=str(handle),
             prompt_ids=codec.pack_ids(prompt),
             sampling=wire,
-            deadline_s=WAIT_S,
             resumed=resumed,
         )
         worker.send(link_pb2.RouterMessage(prefill=command))
@@ -173,7 +170,7 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
 
     def attach(self, worker: Worker, handle: int, started: prefill_pb2.PrefillStarted) -> None:
         """Tell a decode worker to read the lease that a prefill worker granted."""
-        command = decode_pb2.Attach(handle=handle, lease_id=started.lease_id, ttl_s=started.ttl_s, ticket=started.ticket)
+        command = decode_pb2.Attach(handle=handle, lease_id=started.lease_id, ticket=started.ticket)
         worker.send(link_pb2.RouterMessage(attach=command))
 
     def cancel(self, worker: Worker, handle: int) -> None:

@@ -54,13 +54,6 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def pss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def name_of(process: psutil.Process, workers: Mapping[int, str]) -> str:
     """What it is, from its command line: Ray's Python services are known by their script."""
     if process.pid == os.getpid():
@@ -84,8 +77,8 @@ def measure(seconds: float, workers: Mapping[int, str], stop: threading.Event) -
     for process, was in before.items():
         try:
             percent = 100 * (cpu_s(process) - was) / elapsed_s
-            costs.append(Cost(name_of(process, workers), percent, pss_bytes(process.pid)))
-        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+            costs.append(Cost(name_of(process, workers), percent, process.memory_full_info().pss))
+        except psutil.NoSuchProcess:
             continue  # it ended meanwhile
     return costs
 

@@ -104,10 +104,14 @@ CLOSE_TIMEOUT_S: Final = 10.0
 
 async def close_role(role: Role, transfer: TransferThread) -> None:
     """Bounded. Together, because a role waits for its reads to stop, and one that never does stops with the transport."""
-    closing = asyncio.wait_for(role.close(), CLOSE_TIMEOUT_S)
-    results = await asyncio.gather(closing, transfer.close(), return_exceptions=True)
+    results = await asyncio.gather(_close_in_time(role), transfer.close(), return_exceptions=True)
     if isinstance(results[0], TimeoutError):
         log.error("the role was not closed within %.0f s: a read may still write", CLOSE_TIMEOUT_S)
+
+
+async def _close_in_time(role: Role) -> None:
+    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+        await role.close()
 
 
 RoleFactory = Callable[[Host], Role]

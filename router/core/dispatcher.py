@@ -103,8 +103,8 @@ class Dispatcher:
         request.decode_worker = worker.hello.worker_id
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
-        command = SendBind(worker.link, request.work(work.handle, now_s=now_s), request.machine.bind, local)
-        self._requests.effects.append(command)
+        remaining_s = max(0.0, request.deadline_s - now_s)
+        self._requests.effects.append(SendBind(worker.link, request.work(work.handle), remaining_s, local))
 
     def prefill(self, request: LiveRequest, now_s: float) -> bool:
         """Start the prefill of a request whose decode worker has reserved. False: no prefill worker can compute it now."""
@@ -116,7 +116,7 @@ class Dispatcher:
         request.prefill_worker = worker.hello.worker_id
         request.times.attempt.prefill_sent_s = now_s
         worker.sent(work.handle, len(request.work_ids))
-        self._requests.effects.append(SendPrefill(worker.link, request.work(work.handle, now_s=now_s)))
+        self._requests.effects.append(SendPrefill(worker.link, request.work(work.handle)))
         return True
 
     def requeue(self, request: LiveRequest, event: RequestEvent, now_s: float) -> None:

@@ -163,18 +163,15 @@ class NoRoom:
     link: LinkId
     handle: Handle
     blocks_needed: int
-    blocks_free: int
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """A prefill worker allocated all prompt blocks and granted a lease on them for `ttl_s`. The router forwards the ticket
-    unread."""
+    """A prefill worker allocated all prompt blocks and granted a lease on them. The router forwards the ticket unread."""
 
     link: LinkId
     handle: Handle
     lease_id: LeaseId
-    ttl_s: float
     ticket: bytes
 
 
@@ -261,7 +258,7 @@ Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The part of a command that both kinds of worker get. `deadline_s` is the time that remains.
+    """The part of a command that both kinds of worker get.
 
     The last `resumed` ids of `prompt_ids` are output of earlier attempts. The first token that is drawn now has the index
     `resumed` in the output. `sampling` is that of the original request.
@@ -269,10 +266,8 @@ class Work:
 
     handle: Handle
     request_id: RequestId
-    attempt: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    deadline_s: float
     priority: int
     resumed: int = 0
     cache_salt: str = ""
@@ -280,11 +275,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class SendBind:
-    """Ask a decode worker to reserve blocks. With `local_prefill` the worker also computes the prompt."""
+    """Ask a decode worker to reserve blocks. `deadline_s` is the time that remains. With `local_prefill` the worker also
+    computes the prompt."""
 
     link: LinkId
     work: Work
-    bind: int
+    deadline_s: float
     local_prefill: bool
 
 
@@ -303,7 +299,6 @@ class SendAttach:
     link: LinkId
     handle: Handle
     lease_id: LeaseId
-    ttl_s: float
     ticket: bytes
 
 

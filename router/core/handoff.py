@@ -80,7 +80,7 @@ class Handoff:
         decode, lease = request.decode, request.lease
         if decode is not None and decode.reserved and lease is not None:
             decode.attached = True
-            attach = SendAttach(decode.link, decode.handle, lease.lease_id, lease.ttl_s, lease.ticket)
+            attach = SendAttach(decode.link, decode.handle, lease.lease_id, lease.ticket)
             self._requests.effects.append(attach)
 
     def committed(self, work: RemoteWork, event: KvCommitted, now_s: float) -> None:

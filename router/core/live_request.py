@@ -149,15 +149,13 @@ class LiveRequest:
         """Return how many tokens prompt and output may have together."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
-    def work(self, handle: Handle, *, now_s: float) -> Work:
-        """Return what a command tells a worker about this request. Its deadline is the time that remains, at least 0 s."""
+    def work(self, handle: Handle) -> Work:
+        """Return what a command tells a worker about this request."""
         return Work(
             handle=handle,
             request_id=self.request_id,
-            attempt=self.machine.attempt,
             prompt_ids=self.work_ids,
             sampling=self.sampling,
-            deadline_s=max(0.0, self.deadline_s - now_s),
             priority=self.priority,
             resumed=self.resumed,
             cache_salt=self.cache_salt,

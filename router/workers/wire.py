@@ -79,7 +79,7 @@ def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.WorkerEvent:
 
 
 def _prefill_started(link: ev.LinkId, m: prefill_pb2.PrefillStarted) -> ev.WorkerEvent:
-    return ev.PrefillStarted(link, Handle(m.handle), lease_id_from_wire(m.lease_id), m.ttl_s, m.ticket)
+    return ev.PrefillStarted(link, Handle(m.handle), lease_id_from_wire(m.lease_id), m.ticket)
 
 
 def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.WorkerEvent:
@@ -87,7 +87,7 @@ def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.WorkerEvent:
 
 
 def _no_room(link: ev.LinkId, m: decode_pb2.NoRoom) -> ev.WorkerEvent:
-    return ev.NoRoom(link, Handle(m.handle), m.blocks_needed, m.blocks_free)
+    return ev.NoRoom(link, Handle(m.handle), m.blocks_needed)
 
 
 def _kv_committed(link: ev.LinkId, m: decode_pb2.KvCommitted) -> ev.WorkerEvent:
@@ -124,13 +124,12 @@ def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
 def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
     """Return the message of a command."""
     match effect:
-        case ev.SendBind(work=work, bind=bind, local_prefill=local):
-            fields = _work(work)
-            return link_pb2.RouterMessage(bind=decode_pb2.Bind(bind=bind, local_prefill=local, **fields))
+        case ev.SendBind(work=work, deadline_s=deadline_s, local_prefill=local):
+            return link_pb2.RouterMessage(bind=decode_pb2.Bind(deadline_s=deadline_s, local_prefill=local, **_work(work)))
         case ev.SendPrefill(work=work):
             return link_pb2.RouterMessage(prefill=prefill_pb2.Prefill(**_work(work)))
-        case ev.SendAttach(handle=handle, lease_id=lease_id, ttl_s=ttl_s, ticket=ticket):
-            attach = decode_pb2.Attach(handle=handle, lease_id=lease_id_to_wire(lease_id), ttl_s=ttl_s, ticket=ticket)
+        case ev.SendAttach(handle=handle, lease_id=lease_id, ticket=ticket):
+            attach = decode_pb2.Attach(handle=handle, lease_id=lease_id_to_wire(lease_id), ticket=ticket)
             return link_pb2.RouterMessage(attach=attach)
         case ev.SendCancel(handle=handle):
             return link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle))
@@ -144,10 +143,8 @@ def _work(work: ev.Work) -> dict[str, Any]:
     return {
         "handle": work.handle,
         "request_id": work.request_id,
-        "attempt": work.attempt,
         "prompt_ids": pack_ids(work.prompt_ids),
         "sampling": sampling_to_wire(work.sampling),
-        "deadline_s": work.deadline_s,
         "priority": work.priority,
         "resumed": work.resumed,
         "cache_salt": work.cache_salt,

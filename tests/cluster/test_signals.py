@@ -59,7 +59,7 @@ def test_up_killed_takes_router_ray_and_workers_along(run_command: Any) -> None:
     """Ray's two agents of the node are not waited for: they look for their parent only every few seconds."""
     command = run_command(*UP)
     command.wait_for("ready; Ctrl-C")
-    serving = [process for process in command.seen if "Agent" not in process.command]
+    serving = [process for process in command.seen if "Agent" not in processes.command(process)]
     assert len(serving) > 3
     command.child.send_signal(signal.SIGKILL)
     command.end()

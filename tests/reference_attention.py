@@ -1,4 +1,4 @@
-"""Attention as the definition says it, in float64, one token and one head at a time. For tests."""
+"""Attention as the definition says it, in float64, one token and one head at a time."""
 
 from __future__ import annotations
 
