@@ -1,4 +1,4 @@
-"""What a process holds of the machine: memory, file descriptors, threads."""
+"""The memory, file descriptors and threads that a process uses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
+    """The resources that one process uses at one moment."""
+
     rss_bytes: int
     fds: int
     threads: int
 
 
 def footprint(pid: int) -> Footprint:
-    """Raises `psutil.NoSuchProcess` when the process has gone or has ended and waits for its parent."""
+    """Return the footprint of a process. Raises `psutil.NoSuchProcess` when the process has gone, or has ended and waits for
+    its parent."""
     process = psutil.Process(pid)
     with process.oneshot():
         if process.status() == psutil.STATUS_ZOMBIE:

@@ -1,7 +1,7 @@
 """The fields of a request's body and their types. Unknown fields are ignored.
 
-JSON's `null` means absent, as in OpenAI's own clients, which send it for arguments that were not given. A `Raw` field
-stays undecoded JSON: a large value of a field that is refused anyway costs nothing.
+JSON's `null` means absent, as in OpenAI's own clients, which send it for arguments that were not given. A `Raw` field stays
+undecoded JSON, so a large value of a field that is refused anyway costs nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from msgspec import Raw, Struct
 from router.openai.unsupported import unsupported
 
 EMPTY: Final[tuple[Any, ...]] = ([], {}, "", 0, 0.0, False)
-"""Clients send back an answer's message with such values for what it does not have."""
+"""The values that ask for nothing. Clients send back an answer's message with them in fields that the answer did not use."""
 
 
 class StreamOptions(Struct):
+    """The options of a streamed answer."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -29,6 +31,8 @@ class Part(Struct):
 
 
 class Message(Struct):
+    """One message of a chat."""
+
     role: str
     content: str | list[Part] | None = None
     tool_calls: Raw = unsupported(*EMPTY)
@@ -90,12 +94,12 @@ class CompletionBody(Body, kw_only=True):
     """The body of `/v1/completions`."""
 
     prompt: str | list[str | int | list[int]] | None = None
-    """It is "text", [ids], ["text", ...] or [[ids], ...]; a mixed list is refused later."""
+    """The prompt is "text", [ids], ["text", ...] or [[ids], ...]. `read_prompts` refuses a mixed list."""
     logprobs: int | bool | None = None
-    """Some clients write false for none."""
+    """The number of likeliest tokens. Some clients write false for none."""
 
     add_special_tokens: Raw = unsupported(True)
-    """The chat endpoint ignores it: of a chat prompt the template alone decides, and vLLM's default is false there."""
+    """The chat endpoint ignores this field: the template alone decides for a chat prompt, and vLLM's default is false there."""
 
 
 class ChatBody(Body, kw_only=True):

@@ -1,4 +1,4 @@
-"""Reads a client's JSON into a typed structure: a value of the wrong type is refused by name, never coerced.
+"""Reads a client's JSON into a typed structure: an error names each value of the wrong type, and no value is converted.
 
 Errors name the field as the client wrote it, with its place in a list (`messages[1].content[0].type`).
 """
@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.core.errors import InvalidRequest
 
-MAX_SHOWN_CHARS: Final = 60  # of a refused value, in the message
+MAX_SHOWN_CHARS: Final = 60  # a message shows so much of a refused value
 
 _MISMATCH: Final = re.compile("Expected `(.+)`, got `(.+)`")
 _MISSING: Final = re.compile("Object missing required field `(.+)`")
@@ -29,20 +29,21 @@ Shape = TypeVar("Shape")
 
 
 def refuse(field: str, message: str) -> InvalidRequest:
-    """The error for one field. The name always leads: a short one, such as `n`, is part of many words."""
+    """Return the error for one field. The name always leads, because a short one, such as `n`, is part of many words."""
     return InvalidRequest(f"{field}: {message}", field=field)
 
 
 def show(value: Any) -> str:
-    """A client's value for a message: ASCII only, and cut, so that a huge value makes no huge error."""
+    """Return a client's value for a message. It is ASCII and cut, so that a huge value makes no huge error."""
     text = ascii(value if not isinstance(value, str) else value[:MAX_SHOWN_CHARS])
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[Shape], field: str = "") -> Shape:
-    """The JSON of a body, or of one field, as the decoder's type. Raises `InvalidRequest` for all else, however hostile."""
+    """Decode the JSON of a body, or of one field, as the decoder's type. Raises `InvalidRequest` for everything else, however
+    hostile."""
     try:
-        return decoder.decode(data.decode("utf-8-sig"))  # msgspec does not look at the UTF-8 of what it skips
+        return decoder.decode(data.decode("utf-8-sig"))  # msgspec does not check the UTF-8 of parts that it skips
     except msgspec.ValidationError as exc:
         raise _refusal(exc, field) from exc
     except RecursionError as exc:
@@ -52,7 +53,7 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[Shape], field: str = "") -
 
 
 def convert(value: Any, shape: type[Shape], field: str) -> Shape:
-    """A value that was decoded as one of several types, as one of them. Raises `InvalidRequest`."""
+    """Return a value that was decoded as one of several types as the type `shape`. Raises `InvalidRequest` naming the field."""
     try:
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as exc:
@@ -60,7 +61,7 @@ def convert(value: Any, shape: type[Shape], field: str) -> Shape:
 
 
 def _refusal(error: msgspec.ValidationError, field: str) -> InvalidRequest:
-    """msgspec's message in our words. An example of its own: "Expected `int | null`, got `str` - at `$.seed`"."""
+    """Return an error in our words. msgspec's own words are, for example: "Expected `int | null`, got `str` - at `$.seed`"."""
     message, _, place = str(error).partition(" - at `$")
     field += place.removesuffix("`")
     if missing := _MISSING.fullmatch(message):

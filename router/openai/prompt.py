@@ -10,19 +10,19 @@ from router.openai.body import Message, Part
 from router.openai.json import convert, refuse, show
 from router.openai.unsupported import refuse_unsupported
 
-MAX_PROMPTS: Final = 256  # of one body; each is a request of its own in the router's bounded queue
-MAX_PARTS: Final = MAX_MESSAGES  # of one message
+MAX_PROMPTS: Final = 256  # in one body; each is a request of its own in the router's bounded queue
+MAX_PARTS: Final = MAX_MESSAGES  # in one message
 ANY_NUMBER: Final = 1 << 31
 TOKEN_ID_LIMIT: Final = 1 << 32  # ids travel as uint32; the router checks them against the vocabulary
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""OpenAI renamed `system` to `developer`; models' templates know the old name."""
+"""OpenAI renamed `system` to `developer`, but the models' templates know the old name."""
 
 
 def read_prompts(value: str | list[Any] | None, max_tokens: int = ANY_NUMBER) -> tuple[Prompt, ...]:
-    """`prompt`: "text", [ids], ["text", ...] or [[ids], ...]; one entry for each choice of the answer.
+    """Return the prompts, one for each choice of the answer. `prompt` is "text", [ids], ["text", ...] or [[ids], ...].
 
-    More than `max_tokens` ids in one are refused by their number, before they are looked at.
+    A prompt of more than `max_tokens` ids is refused by its count, before the ids are looked at. Raises `InvalidRequest`.
     """
     if value is None:
         raise refuse("prompt", "is missing")
@@ -49,7 +49,7 @@ def _prompt_ids(values: list[Any], field: str, max_tokens: int) -> tuple[int, ..
 
 
 def token_ids(values: tuple[int, ...], field: str) -> tuple[int, ...]:
-    """The same ids, checked: each fits uint32."""
+    """Return the same ids. Raises `InvalidRequest` unless each fits uint32."""
     if values and (min(values) < 0 or max(values) >= TOKEN_ID_LIMIT):
         i = next(i for i, value in enumerate(values) if not 0 <= value < TOKEN_ID_LIMIT)
         raise refuse(f"{field}[{i}]", f"must be from 0 to {TOKEN_ID_LIMIT - 1}, got {show(values[i])}")
@@ -57,7 +57,8 @@ def token_ids(values: tuple[int, ...], field: str) -> tuple[int, ...]:
 
 
 def read_messages(messages: list[Message] | None) -> tuple[ChatMessage, ...]:
-    """`messages`: at least one, with roles that a template knows and content that is text."""
+    """Return the messages of `messages`. Raises `InvalidRequest` unless there is at least one, each role is known to templates
+    and each content is text."""
     if messages is None:
         raise refuse("messages", "is missing")
     if not messages:
@@ -75,7 +76,7 @@ def _message(message: Message, field: str) -> ChatMessage:
 
 
 def _content(content: str | list[Part] | None, field: str) -> str:
-    """Text, or the texts of a list of parts, one a line (as vLLM joins them)."""
+    """Return the text of a message. The texts of a list of parts are joined with line ends, as vLLM does."""
     if content is None:
         raise refuse(field, "is missing")
     if isinstance(content, str):

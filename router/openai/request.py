@@ -1,7 +1,7 @@
-"""From the body and headers of an OpenAI-style request to what the router runs.
+"""The body and headers of an OpenAI-style request become what the router runs.
 
-Only shapes and types are checked here, and fields that the router would never see; ranges that depend on the
-model or on sampling are the router's, so that gRPC and HTTP clients meet the same limits.
+Only shapes and types are checked here, and fields that the router never sees. The router checks ranges that depend on the model
+or on sampling, so gRPC and HTTP clients meet the same limits.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _CHAT: Final = msgspec.json.Decoder(ChatBody)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request: `inputs[i]` becomes choice i."""
+    """One HTTP request. `inputs[i]` becomes choice i of the answer."""
 
     chat: bool
     request_id: str
-    """The router's own id of the request, unique."""
+    """The router's own unique id of the request."""
     inputs: tuple[GenerateInput, ...]
     stream: bool
     include_usage: bool
     continuous_usage: bool
     correlation_id: str = ""
-    """What the client calls the request; it need not be unique."""
+    """The client's name for the request. It need not be unique."""
 
 
 def parse_completion(body: bytes, header_id: str | None, max_prompt_tokens: int = ANY_NUMBER) -> Call:
-    """`/v1/completions`. Raises `InvalidRequest` naming the field."""
+    """Parse a body of `/v1/completions`. Raises `InvalidRequest` naming the field."""
     fields = decode(body, _COMPLETION)
     refuse_unsupported(fields)
     return _call(fields, header_id, read_prompts(fields.prompt, max_prompt_tokens))
 
 
 def parse_chat(body: bytes, header_id: str | None) -> Call:
-    """`/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
+    """Parse a body of `/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
     fields = decode(body, _CHAT)
     refuse_unsupported(fields)
     return _call(fields, header_id, (read_messages(fields.messages),))
@@ -76,7 +76,7 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, prompts: tuple
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[GenerateInput, ...]:
-    """Several prompts are several requests; their ids are told apart by the choice's index."""
+    """Return one request for each prompt. If there are several, the choice's index is added to each id."""
     if len(prompts) == 1:
         return (common,)
     return tuple(replace(common, prompt=prompt, request_id=f"{common.request_id}-{i}") for i, prompt in enumerate(prompts))
@@ -99,7 +99,7 @@ def _placement(value: str | None) -> Placement | None:
 
 
 def _correlation_id(body_id: str | None, header_id: str | None) -> str:
-    """The body's `request_id`, else the X-Request-Id header, else nothing."""
+    """Return the body's `request_id`, or else the X-Request-Id header, or else nothing."""
     name, value = ("X-Request-Id", header_id) if body_id is None else ("request_id", body_id)
     if value is None:
         return ""

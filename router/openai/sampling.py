@@ -1,4 +1,4 @@
-"""How tokens are to be picked, as the fields of an OpenAI-style body say it."""
+"""The sampling fields of an OpenAI-style body."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from router.openai.body import Body, ChatBody, CompletionBody
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import token_ids
 
-COMPLETION_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of /v1/completions only; a chat answer may use the whole context
+COMPLETION_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions only; a chat answer may use the whole context
 MAX_TOKENS_LIMIT: Final = 1 << 31
 _TOKEN_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 _BIAS: Final = msgspec.json.Decoder(float)
 
 
 def read_sampling(body: CompletionBody | ChatBody) -> dict[str, Any]:
-    """The fields that the client set, under the router's names."""
+    """Return the fields that the client set, under the router's names. Raises `InvalidRequest` naming the field."""
     chat = isinstance(body, ChatBody)
     values: dict[str, Any] = {
         "max_tokens": _max_tokens(body) or (None if chat else COMPLETION_DEFAULT_MAX_TOKENS),
         "temperature": body.temperature,
-        "top_k": 0 if body.top_k == -1 else body.top_k,  # vLLM's clients write -1 for off
+        "top_k": 0 if body.top_k == -1 else body.top_k,  # vLLM's clients write -1 for off, the router 0
         "top_p": body.top_p,
         "min_p": body.min_p,
         "seed": _seed(body),
@@ -48,14 +48,16 @@ def _in_range(field: str, value: int | None, low: int, high: int) -> int | None:
 
 
 def _max_tokens(body: Body) -> int | None:
-    """The newer name wins where both are given. Checked here so that the error has the name that was used."""
+    """Return the limit of output tokens. If both names are given, the newer one counts. The range is checked here so that the
+    error has the name that was used."""
     older = _in_range("max_tokens", body.max_tokens, 1, MAX_TOKENS_LIMIT)
     newer = _in_range("max_completion_tokens", body.max_completion_tokens, 1, MAX_TOKENS_LIMIT)
     return older if newer is None else newer
 
 
 def _seed(body: Body) -> int | None:
-    """OpenAI's seed is a signed 64-bit number, ours is unsigned: a negative one wraps, so each stays distinct."""
+    """Return the seed. OpenAI's seed is a signed 64-bit number, the router's is unsigned: a negative one wraps, so distinct
+    seeds stay distinct."""
     seed = _in_range("seed", body.seed, -(1 << 63), (1 << 64) - 1)
     return None if seed is None else seed % (1 << 64)
 
@@ -79,7 +81,8 @@ def _stop_token_ids(ids: list[int] | None) -> tuple[int, ...] | None:
 
 
 def _logit_bias(biases: dict[str, msgspec.Raw] | None) -> dict[int, float] | None:
-    """{"token id": bias}, JSON's keys being strings; the vocabulary and the range of biases are the router's to check."""
+    """Return biases by token id. JSON has {"token id": bias}, since its keys are strings. The router checks the vocabulary and
+    the range of biases."""
     if biases is None:
         return None
     if len(biases) > MAX_LOGIT_BIASES:
@@ -94,7 +97,8 @@ def _token_id(key: str) -> int:
 
 
 def _completion_logprobs(body: CompletionBody) -> int | None:
-    """A number of likeliest tokens; 0 asks for those of the drawn tokens alone."""
+    """Return the number of likeliest tokens. 0 asks for the drawn tokens alone; None, which some clients write as false, asks
+    for nothing."""
     if body.logprobs is True:
         raise refuse("logprobs", "must be an integer or false, got true")
     return None if body.logprobs is False else _in_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)

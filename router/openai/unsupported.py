@@ -1,7 +1,7 @@
-"""Fields that OpenAI's or vLLM's API defines and whose effect does not exist here.
+"""Fields of OpenAI's or vLLM's API whose effect does not exist here.
 
-A client that asks for the effect is told so; one that sends the neutral value, as many libraries always do, is
-served. Ignoring them would return an answer that is quietly not what was asked for.
+A client that asks for the effect gets an error. A client that sends the neutral value, as many libraries always do, is served.
+If such fields were ignored, the answer would quietly differ from what was asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from router.openai.json import decode, refuse, show
 
-MAX_SMALL_BYTES: Final = 100  # of JSON; no neutral value is larger, so a larger value is never decoded
+MAX_SMALL_BYTES: Final = 100  # bytes of JSON; no neutral value is larger, so a larger value is never decoded
 _VALUE: Final = msgspec.json.Decoder()
 
 
@@ -25,19 +25,20 @@ class _Unsupported:
 
 
 def unsupported(*neutral: Any) -> Any:
-    """A field whose effect does not exist. The values that ask for nothing are given; absent and null always do."""
+    """Return the default of a field whose effect does not exist. `neutral` are the values that ask for nothing; absent and null
+    always do."""
     return _Unsupported(neutral)
 
 
 @cache
 def neutral_values(shape: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
-    """The values that ask for nothing, of each field whose effect does not exist."""
+    """Return for each field whose effect does not exist the values that ask for nothing."""
     fields = msgspec.structs.fields(shape)
     return {field.name: field.default.neutral for field in fields if isinstance(field.default, _Unsupported)}
 
 
 def refuse_unsupported(fields: msgspec.Struct, prefix: str = "") -> None:
-    """Raises `InvalidRequest` naming the first field that asks for an effect we do not have."""
+    """Check that no field asks for an effect that does not exist here. Raises `InvalidRequest` naming the first that does."""
     for name, neutral in neutral_values(type(fields)).items():
         raw = getattr(fields, name)
         if isinstance(raw, msgspec.Raw):

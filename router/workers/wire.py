@@ -1,4 +1,4 @@
-"""Between the link's messages and the core's events and effects. What a worker sends is checked here."""
+"""Conversion between messages of the link and the core's events and commands. Messages of workers are checked here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROLES: Final = {common_pb2.ROLE_PREFILL: ev.Role.PREFILL, common_pb2.ROLE_DECOD
 
 
 def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
-    """Raises `InternalBug` for an introduction that nobody could have meant."""
+    """Return the core's form of a Hello. Raises `InternalBug` for one without a role or worker id."""
     role = _ROLES.get(hello.role)
     if role is None or not hello.worker_id:
         raise InternalBug(f"Hello without role or worker_id: role {hello.role}, worker_id {hello.worker_id!r}")
@@ -41,9 +41,10 @@ def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
 
 
 def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.WorkerEvent | None:
-    """None for a message that a newer worker knows and we do not. Raises `InternalBug` for a second Hello."""
+    """Return the event of a message. None: a newer worker sent a message that this router does not know. Raises `InternalBug`
+    for a second Hello."""
     kind = message.WhichOneof("body")
-    if kind == "step_batch":  # by far the most
+    if kind == "step_batch":  # most messages are of this kind
         return ev.StepRows(link, message.step_batch.rows)
     if kind is None:
         return None
@@ -111,15 +112,17 @@ _READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.WorkerEvent]]] = {
 def _error(reason: int, message: str) -> PdserveError:
     try:
         return from_reason(reason, message)
-    except ValueError:  # not in our version of the enum
+    except ValueError:  # this version of the enum does not have it
         return InternalBug(f"worker failed with unknown reason {reason}: {message}")
 
 
 def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
+    """Return the message that accepts a worker."""
     return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=incarnation))
 
 
 def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
+    """Return the message of a command."""
     match effect:
         case ev.SendBind(work=work, deadline_s=deadline_s, local_prefill=local):
             return link_pb2.RouterMessage(bind=decode_pb2.Bind(deadline_s=deadline_s, local_prefill=local, **_work(work)))

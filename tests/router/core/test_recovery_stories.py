@@ -516,7 +516,7 @@ def test_logits_that_are_no_numbers_are_computed_once_more_and_not_a_third_time(
     assert outcome.ended == ["numerical_error"]
     assert outcome.emitted == emitted
     assert outcome.error is not None
-    assert "after 2 attempts (it came to the same twice): no numbers" in outcome.error.message
+    assert "after 2 attempts (the same failure came twice): no numbers" in outcome.error.message
     assert outcome.report is not None
     assert outcome.report.retry_reasons == ("numerical_error",)
     stage.run()
