@@ -19,6 +19,7 @@ import uvloop
 from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
+from pdserve.observe.title import set_title
 from router.descriptors import raise_limit, share_of_clients, share_of_links
 from router.grpc_admin import AdminServer
 from router.grpc_front import GrpcFront
@@ -34,6 +35,7 @@ EXIT_CONFIG: Final = 2
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
+    set_title("router")
     try:
         setup_logging(args.log_level)
         config = load(RouterProcessConfig, args.config, args.set)
