@@ -36,7 +36,7 @@ demo: setup      ## a real model through two pools, then stop everything
 	@$(BIN)/python -m pdserve.cli demo
 
 test: setup      ## the tests
-	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile --no-loadscope-reorder
 
 test-all: test   ## the tests, and then those that take long: the swarm, every state, real faults
 	@$(BIN)/python -m pytest -m slow

@@ -15,6 +15,8 @@ import pytest
 from pdserve.config import MIB, EngineConfig, WorkerConfig, dump
 from pdserve.testing.scripted_router import ScriptedRouter
 
+pytestmark = pytest.mark.cluster
+
 WAIT_S = 60
 ENGINE = EngineConfig(model="tiny", kv_cache_memory=MIB, max_model_len=64, threads=1)
 
