@@ -8,7 +8,7 @@ NATIVE := $(wildcard pdserve/engine/native/*.h pdserve/engine/native/*.cpp)
 N      ?= 2000
 SEED   ?= 1
 # Processes that share the tests, a file at a time: much of a test is waiting.
-PYTESTS ?= 2
+PYTESTS ?= 3
 
 .PHONY: $(shell sed -n "s/^\([a-z-]*\):.*/\1/p" Makefile)
 
