@@ -20,6 +20,7 @@ import uvloop
 from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
+from pdserve.observe.title import set_title
 from router.grpc.admin import AdminServer
 from router.grpc.front import GrpcFront
 from router.http import serve_http
@@ -37,6 +38,7 @@ EXIT_CONFIG: Final = 2
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a router until a signal comes. Exits with `EXIT_CONFIG` and a message on stderr after a `ConfigError`."""
     args = _parse(argv)
+    set_title("router")
     try:
         setup_logging(args.log_level)
         config = load(RouterProcessConfig, args.config, args.set)

@@ -29,6 +29,7 @@ from pdserve.commands.settings import cluster_config, cluster_options
 from pdserve.commands.stopping import StopSignals
 from pdserve.commands.tables import size, table
 from pdserve.config import ClusterConfig
+from pdserve.observe.title import PREFIX
 
 CPU_LIMIT_PERCENT = 15.0
 MEMORY_LIMIT_BYTES = 5 << 30
@@ -55,14 +56,14 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def name_of(process: psutil.Process, workers: Mapping[int, str]) -> str:
-    """What it is, from its command line: Ray's Python services are known by their script."""
+    """What it is, from its title or its command line: Ray's Python services are known by their script."""
     if process.pid == os.getpid():
         return "driver"
     if process.pid in workers:
         return workers[process.pid]
     arguments = process.cmdline()
-    if arguments[1:3] == ["-m", "router"]:
-        return "router"
+    if arguments and arguments[0].startswith(PREFIX):
+        return arguments[0].removeprefix(PREFIX)
     scripts = [Path(argument).name for argument in arguments if argument.endswith(".py")]
     return scripts[0] if scripts else Path(arguments[0]).name if arguments else process.name()
 

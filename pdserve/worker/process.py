@@ -15,6 +15,7 @@ import click
 from pdserve.config import WorkerConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
+from pdserve.observe.title import set_title
 from pdserve.worker.runtime import RunningWorker
 
 LOOK_S: Final = 0.2
@@ -37,6 +38,7 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
         setup_logging(log_level)
         try:
             worker_config = load(WorkerConfig, config, overrides)
+            set_title(worker_config.worker_id)
             drain, stop = threading.Event(), threading.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: stop.set() if drain.is_set() else drain.set())

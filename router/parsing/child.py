@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO, Final
 
 from pdserve.core.errors import InvalidRequest
+from pdserve.observe.title import set_title
 from router.openai.request import Call
 from router.parsing.parse import Job, parse
 
@@ -61,6 +62,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 def main() -> None:
     """Parse jobs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router handles a terminal's Ctrl-C
+    set_title("parse")
     os.nice(NICENESS)
     limit = BASE_BYTES + BYTES_PER_BYTE * int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
@@ -115,6 +116,7 @@ def test_small_requests_start_no_process() -> None:
             parsed: Parsed = await made.parse(GOOD[2])
             assert parsed.inputs[0].prompt == (ChatMessage("user", PAD),)  # type: ignore[union-attr]
             pid = made.child_pid
+            assert psutil.Process(pid).cmdline()[0] == "pdserve: parse"
             await made.parse(GOOD[0])
             assert made.child_pid == pid
         with pytest.raises(ProcessLookupError):
