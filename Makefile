@@ -8,7 +8,7 @@ NATIVE := $(wildcard pdserve/engine/native/src/*)
 N      ?= 2000
 SEED   ?= 1
 # Processes that share the tests, a file at a time: much of a test is waiting.
-PYTESTS ?= 2
+PYTESTS ?= 3
 
 .PHONY: $(shell sed -n "s/^\([a-z-]*\):.*/\1/p" Makefile)
 
@@ -36,7 +36,7 @@ demo: setup      ## a real model through two pools, then stop everything
 	@$(BIN)/python -m pdserve.cli demo
 
 test: setup      ## the tests
-	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile --no-loadscope-reorder
 
 test-all: test   ## the tests, and then those that take long: the swarm, every state, real faults
 	@$(BIN)/python -m pytest -m slow

@@ -1,1 +1,1 @@
-"""The decode role: reserves room, pulls KV blocks from prefill workers, and streams tokens."""
+"""The decode role: it reserves blocks, pulls KV from prefill workers, and streams tokens."""

@@ -1,4 +1,4 @@
-"""The blocks of one bind that a peer's KV is pulled into: from Reserved until they are the sequence's, or nobody's."""
+"""The blocks of one bind, into which a peer's KV is pulled: from Reserved until a sequence owns them or they are discarded."""
 
 from __future__ import annotations
 
@@ -20,33 +20,42 @@ log = logging.getLogger(__name__)
 
 
 class PullHost(Protocol):
-    """What is needed of the worker that pulls: a `Host` has it all."""
+    """The parts of a worker that a pull uses. A `Host` has all of them."""
 
     @property
-    def layout(self) -> KvLayout: ...
+    def layout(self) -> KvLayout:
+        """The layout of the worker's pool."""
+        ...
 
     @property
-    def config(self) -> WorkerConfig: ...
+    def config(self) -> WorkerConfig:
+        """The settings of the worker."""
+        ...
 
     @property
-    def transfer(self) -> BlockTransfer: ...
+    def transfer(self) -> BlockTransfer:
+        """The transfer thread, which reads straight into the pool."""
+        ...
 
     @property
     def staging(self) -> Staging | None:
-        """None: KV of another dtype cannot be converted here."""
+        """The staging that converts KV of another dtype. None: this worker cannot convert."""
         ...
 
 
 def speaks_against_pair(error: PdserveError) -> bool:
-    """Whether what ended a pull is evidence that KV does not pass between the two workers: a read that failed or ran past a
-    deadline of its own, KV that arrived changed, or a lender that does not answer. A lease that is gone is none, since somebody
-    answered for it; nor is KV that changed in the lender's memory, a prompt that was not computed in time, or the deadline of
-    the request itself."""
+    """Tell whether the error that ended a pull is evidence that KV does not pass between the two workers.
+
+    Evidence is a read that failed or passed its own deadline, KV that changed on its way, or a lender that does not answer. No
+    evidence is a lease that is gone, since the lender has answered; nor KV that changed in the lender's memory, a prompt that
+    was not computed in time, or the deadline of the request itself.
+    """
     return isinstance(error, TransferFailed | KvCorrupt | ReplicaLost) and not isinstance(error, PrefillStalled)
 
 
 class InboundBlocks:
-    """Loop thread only. After `pull` has raised or was cancelled, `abandon` must follow."""
+    """The reserved blocks of one bind, and the pull into them. Loop thread only. `abandon` must follow when `pull` has raised
+    or was cancelled."""
 
     def __init__(
         self,
@@ -59,8 +68,9 @@ class InboundBlocks:
         first_block: int = 0,
         wait_s: float,
     ) -> None:
-        """`prompt_hash`: of the prompt that was bound. Blocks before `first_block` hold their KV already and are not read.
-        `wait_s` bounds the whole wait for the prompt: renewing cannot hold a lease for ever."""
+        """Take the blocks of one bind. `prompt_hash` names the prompt that was bound. Blocks before `first_block` hold their KV
+        already and are not read. `wait_s` bounds the whole wait for the prompt, so that renewals cannot hold a lease for ever.
+        """
         self._host = host
         self._leases = leases
         self._reader_id = reader_id
@@ -73,11 +83,11 @@ class InboundBlocks:
 
     @property
     def read_in_flight(self) -> bool:
-        """The transport may still write into the blocks."""
+        """True when the transport may still write into the blocks."""
         return self._pull is not None and self._pull.read_in_flight
 
     async def pull(self, lease_id: LeaseId, ticket_bytes: bytes) -> PullResult:
-        """Follow the lease, read blocks as they become final, commit. What was read may be used only after this has returned.
+        """Follow the lease, read blocks as they become final, and commit. The KV may be used only after this has returned.
 
         Raises `LeaseGone`, `TransferFailed`, `KvCorrupt`, `KvRotted`, `ReplicaLost`, `DeadlineExceeded`, `IncompatiblePeer`.
         """
@@ -87,7 +97,7 @@ class InboundBlocks:
         ticket.check_checksums(self._host.config.lease.kv_checksum)
         source = self._source_for(ticket)
         if len(ticket.block_ids) != len(self._block_ids):
-            raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, the prompt {len(self._block_ids)}")
+            raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, but the prompt has {len(self._block_ids)}")
         self._lease = await self._leases.attach(lease_id, ticket, deadline_s=self._wait_s)
         config = self._host.config.lease
         self._pull = Pull(
@@ -115,16 +125,21 @@ class InboundBlocks:
         return pulled
 
     def _source_for(self, ticket: Ticket) -> BlockSource:
-        """Straight into the pool where both sides store KV alike."""
+        """Return the transfer thread if both sides store KV in the same layout, else a source that converts.
+
+        Raises `IncompatiblePeer` when this worker cannot convert.
+        """
         if ticket.layout == self._host.layout:
             return self._host.transfer
         if self._host.staging is None:
-            raise IncompatiblePeer(f"KV comes in {ticket.layout.dtype}, and is stored in {self._host.layout.dtype} here")
+            raise IncompatiblePeer(
+                f"the peer's KV is {ticket.layout.dtype}, ours {self._host.layout.dtype}; this worker cannot convert"
+            )
         return self._host.staging.source_for(ticket)
 
     async def abandon(self, *, release: bool) -> None:
-        """Return once nothing writes into the blocks any more. `release` also ends the lease, so that its blocks are free
-        early: not for a bind that was only taken from us, since another worker may read that lease by now."""
+        """Return once nothing writes into the blocks any more. `release` True also ends the lease, so that its blocks are freed
+        early. It must be False for a bind that the router has cancelled, since another worker may read that lease by now."""
         if self._lease is not None:
             self._lease.close()
             if release:

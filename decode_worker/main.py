@@ -1,4 +1,4 @@
-"""Starts a decode worker: in a Ray actor, or by `python -m decode_worker`."""
+"""The start of a decode worker, in a Ray actor or by `python -m decode_worker`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from pdserve.worker.runtime import RunningWorker
 
 
 def start(config: WorkerConfig) -> RunningWorker:
-    """Blocks until the model is loaded and the services are up."""
+    """Start a decode worker. Return when its model is loaded and its services are up; raises what went wrong."""
     return RunningWorker(config, common_pb2.ROLE_DECODE, DecodeRole).start()

@@ -1,11 +1,10 @@
-"""What a decode worker does with the router's commands and the engine's events. Loop thread only.
+"""The decode role: it handles the router's commands and the engine's events. It runs on the loop thread only.
 
 ```
 Bind(local_prefill) -> reserve whole -> Reserved -> prefill and decode here                           (colocated)
 Bind -> reserve whole -> Reserved -> Attach(lease, ticket) -> follow the lease, pull, commit: OK
      -> the engine takes the blocks as the sequence's -> KvCommitted -> tokens 1, 2, ...
-     -> anything else, also that KV was not read as it was written: RequestFailed; blocks freed, or quarantined until our
-        read has stopped
+     -> any failure, also checksums that differ: RequestFailed; blocks freed, or quarantined until our read has stopped
 ```
 """
 
@@ -37,9 +36,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class BoundRequest:
-    """One Bind command, until its last token, failure or cancellation."""
+    """One Bind command, from its arrival until its last token, failure or cancellation. `deadline_s` are the seconds that the
+    request had left at its arrival."""
 
     handle: Handle
+    request_id: str
+    """The router names the request so, and logs repeat it. Nothing is decided by it."""
     seq_id: SeqId
     reader_id: ReaderId
     prompt_hash: bytes
@@ -52,6 +54,8 @@ class BoundRequest:
 
 
 class DecodeRole:
+    """The role of one decode worker: its requests, their pulls, and its links to the lenders."""
+
     def __init__(self, host: Host) -> None:
         self._host = host
         self._by_handle: dict[Handle, BoundRequest] = {}
@@ -69,18 +73,21 @@ class DecodeRole:
 
     @property
     def leases_held(self) -> int:
+        """Always 0: a decode worker lends nothing."""
         return 0
 
     @property
     def damage(self) -> KvDamage:
-        """A decode worker lends nothing."""
+        """Always none: a decode worker lends nothing."""
         return KvDamage()
 
     @property
     def idle(self) -> bool:
+        """True when no request and no clean-up is left."""
         return not self._by_handle and not self._clean_ups
 
     def on_command(self, message: link_pb2.RouterMessage) -> None:
+        """Handle Bind, Attach or Cancel; log any other command."""
         body = message.WhichOneof("body")
         if body == "bind":
             self._bind(message.bind)
@@ -92,6 +99,7 @@ class DecodeRole:
             log.error("a decode worker was sent %s; ignored", body)
 
     def on_step(self, events: StepEvents) -> None:
+        """Answer reservations, send the rows of all tokens in one message, and report failed sequences."""
         for result in events.reserved:
             request = self._by_seq.get(result.seq_id)
             if request is None:
@@ -104,7 +112,7 @@ class DecodeRole:
         for token in events.tokens:
             request = self._by_seq.get(token.seq_id)
             if request is None:
-                continue  # the step was under way when the request ended
+                continue  # the request ended while the step ran
             try:
                 rows.append(self._token(request, token))
             except Exception as exc:  # noqa: BLE001 - as above
@@ -116,13 +124,15 @@ class DecodeRole:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
 
     def on_tick(self) -> None:
-        pass
+        """Do nothing: a decode worker has no lease that could expire."""
 
     def on_link_lost(self) -> None:
+        """Cancel all requests, because the router has dropped them."""
         for handle in list(self._by_handle):
             self._cancel(handle)
 
     async def close(self) -> None:
+        """Cancel all requests, wait until their reads have stopped, and close the links to the lenders."""
         self.on_link_lost()
         await asyncio.gather(*self._clean_ups, return_exceptions=True)
         await self._leases.close()
@@ -143,6 +153,7 @@ class DecodeRole:
         self._binds += 1
         self._by_handle[handle] = self._by_seq[seq_id] = BoundRequest(
             handle,
+            command.request_id,
             seq_id,
             ReaderId(self._host.incarnation, self._binds),
             prompt_hash(command.prompt_ids, command.cache_salt),
@@ -171,7 +182,7 @@ class DecodeRole:
         self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle)))
 
     def _no_room(self, handle: Handle, prompt_len: int) -> None:
-        """Also the answer while draining: the router asks another worker, and counts no failure."""
+        """Send NoRoom, also while draining: the router then asks another worker, and counts no failure."""
         needed = self._host.layout.blocks_for(prompt_len) + 1
         self._host.send(link_pb2.WorkerMessage(no_room=decode_pb2.NoRoom(handle=handle, blocks_needed=needed)))
 
@@ -190,13 +201,13 @@ class DecodeRole:
         except PdserveError as exc:
             self._fail(request, exc, pair_failed=speaks_against_pair(exc))
         except Exception as exc:
-            log.exception("handoff of request %d", request.handle)
+            log.exception("handoff of request %s", request.request_id)
             self._fail(request, InternalBug(f"handoff: {exc!r}"))
         else:
             self._activate(request, pulled)
 
     def _activate(self, request: BoundRequest, pulled: PullResult) -> None:
-        """The commit was answered OK: the blocks become the sequence's and it decodes from token 0."""
+        """Let the engine decode from token 0 on, because the commit was answered OK: its sequence now owns the blocks."""
         request.task = request.inbound = None
         if pulled.first_token.finish_reason is not None:
             self._forget(request)  # token 0 ended the request, which the router has seen as well
@@ -207,7 +218,6 @@ class DecodeRole:
         committed = decode_pb2.KvCommitted(
             handle=request.handle,
             kv_bytes=pulled.kv_bytes,
-            blocks=pulled.blocks,
             transfer_s=pulled.transfer_s,
             commit_s=pulled.commit_s,
             exposed_transfer_s=pulled.exposed_s,
@@ -228,20 +238,20 @@ class DecodeRole:
             self._drop(request, release=False)
 
     def _fail(self, request: BoundRequest, error: PdserveError, *, pair_failed: bool = False) -> None:
-        log.info("request %d failed here: %s", request.handle, error.message)
+        log.info("request %s failed here: %s", request.request_id, error.message)
         if self._by_handle.get(request.handle) is request:
             self._drop(request, release=True)
             self._host.send(failed(request.handle, error, pair_failed=pair_failed))
 
     def _break(self, request: BoundRequest, exc: Exception) -> None:
-        """Our own code failed at this request: it alone pays. Called while the exception is handled."""
-        log.exception("request %d", request.handle)
+        """Fail only this request, because our own code failed at it. Call this while the exception is handled."""
+        log.exception("request %s", request.request_id)
         self._fail(request, InternalBug(f"decode worker: {exc!r}"))
 
     def _drop(self, request: BoundRequest, *, release: bool) -> None:
-        """Everything this request holds here is released, its blocks at the engine's next step boundary.
+        """Release all that this request holds here. The engine frees its blocks before its next step.
 
-        Blocks that a read may still write stay out of use until the transport says that it has stopped.
+        Blocks that a read may still write stay out of use until the transport says that the read has stopped.
         """
         self._forget(request)
         inbound = request.inbound
@@ -254,7 +264,7 @@ class DecodeRole:
 
     async def _end_inbound(self, request: BoundRequest, inbound: InboundBlocks, in_flight: bool, release: bool) -> None:
         if request.task is not None:
-            await asyncio.wait([request.task])  # it has failed or was cancelled; until it knows, so does nobody
+            await asyncio.wait([request.task])  # the handoff has failed or was cancelled; wait until it has ended
         await inbound.abandon(release=release)
         if in_flight:
             self._host.submit(EndQuarantine(request.seq_id))

@@ -1,4 +1,4 @@
-"""`python -m pdserve.sim`: a swarm of seeds, one seed, or the matrix of directed faults."""
+"""`python -m faultsim`: a swarm of seeds, one seed, or the matrix of directed faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faultsim.tap import Cell
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m pdserve.sim", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m faultsim", description=__doc__)
     parser.add_argument("--seed", type=int, help="run this one seed and say what came of it")
     parser.add_argument("--count", type=int, default=2000, help="seeds in the swarm; 0: none")
     parser.add_argument("--first", type=int, default=1, help="the first of them")

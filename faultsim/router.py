@@ -10,9 +10,9 @@ from faultsim.worker import HEARTBEAT_S, LAYOUT, LOST_S
 from pdserve.config import RouterConfig
 from pdserve.core.ids import Incarnation
 from pdserve.rpc.v1 import link_pb2_grpc
-from pdserve.sim.channel import FakeServer
 from pdserve.sim.network import Network
 from pdserve.sim.process import Process
+from pdserve.sim.server import FakeServer
 from router.core.router_core import RouterCore
 from router.service.model import ServedModel
 from router.service.service import RouterService

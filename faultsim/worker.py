@@ -22,9 +22,10 @@ from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import Incarnation
 from pdserve.core.kv_layout import KvLayout
 from pdserve.rpc.v1 import common_pb2
-from pdserve.sim.channel import FakeChannel, FakeServer
+from pdserve.sim.channel import FakeChannel
 from pdserve.sim.network import Network
 from pdserve.sim.process import Process
+from pdserve.sim.server import FakeServer
 from pdserve.worker.host import TICKET_SECRET_BYTES, Host, Role, close_role
 from pdserve.worker.member import Member
 from prefill_worker.role import PrefillRole

@@ -1,1 +1,1 @@
-"""The data plane: KV blocks read from another worker's pool, and the leases that make what was read usable."""
+"""The data plane: it reads KV blocks from another worker's pool, under leases that say when the KV may be used."""

@@ -1,9 +1,9 @@
-"""What a transport is: one-sided reads of whole KV blocks from a peer's pool into ours, or into staging blocks.
+"""The interface of a transport: one-sided reads of whole KV blocks from a peer's pool into ours, or into staging blocks.
 
-A pool is one contiguous region of equal blocks, registered once and never deregistered or moved while the process
-lives: peers keep our addresses, and a write through stale ones would succeed and corrupt. So does every other region
-that is read into. A posted read cannot be taken back, so its local blocks belong to the transport until `poll` says
-that it is over.
+A pool is one contiguous region of equal blocks. It is registered once, and never deregistered or moved while the process
+lives: peers keep our addresses, and an access through stale ones would succeed and corrupt. The same holds for every other
+region into which reads write. A posted read cannot be taken back, so its local blocks belong to the transport until `poll`
+says that the read is over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where a region lies. `index` is the CUDA ordinal on its own machine; 0 for host memory."""
+    """The memory in which a region lies. `index` is the CUDA ordinal on the region's own machine; 0 for host memory."""
 
     kind: DeviceKind = "cpu"
     index: int = 0
@@ -28,7 +28,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`num_blocks` blocks of `block_bytes`, back to back from `address`."""
+    """A contiguous region of `num_blocks` blocks of `block_bytes` bytes each, which begins at `address`."""
 
     address: int
     num_blocks: int
@@ -37,10 +37,12 @@ class Region:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all blocks."""
         return self.num_blocks * self.block_bytes
 
     def address_of(self, block: int) -> int:
-        """Raises `TransferFailed` for a block outside the region: ids may come from another machine."""
+        """Return the address of a block. Raises `TransferFailed` for a block outside the region, since ids may come from
+        another machine."""
         if not 0 <= block < self.num_blocks:
             raise TransferFailed(f"block {block} is outside a pool of {self.num_blocks}")
         return self.address + block * self.block_bytes
@@ -53,14 +55,14 @@ RemoteRegion = Region
 
 
 class ReadAdrift(TransferFailed):
-    """A read failed in a way that does not say whether it may still write into local memory.
+    """A read failed, and nobody knows whether it may still write into local memory.
 
-    Its blocks must stay out of use until the transport is closed.
+    Its local blocks must stay out of use until the transport is closed.
     """
 
 
 class TransportRead:
-    """One posted read. Transports subclass it; callers only hand it back to `poll`."""
+    """One posted read. Transports subclass it; callers only pass it to `poll`."""
 
     __slots__ = ("num_blocks", "peer")
 
@@ -70,25 +72,25 @@ class TransportRead:
 
 
 class Transport(Protocol):
-    """Synchronous, made and used by one thread only.
+    """The transport of one worker. It is synchronous; one thread makes it and is the only one to use it.
 
-    A call may block for as long as a copy takes. `TransferFailed` (but not its subclass `ReadAdrift`) means that
-    the read will never touch local memory again.
+    A call may block for as long as a copy takes. `TransferFailed`, but not its subclass `ReadAdrift`, means that the read
+    will never touch local memory again.
     """
 
     def metadata(self) -> bytes:
-        """What a peer needs to `connect` to us: opaque, a few hundred bytes, constant for the life of the transport."""
+        """Return the opaque bytes that a peer needs to `connect` to us: a few hundred, constant for the transport's life."""
         ...
 
     def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
-        """Learn a peer. Does nothing for one that is connected; reconnects one whose connection broke.
+        """Connect to a peer. Do nothing if it is connected; make the connection anew if it broke.
 
-        Raises `TransferFailed` when it cannot be reached, or when a read of the broken connection is not over.
+        Raises `TransferFailed` when the peer cannot be reached, or when a read of the broken connection is not over.
         """
         ...
 
     def disconnect(self, incarnation: Incarnation) -> None:
-        """Forget a peer that has no read in flight. Does nothing for an unknown one."""
+        """Forget a peer, which must have no read in flight. Do nothing for an unknown peer."""
         ...
 
     def post_read(
@@ -99,26 +101,27 @@ class Transport(Protocol):
         local_blocks: Sequence[int],
         into: LocalRegion | None = None,
     ) -> TransportRead:
-        """Start copying remote_blocks[i] of `region` into local_blocks[i] of our pool.
+        """Start to copy remote_blocks[i] of `region` into local_blocks[i] of our pool.
 
-        `into`: of that region of ours instead. It is registered when first named, peers do not learn of it, and it must
-        stay where it is until `close`.
+        `into` names another region of ours to copy into. It is registered at its first use, peers do not learn of it, and
+        it must stay where it is until `close`.
 
         Raises `TransferFailed` when the peer is gone or unknown, the regions' shapes differ or an id is out of range.
         """
         ...
 
     def poll(self, handle: TransportRead) -> bool:
-        """True once every block has arrived. Raises `TransferFailed` when the peer is gone. Not to be called again after."""
+        """Return True once every block has arrived. Raises `TransferFailed` when the peer is gone. Do not call it again after
+        either."""
         ...
 
     def close(self) -> None:
-        """Drop every connection; no read writes into local memory after this returns. Idempotent."""
+        """Drop every connection. No read writes into local memory after this returns. Idempotent."""
         ...
 
 
 def check_shapes(local: LocalRegion, remote: RemoteRegion, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
-    """Raises `TransferFailed` unless the blocks exist on both sides, pair up and have equal sizes."""
+    """Check that the blocks exist on both sides, pair up and have equal sizes. Raises `TransferFailed` if not."""
     if remote.block_bytes != local.block_bytes:
         raise TransferFailed(f"the peer's blocks have {remote.block_bytes} bytes, ours {local.block_bytes}")
     if len(remote_blocks) != len(local_blocks) or not remote_blocks:

@@ -1,1 +1,1 @@
-"""The prefill role: computes prompts and lends their KV blocks under leases."""
+"""The prefill role: it computes prompts and lends their KV blocks under leases."""

@@ -1,4 +1,4 @@
-"""Starts a prefill worker: in a Ray actor, or by `python -m prefill_worker`."""
+"""The start of a prefill worker, in a Ray actor or by `python -m prefill_worker`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from prefill_worker.role import PrefillRole
 
 
 def start(config: WorkerConfig) -> RunningWorker:
-    """Blocks until the model is loaded and the services are up."""
+    """Start a prefill worker. Return when its model is loaded and its services are up; raises what went wrong."""
     return RunningWorker(config, common_pb2.ROLE_PREFILL, PrefillRole).start()

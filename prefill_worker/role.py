@@ -1,13 +1,12 @@
-"""What a prefill worker does with the router's commands and the engine's events. Loop thread only.
+"""The prefill role: it handles the router's commands and the engine's events. It runs on the loop thread only.
 
 ```
 Prefill -> engine allocates every prompt block -> grant a lease -> PrefillStarted(ticket)
         -> chunks finish: advance the watermark -> token 0: last advance, to router and reader alike
-        -> checksums of what each chunk completed follow it; a Commit waits for the last ones
+        -> checksums of the blocks that a chunk has completed follow the chunk; a Commit waits for the last ones
         -> Commit | Release | Cancel | expiry: the lease's references go back to the engine
 ```
-The lease ends before the blocks are freed, never the other way round: a reader that is told OK has read what prefill
-wrote.
+The lease always ends before its blocks are freed, so a reader that is told OK has read the KV that prefill wrote.
 """
 
 from __future__ import annotations
@@ -40,18 +39,21 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class LentRequest:
-    """One Prefill command, until its lease has ended."""
+    """One Prefill command, from its arrival until its lease has ended. `received_s` is its arrival on the loop's clock."""
 
     handle: Handle
+    request_id: str
+    """The router names the request so, and logs repeat it. Nothing is decided by it."""
     seq_id: SeqId
     prompt_hash: bytes
     prompt_len: int
     output: OutputStream
-    received_s: float
     lease_id: LeaseId | None = None
 
 
 class PrefillRole:
+    """The role of one prefill worker: its requests, its leases and the services for its readers."""
+
     def __init__(self, host: Host) -> None:
         self._host = host
         self._clock = asyncio.get_running_loop().time
@@ -68,17 +70,21 @@ class PrefillRole:
 
     @property
     def leases_held(self) -> int:
+        """The number of leases that are held."""
         return self._table.num_held
 
     @property
     def damage(self) -> KvDamage:
+        """The blocks of KV that were found damaged since the start."""
         return KvDamage(self._leases.corrupt_blocks, self._rotted_blocks)
 
     @property
     def idle(self) -> bool:
+        """True when no request and no lease is left."""
         return not self._by_seq and self._table.num_held == 0
 
     def on_command(self, message: link_pb2.RouterMessage) -> None:
+        """Handle Prefill or Cancel; log any other command."""
         body = message.WhichOneof("body")
         if body == "prefill":
             self._prefill(message.prefill)
@@ -88,10 +94,11 @@ class PrefillRole:
             log.error("a prefill worker was sent %s; ignored", body)
 
     def on_step(self, events: StepEvents) -> None:
+        """Grant leases, advance watermarks, send token 0 to the router, and pass checksums on."""
         for lent in events.lent:
             if lent.seq_id in self._by_seq:
                 self._attempt(lent.seq_id, self._grant, lent)
-            else:  # it has gone meanwhile; the blocks carry the lease's references already
+            else:  # the request has ended meanwhile; its blocks carry the lease's references already
                 self._host.submit(ReturnLease(lent.seq_id))
         for seq_id, computed in events.advanced:
             self._attempt(seq_id, self._advance, computed)
@@ -108,27 +115,33 @@ class PrefillRole:
         self._return_leases()
 
     def _attempt(self, seq_id: SeqId, act: Callable[[LentRequest, Item], Result], item: Item) -> Result | None:
-        """One request's share of a step. When our own code fails at it, this request fails alone, and gives up its blocks."""
+        """Handle one request's part of a step. If our own code fails, only this request fails, and it gives up its blocks.
+
+        Return None also for a request that has ended.
+        """
         request = self._by_seq.get(seq_id)
         if request is None:
             return None
         try:
             return act(request, item)
         except Exception as exc:
-            log.exception("request %d", request.handle)
+            log.exception("request %s", request.request_id)
             self._fail(request, InternalBug(f"prefill worker: {exc!r}"))
             return None
 
     def on_tick(self) -> None:
+        """End the leases that are due, and check the table."""
         self._table.expire_due(now_s=self._clock())
         self._table.check_invariants()
         self._return_leases()
 
     def on_link_lost(self) -> None:
+        """Cancel all requests, because the router has dropped them."""
         for handle in list(self._by_handle):
             self._cancel(handle)
 
     async def close(self) -> None:
+        """Cancel all requests."""
         self.on_link_lost()
 
     def _prefill(self, command: prefill_pb2.Prefill) -> None:
@@ -144,7 +157,7 @@ class PrefillRole:
             return
         output = OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :])
         name = prompt_hash(command.prompt_ids, command.cache_salt)
-        request = LentRequest(handle, seq_id, name, len(prompt), output, self._clock())
+        request = LentRequest(handle, command.request_id, seq_id, name, len(prompt), output)
         self._by_handle[handle] = self._by_seq[seq_id] = request
 
     def _cancel(self, handle: Handle) -> None:
@@ -152,14 +165,15 @@ class PrefillRole:
         if request is None:
             return
         if request.lease_id is None:
-            del self._by_seq[request.seq_id]  # a grant that is on its way finds no request, and goes back
+            del self._by_seq[request.seq_id]  # a `Lent` that is under way finds no request; its blocks go back
             self._host.submit(Abort(request.seq_id))
         else:
             self._table.release(request.lease_id, now_s=self._clock())
             self._return_leases()
 
     def _fail(self, request: LentRequest, error: PdserveError) -> None:
-        """Its blocks carry a lease's references from the step on that admitted it, granted or not."""
+        """End a request that has failed here. Its blocks carry a lease's references since the step that admitted it, also if no
+        lease was granted, so they are returned in either case."""
         if request.lease_id is None:
             self._by_handle.pop(request.handle, None)
             del self._by_seq[request.seq_id]
@@ -178,9 +192,7 @@ class PrefillRole:
         started = prefill_pb2.PrefillStarted(
             handle=request.handle,
             lease_id=codec.lease_id_to_wire(request.lease_id),
-            ttl_s=self._table.ttl_s,
             ticket=ticket.encode(),
-            queued_s=now_s - request.received_s,
         )
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
 
@@ -207,7 +219,7 @@ class PrefillRole:
             self._leases.seal(request.lease_id, sealed.first, sealed.sums)
 
     async def _rehash(self, seq_id: SeqId) -> int:
-        """How many blocks of this sequence's lease are not what was summed. Those who ask at the same time share the answer."""
+        """Return how many blocks of this sequence's lease differ from their checksums. Concurrent calls share one answer."""
         answer = self._rehashes.get(seq_id)
         if answer is None:
             self._host.submit(Rehash(seq_id))
@@ -215,7 +227,7 @@ class PrefillRole:
         return await asyncio.shield(answer)
 
     def _rehashed(self, rehashed: Rehashed) -> None:
-        """Whoever else was lent a rotted block is not to use what was read of it either."""
+        """Answer `_rehash`. End every lease over a rotted block, so that no other reader uses the KV that it read from one."""
         if rehashed.rotted:
             log.error("KV has changed in this worker's memory: blocks %s", ", ".join(map(str, rehashed.rotted)))
             self._rotted_blocks += len(rehashed.rotted)
@@ -227,7 +239,10 @@ class PrefillRole:
             self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=self._clock()))
 
     def _finish(self, request: LentRequest, token: OutputToken) -> link_pb2.StepRow | None:
-        """The one token drawn here: the last advance, with its text already known to end the request or not."""
+        """Take the only token drawn here: return its row, and advance the lease for the last time.
+
+        The row's finish reason goes to the reader too; it may come from a stop string. Return None if no lease was granted.
+        """
         if request.lease_id is None:
             return None
         row = request.output.push(token.output_index, token.token_id, token.finish_reason, token.logprobs)
@@ -236,9 +251,9 @@ class PrefillRole:
         return row
 
     def _return_leases(self) -> None:
-        """Every lease that has ended gives its references back, exactly once, and its request is forgotten.
+        """Give the references of every ended lease back, exactly once, and forget its request.
 
-        A lease that ended under a running prefill (expired, released by its reader) stops the computation too.
+        If a lease has ended during a prefill (expired, or released by its reader), the computation stops too.
         """
         for lease in self._leases.take_returned():
             request = self._by_seq.pop(lease.seq_id)

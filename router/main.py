@@ -1,4 +1,5 @@
-"""The router process: reads its configuration, listens on four ports, says so on stdout, stops cleanly when told to."""
+"""The router process. It reads its configuration, listens on four ports, reports that on stdout, and stops cleanly on SIGTERM
+and SIGINT."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import uvloop
 from pdserve.config import RouterProcessConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
+from pdserve.observe.title import set_title
 from router.grpc.admin import AdminServer
 from router.grpc.front import GrpcFront
 from router.http import serve_http
@@ -34,7 +36,9 @@ EXIT_CONFIG: Final = 2
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run a router until a signal comes. Exits with `EXIT_CONFIG` and a message on stderr after a `ConfigError`."""
     args = _parse(argv)
+    set_title("router")
     try:
         setup_logging(args.log_level)
         config = load(RouterProcessConfig, args.config, args.set)
@@ -47,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m router", description="Run one pdserve router.")
-    parser.add_argument("--config", metavar="FILE", help="YAML of RouterProcessConfig")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the settings of RouterProcessConfig")
     parser.add_argument(
-        "--set", metavar="NAME=VALUE", action="append", default=[], help="override a setting, as router.grpc_port=0"
+        "--set", metavar="NAME=VALUE", action="append", default=[], help="override a setting, such as router.grpc_port=0"
     )
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
     parser.add_argument("--exit-with-parent", action="store_true", help="exit when stdin ends")
@@ -74,8 +78,8 @@ async def _run(config: RouterProcessConfig, model: ServedModel, *, exit_with_par
 async def serve(
     config: RouterProcessConfig, model: ServedModel, *, on_broken: Callable[[], object] = lambda: None
 ) -> AsyncIterator[dict[str, object]]:
-    """A running router; yields what is printed when it listens. Everything is closed on every way out. `on_broken` is called
-    when it cannot go on: whoever started it should start another.
+    """Run a router, and yield what it prints once it listens. Everything is closed however this ends. `on_broken` is called
+    when the router cannot go on and its starter should start another.
 
     Raises `ConfigError` for a port that is taken, naming its flag.
     """
@@ -118,11 +122,11 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def _stdin_watched(stop: asyncio.Event) -> AsyncIterator[None]:
-    """Set `stop` when stdin ends: the parent holds its other end, so it ends with the parent, however that dies."""
+    """Set `stop` when stdin ends. The parent holds the other end, so stdin ends with the parent, however the parent dies."""
     try:
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: _EndOfFile(stop), sys.stdin)
     except (ValueError, OSError) as exc:
-        raise ConfigError("--exit-with-parent needs a pipe as stdin, held by the parent") from exc
+        raise ConfigError("--exit-with-parent needs a pipe as stdin that the parent holds") from exc
     try:
         yield
     finally:

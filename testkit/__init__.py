@@ -1,1 +1,1 @@
-"""Shipped help for tests: a cluster of real processes without Ray, scripted peers, emptiness checks."""
+"""Help for tests that is shipped: a cluster of real processes without Ray, scripted peers, checks that nothing is left."""

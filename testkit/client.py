@@ -1,4 +1,4 @@
-"""A gRPC client for tests and benchmarks: many requests at once, each with its tokens and times."""
+"""A gRPC client for tests and benchmarks. It runs many requests at once and keeps the tokens and times of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S: Final = 120.0
 
 @dataclass(slots=True)
 class Answer:
-    """One finished request."""
+    """The answer to one request, as far as it has come."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -27,13 +27,13 @@ class Answer:
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
     report: inference_pb2.RequestReport = field(default_factory=inference_pb2.RequestReport)
     arrivals_s: list[float] = field(default_factory=list)
-    """Time from sending to each token, as this client saw it."""
+    """Seconds from sending to the arrival of each token at this client."""
 
 
 def request(
     prompt: Sequence[int] | str, placement: int = common_pb2.PLACEMENT_UNSPECIFIED, **sampling: object
 ) -> inference_pb2.GenerateRequest:
-    """A text or token-id prompt; `sampling` are fields of SamplingParams."""
+    """Return the message for a prompt of text or token ids. `sampling` are fields of SamplingParams."""
     message = inference_pb2.GenerateRequest(
         placement=placement,  # type: ignore[arg-type]
         sampling=common_pb2.SamplingParams(**sampling),  # type: ignore[arg-type]
@@ -46,12 +46,13 @@ def request(
 
 
 async def generate(stub: inference_pb2_grpc.InferenceStub, message: inference_pb2.GenerateRequest) -> Answer:
-    """Run one request to its end; raises grpc.aio.AioRpcError. Checks that indices have no gap and no repeat."""
+    """Run one request to its end. Raises grpc.aio.AioRpcError, and AssertionError when an index is missing or comes twice."""
     return await collect(stub, message, Answer())
 
 
 async def collect(stub: inference_pb2_grpc.InferenceStub, message: inference_pb2.GenerateRequest, answer: Answer) -> Answer:
-    """`generate` into an answer that the caller holds: what had come before a failure stays in it."""
+    """Run one request into an answer that the caller holds, so that what came before a failure stays in it. Raises as
+    `generate`."""
     began_s = time.monotonic()
     async for part in stub.Generate(message, timeout=TIMEOUT_S):
         assert not part.ids or part.index == len(answer.ids), "a token is lost or came twice"
@@ -67,7 +68,7 @@ async def collect(stub: inference_pb2_grpc.InferenceStub, message: inference_pb2
 
 
 def generate_all(address: str, messages: Sequence[inference_pb2.GenerateRequest], concurrency: int = 64) -> list[Answer]:
-    """All requests, at most `concurrency` at a time, answers in order."""
+    """Run all requests, at most `concurrency` at a time. Return the answers in the order of the requests."""
 
     async def run() -> list[Answer]:
         gate = asyncio.Semaphore(concurrency)

@@ -1,8 +1,8 @@
-"""A worker without an engine: speaks the real link protocol, draws tokens from a formula.
+"""A worker without an engine. It speaks the real link protocol and computes its tokens with a formula.
 
-What it is for: tests of the router and of the front ends, through real sockets, in one process. Token `i` of a
-prompt is `token_at(prompt, i)`, so a test knows the whole answer in advance, whichever workers served it. Tests slow
-it down, make it refuse, fail or fall silent through its public attributes.
+It serves tests of the router and of the front ends, through real sockets, in one process. Token `i` of a prompt is
+`token_at(prompt, i)`, so a test knows the whole answer in advance, whichever workers served it. Tests make it slow, make it
+refuse or fail, or make it silent through its public attributes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ _UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 def token_at(prompt_ids: Iterable[int], index: int, vocab_size: int = 256) -> int:
-    """Output token `index` of a prompt: the same on every worker."""
+    """Return output token `index` of a prompt. It is the same on every worker."""
     return zlib.crc32(pack_ids([*prompt_ids, index])) % vocab_size
 
 
 def text_of_token(token_id: int) -> str:
+    """Return the text of a token."""
     return f"t{token_id} "
 
 
 def expected_text(prompt_ids: Iterable[int], count: int, vocab_size: int = 256) -> str:
-    """The text of the first `count` output tokens."""
+    """Return the text of the first `count` output tokens."""
     ids = tuple(prompt_ids)
     return "".join(text_of_token(token_at(ids, index, vocab_size)) for index in range(count))
 
@@ -49,8 +50,8 @@ class _Sequence:
     handle: int
     prompt_ids: tuple[int, ...]
     sampling: common_pb2.SamplingParams
-    runs: bool  # False: holds blocks only (a bind before its Attach, a lease after token 0)
-    resumed: int = 0  # of the prompt, the last so many are output of an earlier attempt
+    runs: bool  # False: it only holds blocks (a bind before its Attach, a lease after token 0)
+    resumed: int = 0  # the number of ids at the end of the prompt that an earlier attempt drew
     next_index: int = 0
     attached: bool = False  # its KV comes from a prefill worker
 
@@ -63,7 +64,7 @@ class _Sequence:
 
 
 def logprobs_at(index: int, sampling: common_pb2.SamplingParams) -> common_pb2.Logprobs | None:
-    """Of output `index`: what no other index has."""
+    """Return log-probabilities that differ for each output index. None: the request asks for none."""
     if not sampling.HasField("logprobs"):
         return None
     count = sampling.logprobs
@@ -72,9 +73,9 @@ def logprobs_at(index: int, sampling: common_pb2.SamplingParams) -> common_pb2.L
 
 @dataclass(slots=True)
 class FakeWorker:
-    """`async with FakeWorker(DECODE, address) as worker:` dials the router and serves until left.
+    """`async with FakeWorker(DECODE, address) as worker:` dials the router and serves until it is left.
 
-    Bounds: it runs what it is sent while its blocks last and answers NoRoom after that.
+    It runs what it is sent while its blocks last, and answers NoRoom after that.
     """
 
     role: common_pb2.Role
@@ -94,22 +95,22 @@ class FakeWorker:
     step_timeout_s: float = 0.0
     heartbeat_interval_s: float = 1.0
     token_interval_s: float = 0.0  # pause after each step of all sequences
-    eos_after: int | None = None  # the token of this count is an end of sequence
+    eos_after: int | None = None  # the token with this number, counted from 1, ends the sequence
     text_of: Callable[[int], str] = text_of_token
 
-    # Switches that a test turns while the worker runs.
-    refuse_binds: int = 0  # so many of the next binds get NoRoom
+    # A test changes these while the worker runs.
+    refuse_binds: int = 0  # the number of next binds that are answered with NoRoom
     fail_next: common_pb2.ErrorReason | None = None  # the next command fails with this reason
-    silent: bool = False  # no heartbeats any more
-    engine_stalled_s: float = 0.0  # what it says of its engine
-    draining: bool = False  # says so in its heartbeats and refuses new work; Drain sets it
-    gate: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: no tokens, no commits
+    silent: bool = False  # the worker sends no heartbeats
+    engine_stalled_s: float = 0.0  # the value in its heartbeats
+    draining: bool = False  # it reports this in heartbeats and refuses new work; Drain sets it
+    gate: asyncio.Event = field(default_factory=asyncio.Event)  # while it is cleared, there are no tokens and no commits
 
-    # What a test looks at.
+    # A test reads these.
     commands: list[str] = field(default_factory=list)  # "bind", "prefill", "attach", "cancel", "drain", in order
     cancelled: list[int] = field(default_factory=list)  # handles that were live when cancelled
     alive_seen: int = 0  # answers to heartbeats
-    refused: grpc.aio.AioRpcError | None = None  # why the router closed the link
+    refused: grpc.aio.AioRpcError | None = None  # the error with which the router closed the link
 
     _sequences: dict[int, _Sequence] = field(default_factory=dict)
     _last_handle: int = 0
@@ -133,7 +134,8 @@ class FakeWorker:
         await self.stop()
 
     async def start(self, *, timeout_s: float = 10.0) -> None:
-        """Dial, and return when the router said Welcome. Raises the router's refusal as `grpc.aio.AioRpcError`."""
+        """Dial, and return when the router has said Welcome. Raises the router's refusal as `grpc.aio.AioRpcError`, or
+        TimeoutError."""
         self._channel = grpc.aio.insecure_channel(self.router_address)
         stub: Any = link_pb2_grpc.WorkerLinkStub(self._channel)
         call = stub.Connect(metadata=((CLUSTER_TOKEN_METADATA, self.cluster_token),))
@@ -162,18 +164,20 @@ class FakeWorker:
 
     @property
     def connected(self) -> bool:
+        """The link has been dialled and has not ended."""
         return bool(self._tasks) and not self._tasks[0].done()
 
     @property
     def live_handles(self) -> list[int]:
-        """What this worker holds blocks for; empty when everything was released."""
+        """The handles for which this worker holds blocks. It is empty when everything was released."""
         return list(self._sequences)
 
     async def wait_empty(self, *, timeout_s: float = 5.0) -> None:
-        """Raises TimeoutError naming what is still held."""
+        """Wait until nothing is held. Raises TimeoutError naming what is."""
         await self.wait_for(lambda: not self._sequences, timeout_s=timeout_s)
 
     async def wait_for(self, condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+        """Wait until a condition holds. Raises TimeoutError with the live handles and the commands."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
         while not condition():
@@ -223,6 +227,7 @@ class FakeWorker:
                 self._send(heartbeat=self.heartbeat())
 
     def heartbeat(self) -> link_pb2.Heartbeat:
+        """Return the heartbeat for the present state."""
         held = sum(self._blocks(s) for s in self._sequences.values())
         counts = common_pb2.BlockCounts(total=self.num_blocks, free=self.num_blocks - held, held=held)
         return link_pb2.Heartbeat(
@@ -279,7 +284,7 @@ class FakeWorker:
         needed = self._blocks(sequence)
         if self.refuse_binds > 0 or needed > free:
             self.refuse_binds = max(0, self.refuse_binds - 1)
-            self._send(no_room=decode_pb2.NoRoom(handle=bind.handle, blocks_needed=needed, blocks_free=free))
+            self._send(no_room=decode_pb2.NoRoom(handle=bind.handle, blocks_needed=needed))
             return
         self._sequences[bind.handle] = sequence
         self._send(reserved=decode_pb2.Reserved(handle=bind.handle))
@@ -289,7 +294,7 @@ class FakeWorker:
         ids = unpack_ids(prefill.prompt_ids)
         self._sequences[prefill.handle] = _Sequence(prefill.handle, ids, prefill.sampling, runs=True, resumed=prefill.resumed)
         lease_id = common_pb2.LeaseId(incarnation=self.incarnation, counter=prefill.handle)
-        started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ttl_s=30.0, ticket=b"ticket")
+        started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ticket=b"ticket")
         self._send(prefill_started=started)
         self._work.set()
 
@@ -298,7 +303,7 @@ class FakeWorker:
         if sequence is None:
             return
         _, _, finish = self._draw(sequence, sequence.resumed)
-        if finish == _UNFINISHED:  # else the first token ends the request: nothing to read, the router cancels
+        if finish == _UNFINISHED:  # otherwise the first token ends the request, and the router cancels it
             sequence.next_index = sequence.resumed + 1
             sequence.runs = sequence.attached = True
             self._work.set()
@@ -319,8 +324,8 @@ class FakeWorker:
             await asyncio.sleep(self.token_interval_s)
 
     def _advance(self, sequence: _Sequence) -> link_pb2.StepRow:
-        """The sequence's next token. What it held is dropped after token 0 on prefill, where nobody tells this
-        fake that its lease was committed, and after the last token on decode."""
+        """Return the sequence's next token. On prefill its blocks are dropped after token 0, because nobody tells this fake
+        that its lease was committed; on decode they are dropped after the last token."""
         index = sequence.next_index
         if sequence.attached and index == sequence.resumed + 1:
             self._commit(sequence)
@@ -338,7 +343,7 @@ class FakeWorker:
         )
 
     def _draw(self, sequence: _Sequence, index: int) -> tuple[int, str, common_pb2.FinishReason]:
-        """Token id, text and finish reason of output `index`. A stop string is found within one token's text only."""
+        """Return token id, text and finish reason of output `index`. A stop string is found only within one token's text."""
         sampling = sequence.sampling
         token_id = token_at(sequence.true_prompt, index, self.vocab_size)
         text = self.text_of(token_id)
@@ -354,7 +359,6 @@ class FakeWorker:
         committed = decode_pb2.KvCommitted(
             handle=sequence.handle,
             kv_bytes=blocks * self.block_size * self.kv_bytes_per_token,
-            blocks=blocks,
             transfer_s=0.001,
             commit_s=0.001,
             exposed_transfer_s=0.001,

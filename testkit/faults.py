@@ -1,4 +1,4 @@
-"""Harm to a cluster of real processes, and the supervisor that heals it as `pdserve up` does."""
+"""Faults for a cluster of real processes, and the supervisor that restarts members as `pdserve up` does."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Final
 from testkit.processes import Process, ProcessCluster
 
 LOOK_S: Final = 0.1
-MAX_RESTARTS: Final = 500  # of all members together: a member that dies at every start must not spin for ever
+MAX_RESTARTS: Final = 500  # for all members together; a member that dies at every start must not be restarted for ever
 
 
 class Fault(Enum):
-    """What can be done to one member at one moment."""
+    """A fault that may hit one member: SIGKILL or SIGSTOP."""
 
     KILL = "kill"
     STOP = "stop"
 
 
 def strike(fault: Fault, process: Process) -> None:
-    """It has happened when this returns."""
+    """Let a fault hit a process. It has happened when this returns."""
     if fault is Fault.KILL:
         process.kill()
     else:
@@ -32,19 +32,19 @@ def strike(fault: Fault, process: Process) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A member had ended with `status` (a signal's number, negative, or an exit status) and was started again."""
+    """One restart of a member that had ended. `status` is its exit status, or a signal's number, negative."""
 
     name: str
     status: int
 
     @property
     def aborted(self) -> bool:
-        """It died of itself: nobody sent it SIGABRT or SIGSEGV."""
+        """The member ended by a crash of its own. No test sends these signals."""
         return self.status in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 
 
 class Supervisor:
-    """Starts every member again that has ended, from a thread of its own. Use as a context manager."""
+    """Restarts every member that has ended, from a thread of its own. Use it as a context manager."""
 
     def __init__(self, cluster: ProcessCluster) -> None:
         self.restarts: list[Restart] = []
@@ -65,7 +65,7 @@ class Supervisor:
         try:
             while not self._stop.wait(LOOK_S):
                 self._look()
-        except BaseException as exc:  # noqa: BLE001 - for whoever owns the supervisor
+        except BaseException as exc:  # noqa: BLE001 - the owner of the supervisor looks at it
             self.error = exc
 
     def _look(self) -> None:

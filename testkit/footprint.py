@@ -1,26 +1,26 @@
-"""What a process holds of the machine: memory, file descriptors, threads. Read from /proc, so for Linux only."""
+"""The memory, file descriptors and threads that a process uses."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
+    """The resources that one process uses at one moment."""
+
     rss_bytes: int
     fds: int
     threads: int
 
 
 def footprint(pid: int) -> Footprint:
-    """Raises OSError when the process has gone or has ended and waits for its parent."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    if "VmRSS" not in fields:
-        raise ProcessLookupError(f"process {pid} has ended")
-    return Footprint(
-        rss_bytes=int(fields["VmRSS"].split()[0]) * 1024,
-        fds=len(os.listdir(f"/proc/{pid}/fd")),
-        threads=int(fields["Threads"]),
-    )
+    """Return the footprint of a process. Raises `psutil.NoSuchProcess` when the process has gone, or has ended and waits for
+    its parent."""
+    process = psutil.Process(pid)
+    with process.oneshot():
+        if process.status() == psutil.STATUS_ZOMBIE:
+            raise psutil.ZombieProcess(pid)
+        return Footprint(process.memory_info().rss, process.num_fds(), process.num_threads())

@@ -1,7 +1,7 @@
-"""A real worker whose engine can be made to hang: SIGUSR1 stops its engine thread within its next step, for good.
+"""A real worker whose engine can be made to hang. SIGUSR1 stops its engine thread for good, within its next step.
 
-So does a device that never answers. All other threads go on: the loop beats, and reads and serves as ever. The process is
-the role's own in every other way: it runs the module that `processes.MODULE` names.
+A device that never answers has the same effect. All other threads go on: the loop sends heartbeats, reads and serves as before.
+In every other way the process is that of its role: it runs the module that `processes.MODULE` names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from testkit.processes import MODULE
 
 
 def main() -> None:
+    """Install the signal handler, and run the role's module."""
     hang = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: hang.set())
     execute = ModelRunner.execute

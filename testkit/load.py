@@ -1,4 +1,4 @@
-"""Many requests at once in a thread of their own, so that a test can do harm while they run and look at how far they are."""
+"""Many requests at once, in a thread of their own, so that a test can cause faults while they run and see how far they are."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from testkit.client import Answer, collect
 
 FINISH_TIMEOUT_S: Final = 90.0
 RETRYABLE: Final = frozenset({"overloaded", "lease_gone", "transfer_failed", "replica_lost", "unavailable"})
-"""Reasons with which a client may send the same request again."""
+"""The reasons after which a client may send the same request again."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request has come to so far; `answer` grows while it streams."""
+    """The outcome of one request so far. `answer` grows while the request streams."""
 
     answer: Answer = field(default_factory=Answer)
     done: bool = False
     status: grpc.StatusCode | None = None
-    """Of its failure; None: it has not failed."""
+    """The gRPC status of the failure. None: the request has not failed."""
     reason: str = ""
-    """Our own name of the failure; empty when the connection itself broke."""
+    """The router's name of the failure. Empty: the connection itself broke."""
     details: str = ""
 
     @property
     def ok(self) -> bool:
+        """The request has finished without a failure."""
         return self.done and self.status is None
 
     @property
     def retryable(self) -> bool:
-        """The client is told to try again: by our reason or, when the router died, by gRPC itself."""
+        """The client is told to try again: by the router's reason or, if the router died, by gRPC itself."""
         if self.reason:
             return self.reason in RETRYABLE
         return self.status is grpc.StatusCode.UNAVAILABLE
 
 
 class Load:
-    """Sends `messages` when entered, at most `concurrency` at a time. Leaving it cancels what still runs."""
+    """Sends `messages` when it is entered, at most `concurrency` at a time. Leaving it cancels what still runs."""
 
     def __init__(self, address: str, messages: Sequence[inference_pb2.GenerateRequest], concurrency: int = 64) -> None:
         self.outcomes = [Outcome() for _ in messages]
@@ -69,7 +70,7 @@ class Load:
             self._loop.close()
 
     def until(self, predicate: Callable[[list[Outcome]], bool], timeout_s: float = 30.0) -> None:
-        """Look at the growing outcomes until the predicate holds; raises TimeoutError with what they had come to."""
+        """Wait until the predicate of the growing outcomes holds. Raises TimeoutError with the outcomes so far."""
         end_s = time.monotonic() + timeout_s
         while not predicate(self.outcomes):
             if time.monotonic() > end_s:
@@ -77,7 +78,8 @@ class Load:
             time.sleep(0.002)
 
     def finish(self, timeout_s: float = FINISH_TIMEOUT_S) -> list[Outcome]:
-        """Wait for all. Raises TimeoutError naming those that hang, and what went wrong in the client itself."""
+        """Wait for all requests, and return their outcomes. Raises TimeoutError naming those that hang, and any error of the
+        client itself."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             hanging = [(i, len(o.answer.ids)) for i, o in enumerate(self.outcomes) if not o.done]
@@ -90,7 +92,7 @@ class Load:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._all())
-        except BaseException as exc:  # noqa: BLE001 - raised by `finish`
+        except BaseException as exc:  # noqa: BLE001 - `finish` raises it
             self._error = exc
 
     def _cancel_all(self) -> None:
@@ -112,7 +114,7 @@ class Load:
 
 
 async def attempt(stub: inference_pb2_grpc.InferenceStub, message: inference_pb2.GenerateRequest, outcome: Outcome) -> None:
-    """Run one request into `outcome`, whatever it comes to. AssertionError when a token is lost or comes twice."""
+    """Run one request into `outcome`, also when it fails. Raises AssertionError when a token is lost or comes twice."""
     try:
         await collect(stub, message, outcome.answer)
     except grpc.aio.AioRpcError as exc:
@@ -121,5 +123,5 @@ async def attempt(stub: inference_pb2_grpc.InferenceStub, message: inference_pb2
 
 
 def reason_of(error: Any) -> str:
-    """Our own name of a failed call's reason; empty when it did not come from a router."""
+    """Return the router's name for the reason of a failed call. It is empty when the failure did not come from a router."""
     return str(dict(error.trailing_metadata() or ()).get(REASON_METADATA, ""))

@@ -1,8 +1,8 @@
 """A cluster of real processes without Ray: one router, prefill and decode workers, on free ports of loopback.
 
-Each process prints one JSON line when it is ready and stops when its standard input closes, so nothing outlives the
-test that started it. Members may be killed, stopped, continued and started again under their names; `heal` makes the
-cluster whole whatever was done to it.
+Each process prints one JSON line when it is ready and stops when its standard input closes, so nothing outlives the test that
+started it. Members may be killed, stopped, continued and restarted by name. `heal` makes the cluster whole whatever was done to
+it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import psutil
 
 from pdserve.config import EngineConfig, RouterConfig, RouterProcessConfig, WorkerConfig, dump
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
 
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 15.0
-HEAL_TIMEOUT_S: Final = 90.0  # four workers that import torch at once on two cores that do other work as well
-FRESH_S: Final = 2.0  # a heartbeat older than this is of a worker that stands still: the default interval is 1 s
+HEAL_TIMEOUT_S: Final = 90.0  # four workers may import torch at once, on two cores that do other work as well
+FRESH_S: Final = 2.0  # a worker whose last heartbeat is older stands still; the default interval is 1 s
 
 MODULE: Final = "PDSERVE_TESTING_MODULE"
 
@@ -38,16 +39,16 @@ State = inference_pb2.GetClusterStateResponse
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a member runs when not simply here. `worker` overrides fields of WorkerConfig."""
+    """The surroundings in which a member runs if they differ from the test's own. `worker` overrides fields of WorkerConfig."""
 
-    command: tuple[str, ...] = ()  # stands before the member's own, and becomes it: ("ip", "netns", "exec", NAME)
+    command: tuple[str, ...] = ()  # stands before the member's own command and must exec it, as ("ip", "netns", "exec", NAME)
     env: Mapping[str, str] = field(default_factory=dict)
-    module: str = ""  # stands for the role's own, which it gets as `MODULE` in its environment and must run
+    module: str = ""  # runs instead of the role's module, whose name it gets as `MODULE` in its environment and must run
     worker: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Process:
-    """One child. `ready` is what it said of itself."""
+    """One child process. `ready` is the JSON object that it printed when it was ready."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Process:
         self.ready: dict[str, Any] = {}
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Raises RuntimeError with the end of the log when the process ends or stays silent."""
+        """Wait for the ready line. Raises RuntimeError with the end of the log when the process ends or stays silent."""
         timer = threading.Timer(timeout_s, self.popen.kill)
         timer.start()
         try:
@@ -89,42 +90,45 @@ class Process:
         self.ready = json.loads(line)
 
     def log(self) -> str:
+        """Return everything that the process has logged."""
         return self.log_path.read_text(errors="replace")
 
     @property
     def alive(self) -> bool:
-        """Also while it is stopped."""
+        """The process has not ended. A stopped process is alive."""
         return self.popen.poll() is None
 
     def send(self, number: signal.Signals) -> None:
-        """A signal; nothing happens when the process has ended."""
+        """Send a signal. Nothing happens when the process has ended."""
         self.popen.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, and gone when this returns."""
+        """Send SIGKILL. The process has gone when this returns."""
         self.popen.kill()
         self.popen.wait(STOP_TIMEOUT_S)
         self._close_pipes()
 
     def pause(self) -> None:
-        """SIGSTOP, and every thread of it stands still when this returns. Raises TimeoutError if it never does."""
+        """Send SIGSTOP, and wait until every thread stands still. Raises TimeoutError if they do not."""
         self.send(signal.SIGSTOP)
         end_s = time.monotonic() + STOP_TIMEOUT_S
-        while self.alive and _state_of(self.popen.pid) != "T":
+        while self.alive and not _stands_still(self.popen.pid):
             if time.monotonic() > end_s:
                 raise TimeoutError(f"{self.name} does not stop")
             time.sleep(0.001)
 
     def resume(self) -> None:
+        """Send SIGCONT."""
         self.send(signal.SIGCONT)
 
     def terminate(self, timeout_s: float) -> int:
-        """SIGTERM; the exit status. Raises subprocess.TimeoutExpired."""
+        """Send SIGTERM, and return the exit status. Raises subprocess.TimeoutExpired."""
         self.send(signal.SIGTERM)
         return self.popen.wait(timeout_s)
 
     def stop(self) -> int:
-        """Close its standard input and wait; kill it past the bound. Returns the exit status."""
+        """Close standard input, wait, and return the exit status. A process that does not end within `STOP_TIMEOUT_S` is
+        killed."""
         if self.alive:
             assert self.popen.stdin is not None
             self.popen.stdin.close()
@@ -143,19 +147,19 @@ class Process:
                 pipe.close()
 
 
-def _state_of(pid: int) -> str:
-    """One letter, as `ps` shows it; empty when the process has gone."""
+def _stands_still(pid: int) -> bool:
+    """Tell whether every thread of a process is stopped. False: it runs, or has gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class ProcessCluster:
-    """Use as a context manager, which is left well only with every block accounted for.
+    """A context manager. Leaving it without an exception checks that every block is accounted for.
 
-    Worker ids are prefill-0, ..., decode-0, ... `worker` overrides WorkerConfig's fields. `env` is every worker's;
-    `places` says by name which members run elsewhere.
+    Worker ids are prefill-0, ..., decode-0, ... `worker` overrides fields of WorkerConfig. Every worker gets `env`. `places`
+    says by name which members run elsewhere.
     """
 
     def __init__(
@@ -181,11 +185,12 @@ class ProcessCluster:
 
     @property
     def folder(self) -> Path:
-        """Configurations and logs of all members, while the cluster is entered."""
+        """The folder with the configurations and logs of all members. It exists while the cluster is entered."""
         return Path(self._folder.name)
 
     @property
     def worker_names(self) -> list[str]:
+        """The names of all workers, prefill workers first."""
         return [f"prefill-{i}" for i in range(self.prefill)] + [f"decode-{i}" for i in range(self.decode)]
 
     def __enter__(self) -> ProcessCluster:
@@ -200,7 +205,7 @@ class ProcessCluster:
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         try:
             if kind is None and self.processes["router"].alive:
-                self.assert_empty()  # whatever a test did: nothing is left of it, and no block is lost
+                self.assert_empty()  # whatever a test did, nothing is left of it and no block is lost
         finally:
             self._stop()
 
@@ -226,13 +231,14 @@ class ProcessCluster:
         self.wait_whole(30.0)
 
     def start_router(self, *, wait: bool = True) -> Process:
-        """Its ports are any free ones at first, and the same ever after."""
+        """Start the router. Its ports are any free ones at the first start, and the same at later ones."""
         self._spawn("router", RouterProcessConfig(self._router, self.engine, self._token), "router", {})
         if wait:
             self.processes["router"].wait_ready()
         return self.processes["router"]
 
     def start_worker(self, name: str, *, wait: bool = True) -> Process:
+        """Start a worker by its name. `wait` waits until it is ready."""
         beats = {"heartbeat_interval_s": self._router.heartbeat_interval_s, "router_lost_s": self._router.heartbeat_lost_s}
         settings = {"engine": self.engine, **beats, **self._worker, **self._places.get(name, Place()).worker}
         config = WorkerConfig(name, self.link, cluster_token=self._token, **settings)
@@ -242,17 +248,17 @@ class ProcessCluster:
         return self.processes[name]
 
     def move(self, name: str, place: Place) -> None:
-        """From its next start on the member runs there."""
+        """Give a member another place, from its next start on."""
         self._places[name] = place
 
     def start(self, name: str, *, wait: bool = True) -> Process:
-        """Any member, by its name: a new process that takes the place of one that has ended."""
+        """Start any member by its name. The new process replaces one that has ended."""
         if name in self.processes:
             self.processes[name].stop()
         return self.start_router(wait=wait) if name == "router" else self.start_worker(name, wait=wait)
 
     def heal(self, timeout_s: float = HEAL_TIMEOUT_S) -> None:
-        """Continue what is stopped, start what has ended, and wait until every worker may be placed on."""
+        """Continue stopped members, start members that have ended, and wait until every worker takes requests."""
         for name, process in list(self.processes.items()):
             process.resume()
             if not process.alive:
@@ -260,10 +266,11 @@ class ProcessCluster:
         self.wait_whole(timeout_s)
 
     def wait_whole(self, timeout_s: float = HEAL_TIMEOUT_S) -> None:
-        """Until the router says of every worker's present process that it is ready."""
+        """Wait until the router reports every worker's present process as ready."""
         self.wait_state(self.is_whole, timeout_s)
 
     def is_whole(self, state: State) -> bool:
+        """Tell whether every worker's present process is ready and its last heartbeat is fresh."""
         ready = {w.worker_id: w.pid for w in state.workers if w.ready and w.heartbeat_age_s < FRESH_S}
         return ready == {name: self.processes[name].popen.pid for name in self.worker_names}
 
@@ -273,17 +280,19 @@ class ProcessCluster:
         self.processes[name] = Process(place.module or module, config, self.folder, name, environment, place.command)
 
     def logs(self) -> str:
+        """Return the ends of all members' logs."""
         return "\n".join(f"--- {name}\n{process.log()[-3000:]}" for name, process in list(self.processes.items()))
 
     def state(self, timeout_s: float = 10.0) -> State:
-        """Raises grpc.RpcError when the router does not answer."""
+        """Return the state that the router reports. Raises grpc.RpcError when the router does not answer."""
         with grpc.insecure_channel(self.admin) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             state: State = stub.GetClusterState(inference_pb2.GetClusterStateRequest(), timeout=timeout_s)
             return state
 
     def wait_state(self, predicate: Callable[[State], bool], timeout_s: float = 30.0) -> State:
-        """Poll until the predicate of the cluster's state holds. A router that does not answer is asked again.
+        """Poll until the predicate of the cluster's state holds, and return that state. A router that does not answer is asked
+        again.
 
         Raises TimeoutError with the last state and the ends of all logs.
         """
@@ -301,7 +310,8 @@ class ProcessCluster:
             time.sleep(0.05)
 
     def assert_empty(self, timeout_s: float = 10.0) -> None:
-        """No request, lease or block is left on any worker, and none was lost: as heartbeats say that came since."""
+        """Check that no request, lease or block is left on any worker, and that no block is lost, by heartbeats that came after
+        the call. Raises TimeoutError."""
         asked_s = time.monotonic()
         self.wait_state(
             lambda state: is_empty(state) and all(w.heartbeat_age_s < time.monotonic() - asked_s for w in state.workers),
@@ -310,7 +320,7 @@ class ProcessCluster:
 
 
 def is_empty(state: State) -> bool:
-    """Nothing runs and every block of every worker is free or cached."""
+    """Tell whether nothing runs and every block of every worker is free or cached."""
     return state.queued_requests == state.running_requests == 0 and all(
         worker.blocks.free + worker.blocks.cached == worker.blocks.total
         and not (worker.leases_held or worker.running_sequences or worker.queued_requests or worker.blocks.unaccounted)

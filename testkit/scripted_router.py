@@ -1,4 +1,4 @@
-"""The router's end of the link, under a test's control: what each worker said, in order, and a way to command it."""
+"""The router's end of the link, controlled by a test. It keeps each worker's messages in order and sends commands."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ class Worker:
     ) -> None:
         self.hello = hello
         self.send = send
-        self.said: list[Any] = []  # every message but heartbeats
+        self.said: list[Any] = []  # all messages except heartbeats, in order
         self.heartbeat: link_pb2.Heartbeat | None = None
         self._changed = changed
 
     def wait(self, kind: str, handle: int) -> Any:
-        """The first message of this kind for this handle."""
+        """Wait for the first message of this kind for this handle, and return it."""
         return self.until(lambda: next((m for m in self.said if _kind(m) == kind and m.handle == handle), None))
 
     def tokens(self, handle: int) -> list[link_pb2.StepRow]:
+        """Return the rows that have come for a handle, in order."""
         rows = [row for m in list(self.said) if _kind(m) == "StepBatch" for row in m.rows]
         return [row for row in rows if row.handle == handle]
 
     def wait_finished(self, handle: int) -> list[link_pb2.StepRow]:
+        """Wait for a handle's last row, and return all its rows."""
         self.until(lambda: any(row.finish_reason for row in self.tokens(handle)))
         return self.tokens(handle)
 
     def wait_empty(self) -> None:
-        """The next heartbeats show that nothing is held."""
+        """Wait until a new heartbeat shows that the worker holds nothing."""
         self.heartbeat = None
         self.until(
             lambda: (
@@ -54,8 +56,9 @@ class Worker:
         )
 
     def until(self, probe: Callable[[], Any]) -> Any:
+        """Wait until `probe` returns something true, and return that. Raises `AssertionError` after `WAIT_S`."""
         with self._changed:
-            assert self._changed.wait_for(probe, WAIT_S), f"waited in vain; said: {self.said}, {self.heartbeat}"
+            assert self._changed.wait_for(probe, WAIT_S), f"not reached within {WAIT_S} s; said: {self.said}, {self.heartbeat}"
             return probe()
 
 
@@ -64,7 +67,7 @@ def _kind(message: Any) -> str:
 
 
 class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
-    """Serves WorkerLink on its own loop thread. A context manager."""
+    """Serves WorkerLink on a loop thread of its own. Use it as a context manager."""
 
     def __enter__(self) -> ScriptedRouter:
         self.workers: dict[str, Worker] = {}
@@ -126,21 +129,23 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
         worker.send(_END)
 
     def worker(self, worker_id: str) -> Worker:
+        """Wait until the worker has dialled, and return it. Raises `AssertionError` after `WAIT_S`."""
         with self._changed:
             assert self._changed.wait_for(lambda: worker_id in self.workers, WAIT_S), f"{worker_id} never dialled"
             return self.workers[worker_id]
 
     def next_handle(self) -> int:
+        """Return a handle that has not been used yet."""
         self._handle += 1
         return self._handle
 
     def bind(
         self, worker: Worker, prompt: list[int], params: SamplingParams, *, local_prefill: bool = False, resumed: int = 0
     ) -> int:
+        """Send a Bind under a new handle, and return the handle."""
         handle = self.next_handle()
         command = decode_pb2.Bind(
             handle=handle,
-            request_id=str(handle),
             prompt_ids=codec.pack_ids(prompt),
             sampling=codec.sampling_to_wire(params),
             deadline_s=WAIT_S,
@@ -151,22 +156,23 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
         return handle
 
     def prefill(self, worker: Worker, prompt: list[int], params: SamplingParams, *, resumed: int = 0) -> int:
+        """Send a Prefill under a new handle, and return the handle."""
         handle = self.next_handle()
         wire = codec.sampling_to_wire(params)
         command = prefill_pb2.Prefill(
             handle=handle,
-            request_id=str(handle),
             prompt_ids=codec.pack_ids(prompt),
             sampling=wire,
-            deadline_s=WAIT_S,
             resumed=resumed,
         )
         worker.send(link_pb2.RouterMessage(prefill=command))
         return handle
 
     def attach(self, worker: Worker, handle: int, started: prefill_pb2.PrefillStarted) -> None:
-        command = decode_pb2.Attach(handle=handle, lease_id=started.lease_id, ttl_s=started.ttl_s, ticket=started.ticket)
+        """Tell a decode worker to read the lease that a prefill worker granted."""
+        command = decode_pb2.Attach(handle=handle, lease_id=started.lease_id, ticket=started.ticket)
         worker.send(link_pb2.RouterMessage(attach=command))
 
     def cancel(self, worker: Worker, handle: int) -> None:
+        """Tell a worker to drop a request."""
         worker.send(link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle)))

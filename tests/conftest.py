@@ -1,11 +1,13 @@
 """For all tests: on CI hypothesis draws the same examples in every run, so that a red run is the change's doing.
 
 Where there is no GPU, Triton's kernels are interpreted. Triton asks when it is first imported, by whichever test that is.
+Other tests share the cores, so an OpenMP thread that waits must sleep. OpenMP asks when torch is first imported.
 """
 
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, print_blob=True)
@@ -13,3 +15,12 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+LONG = ("cluster", "ray")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files that start processes first. They take longest, and the last file should be short: it has one core busy."""
+    files = {item.path for item in items if any(item.get_closest_marker(mark) for mark in LONG)}
+    items.sort(key=lambda item: item.path not in files)

@@ -23,7 +23,7 @@ TORCH_FREE = (
     "pdserve.client",
 )  # fmt: skip
 HEAVY = ("torch", "triton", "ray", "nixl", "nixl_cu12", "transformers")
-MAX_LINES = 500  # the largest has 470; a file that nears it holds a second idea
+MAX_LINES = 500  # a file that nears it holds a second idea
 
 
 def sources() -> list[Path]:
@@ -158,7 +158,7 @@ def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path):
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(
         [*build, "-w", str(tmp_path / "out"), str(tmp_path / "copy")],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "out").glob("pdserve-*.whl")

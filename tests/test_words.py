@@ -16,12 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
     "pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "faultsim", "testkit", "bench", "tools", "deploy",
 )  # fmt: skip
-NO_BEGINNING = frozenset(
-    "about above across after against along amid among around as at because before behind below beneath beside besides between "
-    "beyond but by despite down during except for from how if in inside into like near of off on onto out outside over past per "
-    "since than through till to toward towards under until unto up upon via what when where whereas whether which while who whom "
-    "whose why with within without so".split()
-)
+_NO_BEGINNING = """
+about above across after against along amid among around as at because before behind below beneath beside besides between
+beyond but by despite down during except for from how if in inside into like near of off on onto out outside over past per
+since so than through till to toward towards under until unto up upon via what when where whereas whether which while who
+whom whose why with within without
+"""
+NO_BEGINNING = frozenset(_NO_BEGINNING.split())
 """Words with which no docstring begins: prepositions, and words that ask or join. What follows them is mostly no sentence."""
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -33,7 +34,8 @@ def definitions(node: Definition, name: str) -> Iterator[tuple[Definition, str]]
     if isinstance(node, ast.Module | ast.ClassDef):
         for child in node.body:
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
-                yield from definitions(child, f"{name}:{child.name}" if isinstance(node, ast.Module) else f"{name}.{child.name}")
+                mark = ":" if isinstance(node, ast.Module) else "."
+                yield from definitions(child, f"{name}{mark}{child.name}")
 
 
 def is_said_elsewhere(node: Definition) -> bool:

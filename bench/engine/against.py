@@ -30,10 +30,16 @@ SIDES: Final = ("before", "now")
 SERVER: Final = """
 import sys
 import torch
-from bench.engine.peers.protocol import serve
+try:
+    from bench.engine.peers.protocol import serve
+except ImportError:  # a checkout from before the benchmarks had rooms
+    from bench.engine_peers.protocol import serve
 
 def start():
-    from bench.engine.ours import OurEngine
+    try:
+        from bench.engine.ours import OurEngine
+    except ImportError:
+        from bench.engine_ours import OurEngine
     from pdserve.checkpoint.card import ModelCard
     from pdserve.checkpoint.resolve import resolve
 

@@ -30,7 +30,7 @@ import grpc.aio
 import uvloop
 
 from bench.router.client import Client, GrpcClient, HttpClient
-from bench.router.peers import PeerConfig
+from bench.router.peer_config import PeerConfig
 from pdserve.commands.console import make_console
 from pdserve.commands.tables import table
 from pdserve.config import EngineConfig, RouterConfig, RouterProcessConfig

@@ -16,7 +16,7 @@ from typing import Any
 import grpc.aio
 import uvicorn
 
-from bench.router.peers import PeerConfig, Ticks, text_of
+from bench.router.peer_config import PeerConfig, Ticks, text_of
 from pdserve.core.sampling import FinishReason
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from router.http.server import KEEP_ALIVE_S

@@ -1,9 +1,8 @@
-"""The other processes of `bench.router.cost`, each started with a YAML of one of the configurations below.
+"""Runs one of the other processes of `bench.router.cost`: the stand-in workers, or a bare gRPC or HTTP server.
 
     python -m bench.router.peers --config FILE --exit-with-parent
 
-A request says itself what it is to cost: `max_tokens` tokens, and as its seed the microseconds between two of them, 0 for
-as fast as they are taken. So one client asks the router, whose workers are here, and the bare servers the same.
+FILE is the YAML of a `bench.router.peer_config.PeerConfig`.
 """
 
 from __future__ import annotations
@@ -12,57 +11,21 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
 
+from bench.router import floors, workers
+from bench.router.peer_config import PeerConfig
 from pdserve.config import load
 
 
-@dataclass(frozen=True, slots=True)
-class PeerConfig:
-    kind: str  # "workers", "grpc" or "http"
-    streams: int  # requests that come together: their tokens share a step
-    model_fingerprint: str = ""
-    max_model_len: int = 0
-    link: str = ""
-    cluster_token: str = ""
-
-
-class Ticks:
-    """One timer for all streams, as one engine step is for all its requests; it runs while somebody waits."""
-
-    def __init__(self) -> None:
-        self._next: asyncio.Future[None] | None = None
-
-    def wait(self, interval_us: int) -> Awaitable[None]:
-        if self._next is None:
-            loop = asyncio.get_running_loop()
-            self._next = loop.create_future()
-            loop.call_later(interval_us / 1e6, self._fire)
-        return self._next
-
-    def _fire(self) -> None:
-        assert self._next is not None
-        fired, self._next = self._next, None
-        fired.set_result(None)
-
-
-def text_of(index: int) -> str:
-    """The text of a token: as long as tokens are on average."""
-    return f" w{index % 1000:03}"
-
-
 async def _run(config: PeerConfig) -> None:
-    from bench.router import floors as router_floors
-    from bench.router import workers as router_workers  # they take from here what they share
-
     serve: Callable[[PeerConfig], Any] = {
-        "workers": router_workers.serve,
-        "grpc": router_floors.serve_grpc,
-        "http": router_floors.serve_http,
+        "workers": workers.serve,
+        "grpc": floors.serve_grpc,
+        "http": floors.serve_http,
     }[config.kind]
     async with serve(config) as ready:
         print(json.dumps(ready), flush=True)

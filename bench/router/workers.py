@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from bench.router.peers import PeerConfig, text_of
+from bench.router.peer_config import PeerConfig, text_of
 from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
 
@@ -85,7 +85,7 @@ class _Worker:
 
     def _prefill(self, prefill: prefill_pb2.Prefill) -> None:
         lease_id = common_pb2.LeaseId(incarnation=1, counter=prefill.handle)
-        started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ttl_s=30.0, ticket=bytes(400))
+        started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ticket=bytes(400))
         self._send(prefill_started=started)
         self._send(step_batch=link_pb2.StepBatch(rows=[_row(prefill.handle, 0, prefill.sampling.max_tokens)]))
 
@@ -102,7 +102,7 @@ class _Worker:
         if bind is None:
             return
         committed = decode_pb2.KvCommitted(
-            handle=attach.handle, kv_bytes=1 << 20, blocks=1, transfer_s=0.001, commit_s=0.001, exposed_transfer_s=0.001
+            handle=attach.handle, kv_bytes=1 << 20, transfer_s=0.001, commit_s=0.001, exposed_transfer_s=0.001
         )
         self._send(kv_committed=committed)
         self._wave.append(bind)
@@ -138,8 +138,9 @@ async def serve(config: PeerConfig) -> AsyncIterator[dict[str, Any]]:
     workers = [_Worker(config, common_pb2.ROLE_PREFILL, "prefill-0"), _Worker(config, common_pb2.ROLE_DECODE, "decode-0")]
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
     try:
-        for worker in workers:
-            await asyncio.wait_for(worker.welcomed.wait(), 10.0)
+        async with asyncio.timeout(10.0):
+            for worker in workers:
+                await worker.welcomed.wait()
         yield {"event": "ready"}
     finally:
         for task in tasks:

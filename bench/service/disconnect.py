@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pdserve.config import MIB, EngineConfig
-from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from testkit.client import generate_all, request
 from testkit.processes import ProcessCluster, is_empty
 
@@ -60,7 +60,7 @@ class Watch:
     """The router's state over one open connection, so that a look costs little."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self._stub = inference_pb2_grpc.InferenceStub(channel)
+        self._stub = admin_pb2_grpc.AdminStub(channel)
 
     def until(self, holds: Callable[[inference_pb2.GetClusterStateResponse], bool]) -> None:
         end_s = time.monotonic() + TIMEOUT_S
@@ -156,7 +156,7 @@ def main() -> None:
     console = Console()
     with (
         ProcessCluster(engine, prefill=1, decode=1, worker={"heartbeat_interval_s": HEARTBEAT_S}) as cluster,
-        grpc.insecure_channel(cluster.grpc) as channel,
+        grpc.insecure_channel(cluster.admin) as channel,
     ):
         watch = Watch(channel)
         for moment in (STREAMING, PREFILLING):

@@ -29,6 +29,7 @@ from pdserve.commands.settings import cluster_config, cluster_options
 from pdserve.commands.stopping import StopSignals
 from pdserve.commands.tables import size, table
 from pdserve.config import ClusterConfig
+from pdserve.observe.title import PREFIX
 
 CPU_LIMIT_PERCENT = 15.0
 MEMORY_LIMIT_BYTES = 5 << 30
@@ -54,22 +55,15 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def pss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def name_of(process: psutil.Process, workers: Mapping[int, str]) -> str:
-    """What it is, from its command line: Ray's Python services are known by their script."""
+    """What it is, from its title or its command line: Ray's Python services are known by their script."""
     if process.pid == os.getpid():
         return "driver"
     if process.pid in workers:
         return workers[process.pid]
     arguments = process.cmdline()
-    if arguments[1:3] == ["-m", "router"]:
-        return "router"
+    if arguments and arguments[0].startswith(PREFIX):
+        return arguments[0].removeprefix(PREFIX)
     scripts = [Path(argument).name for argument in arguments if argument.endswith(".py")]
     return scripts[0] if scripts else Path(arguments[0]).name if arguments else process.name()
 
@@ -84,8 +78,8 @@ def measure(seconds: float, workers: Mapping[int, str], stop: threading.Event) -
     for process, was in before.items():
         try:
             percent = 100 * (cpu_s(process) - was) / elapsed_s
-            costs.append(Cost(name_of(process, workers), percent, pss_bytes(process.pid)))
-        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+            costs.append(Cost(name_of(process, workers), percent, process.memory_full_info().pss))
+        except psutil.NoSuchProcess:
             continue  # it ended meanwhile
     return costs
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from testkit.footprint import Footprint, footprint
 from testkit.processes import ProcessCluster, is_empty
 
@@ -87,7 +89,7 @@ def _has_grown(was: Footprint, now: Footprint) -> bool:
 def _footprint(pid: int) -> Footprint | None:
     try:
         return footprint(pid)
-    except OSError:
+    except psutil.NoSuchProcess:
         return None  # it has just ended
 
 

@@ -162,7 +162,8 @@ class Clients:
             outcome = Outcome()
             began_s = time.monotonic()
             try:
-                await asyncio.wait_for(attempt(stub, case.message, outcome), patience_s)
+                async with asyncio.timeout(patience_s):
+                    await attempt(stub, case.message, outcome)
             except TimeoutError:
                 pass  # the client left
             except AssertionError as exc:

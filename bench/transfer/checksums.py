@@ -36,7 +36,7 @@ class Prefill:
             pool,
             config.block_size,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens(runner.kv.device.type),
             max_model_len=runner.max_model_len,
             eos_token_ids=(),
             prefix_salt=b"bench",

@@ -1,1 +1,1 @@
-"""Transports: NIXL for use, an in-memory fake for tests."""
+"""The transports: NIXL for production, and an in-memory fake for tests."""

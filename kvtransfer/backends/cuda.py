@@ -1,11 +1,11 @@
-"""The CUDA context of the transfer thread, by the driver alone: neither torch nor the CUDA runtime is asked.
+"""The CUDA context of the transfer thread. It comes from the driver alone, without torch or the CUDA runtime.
 
-A context is current in one thread only. UCX looks for one in the thread that starts it, and without one it leaves out
-cuda_ipc and cuda_copy, so that KV would take the way over the host. `torch.cuda.set_device(0)` makes none current: it does
-nothing in a thread whose device is 0 already, as every new thread's is.
+A context is current in one thread only. UCX looks for one in the thread that starts it. Without one it leaves out cuda_ipc
+and cuda_copy, so that KV would go through host memory. `torch.cuda.set_device(0)` makes no context current: it does nothing
+in a thread whose device is 0 already, and the device of every new thread is 0.
 
-NIXL's own progress thread has no context either, and we have no way to give it one. UCX has been reported to crash there
-where it uses cuda_copy; whether it does here only a GPU can show.
+NIXL's own progress thread has no context either, and we cannot give it one. There are reports that UCX crashes in such a
+thread when it uses cuda_copy. Only a GPU can show whether it does so here.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ _LIBRARY: Final = "libcuda.so.1"
 
 
 class GpuContext(Protocol):
-    """What the transport needs of the GPU that its memory is on. Made and used in the transfer thread."""
+    """The calls that the transport makes on the GPU of its memory. The transfer thread makes and uses it."""
 
     def synchronize(self) -> None:
         """Return once all work that any thread has given to the GPU is done."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the context back. Idempotent."""
+        ...
 
 
 class CudaContext:
-    """The primary context of a GPU, which is the one that torch uses; current in the thread that makes this."""
+    """The primary context of a GPU, which torch uses too. It is current in the thread that makes this object."""
 
     def __init__(self, index: int, driver: Any = None) -> None:
-        """`driver`: the loaded library, for tests. Raises `TransferFailed` with the driver's error."""
+        """Retain the context of GPU `index` and make it current. `driver` is the loaded library, for tests.
+
+        Raises `TransferFailed` with the driver's error.
+        """
         self._driver = _load() if driver is None else driver
         self._device = ctypes.c_int()
         context = ctypes.c_void_p()
@@ -47,10 +52,11 @@ class CudaContext:
             raise
 
     def synchronize(self) -> None:
+        """Return once all work that any thread has given to the GPU is done. Raises `TransferFailed`."""
         self._call("cuCtxSynchronize")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Give the context back to the driver. Idempotent."""
         if self._retained:
             self._retained = False
             self._call("cuDevicePrimaryCtxRelease_v2", self._device)

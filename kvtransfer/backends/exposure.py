@@ -1,8 +1,8 @@
-"""Who on the network can reach the transport: the interfaces that it opens, and the addresses at which it then listens.
+"""The exposure of the transport to the network: the interfaces that it opens, and the addresses at which it then listens.
 
-UCX asks nobody who they are: whoever reaches its TCP port can end the process with one message, and write into memory
-that is registered. Left to itself it listens on every interface. So the transport opens the interface of the worker's
-`host` and no other, and an interface that is not loopback only where the configuration allows it.
+UCX authenticates nobody: whoever reaches its TCP port can end the process with one message, and can write into registered
+memory. By default UCX listens on every interface. So the transport opens only the interface of the worker's `host`, and it
+opens an interface that is not loopback only if the configuration allows it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ADVICE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """What the transport of one worker opens. `devices` is the value of UCX_NET_DEVICES; None: every interface.
+    """The interfaces that the transport of one worker opens. `devices` is the value of UCX_NET_DEVICES; None: every interface.
 
-    `public`: it may listen at an address that is not loopback.
+    `public` True: the transport may listen at an address that is not loopback.
     """
 
     host: str
@@ -50,9 +50,9 @@ class Exposure:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """UCX opens these interfaces and no others while it starts in here.
+        """Make UCX open these interfaces and no others, when it starts inside this context.
 
-        Raises `ConfigError` at the end when this process began to listen elsewhere in the meantime.
+        Raises `ConfigError` at the end when this process has begun to listen elsewhere.
         """
         before = _listening()
         with _environment(NET_DEVICES, self.devices):
@@ -76,12 +76,12 @@ def exposure_of(
     interfaces: Interfaces | None = None,
     rdma_devices: Path = _RDMA_DEVICES,
 ) -> Exposure:
-    """What the transport of a worker that binds `host` may open.
+    """Return the exposure of the transport of a worker that binds `host`.
 
-    UCX_NET_DEVICES stays what the user has set, under the same rule.
+    UCX_NET_DEVICES keeps the value that the user has set; the same rule holds for that value.
 
-    Raises `ConfigError` when an interface is not loopback and `allow_public` is not given, or when no interface has
-    the address of `host`.
+    Raises `ConfigError` when an interface is not loopback and `allow_public` is False, or when no interface has the address
+    of `host`.
     """
     interfaces = _interfaces() if interfaces is None else interfaces
     addresses = _resolve(host)
@@ -105,7 +105,7 @@ def exposure_of(
 
 
 def _resolve(host: str) -> frozenset[Address]:
-    """An empty host is every interface, as for gRPC."""
+    """Return the addresses of a host. An empty host stands for every interface, as for gRPC. Raises `ConfigError`."""
     try:
         found = socket.getaddrinfo(host.strip("[]") or "0.0.0.0", None, type=socket.SOCK_STREAM)
     except OSError as exc:
@@ -114,7 +114,7 @@ def _resolve(host: str) -> frozenset[Address]:
 
 
 def _address(text: str) -> Address:
-    """Without the interface of an IPv6 link-local one; an IPv4 address that is written as IPv6 is an IPv4 address."""
+    """Parse an address, without the interface of an IPv6 link-local one. An IPv4 address written as IPv6 becomes IPv4."""
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         return address.ipv4_mapped
@@ -122,7 +122,7 @@ def _address(text: str) -> Address:
 
 
 def _carrying(addresses: Collection[Address], interfaces: Interfaces) -> list[str]:
-    """All of 127.0.0.0/8 is on the loopback interface, which lists only one address of it."""
+    """Return the interfaces that have one of the addresses. The loopback interface has all of 127.0.0.0/8 but lists one."""
     return [
         name
         for name, own in interfaces.items()
@@ -131,7 +131,8 @@ def _carrying(addresses: Collection[Address], interfaces: Interfaces) -> list[st
 
 
 def _only_loopback(devices: str, interfaces: Interfaces) -> bool:
-    """Of a value of UCX_NET_DEVICES, which may also be "all", or begin with ^ and name what is left out."""
+    """Tell whether a value of UCX_NET_DEVICES names only loopback. The value "all", or one that begins with ^ and names the
+    interfaces to leave out, does not."""
     return all(_is_loopback(interfaces.get(name.strip(), ())) for name in devices.split(","))
 
 
@@ -140,7 +141,7 @@ def _is_loopback(addresses: Collection[Address]) -> bool:
 
 
 def _rdma_of(names: Collection[str], root: Path) -> list[str]:
-    """The RDMA devices of these interfaces as UCX names them; without them KV would go over TCP."""
+    """Return the RDMA devices of these interfaces, with the names that UCX uses. Without them KV would go over TCP."""
     devices = {name: _net_interfaces(root / name) for name in _entries(root)}
     beside = [name for name, own in devices.items() if not own.intersection(names)]
     if beside:
@@ -150,7 +151,8 @@ def _rdma_of(names: Collection[str], root: Path) -> list[str]:
 
 
 def _net_interfaces(device: Path) -> set[str]:
-    """By the hardware, and by the GIDs: those of a bond or a VLAN name an interface of their own."""
+    """Return the network interfaces of an RDMA device: those of its hardware, and those that its GIDs name, since a bond or a
+    VLAN has an interface of its own."""
     found = set(_entries(device / "device" / "net"))
     for file in device.glob("ports/*/gid_attrs/ndevs/*"):
         try:
@@ -165,7 +167,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _interfaces() -> Interfaces:
-    """An address may have a label, as eth0:1, which is no interface of its own."""
+    """Return the addresses of each interface. A label of an address, such as eth0:1, is no interface of its own."""
     found: dict[str, list[Address]] = {}
     for label, rows in psutil.net_if_addrs().items():
         own = found.setdefault(label.partition(":")[0], [])
@@ -181,7 +183,7 @@ def _listening() -> set[tuple[Address, int]]:
 
 @contextmanager
 def _environment(name: str, value: str | None) -> Iterator[None]:
-    """UCX reads its settings where it starts: afterwards the variable is the user's again."""
+    """Set an environment variable for a while. UCX reads its settings when it starts; then the user's value comes back."""
     before = os.environ.get(name)
     try:
         _set(name, value)

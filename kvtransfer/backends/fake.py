@@ -1,8 +1,7 @@
-"""An in-memory transport for tests: pools of one process, real bytes, faults on demand.
+"""An in-memory transport for tests: it copies real bytes between pools of one process, and fails on demand.
 
-`FakeFabric` stands for the network and is passed to every transport that should meet on it. A held read copies only
-when it is resumed, as a transport does whose late data still lands in reused memory; so a caller that frees blocks
-too early corrupts them here as well.
+`FakeFabric` stands for the network; transports that share one can reach each other. A held read copies only when it is
+resumed, like the late data of a real transport. So a caller that frees blocks too early corrupts them here as well.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ _METADATA_PREFIX = b"fake:"
 
 
 class FakeFabric:
-    """The pools that can be reached, by incarnation, and the faults of the next reads.
+    """The network of fake transports: the pools that can be reached, by incarnation, and the faults of the next reads.
 
-    Set from a test's thread, read by transfer threads: each member is replaced or changed by single operations only.
+    A test's thread sets the members, and transfer threads read them, so single operations replace or change each member.
     """
 
     def __init__(self) -> None:
@@ -30,30 +29,35 @@ class FakeFabric:
         self.polls_until_done = 0  # a read takes so many polls; 0: it is done when posted
 
     def attach(self, incarnation: Incarnation, region: LocalRegion) -> None:
+        """Let peers read this pool."""
         self._regions[incarnation] = region
 
     def kill(self, incarnation: Incarnation) -> None:
-        """The peer is gone: its reads, also those in flight, fail."""
+        """Remove a peer. Reads of it fail, also those in flight."""
         self._regions.pop(incarnation, None)
 
     def hold(self, incarnation: Incarnation) -> None:
-        """Reads of this peer make no progress until `resume`."""
+        """Stop the progress of reads of this peer until `resume`."""
         self._held.add(incarnation)
 
     def resume(self, incarnation: Incarnation) -> None:
+        """Let held reads of this peer go on."""
         self._held.discard(incarnation)
 
     def set_adrift(self, incarnation: Incarnation) -> None:
-        """The next reads of this peer fail without saying whether they may still write."""
+        """Make the next reads of this peer fail with `ReadAdrift`."""
         self._adrift.add(incarnation)
 
     def region_of(self, incarnation: Incarnation) -> LocalRegion | None:
+        """Return the pool of a peer. None: the peer is unknown or was killed."""
         return self._regions.get(incarnation)
 
     def is_held(self, incarnation: Incarnation) -> bool:
+        """Tell whether reads of this peer make no progress."""
         return incarnation in self._held
 
     def is_adrift(self, incarnation: Incarnation) -> bool:
+        """Tell whether reads of this peer fail with `ReadAdrift`."""
         return incarnation in self._adrift
 
 
@@ -77,7 +81,7 @@ class _FakeRead(TransportRead):
 
 
 class FakeTransport:
-    """See `kvtransfer.api.Transport` for the contract of each method. Host memory only."""
+    """A transport over a `FakeFabric`, for host memory only. `kvtransfer.api.Transport` has the contract of each method."""
 
     def __init__(self, fabric: FakeFabric, incarnation: Incarnation, region: LocalRegion) -> None:
         assert region.device.kind == "cpu"
@@ -89,9 +93,11 @@ class FakeTransport:
         fabric.attach(incarnation, region)
 
     def metadata(self) -> bytes:
+        """Return a text that names the incarnation."""
         return _METADATA_PREFIX + b"%016x" % self._incarnation
 
     def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
+        """Connect to a peer on the fabric. Raises `TransferFailed` for unknown ones and for wrong metadata."""
         if metadata != _METADATA_PREFIX + b"%016x" % incarnation:
             raise TransferFailed(f"the metadata of peer {incarnation:016x} names another agent")
         if self._fabric.region_of(incarnation) is None:
@@ -99,6 +105,7 @@ class FakeTransport:
         self._peers.add(incarnation)
 
     def disconnect(self, incarnation: Incarnation) -> None:
+        """Forget a peer."""
         self._peers.discard(incarnation)
 
     def post_read(
@@ -109,6 +116,7 @@ class FakeTransport:
         local_blocks: Sequence[int],
         into: LocalRegion | None = None,
     ) -> TransportRead:
+        """Start a read, and copy at once unless the fabric holds or delays it."""
         into = into or self._region
         if peer not in self._peers:
             raise TransferFailed(f"peer {peer:016x} is not connected")
@@ -123,6 +131,7 @@ class FakeTransport:
         return read
 
     def poll(self, handle: TransportRead) -> bool:
+        """Count one poll, and copy when the read has had all its polls. Return whether it is done."""
         assert isinstance(handle, _FakeRead)
         if not handle.done:
             self._reachable(handle.peer)
@@ -134,6 +143,7 @@ class FakeTransport:
         return handle.done
 
     def close(self) -> None:
+        """Leave the fabric, so that reads of this pool fail."""
         self._closed = True
         self._fabric.kill(self._incarnation)
 

@@ -1,25 +1,27 @@
-"""KV reads over NIXL with its UCX backend: the only file that imports nixl.
+"""The transport over NIXL with its UCX backend. No other file imports nixl.
 
-Host memory (DRAM) and CUDA memory (VRAM) take the same path. What shaped this file, all of it measured:
+Host memory (DRAM) and CUDA memory (VRAM) take the same path. These facts, all measured, shaped this file:
 
-- NIXL's progress thread spins a whole core unless its delay is set, and the Python wrapper hard-codes 0; so the agent
-  is built on the binding itself. 1 ms of delay costs 1.6 % of a core and no throughput, on TCP neither.
-- Within one host UCX copies with process_vm_readv, so posting blocks until everything is there (10-13 GiB/s for
-  blocks of 360 KiB); over TCP it returns at once (1.1 GiB/s on loopback) and the handle is polled.
-- The death of a peer shows as an exception, from posting as often as from polling. A stopped peer or a cut link shows
-  as nothing at all for minutes, unless TCP's own timers are shortened; callers keep deadlines of their own.
-- Releasing a read in flight reports success, yet late data is still written: a handle is released only when over.
-- Over TCP, UCX aborts a passive process that was stalled when its reader went away mid-read, as soon as it goes on
-  ("Fatal: unexpected error: Endpoint timeout"), whatever the timers. It survives when it was running, and with CMA. So
-  a lender may die of a reader's death: its supervisor restarts it, and its leases answer GONE.
-- Connecting anew while another read of the same peer is unresolved turns that read's clean failure into one that does
-  not say whether it still writes (NIXL_ERR_NOT_FOUND): a broken connection is replaced only when its reads are over.
-- An agent name that is known cannot be loaded again, so agents are named by worker and incarnation.
-- NIXL's own helpers for addresses are pickles and its notifications are unauthenticated: neither is used.
-- UCX listens at the first address of each interface that it may use, and trusts whoever dials:
-  see `kvtransfer.backends.exposure`.
-  NIXL's own parameter for that, device_list, takes RDMA devices only (it asks for "lo:1").
-- There is a wheel for each major version of CUDA, and `import nixl` refuses one that is not torch's.
+- NIXL's progress thread spins a whole core unless its delay is set, and the Python wrapper fixes the delay at 0. So the
+  agent is built on the binding itself. A delay of 1 ms costs 1.6 % of a core and no throughput, also not on TCP.
+- Within one host UCX copies with process_vm_readv (CMA), so posting blocks until all bytes have arrived (10-13 GiB/s for
+  blocks of 360 KiB). Over TCP, posting returns at once (1.1 GiB/s on loopback) and the handle is polled.
+- The death of a peer shows as an exception, from posting as often as from polling. A stopped peer or a cut link shows no
+  sign for minutes, unless TCP's own timers are shortened; callers keep their own deadlines.
+- The release of a read in flight reports success, yet late data is still written. So a handle is released only when its
+  read is over.
+- Over TCP, UCX aborts a passive process ("Fatal: unexpected error: Endpoint timeout") that was stalled when its reader
+  went away during a read, as soon as the process goes on, with any timers. A process that was running survives, and so does
+  one with CMA. So the death of a reader may kill a lender: its supervisor restarts it, and its leases answer GONE.
+- If a connection is made anew while another read of the same peer is unresolved, the clean failure of that read turns into
+  one that does not say whether it still writes (NIXL_ERR_NOT_FOUND). So a broken connection is replaced only when its reads
+  are over.
+- The name of a known agent cannot be loaded again, so agents are named by worker and incarnation.
+- NIXL's own helpers for addresses use pickle, and its notifications are unauthenticated. Neither is used here.
+- UCX listens at the first address of each interface that it may use, and trusts whoever connects: see
+  `kvtransfer.backends.exposure`. NIXL's own parameter for the interfaces, device_list, takes RDMA devices only (it asks
+  for "lo:1").
+- There is a wheel for each major version of CUDA, and `import nixl` refuses one that does not match torch's.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ from pdserve.core.ids import Incarnation, WorkerId
 logger = logging.getLogger(__name__)
 
 PROGRESS_DELAY_US: Final = 1000
-MAX_METADATA_BYTES: Final = 1 << 16  # seen: 350-450 B with UCX on one host
+MAX_METADATA_BYTES: Final = 1 << 16  # UCX on one host makes 350-450 B
 _WHEELS: Final = ("nixl_cu12", "nixl_cu13")
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 
 _ENVIRONMENT: Final = {
     "NIXL_LOG_LEVEL": "WARN",
-    # A dead host is noticed in about 4 s; with UCX's defaults a cut link stays "in progress" for 150 s.
+    # With these a dead host is noticed in about 4 s; with UCX's defaults a cut link stays "in progress" for 150 s.
     "UCX_TCP_USER_TIMEOUT": "3s",
     "UCX_TCP_KEEPIDLE": "1s",
     "UCX_TCP_KEEPINTVL": "1s",
@@ -59,15 +61,16 @@ _ENVIRONMENT: Final = {
 
 
 def prepare_environment(environ: MutableMapping[str, str] | None = None) -> None:
-    """Set what NIXL and UCX read when they are loaded; what the user has set stays."""
+    """Set the variables that NIXL and UCX read when they are loaded. Values that the user has set stay."""
     environ = os.environ if environ is None else environ
     for name, value in _ENVIRONMENT.items():
         environ.setdefault(name, value)
     if not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
-        environ.setdefault("UCX_MODULES", "^ib")  # with rdma-core but no device, exiting would segfault
+        environ.setdefault("UCX_MODULES", "^ib")  # with rdma-core but no device, the process would crash at its exit
 
 
 def agent_name(worker_id: WorkerId, incarnation: Incarnation) -> str:
+    """Return the name of a worker's NIXL agent, which no other incarnation of the worker has."""
     return f"{worker_id}{_name_suffix(incarnation)}"
 
 
@@ -99,7 +102,7 @@ class _Bindings:
 
     @contextmanager
     def translated(self, doing: str) -> Iterator[None]:
-        """NIXL's exceptions become `TransferFailed`."""
+        """Translate NIXL's exceptions to `TransferFailed`. `doing` begins the message."""
         try:
             yield
         except self.errors as exc:
@@ -114,9 +117,9 @@ def _load(device: Device) -> _Bindings:
 
 
 def load_wheel(cuda: str | None) -> Any:
-    """NIXL's compiled module, of the wheel for this version of CUDA; None: of any wheel that is installed.
+    """Import NIXL's compiled module from the wheel for version `cuda` of CUDA. None: from any wheel that is installed.
 
-    Raises `ConfigError` naming the wheel that is missing.
+    Raises `ConfigError`, which names the missing wheel.
     """
     wheels = _WHEELS if cuda is None else (f"nixl_cu{cuda.partition('.')[0]}",)
     for wheel in wheels:
@@ -131,7 +134,7 @@ def load_wheel(cuda: str | None) -> Any:
 
 
 class _NixlRead(TransportRead):
-    """`request` is NIXL's handle; None once it is over and released."""
+    """One read. `request` is NIXL's handle; None once the read is over or adrift."""
 
     __slots__ = ("connection", "request")
 
@@ -142,7 +145,7 @@ class _NixlRead(TransportRead):
         connection.in_flight += 1
 
     def take_request(self) -> int:
-        """It is over, or adrift."""
+        """Return NIXL's handle and count the read as no longer in flight: it is over, or adrift."""
         assert self.request is not None
         request, self.request = self.request, None
         self.connection.in_flight -= 1
@@ -150,7 +153,7 @@ class _NixlRead(TransportRead):
 
 
 class NixlTransport:
-    """One NIXL agent over one registered pool. See `kvtransfer.api.Transport` for the contract of each method."""
+    """One NIXL agent over one registered pool. `kvtransfer.api.Transport` has the contract of each method."""
 
     def __init__(
         self,
@@ -162,17 +165,20 @@ class NixlTransport:
         progress_delay_us: int = PROGRESS_DELAY_US,
         gpu_context: Callable[[int], GpuContext] = CudaContext,
     ) -> None:
-        """`exposure`: by default loopback. `gpu_context`: of a pool on the GPU of that index, current when it returns.
+        """Start the agent and register the pool `region`.
 
-        Raises `TransferFailed` when the agent cannot be made or the pool not be registered, `ConfigError` when the
+        `exposure` None stands for loopback. `gpu_context` is called with the GPU's index for a pool in GPU memory; the
+        context must be current when it returns.
+
+        Raises `TransferFailed` when the agent cannot start or the pool cannot be registered, and `ConfigError` when the
         settings or the machine do not allow it.
         """
         exposure = exposure or exposure_of(LOOPBACK_HOST, allow_public=False)
         self._region = region
         self._local_sides: dict[LocalRegion, int] = {}
-        """The prepared descriptor list of each registered region."""
+        """NIXL's prepared descriptor list of each registered region."""
         self._peers: dict[Incarnation, _Connection] = {}
-        self._unreleased: list[int] = []  # requests that NIXL would not release, or that are adrift
+        self._unreleased: list[int] = []  # requests of reads that are adrift, which are never released
         self._agent: Any = None
         self._gpu = gpu_context(region.device.index) if region.device.kind == "cuda" else None
         try:
@@ -197,13 +203,15 @@ class NixlTransport:
 
     @property
     def num_peers(self) -> int:
-        """Peers whose metadata and descriptors are kept, whether they live or not."""
+        """The number of peers whose metadata and descriptors are kept, alive or not."""
         return len(self._peers)
 
     def metadata(self) -> bytes:
+        """Return the metadata of the agent with its pool."""
         return self._metadata
 
     def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
+        """Load the metadata of a peer's agent. Raises `TransferFailed`, also when the metadata is of another agent."""
         known = self._peers.get(incarnation)
         if known is not None and not known.broken:
             return
@@ -219,6 +227,7 @@ class NixlTransport:
         self._peers[incarnation] = _Connection(name)
 
     def disconnect(self, incarnation: Incarnation) -> None:
+        """Release the peer's descriptors and forget its agent. Failures of NIXL are only logged."""
         connection = self._peers.pop(incarnation, None)
         if connection is None:
             return
@@ -237,6 +246,7 @@ class NixlTransport:
         local_blocks: Sequence[int],
         into: LocalRegion | None = None,
     ) -> TransportRead:
+        """Make NIXL's request for the read and post it. Posting blocks while UCX copies within one host."""
         into = into or self._region
         connection = self._peers.get(peer)
         if connection is None or connection.broken:
@@ -259,13 +269,14 @@ class NixlTransport:
         return handle
 
     def poll(self, handle: TransportRead) -> bool:
+        """Ask NIXL for the state of a read. Raises `TransferFailed`, or `ReadAdrift` when the failure is not clean."""
         assert isinstance(handle, _NixlRead)
         if handle.request is None:
             return True
         return self._advance(handle, self._agent.getXferStatus)
 
     def close(self) -> None:
-        """Ends the agent with its connections and registration; reads in flight lose their sockets with it."""
+        """End the agent with its connections and registrations; reads in flight lose their sockets."""
         for incarnation in list(self._peers):
             self.disconnect(incarnation)
         for side in self._local_sides.values():
@@ -276,7 +287,7 @@ class NixlTransport:
             self._gpu.close()
 
     def _advance(self, handle: _NixlRead, ask: Any) -> bool:
-        """Post or poll: one place for all that can become of a read."""
+        """Post or poll a read by `ask`, and return whether it is done. All its possible ends are handled here."""
         assert handle.request is not None
         peer = f"peer {handle.peer:016x}"
         try:
@@ -303,7 +314,7 @@ class NixlTransport:
             logger.warning("NIXL kept a finished read of peer %016x: %s", handle.peer, exc)
 
     def _abandon(self, handle: _NixlRead) -> None:
-        """Keep the request until the agent ends: releasing it would hide that it may still write."""
+        """Keep NIXL's request until the agent ends: a release would hide that the read may still write."""
         self._unreleased.append(handle.take_request())
 
     def _forget(self, name: str) -> None:
@@ -313,14 +324,17 @@ class NixlTransport:
             logger.debug("NIXL had already dropped agent %s: %s", name, exc)
 
     def _local_side(self, region: LocalRegion) -> int:
-        """Its descriptor list, once per region. `metadata` was taken before any but the pool's is here: only we name them."""
+        """Return the region's descriptor list; register the region at its first use.
+
+        The metadata was taken when only the pool was registered, so peers do not learn of other regions.
+        """
         if region not in self._local_sides:
             self._register(region)
             self._local_sides[region] = self._prepare(self._nixl.module.NIXL_INIT_AGENT, region)
         return self._local_sides[region]
 
     def _register(self, region: Region) -> None:
-        """What the GPU has still to write into new memory must not come after what a peer's read writes there."""
+        """Register a region with NIXL. Wait for the GPU first, so that its pending writes cannot overwrite KV that is read."""
         if self._gpu is not None:
             self._gpu.synchronize()
         module = self._nixl.module
@@ -328,7 +342,7 @@ class NixlTransport:
         self._agent.registerMem(descriptors, [self._backend])
 
     def _prepare_remote(self, connection: _Connection, region: RemoteRegion) -> None:
-        """Once per peer, for its whole pool; a peer's pool never moves."""
+        """Prepare the descriptors of a peer's whole pool, once per peer. Raises `TransferFailed` when the pool has moved."""
         if connection.region == region:
             return
         if connection.region is not None:
@@ -338,7 +352,7 @@ class NixlTransport:
         connection.region = region
 
     def _prepare(self, owner: str, region: Region) -> int:
-        """A descriptor list of [num_blocks, 3] uint64 (address, length, device), one row a block."""
+        """Return a prepared descriptor list from [num_blocks, 3] uint64: one row (address, length, device) for each block."""
         rows = np.empty((region.num_blocks, 3), dtype=np.uint64)
         rows[:, 0] = region.address + np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(region.block_bytes)
         rows[:, 1] = region.block_bytes
@@ -352,9 +366,10 @@ class NixlTransport:
 
 
 def _check_metadata(incarnation: Incarnation, metadata: bytes) -> None:
-    """Before NIXL sees it: loading the metadata of an agent that is known already breaks that agent's reads.
+    """Check a peer's metadata before NIXL loads it: if an agent that is known already is loaded again, its reads break.
 
-    NIXL writes an agent's name into its metadata in clear.
+    NIXL writes an agent's name into its metadata as plain text. Raises `TransferFailed` when the metadata is too long or does
+    not have the peer's name.
     """
     if len(metadata) > MAX_METADATA_BYTES:
         raise TransferFailed(f"peer {incarnation:016x} sent {len(metadata)} bytes of agent metadata")

@@ -1,4 +1,4 @@
-"""The reader's side of the lease protocol: one link for each lender's incarnation that is in use."""
+"""The reader's side of the lease protocol. It keeps one link to each incarnation of a lender that is in use."""
 
 from __future__ import annotations
 
@@ -14,39 +14,47 @@ from pdserve.core.errors import DeadlineExceeded, ReplicaLost
 from pdserve.core.ids import Incarnation, LeaseId
 
 IDLE_CLOSE_S: Final = 180.0
-"""A link that follows nothing for so long is closed; opening one again costs a handshake of a few milliseconds."""
+"""A link that follows no lease for so long is closed. Opening it again costs a handshake of a few milliseconds."""
 
 
 class Connector(Protocol):
-    """What a `TransferThread` offers to know a peer."""
+    """The part of a `TransferThread` that connects to peers."""
 
-    async def connect(self, incarnation: Incarnation, metadata: bytes) -> None: ...
+    async def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
+        """Make a peer's pool readable. See `TransferThread.connect`."""
 
-    def disconnect(self, incarnation: Incarnation) -> None: ...
+    def disconnect(self, incarnation: Incarnation) -> None:
+        """Forget a peer. See `TransferThread.disconnect`."""
 
 
 class Link(Protocol):
-    """What is said to one incarnation of one lender. Failures as of `PeerLink`, which is the one over gRPC."""
+    """The link to one incarnation of one lender. `PeerLink` is the one over gRPC; all links fail with the same errors."""
 
     incarnation: Incarnation
     address: str
 
     @property
-    def num_followed(self) -> int: ...
+    def num_followed(self) -> int:
+        """The number of followers of all leases."""
 
-    async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes: ...
+    async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes:
+        """Return the lender's agent metadata."""
 
-    async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease: ...
+    async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease:
+        """Follow a lease and renew it until it is closed."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release the link. Followed leases fail."""
 
 
 class MakeLink(Protocol):
+    """A function that makes a link to one incarnation of a lender."""
+
     def __call__(self, incarnation: Incarnation, address: str, config: LeaseConfig, *, cluster_token: str) -> Link: ...
 
 
 class _Entry:
-    """A link, its one handshake, and who is using it."""
+    """A link with its one handshake, the number of attaches under way, and the timer that closes it when it is idle."""
 
     def __init__(self, link: Link, handshake: asyncio.Task[bytes]) -> None:
         self.link = link
@@ -60,7 +68,8 @@ class _Entry:
 
 
 class LeaseClient:
-    """Loop-owned. `incarnation` and `agent_metadata` are this worker's own, for the handshake."""
+    """All links of one worker that reads. The loop owns it. `incarnation` and `agent_metadata` are this worker's own, for the
+    handshake."""
 
     def __init__(
         self,
@@ -86,18 +95,19 @@ class LeaseClient:
 
     @property
     def num_peers(self) -> int:
+        """The number of open links."""
         return len(self._entries)
 
     @property
     def num_followed(self) -> int:
+        """The number of followers of all leases, over all links."""
         return sum(entry.link.num_followed for entry in self._entries.values())
 
     async def attach(self, lease_id: LeaseId, ticket: Ticket, *, deadline_s: float) -> FollowedLease:
-        """Follow a lease whose lender's pool can be read from then on. The caller closes it.
+        """Follow a lease, and connect to its lender's pool, so that it can be read. The caller closes the returned lease.
 
-        Raises `LeaseGone` when the lender was replaced, `ReplicaLost` when it cannot be reached, `TransferFailed`
-        when the transport cannot connect, `IncompatiblePeer`, and `DeadlineExceeded` when `deadline_s`, which is the
-        request's own, passes first.
+        Raises `LeaseGone` when the lender was replaced, `ReplicaLost` when it cannot be reached, `TransferFailed` when the
+        transport cannot connect, `IncompatiblePeer`, and `DeadlineExceeded` when the request's `deadline_s` passes first.
         """
         if self._closed:
             raise ReplicaLost("the lease client is closed")
@@ -117,7 +127,7 @@ class LeaseClient:
             self._arm_idle_timer(entry)
 
     async def close(self) -> None:
-        """Followed leases fail with `ReplicaLost`; every task, stream and channel is released. Idempotent."""
+        """Release every task, stream and channel. Followed leases fail with `ReplicaLost`. Idempotent."""
         self._closed = True
         for entry in list(self._entries.values()):
             self._drop(entry)
@@ -133,16 +143,16 @@ class LeaseClient:
         return entry
 
     def _on_handshake_done(self, entry: _Entry, handshake: asyncio.Task[bytes]) -> None:
-        """A failed one is forgotten with its link, so that the next attach tries anew."""
+        """Forget the link of a failed handshake, so that the next attach makes a new one."""
         if handshake.cancelled() or handshake.exception() is not None:
             self._drop(entry)
 
     async def _handshake(self, entry: _Entry) -> bytes:
-        """Once for each link; concurrent attaches share it."""
+        """Return the answer to the link's one handshake, which concurrent attaches share."""
         try:
             return await asyncio.shield(entry.handshake)
         except asyncio.CancelledError:
-            if entry.handshake.cancelled():  # by `_drop`, not by whoever waits here
+            if entry.handshake.cancelled():  # `_drop` cancelled it, not the attach that waits here
                 raise ReplicaLost(f"the link to {entry.link.address} is closed") from None
             raise
 
@@ -159,7 +169,7 @@ class LeaseClient:
             self._drop(entry)
 
     def _drop(self, entry: _Entry) -> None:
-        """Forget a link now, close it in the background."""
+        """Forget a link now, and close it in the background."""
         if self._entries.get(entry.link.incarnation) is not entry:
             return
         del self._entries[entry.link.incarnation]

@@ -1,4 +1,4 @@
-"""A lease as its reader follows it: level state, and what can be asked of the lender."""
+"""A lease as its reader follows it: the current state, and the calls on the lender."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from pdserve.core.reader import SendCommit
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The lender's answer. If it is CORRUPT, `rotted_blocks` have changed in the lender's memory; None: it does not know."""
+    """The lender's answer to a Commit. If it is CORRUPT, `rotted_blocks` blocks have changed in the lender's memory; None: the
+    lender does not know how many."""
 
     answer: CommitAnswer
     rotted_blocks: int | None = None
 
 
 class Lender(Protocol):
-    """The calls that a followed lease makes on its peer."""
+    """The calls that a followed lease makes on its lender."""
 
-    async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed: ...
+    async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:
+        """Send Commit and return the answer. Raises `ReplicaLost` or `LeaseGone` when none came."""
 
-    async def release(self, lease_id: LeaseId, proof: bytes) -> None: ...
+    async def release(self, lease_id: LeaseId, proof: bytes) -> None:
+        """Send Release. Never raises a `PdserveError`."""
 
-    def unfollow(self, lease: FollowedLease) -> None: ...
+    def unfollow(self, lease: FollowedLease) -> None:
+        """Stop renewing the lease for this follower."""
 
 
 class FollowedLease:
-    """Renewed in the background until `close`. Loop-owned. `proof`: of its ticket, shown with every call.
+    """One follower of one lease, which is renewed in the background until `close`. The loop owns it. Each call on the lender
+    carries `proof`, which comes from the ticket.
 
     The state only moves forward: views that arrive late or twice change nothing, and an error is final.
     """
@@ -49,31 +54,33 @@ class FollowedLease:
 
     @property
     def watermark(self) -> int:
-        """Prompt tokens [0, watermark) can be read; never shrinks."""
+        """The KV of prompt tokens [0, watermark) can be read. The watermark never shrinks."""
         return self._watermark
 
     @property
     def first_token(self) -> FirstToken | None:
-        """Token 0, once the watermark covers the prompt."""
+        """Token 0. None until the watermark covers the prompt."""
         return self._first_token
 
     @property
     def error(self) -> PdserveError | None:
-        """Why nothing more will come: `LeaseGone`, or `ReplicaLost` when the lender fell silent. Final."""
+        """The final error, after which no more state comes: `LeaseGone`, `ReplicaLost` when the lender fell silent, or another
+        error when its answers cannot be used. None: no error yet."""
         return self._error
 
     @property
     def changed(self) -> asyncio.Future[None]:
-        """Done at the next change of any of the above. Take it before you look at them; never cancel it."""
+        """A future that is done when watermark, token 0 or error change next. Take it before you look at them, and never
+        cancel it."""
         return self._changed
 
     async def commit(self, reader_id: ReaderId, commit: SendCommit) -> None:
-        """Returns when what was read may be used. Only after every read of this bind has resolved.
+        """Commit the lease, and return when the KV that was read may be used. Every read of this bind must be over before.
 
-        Raises `LeaseGone`, `KvCorrupt`, `KvRotted`, or `ReplicaLost` when the lender cannot be reached: what was read must
-        be discarded.
+        Raises `LeaseGone`, `KvCorrupt`, `KvRotted`, or `ReplicaLost` when the lender cannot be reached: the KV that was read
+        must then be discarded.
         """
-        self._committing = True  # from here on the answer decides; a push that says GONE may only mirror our own commit
+        self._committing = True  # from here on only the answer decides: a pushed GONE may come from our own Commit
         committed = await self._lender.commit(self.lease_id, self.proof, reader_id, commit)
         read = f"{commit.blocks - commit.first} blocks of lease {self.lease_id}"
         if committed.answer is CommitAnswer.GONE:
@@ -85,15 +92,15 @@ class FollowedLease:
             raise KvRotted(f"{read} were not read as they were written: {where} in the lender's memory")
 
     async def release(self) -> None:
-        """Give the lease up early. Best effort and bounded: it would expire by itself. Never raises a `PdserveError`."""
+        """Give the lease up early, with one bounded try: a lease also expires by itself. Never raises a `PdserveError`."""
         await self._lender.release(self.lease_id, self.proof)
 
     def close(self) -> None:
-        """Stop following: no more renewals. Idempotent. The lease itself stays as it is."""
+        """Stop following and renewing. The lease itself stays as it is. Idempotent."""
         self._lender.unfollow(self)
 
     def apply(self, view: LeaseView) -> None:
-        """What the lender said, pushed or asked for. Called by the lender's link only."""
+        """Take a state of the lease that the lender has pushed or answered. Only the link to the lender calls this."""
         if self._error is not None or self._committing or view.lease_id != self.lease_id:
             return
         if not view.held:
@@ -106,7 +113,7 @@ class FollowedLease:
             self._advance(view)
 
     def fail(self, error: PdserveError) -> None:
-        """Called by the lender's link only."""
+        """Set the final error, unless one is set. Only the link to the lender calls this from outside."""
         if self._error is None:
             self._error = error
             self._notify()

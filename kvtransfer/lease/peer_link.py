@@ -1,9 +1,9 @@
-"""All that a reader says to one incarnation of one lender: Handshake, Watch, Renew, Commit, Release.
+"""The link over which a reader calls one incarnation of one lender: Handshake, Watch, Renew, Commit, Release.
 
-Two ways bring a lease's state, on purpose. Watch pushes it at once; Renew, one batch for all leases every second,
-repeats it. So a broken Watch costs a renewal interval and never a request. Renew is the heartbeat as well: a lender
-that answers none for `lost_s` is lost, long before its leases expire. That is the router's rule for workers; a lender
-that is merely busy answers late and stays.
+The state of a lease comes in two ways, on purpose. Watch pushes it at once. Renew repeats it, in one batch for all leases
+every second. So a broken Watch costs a renewal interval and never a request. Renew is also the heartbeat: a lender that
+answers no Renew for `lost_s` is lost, long before its leases expire. The router has the same rule for workers. A lender
+that is only busy answers late and is kept.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 REWATCH_MIN_S: Final = 0.05
-CLOCK_SLACK_S: Final = 0.05  # gRPC's timer may fire a little before ours: a call that took all the time left must look so
+CLOCK_SLACK_S: Final = 0.05  # gRPC's timer may fire a little before ours; a call that used all its time must end after it
 COMMIT_PAUSE_S: Final = 0.1  # before the second try; twice that before the third
 _Shown = tuple[LeaseId, bytes]
-"""A lease, and the proof of its ticket."""
+"""A lease id and the proof that was shown for it."""
 _ANSWERS: Final = {
     peer_pb2.COMMIT_RESULT_OK: CommitAnswer.OK,
     peer_pb2.COMMIT_RESULT_GONE: CommitAnswer.GONE,
@@ -43,7 +43,7 @@ _PASSING: Final = (ReplicaLost, TransferFailed, Overloaded)  # worth another try
 
 
 class PeerLink:
-    """One channel and its background tasks, loop-owned. `close` releases both."""
+    """One channel and its background tasks, which the loop owns. `close` releases both."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class PeerLink:
         self._channel = open_channel(address)
         self._peer = peer_pb2_grpc.PeerStub(self._channel)  # generated
         self._lease = peer_pb2_grpc.LeaseStub(self._channel)  # generated
-        self._followed: dict[LeaseId, list[FollowedLease]] = {}  # by two binds at once while one is being replaced
-        self._to_watch: asyncio.Queue[_Shown] | None = None  # of the open Watch stream
+        self._followed: dict[LeaseId, list[FollowedLease]] = {}  # a lease has two followers while one bind replaces another
+        self._to_watch: asyncio.Queue[_Shown] | None = None  # leases to subscribe to on the open Watch stream
         self._renewing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -71,10 +71,11 @@ class PeerLink:
 
     @property
     def num_followed(self) -> int:
+        """The number of followers of all leases."""
         return sum(len(followers) for followers in self._followed.values())
 
     async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes:
-        """The peer's agent metadata. Raises `LeaseGone` when another incarnation answers at this address."""
+        """Return the lender's agent metadata. Raises `LeaseGone` when another incarnation answers at this address."""
         request = peer_pb2.HandshakeRequest(incarnation=own_incarnation, agent_metadata=own_metadata)
         response = await self._call(self._peer.Handshake, request, HANDSHAKE_TIMEOUT_S)
         if response.incarnation != self.incarnation:
@@ -82,10 +83,10 @@ class PeerLink:
         return bytes(response.agent_metadata)
 
     async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease:
-        """Renew once, watch, and go on renewing until `unfollow`. Raises `ReplicaLost` when the link is closed."""
+        """Renew the lease once, watch it, and go on renewing until `unfollow`. Raises `ReplicaLost` when the link is closed."""
         self._check_open()
         if not self._followed:
-            self._answered_s = self._now_s()  # silence counts from when somebody listens
+            self._answered_s = self._now_s()  # silence counts from the first follower on
         lease = FollowedLease(lease_id, prompt_len, proof, self)
         self._followed.setdefault(lease_id, []).append(lease)
         if self._to_watch is not None and not self._to_watch.full():
@@ -99,6 +100,7 @@ class PeerLink:
         return lease
 
     def unfollow(self, lease: FollowedLease) -> None:
+        """Remove a follower. Renewals end with the last follower of the link. Idempotent."""
         followers = self._followed.get(lease.lease_id, [])
         if lease in followers:
             followers.remove(lease)
@@ -109,7 +111,7 @@ class PeerLink:
             self._renewing = None
 
     async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:
-        """The lender's answer. Raises `ReplicaLost` or `LeaseGone` when no try got one."""
+        """Send Commit up to `commit_tries` times, and return the answer. Raises `ReplicaLost` or `LeaseGone` when none came."""
         request = peer_pb2.CommitRequest(
             lease_id=codec.lease_id_to_wire(lease_id),
             reader_id=codec.reader_id_to_wire(reader_id),
@@ -132,7 +134,7 @@ class PeerLink:
         raise LeaseGone(f"lease {lease_id}: no answer to Commit in {self._config.commit_tries} tries: {failure}")
 
     async def release(self, lease_id: LeaseId, proof: bytes) -> None:
-        """One try. A failure is only logged: the lease expires by itself."""
+        """Send Release once. A failure is only logged, because the lease expires by itself."""
         request = peer_pb2.ReleaseRequest(lease_id=codec.lease_id_to_wire(lease_id), proof=proof)
         try:
             await self._call(self._lease.Release, request, self._config.commit_timeout_s)
@@ -140,7 +142,7 @@ class PeerLink:
             logger.info("lease %s was not released and will expire: %s", lease_id, exc)
 
     async def close(self) -> None:
-        """Followed leases fail with `ReplicaLost`. Idempotent."""
+        """End the tasks and close the channel. Followed leases fail with `ReplicaLost`. Idempotent."""
         self.closed = True
         self._fail_all(ReplicaLost(f"the link to {self.address} is closed"))
         self._followed.clear()
@@ -168,18 +170,18 @@ class PeerLink:
             self._fail_all(InternalBug(f"task {task.get_name()} died: {error!r}"))
 
     async def _renew_loop(self) -> None:
-        """`follow` renews first; ended by `unfollow` of the last lease."""
+        """Renew all followed leases once in each interval. `unfollow` of the last lease cancels this task."""
         interval_s = self._config.renew_interval_s
         while True:
             due_s = self._now_s() + interval_s
             await asyncio.sleep(interval_s)
-            self._answered_s += max(self._now_s() - due_s, 0.0)  # we were late to ask: our silence, not the lender's
+            self._answered_s += max(self._now_s() - due_s, 0.0)  # we called late, which is not the lender's silence
             leases = self._leases()
             for start in range(0, len(leases), MAX_RENEWALS):
                 await self._renew(leases[start : start + MAX_RENEWALS])
 
     def _leases(self) -> list[_Shown]:
-        """Each followed lease, once for each ticket that its followers came with."""
+        """Return each followed lease, once for each different proof of its followers."""
         return list(dict.fromkeys((lease.lease_id, lease.proof) for leases in self._followed.values() for lease in leases))
 
     async def _renew(self, leases: Sequence[_Shown]) -> None:
@@ -198,7 +200,7 @@ class PeerLink:
             self._apply(status, proof)
 
     def _on_silence(self, error: PdserveError) -> None:
-        """One failed renewal is nothing; a lender that is silent for too long is lost, and its leases with it."""
+        """Take a failed renewal. Followed leases fail when the error cannot pass, or when the lender is silent for `lost_s`."""
         silent_s = self._now_s() - self._answered_s
         if not isinstance(error, _PASSING):
             self._fail_all(error)
@@ -208,7 +210,7 @@ class PeerLink:
             logger.info("renewal failed: %s", error)
 
     async def _watch_loop(self) -> None:
-        """Keeps the stream open while it holds, and reopens it with back-off while leases are followed."""
+        """Keep a Watch stream open while leases are followed. Open a broken one again with back-off."""
         pause_s = REWATCH_MIN_S
         while self._followed:
             if await self._watch():
@@ -217,12 +219,12 @@ class PeerLink:
             pause_s = min(2 * pause_s, self._config.renew_interval_s)
 
     async def _watch(self) -> bool:
-        """Until the stream breaks. True when it had brought something."""
+        """Read one Watch stream until it breaks. Return True when it had brought a state."""
         queue = self._to_watch = asyncio.Queue(maxsize=MAX_RENEWALS)
         for shown in self._leases()[:MAX_RENEWALS]:
             queue.put_nowait(shown)
         call = self._lease.Watch(metadata=self._metadata)
-        subscribing = asyncio.create_task(_subscribe(call, queue))  # not a request iterator: grpc.aio would leak its task
+        subscribing = asyncio.create_task(_subscribe(call, queue))  # a request iterator would not do: grpc.aio leaks its task
         received = False
         try:
             async for status in call:
@@ -238,7 +240,8 @@ class PeerLink:
         return received
 
     def _apply(self, status: peer_pb2.LeaseStatus, proof: bytes | None = None) -> None:
-        """`proof`: what the lender was shown for this answer; None: it told those who had shown the right one."""
+        """Give a state to the lease's followers. `proof` was shown for this answer, so only followers with this proof get it.
+        None: the state came by Watch, for all followers."""
         for lease in self._followed.get(codec.lease_id_from_wire(status.lease_id), ()):
             if proof is not None and lease.proof != proof:
                 continue
@@ -253,7 +256,7 @@ class PeerLink:
                 lease.fail(error)
 
     async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
-        """One unary call; its failure as a `PdserveError`."""
+        """Make one unary call. Raises a `PdserveError` for each failure."""
         self._check_open()
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
@@ -262,7 +265,7 @@ class PeerLink:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self.closed and task is not None and not task.cancelling():
-                self._check_open()  # closing the channel cancelled the call, nobody cancelled us
+                self._check_open()  # the closed channel cancelled the call; nobody cancelled this task
             raise
 
     def _check_open(self) -> None:
@@ -280,6 +283,6 @@ async def _subscribe(call: Any, queue: asyncio.Queue[_Shown]) -> None:
 
 
 def _committed(response: peer_pb2.CommitResponse) -> Committed:
-    """What is not known here, from a newer lender, is not OK."""
+    """Decode the answer to a Commit. An unknown answer, from a newer lender, counts as GONE."""
     answer = _ANSWERS.get(response.result, CommitAnswer.GONE)
     return Committed(answer, response.rotted_blocks if response.HasField("rotted_blocks") else None)

@@ -1,9 +1,9 @@
-"""The lender's side: what a prefill worker answers to the readers of its blocks. See peer.proto.
+"""The lender's side of the lease protocol: a prefill worker answers the readers of its blocks. See peer.proto.
 
-Decides nothing: every answer is the `LeaseTable`'s. Runs on the worker's loop, like the table.
+It decides nothing: every answer is the `LeaseTable`'s. It runs on the worker's loop, like the table.
 
-A Commit may come before the lender has summed its last blocks, which it does once their step's events are out: it waits
-for them. One that does not match is answered once the lender has looked at what its own memory holds now.
+A Commit may come before the lender has summed its last blocks, because a step's events go out first. The Commit waits for
+these checksums. If checksums differ, the lender first sums its own blocks again, and then answers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from pdserve.rpc.channel import require_token
 from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
 
 MAX_RENEWALS: Final = 4096
-"""Leases in one Renew; a reader with more sends several."""
+"""The most leases in one Renew. A reader with more leases sends several."""
 SUMS_WAIT_S: Final = 1.0
-"""For the lender's own checksums, which follow the last advance by a millisecond for each 10 MB of its step, and for the
-rehash, which waits for a running step. Under `commit_timeout_s`, after which the reader asks again."""
+"""A Commit waits so long for the lender's own checksums, which follow the last advance by a millisecond for each 10 MB of its
+step, and as long for the rehash, which waits for a running step. It is less than `commit_timeout_s`, after which the reader
+asks again."""
 _RESULTS: Final = {
     CommitAnswer.OK: peer_pb2.COMMIT_RESULT_OK,
     CommitAnswer.GONE: peer_pb2.COMMIT_RESULT_GONE,
@@ -35,7 +36,8 @@ _RESULTS: Final = {
 
 
 class PeerService(peer_pb2_grpc.PeerServicer):
-    """Introduces this worker's transport agent. Reads are one-sided, so the caller's agent need not be known here."""
+    """The service that gives this worker's agent metadata to readers. Reads are one-sided, so this worker need not know the
+    reader's agent."""
 
     def __init__(self, incarnation: Incarnation, agent_metadata: bytes, *, cluster_token: str) -> None:
         self._response = peer_pb2.HandshakeResponse(incarnation=incarnation, agent_metadata=agent_metadata)
@@ -47,9 +49,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
 
 class LeaseService(peer_pb2_grpc.LeaseServicer):
-    """`clock` is the table's, in seconds. `on_change` is called after any call in which leases may have ended: the
-    owner of the blocks then drains `take_returned`. `rehash`: how many blocks of this sequence's lease are not what was
-    summed; asked while the lease is held."""
+    """The service through which readers use leases. `clock` is the table's, in seconds.
+
+    `on_change` is called after each call in which leases may have ended: the owner of the blocks then drains `take_returned`.
+    `rehash` returns how many blocks of a sequence's lease differ from their checksums; it is called while the lease is held.
+    """
 
     def __init__(
         self,
@@ -61,10 +65,10 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         rehash: Callable[[SeqId], Awaitable[int]] | None = None,
     ) -> None:
         self.corrupt_blocks = 0
-        """Blocks whose checksum by the reader was not ours, over all Commits."""
+        """The number of blocks, over all Commits, for which the reader's checksum differed from ours."""
         self._rehash = rehash
         self._sealed: asyncio.Future[None] | None = None
-        """Done when checksums have come, or leases gone, since somebody began to wait."""
+        """A future for the Commits that wait for checksums. It is done when checksums have come or leases have ended."""
         self._table = table
         self._clock = clock
         self._on_change = on_change
@@ -72,16 +76,16 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         self._watchers = Watchers()
 
     def publish(self, view: LeaseView) -> None:
-        """Push a lease's new state to whoever watches it; GONE is pushed once and ends the subscription."""
+        """Push a lease's new state to its watchers. GONE is pushed once and ends the subscriptions."""
         self._watchers.publish(view)
 
     def seal(self, lease_id: LeaseId, first: int, sums: Sequence[BlockSum]) -> None:
-        """`LeaseTable.seal`, for those who wait for it."""
+        """Call `LeaseTable.seal`, and wake the Commits that wait for checksums."""
         self._table.seal(lease_id, first, sums, now_s=self._clock())
         self._wake()
 
     def take_returned(self) -> list[Lease]:
-        """`LeaseTable.take_returned`, after telling their watchers that these leases are gone."""
+        """Return `LeaseTable.take_returned`, and push GONE to the watchers of these leases."""
         returned = self._table.take_returned()
         if returned:
             self._wake()
@@ -91,7 +95,7 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
 
     @property
     def num_watched(self) -> int:
-        """Subscriptions of all streams; 0 when no lease is held."""
+        """The number of subscriptions of all streams; 0 when no lease is held."""
         return self._watchers.num_subscriptions
 
     async def Watch(self, requests: AsyncIterable[peer_pb2.WatchRequest], context: Any) -> None:
@@ -103,7 +107,7 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
             while (views := await watcher.take()) is not None:
                 for view in views:
                     await context.write(codec.lease_view_to_wire(view))
-            await reading  # raises what ended it, if anything did
+            await reading  # raises the error that ended it, if there is one
         except TooManyWatched as exc:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(exc))
         finally:
@@ -154,13 +158,13 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         async for request in requests:
             lease_id = codec.lease_id_from_wire(request.lease_id)
             view = self._table.look(lease_id, request.proof, now_s=self._clock())
-            # What is held is GONE to one without its ticket; told here, it would reach those who have it.
+            # A held lease looks GONE to a caller without its ticket. A push of that would reach readers that have the ticket.
             if view.held or self._table.held(lease_id) is None:
                 self._watchers.subscribe(watcher, view)
             self._on_change()  # looking expires what is due
 
     async def _wait_for_sums(self, lease_id: LeaseId) -> None:
-        """Bounded. Missing ones are not OK, so the table then refuses."""
+        """Wait, at most `SUMS_WAIT_S`, until the lease has all its checksums. The table refuses a Commit without them."""
         end_s = self._clock() + SUMS_WAIT_S
         while self._table.awaits_sums(lease_id, now_s=self._clock()) and (left_s := end_s - self._clock()) > 0:
             if self._sealed is None:
@@ -173,7 +177,7 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
             self._sealed = None
 
     async def _look_into(self, lease: Lease) -> int | None:
-        """How many of its blocks have changed here. None: not known in time."""
+        """Return how many blocks of the lease have changed in our memory. None: the answer did not come in time."""
         if self._rehash is None:
             return None
         try:

@@ -1,17 +1,17 @@
-"""The ticket: what lets a decode worker find, check and read leased blocks.
+"""The ticket: with it a decode worker finds, checks and reads leased blocks.
 
-The prefill worker writes it, the router carries it as opaque bytes, only this file reads it. Nothing in it is
-believed: every field is checked for type and range before use, and one that does not hold together is refused as
-`TransferFailed` (garbage) or `IncompatiblePeer` (a worker of another version or layout).
+The prefill worker writes it, the router carries it as opaque bytes, and only this file reads it. No field is trusted: each
+one is checked for type and range before use. A bad ticket is refused as `TransferFailed` (garbage) or `IncompatiblePeer` (a
+worker of another version or layout).
 
-It is of one lease and one prompt. Decode compares the prompt with the one that it was told to serve before it reads a
-byte. That the ticket is the one that was written for the lease, unchanged, only its lender can tell:
+A ticket belongs to one lease and one prompt. Before decode reads a byte, it compares the prompt's hash with that of the
+prompt that it has to serve. Only the lender can tell that a ticket is the unchanged one that it wrote for the lease:
 
     lender   seal  = MAC(secret of this incarnation, every other field)       written into the ticket
     reader   proof = MAC(seal, every other field as it came)                  shown with each call on the lease
 
-The lender knows which proof a lease expects. A ticket that somebody made up has no seal, one of another lease has another,
-and one that was changed gives another proof with the right seal.
+The lender knows which proof a lease expects. A forged ticket has no right seal, a ticket of another lease has another seal,
+and a changed ticket gives another proof with the right seal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
 
 VERSION: Final = 2
 SEAL_BYTES: Final = 32
-"""Bytes of a MAC: as long as a hash for which nobody finds a second text."""
+"""The bytes of a MAC: as many as a hash has for which nobody can find a second text."""
 MAX_TICKET_BYTES: Final = 1 << 20  # 200,000 blocks of 5 bytes: a prompt of three million tokens
 _MAX_ADDRESS_CHARS: Final = 256
 _MAX_DIMENSION: Final = 1 << 20
@@ -40,19 +40,20 @@ _NUM_FIELDS: Final = 13
 
 
 class InvalidTicket(TransferFailed):
-    """The bytes are not a ticket, or contradict themselves."""
+    """The bytes are not a ticket, or their fields contradict each other."""
 
 
 class WrongTicket(LeaseGone):
-    """The ticket is of another request or lease. That says nothing about the two workers; the request is done again."""
+    """The ticket belongs to another request or lease. The two workers are not to blame; the request is done again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`peer_address` is host:port of the granting worker's Peer and Lease services; `prompt_len` counts tokens.
+    """The ticket of one lease. `peer_address` is host:port of the lender's Peer and Lease services.
 
-    block_ids[i] holds tokens [i * block_size, (i + 1) * block_size) of the prompt. `prompt_hash` is of the whole prompt and
-    its salt. `checksums`: the lender sums its blocks, and compares.
+    `address`, `num_blocks` and `device` describe the lender's pool. block_ids[i] holds tokens [i * block_size, (i + 1) *
+    block_size) of the prompt, which has `prompt_len` tokens. `prompt_hash` covers the whole prompt and its salt. `checksums`
+    True: the lender sums its blocks, and compares its checksums with the reader's.
     """
 
     incarnation: Incarnation
@@ -85,47 +86,53 @@ class Ticket:
 
     @property
     def lease_id(self) -> LeaseId:
+        """The id of the lease."""
         return LeaseId(self.incarnation, self.lease_counter)
 
     @property
     def proof(self) -> bytes:
-        """What its reader shows to the lender, and the lender expects."""
+        """The proof that the reader shows to the lender with each call, and that the lender expects."""
         return _mac(self.seal, self._content())
 
     def sealed(self, secret: bytes) -> Ticket:
-        """As its lender hands it out. `secret`: at most 64 bytes, the lender's own, new at every process start."""
+        """Return the ticket with its seal, as the lender hands it out. `secret` is the lender's own, at most 64 bytes, and new
+        at every process start."""
         return replace(self, seal=_mac(secret, self._content()))
 
     def check_request(self, lease_id: LeaseId, prompt_hash: bytes) -> None:
-        """Raises `WrongTicket` unless it is of that lease, over that prompt with that salt."""
+        """Check that the ticket belongs to this lease, and to this prompt with its salt. Raises `WrongTicket` if not."""
         if self.lease_id != lease_id:
             raise WrongTicket(f"the ticket is of lease {self.lease_id}, not of {lease_id}")
         if not compare_digest(self.prompt_hash, prompt_hash):
             raise WrongTicket(f"the ticket of lease {lease_id} is over another prompt, or another cache_salt")
 
     def check_checksums(self, ours: bool) -> None:
-        """Raises `IncompatiblePeer`: one side would sum for nothing, and nobody would compare."""
+        """Check that both workers use checksums, or neither. Raises `IncompatiblePeer` if not: one side would then sum its
+        blocks with nothing to compare."""
         if self.checksums != ours:
             on, off = (self.peer_address, "this worker") if self.checksums else ("this worker", self.peer_address)
             raise IncompatiblePeer(f"lease.kv_checksum is on at {on} and off at {off}: set it alike for both pools")
 
     @property
     def region(self) -> RemoteRegion:
+        """The lender's pool."""
         return RemoteRegion(self.address, self.num_blocks, self.layout.block_bytes, self.device)
 
     @property
     def kv_bytes(self) -> int:
+        """The bytes of all leased blocks."""
         return len(self.block_ids) * self.layout.block_bytes
 
     def check_layout(self, local: KvLayout) -> None:
-        """Raises `IncompatiblePeer`, naming what differs: such a pair must never be tried again.
+        """Check that our pool can hold the leased KV. Only the dtype may differ: `kvtransfer.staging.staging` then converts.
 
-        The dtype may differ: blocks are converted then, see `kvtransfer.staging.staging`.
+        Raises `IncompatiblePeer`, which names both layouts: such a pair must never be tried again.
         """
         if not self.layout.holds_the_same_as(local):
             raise IncompatiblePeer(f"KV layouts differ: {self.peer_address} writes {self.layout}, this worker reads {local}")
 
     def encode(self) -> bytes:
+        """Return the bytes of the ticket (msgpack), at most `MAX_TICKET_BYTES`."""
         data = cast(bytes, msgpack.packb((*self._fields(), self.seal)))
         assert len(data) <= MAX_TICKET_BYTES
         return data
@@ -134,7 +141,7 @@ class Ticket:
         return cast(bytes, msgpack.packb(self._fields()))
 
     def _fields(self) -> tuple[Any, ...]:
-        """All but the seal."""
+        """Return all fields except the seal."""
         layout = self.layout
         return (
             self.version,
@@ -153,7 +160,8 @@ class Ticket:
 
     @classmethod
     def decode(cls, data: bytes) -> Ticket:
-        """Raises `IncompatiblePeer` for another version, `InvalidTicket` for anything else that is wrong."""
+        """Read a ticket. Raises `IncompatiblePeer` for another version or an unknown dtype, and `InvalidTicket` for every other
+        fault."""
         fields = _unpack(data)
         _check_version(fields)
         _, incarnation, lease, peer_address, layout, address, num_blocks, device, *rest = fields
@@ -188,12 +196,13 @@ def _unpack(data: bytes) -> tuple[Any, ...]:
 
 
 def _check_version(fields: tuple[Any, ...]) -> None:
-    """The version stands first in every version, so that a newer worker is told apart from garbage."""
+    """Check version and number of fields. The version is the first field in every version, so that a ticket of a newer worker
+    is told apart from garbage."""
     version = _integer("version", fields[0], 0, (1 << 31) - 1)
     if version != VERSION:
-        raise IncompatiblePeer(f"a ticket of version {version}; this worker reads version {VERSION}")
+        raise IncompatiblePeer(f"the ticket has version {version}; this worker reads version {VERSION}")
     if len(fields) != _NUM_FIELDS:
-        raise InvalidTicket(f"a ticket has {_NUM_FIELDS} fields, this one {len(fields)}")
+        raise InvalidTicket(f"a ticket has {_NUM_FIELDS} fields, but this one has {len(fields)}")
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

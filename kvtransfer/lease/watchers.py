@@ -1,6 +1,6 @@
-"""Who watches which lease, and what each stream has still to be told.
+"""The subscriptions of all Watch streams, and the views that each stream has still to get.
 
-A lease's state is level state: a stream that is slow to read gets the newest view of each lease, never a backlog.
+A stream that is slow to read gets the newest view of each lease, never a backlog.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pdserve.core.ids import LeaseId
 from pdserve.core.lease import LeaseView
 
 MAX_WATCHED: Final = 8192
-"""Subscriptions and untold views of one stream together: many times what a decode worker can bind."""
+"""The most subscriptions and pending views of one stream together: many times what a decode worker can bind."""
 
 
 class TooManyWatched(Exception):
-    """A stream asked for more than `MAX_WATCHED` allows."""
+    """A stream asked for more subscriptions than `MAX_WATCHED` allows."""
 
 
 class Watcher:
-    """One Watch stream."""
+    """One Watch stream: its subscriptions, and the views that wait to be sent."""
 
     def __init__(self) -> None:
         self.subscriptions: set[LeaseId] = set()
@@ -30,20 +30,21 @@ class Watcher:
 
     @property
     def load(self) -> int:
-        """What this stream makes the server remember."""
+        """The number of subscriptions and pending views, which the server keeps for this stream."""
         return len(self.subscriptions) + len(self._pending)
 
     def push(self, view: LeaseView) -> None:
+        """Queue a view; it replaces an older one of the same lease."""
         self._pending[view.lease_id] = view
         self._wake.set()
 
     def close(self) -> None:
-        """No more subscriptions will come: `take` answers None once the pending views are taken."""
+        """End the stream: `take` returns None once the pending views are taken."""
         self._closed = True
         self._wake.set()
 
     async def take(self) -> list[LeaseView] | None:
-        """The newest view of each lease that changed since the last call; waits for one. None: closed."""
+        """Wait for a change, and return the newest view of each changed lease. None: the stream is closed."""
         await self._wake.wait()
         if not self._closed:
             self._wake.clear()
@@ -52,25 +53,27 @@ class Watcher:
 
 
 class Watchers:
-    """Owner of all subscriptions. One loop."""
+    """The owner of all subscriptions. It is used on one loop."""
 
     def __init__(self) -> None:
         self._by_lease: dict[LeaseId, list[Watcher]] = {}
 
     @property
     def num_subscriptions(self) -> int:
+        """The number of subscriptions of all streams."""
         return sum(len(watchers) for watchers in self._by_lease.values())
 
     def subscribe(self, watcher: Watcher, view: LeaseView) -> None:
-        """Push `view` now and what is published later. Raises `TooManyWatched`."""
+        """Push `view` now, and each view of this lease that is published later. Raises `TooManyWatched`."""
         if watcher.load >= MAX_WATCHED:
-            raise TooManyWatched(f"a stream may hold {MAX_WATCHED} subscriptions and untold views")
+            raise TooManyWatched(f"a stream may hold {MAX_WATCHED} subscriptions and pending views")
         if view.held and view.lease_id not in watcher.subscriptions:
             watcher.subscriptions.add(view.lease_id)
             self._by_lease.setdefault(view.lease_id, []).append(watcher)
         watcher.push(view)
 
     def publish(self, view: LeaseView) -> None:
+        """Push a view to all watchers of its lease. GONE also ends their subscriptions to it."""
         watchers = self._by_lease.get(view.lease_id, []) if view.held else self._by_lease.pop(view.lease_id, [])
         for watcher in watchers:
             watcher.push(view)
@@ -78,7 +81,7 @@ class Watchers:
                 watcher.subscriptions.discard(view.lease_id)
 
     def drop(self, watcher: Watcher) -> None:
-        """The stream has ended."""
+        """Remove the subscriptions of a stream that has ended."""
         for lease_id in watcher.subscriptions:
             remaining = [other for other in self._by_lease.pop(lease_id, []) if other is not watcher]
             if remaining:

@@ -1,4 +1,4 @@
-"""One read of KV blocks, as the loop sees it."""
+"""One read of KV blocks, as the loop sees it, and the interface of its sources."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pdserve.core.ids import BlockSum, Incarnation
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """`duration_s`: from being posted to the arrival of the last byte. `sums`: checksums of the blocks as they
-    came, in order; empty where nobody sums."""
+    """The result of one read. `duration_s` runs from the post to the arrival of the last byte. `sums` has the checksums of the
+    blocks as they arrived, in order; empty: checksums are off."""
 
     nbytes: int
     duration_s: float
@@ -24,42 +24,48 @@ class ReadResult:
 
 
 class BlockRead:
-    """Two answers that come apart: `result` is what the asker waits for, `stopped` is when its blocks are its own again.
+    """One read, with two futures that may end at different times. The asker waits for `result`; its local blocks are its own
+    again once `stopped` is done.
 
-    Only whoever posts reads, `BlockSource`, calls the methods; the asker may call `give_up`.
+    Only the `BlockSource` that made the read calls the methods, except `give_up`, which the asker may call.
     """
 
     def __init__(self, peer: Incarnation, nbytes: int, loop: asyncio.AbstractEventLoop) -> None:
         self.peer = peer
         self.nbytes = nbytes
         self.result: asyncio.Future[ReadResult] = loop.create_future()
-        """Raises `TransferFailed` on failure or past the deadline, `ReplicaLost` when the thread died."""
+        """The future of the result. It raises `TransferFailed` on failure or past the deadline, and `ReplicaLost` when the
+        transfer thread died."""
         self.result.add_done_callback(mark_retrieved)
         self.timers: list[asyncio.TimerHandle] = []
         self._stopped: asyncio.Future[None] = loop.create_future()
 
     @property
     def stopped(self) -> asyncio.Future[None]:
-        """Done when the transport will never touch the local blocks again. A view: cancelling it changes nothing."""
+        """A future that is done when nothing will write into the local blocks again. Its cancellation changes nothing."""
         return asyncio.shield(self._stopped)
 
     @property
     def is_stopped(self) -> bool:
+        """True when nothing will write into the local blocks again."""
         return self._stopped.done()
 
     def give_up(self) -> None:
-        """Nobody waits for the result any more. What was posted goes on; what was not need not be. Idempotent."""
+        """Cancel the result, because nobody waits for it. A posted read goes on; another one need not be posted. Idempotent."""
         self.result.cancel()
 
     def succeed(self, duration_s: float, sums: tuple[BlockSum, ...] = ()) -> None:
+        """Set the result, unless the read has one already."""
         if not self.result.done():
             self.result.set_result(ReadResult(self.nbytes, duration_s, sums))
 
     def fail(self, error: PdserveError) -> None:
+        """Set the error as the result, unless the read has one already."""
         if not self.result.done():
             self.result.set_exception(error)
 
     def mark_stopped(self) -> None:
+        """Note that nothing will write into the local blocks again. Idempotent."""
         for timer in self.timers:
             timer.cancel()
         if not self._stopped.done():
@@ -67,7 +73,7 @@ class BlockRead:
 
 
 class BlockSource(Protocol):
-    """Who copies a peer's blocks into ours, as a pull sees it: the `TransferThread`, or those of `Staging` where the peer
+    """The object that copies a peer's blocks into ours for a pull: the `TransferThread`, or a source of `Staging` if the peer
     stores KV in another dtype."""
 
     def read(
@@ -79,15 +85,15 @@ class BlockSource(Protocol):
         *,
         deadline_s: float,
     ) -> BlockRead:
-        """See `TransferThread.read`. What it raises means that nothing was posted."""
+        """Start a read, as `TransferThread.read` does. If this raises, nothing was posted."""
         ...
 
     def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
-        """How long a read of `nbytes` that is asked for now may take, counting what is under way before it."""
+        """Return the seconds that a read of `nbytes` may take from now on, with the reads that are under way before it."""
         ...
 
 
 def mark_retrieved(future: asyncio.Future[Any]) -> None:
-    """An asker that has left is no reason for asyncio to complain of an error that nobody fetched."""
+    """Fetch a future's error, so that asyncio does not complain when the asker has left and nobody else fetches it."""
     if not future.cancelled():
         future.exception()

@@ -1,12 +1,12 @@
-"""One handoff as the decode worker does it: read the blocks of finished chunks while prefill computes the next, commit.
+"""One handoff on the decode worker: it reads the blocks of finished chunks while prefill computes the next, then commits.
 
     prefill  | chunk 0 | chunk 1 | chunk 2 |  token 0 known
     reads              | 0 |     | 1 |     | 2 |--- Commit --->|   OK: the blocks are the sequence's
                                            |<--- exposed_s --->|   anything else: discard them
 
-The shell of `pdserve.core.reader`, which decides what is read when and when to commit. What was read may be used only
-after `run` has returned. After it raised, the local blocks may still be written to: they stay out of use until
-`stopped` is done.
+This is the shell of `pdserve.core.reader`, which decides which blocks to read, and when to commit. The KV that was read may
+be used only after `run` has returned. After `run` has raised, reads may still write into the local blocks: they stay out of
+use until `stopped` is done.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, 
 
 
 class PrefillStalled(TransferFailed):
-    """A lender that answers made no progress with a prompt for too long. Nothing is said about the way its KV takes."""
+    """A lender answers, but made no progress with a prompt for too long. This says nothing about the path of its KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """`blocks` blocks are ours; those that were not here already, `kv_bytes` in all, were copied by `reads` reads.
+    """The result of one pull: the prompt has `blocks` blocks, and `reads` reads copied `kv_bytes` bytes of them. Blocks that
+    were prefix hits are in `blocks` only.
 
-    transfer_s: first read posted to last read finished; most of it passes while prefill computes.
-    commit_s: Commit sent to its answer. exposed_s: token 0 known to KV usable.
-    exposed_bytes: what had not been read when token 0 was known.
+    transfer_s: from the post of the first read to the end of the last; most of it passes while prefill computes.
+    commit_s: from the end of the last read to the answer to Commit. exposed_s: from token 0 until the KV is usable.
+    exposed_bytes: the bytes that had not been read when token 0 was known.
     """
 
     first_token: FirstToken
@@ -52,10 +53,10 @@ class PullResult:
 
 @dataclass(slots=True)
 class _Times:
-    """On the loop's clock; 0 until it happens."""
+    """The times of one pull on the loop's clock, in seconds; 0 until the event happens."""
 
     grown_s: float = 0.0
-    """When the watermark last grew."""
+    """The last growth of the watermark, or the start."""
     posted_s: float = 0.0
     read_s: float = 0.0
     prefilled_s: float = 0.0
@@ -64,7 +65,7 @@ class _Times:
 
 
 class Pull:
-    """Run once. The caller owns `lease` and closes it; `local_blocks` are reserved and hold nothing of use."""
+    """One pull, which runs once. The caller owns `lease` and closes it. `local_blocks` are reserved for the whole prompt."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Pull:
         *,
         first_block: int = 0,
     ) -> None:
-        """Blocks before `first_block` are this worker's own prefix hits: they are committed with the rest, and not read."""
+        """Prepare a pull. Blocks before `first_block` are this worker's own prefix hits, which are committed but not read."""
         if len(local_blocks) != len(ticket.block_ids):
             raise InternalBug(f"{len(ticket.block_ids)} blocks cannot be pulled into {len(local_blocks)}")
         self._lease = lease
@@ -88,29 +89,30 @@ class Pull:
         self._config = config
         self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.layout.block_size, first_block)
         self._reads: dict[int, BlockRead] = {}
-        """Those that the reader counts as in flight, by its numbers."""
+        """The reads that the reader counts as in flight, by the reader's numbers."""
         self._to_commit: SendCommit | None = None
         self._times = _Times()
         self._reusable: asyncio.Future[None] | None = None
 
     @property
     def read_in_flight(self) -> bool:
-        """The transport may still write into the local blocks."""
+        """True when a read may still write into the local blocks."""
         return any(not read.is_stopped for read in self._reads.values())
 
     @property
     def stopped(self) -> asyncio.Future[None] | None:
-        """After `run` has raised. None: the local blocks are free to use. Else done once that holds."""
+        """A future for the time after `run` has raised. It is done once no read can write into the local blocks. None: none can
+        already."""
         if self._reusable is None or self._reusable.done():
             return None
         return asyncio.shield(self._reusable)
 
     async def run(self, *, wait_s: float) -> PullResult:
-        """`wait_s` bounds the wait for token 0, and `stalled_s` each wait for the next chunk: renewing cannot hold a lease
-        for ever. Reads and Commit have bounds of their own.
+        """Read all blocks and commit. `wait_s` bounds the wait for token 0, and the setting `stalled_s` bounds each wait for
+        the next chunk, so that renewals cannot hold a lease for ever. Reads and Commit have their own bounds.
 
         Raises `LeaseGone`, `TransferFailed`, `KvCorrupt`, `KvRotted`, `ReplicaLost`, `DeadlineExceeded` or `IncompatiblePeer`:
-        discard, and look at `stopped`.
+        the caller must then discard the blocks, and wait for `stopped`.
         """
         try:
             await self._read_all(wait_s)
@@ -121,7 +123,7 @@ class Pull:
         return self._pulled()
 
     async def _read_all(self, wait_s: float) -> None:
-        """Returns once every block is here and no read is in flight, which is what allows Commit."""
+        """Return once every block is here and no read is in flight, so that Commit is allowed."""
         started_s = self._times.grown_s = self._now_s()
         while True:
             changed = self._lease.changed
@@ -134,9 +136,10 @@ class Pull:
             await asyncio.wait(awaited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _patience_s(self, started_s: float, wait_s: float) -> float | None:
-        """How long the watermark may still stand where it is; None: it covers the prompt.
+        """Return the seconds that the watermark may still stay where it is. None: it covers the prompt.
 
-        Raises `DeadlineExceeded`, or `PrefillStalled`: a reader that hears no watermark at all hears of that from its link.
+        Raises `DeadlineExceeded` or `PrefillStalled`. The lender is alive then: if it were silent, the link would have failed
+        the lease.
         """
         if self._lease.first_token is not None:
             return None
@@ -149,7 +152,7 @@ class Pull:
         return min(started_s + wait_s, self._times.grown_s + stalled_s) - now_s
 
     def _take_reads(self) -> None:
-        """What became of reads. Raises what the first failed one ended with."""
+        """Take the reads that have ended. Raises the error of the first failed one."""
         for number, read in list(self._reads.items()):
             if not read.result.done():
                 continue
@@ -161,7 +164,7 @@ class Pull:
             self._perform(self._reader.read_done(number, read.result.result().sums))
 
     def _take_lease(self) -> None:
-        """What the lender said. Raises its error."""
+        """Take the lease's new state. Raises the lease's error."""
         lease, reader, times = self._lease, self._reader, self._times
         if lease.error is not None:
             self._perform(reader.lease_gone())
@@ -219,7 +222,7 @@ class Pull:
         self._times.usable_s = self._now_s()
 
     def _abandon(self) -> None:
-        """Whatever ended `run` ends the reader; what is still in flight reports here when it has stopped."""
+        """End the reader after `run` has failed or was cancelled. Each read in flight calls `_on_stopped` when it stops."""
         self._perform(self._reader.abort())
         for number, read in list(self._reads.items()):
             if read.is_stopped:

@@ -1,10 +1,10 @@
-"""What runs in the transfer thread: takes commands, polls reads, says what became of them.
+"""The reactor runs in the transfer thread: it takes commands, polls reads, and reports their ends.
 
-Blocks whose read has arrived are summed here, before anybody hears of it: handing them to another thread takes as long as
-summing a chunk. What is read meanwhile goes on where the transport does not need this thread to copy.
+It sums the blocks of a read that has arrived before it reports the read: a handover to another thread would take as long as
+the sums of a chunk. Meanwhile other reads go on, unless the transport needs this thread to copy.
 
-Knows no asyncio: answers leave through `emit`. With nothing in flight it blocks on its queue and costs nothing; with
-reads in flight it polls with back-off, because the transport has nothing to wait on.
+The reactor does not know asyncio: its answers leave through `emit`. With no read in flight it blocks on its queue and costs
+nothing. With reads in flight it polls with back-off, because the transport offers nothing to wait on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ ReadId = NewType("ReadId", int)
 
 
 class SumBlocks(Protocol):
-    """Checksums over all stored bytes of these blocks of one region, in order. Any thread; it blocks."""
+    """A function that returns checksums over all stored bytes of these blocks of one region, in order. It blocks, and any
+    thread may call it."""
 
     def __call__(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]: ...
 
@@ -37,21 +38,23 @@ POLL_MAX_S: Final = 2e-3  # 500 polls a second of a slow read: about 1 % of a co
 
 @dataclass(frozen=True, slots=True)
 class Connect:
+    """Command: make a peer readable."""
+
     incarnation: Incarnation
     metadata: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Takes effect when the peer's last read has stopped, unless a `Connect` comes first."""
+    """Command: forget a peer when its last read has stopped, unless a `Connect` comes first."""
 
     incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Not posted at all when the monotonic clock has passed `deadline_s` by the time its turn comes. `sum_blocks`: of the
-    local blocks, once all have arrived; None: nobody asks for their sums."""
+    """Command: post a read. It is not posted when the monotonic clock has passed `deadline_s` before its turn comes.
+    `sum_blocks` sums the local blocks once all have arrived; None: they are not summed."""
 
     read_id: ReadId
     peer: Incarnation
@@ -65,7 +68,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Close the transport and return."""
+    """Command: end the reactor."""
 
 
 Command = Connect | Disconnect | Post | Stop
@@ -73,7 +76,7 @@ Command = Connect | Disconnect | Post | Stop
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """`error` None: the peer can be read."""
+    """Event: the answer to `Connect`. `error` None: the peer can be read."""
 
     incarnation: Incarnation
     error: TransferFailed | None
@@ -81,7 +84,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """`sums`: of the local blocks, in order; empty where nobody asked."""
+    """Event: all blocks have arrived. `sums` has the checksums of the local blocks, in order; empty: they were not summed."""
 
     read_id: ReadId
     duration_s: float
@@ -90,8 +93,8 @@ class ReadDone:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """After a `TransferFailed` the peer has to be connected again. `stopped` False: the read may still write into local
-    memory, and only the thread's end says more."""
+    """Event: a read has failed. The peer must be connected again after a `TransferFailed`. `stopped` False: the read may still
+    write into local memory until the thread ends."""
 
     read_id: ReadId
     error: PdserveError
@@ -109,7 +112,7 @@ class _InFlight:
 
 
 class Reactor:
-    """Owner of a transport's reads. One thread."""
+    """The owner of a transport's reads. One thread uses it."""
 
     def __init__(self, transport: Transport, commands: SimpleQueue[Command], emit: Callable[[Event], None]) -> None:
         self._transport = transport
@@ -120,7 +123,7 @@ class Reactor:
         self._leaving: set[Incarnation] = set()
 
     def run(self) -> None:
-        """Until `Stop`. Does not close the transport."""
+        """Take commands and poll reads until `Stop`. This does not close the transport."""
         delay_s = POLL_MIN_S
         while True:
             command = self._next_command(delay_s if self._reads else None)
@@ -133,7 +136,7 @@ class Reactor:
             delay_s = min(delay_s * 2, POLL_MAX_S) if idle else POLL_MIN_S
 
     def _next_command(self, timeout_s: float | None) -> Command | None:
-        """None: `timeout_s` passed. Without a timeout, blocks until there is one."""
+        """Wait for a command. Return None when `timeout_s` has passed; `timeout_s` None waits without a limit."""
         try:
             return self._commands.get(timeout=timeout_s)
         except Empty:
@@ -150,12 +153,12 @@ class Reactor:
 
     def _connect(self, command: Connect) -> None:
         self._leaving.discard(command.incarnation)
-        self._poll_all()  # a connection that broke has ended its reads: they are collected before it is made anew
+        self._poll_all()  # collects the reads that a broken connection has ended, before it is made anew
         try:
             self._transport.connect(command.incarnation, command.metadata)
         except TransferFailed as exc:
             self._emit(Connected(command.incarnation, exc))
-            self._leave(command.incarnation)  # what was left of a broken connection
+            self._leave(command.incarnation)  # forgets what is left of a broken connection
         else:
             self._emit(Connected(command.incarnation, None))
 
@@ -175,7 +178,7 @@ class Reactor:
             self._reads[command.read_id] = _InFlight(handle, command, now_s)
 
     def _poll_all(self) -> bool:
-        """True when a read ended."""
+        """Poll all reads. Return True when one has ended."""
         progressed = False
         for read_id, read in list(self._reads.items()):
             progressed |= self._poll(read_id, read)
@@ -195,7 +198,7 @@ class Reactor:
         return done
 
     def _fail(self, read_id: ReadId, peer: Incarnation, error: TransferFailed) -> None:
-        """The peer may be dead, and then nobody asks for it again: it is forgotten once its other reads are over too."""
+        """Report a failed read, and forget its peer once its other reads are over: a dead peer is never asked for again."""
         adrift = isinstance(error, ReadAdrift)
         if adrift:
             self._adrift.add(peer)
@@ -208,7 +211,7 @@ class Reactor:
         self._leave_if_unused(peer)
 
     def _leave_if_unused(self, peer: Incarnation) -> None:
-        """A peer with a read in flight or adrift keeps its connection: dropping it would not stop the read."""
+        """Forget a leaving peer, unless a read of it is in flight or adrift: a dropped connection would not stop the read."""
         if peer not in self._leaving or peer in self._adrift:
             return
         if all(read.handle.peer != peer for read in self._reads.values()):

@@ -1,8 +1,8 @@
-"""The transfer thread as the loop sees it: the one thread that makes, uses and ends a worker's transport.
+"""The transfer thread as the loop sees it. This one thread makes, uses and ends a worker's transport.
 
-The loop is the only producer of commands and gets every answer by `call_soon_threadsafe`. Deadlines are timers on the
-loop, so they hold also while the transport blocks in a copy. A deadline ends the wait for a read, never the read: its
-local blocks stay the transport's until `BlockRead.stopped`.
+Only the loop gives commands, and it gets every answer by `call_soon_threadsafe`. Deadlines are timers on the loop, so they
+hold also while the transport blocks in a copy. A deadline ends the wait for a read but not the read: its local blocks
+belong to the transport until `BlockRead.stopped`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from pdserve.core.ids import Incarnation
 
 logger = logging.getLogger(__name__)
 
-MAX_READS: Final = 1024  # reads not stopped yet, over all peers; a full batch of sequences is 64 reads
+MAX_READS: Final = 1024  # most reads that have not stopped, over all peers; a full batch of sequences has 64 reads
 START_TIMEOUT_S: Final = 60.0  # importing NIXL and registering a large pool takes seconds on a loaded machine
 CONNECT_TIMEOUT_S: Final = 10.0
 
 
 class TransferThread:
-    """Made, called and closed on one loop. `factory` runs in the thread and makes the transport there."""
+    """A worker's transfer thread. It is made, called and closed on one loop. `factory` makes the transport in the thread."""
 
     def __init__(
         self,
@@ -54,18 +54,18 @@ class TransferThread:
         sum_blocks: SumBlocks | None = None,
     ) -> None:
         self.unhealthy = asyncio.Event()
-        """Set when a read has not stopped within `stuck_after_s`, or the thread died: this process must be recycled."""
+        """Set when a read has not stopped within `stuck_after_s`, or when the thread died. This process must then end."""
         self.unhealthy_reason = ""
         self._factory = factory
         self._stuck_after_s = stuck_after_s
         self._max_reads = max_reads
         self.sum_blocks = sum_blocks
-        """Of our pool: reads into it that are asked for while this is set come with the sums of their blocks."""
+        """Sums blocks of our pool. Reads into the pool that are asked for while this is set bring the sums of their blocks."""
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._reads: dict[ReadId, BlockRead] = {}
         self._paces: dict[Incarnation, Pace] = {}
         self._parted: set[Incarnation] = set()
-        """Peers that we parted from, whose pace is kept only until their last read has stopped."""
+        """Peers that were disconnected, whose pace is kept only until their last read has stopped."""
         self._last_read_id = 0
         self._connected: set[Incarnation] = set()
         self._connecting: dict[Incarnation, asyncio.Future[None]] = {}
@@ -76,7 +76,10 @@ class TransferThread:
         self._closing = False
 
     async def start(self) -> bytes:
-        """Make the transport; returns its metadata. Raises what `factory` raises. `close` afterwards in either case."""
+        """Start the thread, make the transport, and return its metadata. Call `close` afterwards in any case.
+
+        Raises what `factory` raises, and `TransferFailed` after `START_TIMEOUT_S`.
+        """
         assert self._thread is None, "started twice"
         self._loop = asyncio.get_running_loop()
         self._metadata = self._loop.create_future()
@@ -91,9 +94,9 @@ class TransferThread:
             raise TransferFailed(f"the transport did not start within {START_TIMEOUT_S:.0f} s") from exc
 
     async def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
-        """Learn a peer, or learn it anew after a read of it failed. Free when connected.
+        """Connect to a peer; connect again after a read of it has failed. Return at once when the peer is connected.
 
-        Raises `TransferFailed`, and `ReplicaLost` when the thread died.
+        Raises `TransferFailed`, also after `CONNECT_TIMEOUT_S`, and `ReplicaLost` when the thread died.
         """
         if incarnation in self._connected:
             return
@@ -111,7 +114,7 @@ class TransferThread:
             raise TransferFailed(f"peer {incarnation:016x} was not connected within {CONNECT_TIMEOUT_S:.0f} s") from exc
 
     def disconnect(self, incarnation: Incarnation) -> None:
-        """Forget a peer, once its last read has stopped. Does nothing for an unknown one."""
+        """Forget a peer once its last read has stopped. Do nothing for an unknown one."""
         self._connected.discard(incarnation)
         self._commands.put(Disconnect(incarnation))  # after a failed read it is not connected, but not yet forgotten either
         self._parted.add(incarnation)
@@ -129,8 +132,8 @@ class TransferThread:
     ) -> BlockRead:
         """Copy remote_blocks[i] into local_blocks[i] of our pool, or of `into`, within `deadline_s` from now.
 
-        Raises `TransferFailed` when closing or when too many reads have not stopped, `ReplicaLost` when the thread
-        died; then nothing was posted.
+        If it raises, nothing was posted. Raises `TransferFailed` when closing or when too many reads have not stopped, and
+        `ReplicaLost` when the thread died.
         """
         self._check_usable()
         if len(self._reads) >= self._max_reads:
@@ -153,27 +156,28 @@ class TransferThread:
         return read
 
     def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
+        """Return the seconds that a read of `nbytes` may take when it is posted now. See `Pace.deadline_s`."""
         return self.pace(peer).deadline_s(nbytes, config)
 
     def pace(self, peer: Incarnation) -> Pace:
-        """How fast reads of this peer have been."""
+        """Return the pace of reads from this peer; a new peer gets a new one."""
         return self._paces.setdefault(peer, Pace())
 
     @property
     def num_paces(self) -> int:
-        """Peers of which it is known how fast they are."""
+        """The number of peers whose pace is kept."""
         return len(self._paces)
 
     @property
     def num_unstopped(self) -> int:
-        """Reads that may still write into local memory."""
+        """The number of reads that may still write into local memory."""
         return len(self._reads)
 
     async def close(self, *, timeout_s: float = 5.0) -> None:
-        """End the transport and the thread; reads that wait fail with `TransferFailed`. Idempotent.
+        """End the transport and the thread. Reads without a result fail with `TransferFailed`. Idempotent.
 
-        Past `timeout_s` the thread is left behind, blocked in the transport, and `unhealthy` is set: what it may
-        still write is unknown, so its reads do not count as stopped.
+        After `timeout_s` the thread is left behind, blocked in the transport, and `unhealthy` is set: nobody knows whether it
+        still writes, so its reads do not count as stopped.
         """
         if self._ended is None:
             return
@@ -253,7 +257,7 @@ class TransferThread:
             self._drop_pace(read.peer)
 
     def _drop_pace(self, peer: Incarnation) -> None:
-        """Forget the pace of a peer that we parted from; while a read of it has not stopped, the end of that read does it."""
+        """Forget the pace of a disconnected peer. If a read of it has not stopped, the end of that read calls this again."""
         if self.pace(peer).in_flight_bytes == 0:
             del self._paces[peer]
             self._parted.discard(peer)
@@ -266,7 +270,7 @@ class TransferThread:
         failure: PdserveError = TransferFailed("the transfer thread is closing")
         if error is not None:
             logger.error("the transfer thread died", exc_info=error)
-            failure = ReplicaLost(f"the transfer thread died: {error!r}")  # as good as its process, which ends now
+            failure = ReplicaLost(f"the transfer thread died: {error!r}")  # its process ends now too
             self.become_unhealthy(failure.message)
         if not self._metadata.done():
             self._metadata.set_exception(error if isinstance(error, PdserveError) else failure)
@@ -286,7 +290,7 @@ class TransferThread:
             self._reads.clear()
 
     def become_unhealthy(self, reason: str) -> None:
-        """Something may write into local memory for ever: `unhealthy` is set, with the first such reason."""
+        """Set `unhealthy` with the first reason: a read or a conversion may write into local memory for ever."""
         if not self.unhealthy.is_set():
             logger.error("transfer: %s", reason)
             self.unhealthy_reason = reason
@@ -306,7 +310,7 @@ class TransferThread:
 
 
 def _close(transport: Transport | None) -> tuple[bool, BaseException | None]:
-    """Whether nothing can write into local memory any more, and why not."""
+    """Close the transport. Return (True, None) when nothing can write into local memory any more, else (False, the error)."""
     try:
         if transport is not None:
             transport.close()

@@ -1,5 +1,5 @@
-"""The thread in which KV is converted that was read into staging blocks, and summed before that: off the loop, and beside
-the transfer and engine threads.
+"""The converter thread: it sums and converts the KV that was read into staging blocks, so that neither the loop, the transfer
+thread nor the engine thread waits for that work.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ T = TypeVar("T")
 
 
 class Converter(Protocol):
-    """Runs one piece of work after the other."""
+    """An executor that runs one piece of work after the other, in order."""
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Returns what it returns, when it is done. Raises what it raises."""
+        """Run `work`, wait for its end, and return its result. Raises what `work` raises."""
         ...
 
     def close(self) -> None:
-        """Work that has begun goes on; what has not never begins. Idempotent."""
+        """Drop the work that has not begun. Work that has begun goes on. Idempotent."""
         ...
 
 
 class ConverterThread:
-    """Starts with its first work."""
+    """A converter with a thread of its own, which starts with the first work."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="pdserve-convert")
 
     async def run(self, work: Callable[[], T]) -> T:
+        """Run `work` in the thread."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
+        """Drop the work that has not begun, and do not wait for the rest."""
         self._executor.shutdown(wait=False, cancel_futures=True)

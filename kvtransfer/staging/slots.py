@@ -1,8 +1,8 @@
-"""Which staging block is whose. Loop-owned; everyone waits in one line.
+"""The pool of staging blocks: the reads that need blocks wait in one line. The loop owns it.
 
-Nobody holds blocks while it waits for more, so there is no circle of waits. One peer never holds more than half of
-them: a lender that stands still keeps what its reads may still write, and the others must get on. It is passed over in
-the line while it is at that limit.
+A chunk gets all its blocks at once and never waits for more, so there is no circle of waits. One peer never holds more than
+half of the blocks: a lender that stands still keeps the blocks that its reads may still write, and the other peers must go
+on. A peer that is at its limit is passed over in the line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Waiter:
 
 
 class SlotPool:
-    """Blocks 0 to `num_blocks` - 1. free + held == num_blocks."""
+    """A pool of the staging blocks 0 to `num_blocks` - 1. free + held == num_blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2
@@ -35,18 +35,21 @@ class SlotPool:
 
     @property
     def max_per_peer(self) -> int:
+        """The most blocks that one peer may hold."""
         return self.num_blocks // 2
 
     @property
     def num_held(self) -> int:
+        """The number of blocks that are taken."""
         return self.num_blocks - len(self._free)
 
     @property
     def num_waiting(self) -> int:
+        """The number of waiters in the line."""
         return len(self._line)
 
     def take(self, peer: Incarnation, count: int) -> asyncio.Future[Slots]:
-        """Done when `count` blocks are the asker's, all at once. `leave` or `give_back` must follow."""
+        """Wait in line for `count` blocks. The future is done when all are granted. `leave` or `give_back` must follow."""
         assert 0 < count <= self.max_per_peer
         waiter = _Waiter(peer, count, asyncio.get_running_loop().create_future())
         self._line.append(waiter)
@@ -54,7 +57,7 @@ class SlotPool:
         return waiter.granted
 
     def leave(self, peer: Incarnation, granted: asyncio.Future[Slots]) -> None:
-        """Of one that waits no longer, whether or not it got its blocks meanwhile."""
+        """Leave the line, and give back the blocks if they were granted meanwhile."""
         if granted.done():
             self.give_back(peer, granted.result())
             return
@@ -62,7 +65,7 @@ class SlotPool:
         self._serve()  # it may have been first, and too large for what is free
 
     def give_back(self, peer: Incarnation, slots: Slots) -> None:
-        """No read and no conversion uses them any more."""
+        """Return blocks that no read and no conversion uses any more."""
         assert not set(slots) & set(self._free), "given back twice"
         self._free.extend(slots)
         self._held[peer] -= len(slots)
@@ -71,7 +74,7 @@ class SlotPool:
         self._serve()
 
     def _serve(self) -> None:
-        """In order, past those whose peer is at its limit; the first whose blocks are not there yet is waited for."""
+        """Grant blocks in order. Skip waiters whose peer is at its limit; stop at the first one with too few free blocks."""
         for waiter in list(self._line):
             if self._held.get(waiter.peer, 0) + waiter.count > self.max_per_peer:
                 continue

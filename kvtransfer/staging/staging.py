@@ -1,19 +1,19 @@
-"""Reading from a pool that stores KV in another dtype: into staging blocks, and converted from there into our pool.
+"""Reads from a pool that stores KV in another dtype: they write staging blocks, which are converted into our pool.
 
     peer's pool --read, transfer thread--> staging blocks --convert, converter thread--> this bind's blocks of our pool
                                           |<------------------ held by one chunk ----------------->|
 
-A read is cut into chunks; each takes its staging blocks, all at once or in line, moves and converts while the next one
-moves. To the pull it is one read like any other: `result` once every block is converted, `stopped` once neither the
-transport nor the converter can still write into any block of it.
+A read is cut into chunks. Each chunk waits in line until it gets all its staging blocks at once; it is converted while the
+next chunk is read. The pull sees one ordinary read: `result` is done once every block is converted, `stopped` once neither
+the transport nor the converter can still write into its blocks.
 
-Who may write what: the transport writes staging blocks from being posted until its own `stopped`, so a chunk keeps
-them that long, whatever became of its request. The converter writes fresh blocks of an `InboundBlocks` holder, as a direct
-read does: until Commit was answered, or the quarantine has ended, the engine neither reads, writes, shares nor frees
-them, and the role ends the quarantine only after `stopped`.
+These rules say who may write which blocks. The transport writes staging blocks from the post until its own `stopped`, so a
+chunk keeps them that long, even if its request has ended. The converter writes fresh blocks of an `INBOUND` holder, as a
+direct read does: until Commit is answered, or the quarantine has ended, the engine does not read, write, share or free them.
+The role ends the quarantine only after `stopped`.
 
-Arithmetic: SmolLM2-135M, bf16 to int8, 128 blocks (2,048 tokens): 45 MiB take 8 ms to read within one host and 20 ms of
-one core to convert; all but the last chunk's passes while prefill still computes.
+Arithmetic for SmolLM2-135M, bf16 to int8, 128 blocks (2,048 tokens): a read of 45 MiB takes 8 ms within one host, and the
+conversion takes 20 ms of one core. All but the last chunk's share passes while prefill still computes.
 """
 
 from __future__ import annotations
@@ -38,35 +38,38 @@ from pdserve.core.kv_layout import KvLayout
 log = logging.getLogger(__name__)
 
 STAGING_BLOCKS: Final = 64
-"""For each foreign dtype, made when its first ticket comes: 23 MiB of SmolLM2-135M in bf16, 128 MiB of Llama-3-8B. Enough
-for two peers to have two chunks each on their way. Chosen, not tuned."""
+"""The number of staging blocks for each foreign layout, made when its first ticket comes. They take 23 MiB for SmolLM2-135M in
+bf16, and 128 MiB for Llama-3-8B. Two peers can have two chunks each under way. The number is chosen, not tuned."""
 CHUNK_BLOCKS: Final = 16
-"""One moves while another is converted; 16 blocks of 360 KiB are 1 ms of either. Chosen, not tuned."""
+"""The number of blocks of a chunk. One chunk is read while another is converted; 16 blocks of 360 KiB take about 1 ms for
+either. The number is chosen, not tuned."""
 assert 2 * CHUNK_BLOCKS <= STAGING_BLOCKS // 2
 STUCK_AFTER_S: Final = 120.0
-"""Of one chunk's conversion, which takes milliseconds: as for a read that does not stop, the process must be recycled."""
+"""The process must end when the conversion of one chunk, which takes milliseconds, takes so long. The same holds for a read
+that does not stop."""
 
 
 class StagingBlocks(Protocol):
-    """Blocks of a peer's layout in memory of ours, which stays where it is for the life of the process."""
+    """Blocks of a peer's layout in our memory, which stays where it is for the life of the process."""
 
     @property
-    def region(self) -> LocalRegion: ...
+    def region(self) -> LocalRegion:
+        """The region of the staging blocks."""
 
     def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
-        """Checksums of these staging blocks: of what was read, as it was sent. Runs in the converter thread."""
+        """Return checksums of these staging blocks, which hold the KV as the peer stores it. Runs in the converter thread."""
         ...
 
     def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
-        """Make block local[i] of our pool of staging block staged[i]. Runs in the converter thread and blocks.
+        """Convert staging block staged[i] into block local[i] of our pool. Runs in the converter thread and blocks.
 
-        The blocks hold so many tokens in this order, all full but the last.
+        The blocks hold `tokens` tokens in this order; all are full except the last.
         """
         ...
 
 
 class BlockTransfer(BlockSource, Protocol):
-    """The `TransferThread`."""
+    """The part of the `TransferThread` that staging uses."""
 
     def read(
         self,
@@ -77,24 +80,26 @@ class BlockTransfer(BlockSource, Protocol):
         *,
         deadline_s: float,
         into: LocalRegion | None = None,
-    ) -> BlockRead: ...
+    ) -> BlockRead:
+        """Start a read into our pool, or into `into`. See `TransferThread.read`."""
 
-    def become_unhealthy(self, reason: str) -> None: ...
+    def become_unhealthy(self, reason: str) -> None:
+        """Report that this process must end. See `TransferThread.become_unhealthy`."""
 
 
 @dataclass(slots=True)
 class _Lane:
-    """For peers of one layout."""
+    """The staging blocks for all peers of one layout."""
 
     blocks: StagingBlocks
     slots: SlotPool
     waiting_bytes: int = 0
-    """Of reads that were asked for, and are not posted yet."""
+    """The bytes of reads that were asked for and are not posted yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """`tokens` that its blocks hold; `sums` of these, once they are here, where checksums are on."""
+    """One chunk of a read. Its blocks hold `tokens` tokens. `sums` gets the checksums of its staging blocks if they are on."""
 
     remote: tuple[int, ...]
     local: tuple[int, ...]
@@ -103,7 +108,7 @@ class _Chunk:
 
 
 class Staging:
-    """All staging of one worker. Loop-owned, like the `TransferThread` that it reads by; close it after that one."""
+    """All staging of one worker. The loop owns it, like the `TransferThread` that reads for it; close it after that thread."""
 
     def __init__(
         self,
@@ -115,8 +120,8 @@ class Staging:
         stuck_after_s: float = STUCK_AFTER_S,
         converter: Converter | None = None,
     ) -> None:
-        """`make_blocks`: so many staging blocks of that layout. Called on the loop, once for each layout. `converter`: by
-        default a thread of its own."""
+        """`make_blocks(layout, count)` makes `count` staging blocks of that layout. It is called on the loop, once for each
+        layout. `converter` None stands for a thread of its own."""
         self.chunk_blocks = chunk_blocks
         self._transfer = transfer
         self._make_blocks = make_blocks
@@ -129,16 +134,16 @@ class Staging:
 
     @property
     def num_held(self) -> int:
-        """Staging blocks that a read or a conversion uses."""
+        """The number of staging blocks that a read or a conversion uses."""
         return sum(lane.slots.num_held for lane in self._lanes.values())
 
     @property
     def idle(self) -> bool:
-        """No read is under way, and every staging block is free."""
+        """True when no read is under way and every staging block is free."""
         return all(task.done() for task in self._tasks) and self.num_held == 0
 
     def source_for(self, ticket: Ticket) -> BlockSource:
-        """What pulls the blocks of this ticket, whose layout was checked and is another than ours."""
+        """Return the source for the blocks of this ticket. The caller has checked its layout, which differs from ours."""
         lane = self._lanes.get(ticket.layout)
         if lane is None:
             log.info("KV of %s is converted: %d staging blocks", ticket.layout, self._num_blocks)
@@ -147,7 +152,8 @@ class Staging:
         return _StagedSource(self, lane, ticket)
 
     def close(self) -> None:
-        """What still runs, because the transport did not end, never counts as stopped, and its memory stays."""
+        """Cancel the tasks and close the converter. Reads that still run, because the transport did not end, never count as
+        stopped, and their memory stays."""
         if self._lanes:
             log.log(logging.INFO if self.idle else logging.ERROR, "staging ends with %d blocks in use", self.num_held)
         for task in self._tasks:
@@ -155,6 +161,7 @@ class Staging:
         self._converter.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` as a task that `close` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -163,7 +170,7 @@ class Staging:
     async def move(
         self, read: BlockRead, lane: _Lane, chunk: _Chunk, region: RemoteRegion, slots: Slots, due_s: float, *, summed: bool
     ) -> None:
-        """One chunk, from the peer's pool into ours. Its staging blocks are given back when nothing uses them."""
+        """Read and convert one chunk from the peer's pool into ours. Give its staging blocks back when nothing uses them."""
         loop = asyncio.get_running_loop()
         try:
             part = self._transfer.read(
@@ -180,7 +187,7 @@ class Staging:
         lane.slots.give_back(read.peer, slots)
 
     async def _arrival(self, read: BlockRead, part: BlockRead) -> None:
-        """Returns when the transport has done with the staging blocks; a failure is told at once."""
+        """Return when the transport no longer uses the staging blocks. A failure goes to the read's result at once."""
         await asyncio.wait([part.result])
         if (error := part.result.exception()) is not None:
             assert isinstance(error, PdserveError)
@@ -188,10 +195,10 @@ class Staging:
         await part.stopped
 
     async def _convert(self, read: BlockRead, work: Callable[[], None]) -> None:
-        """Returns when the converter has done with the staging blocks and ours."""
+        """Return when the converter no longer uses the staging blocks and ours."""
         async with self._converting:
             if read.result.done():
-                return  # nobody waits for it, and what is not begun need not be
+                return  # nobody waits for the result, so the work need not begin
             stuck = f"a conversion of KV has not ended within {self._stuck_after_s:.0f} s"
             timer = asyncio.get_running_loop().call_later(self._stuck_after_s, self._transfer.become_unhealthy, stuck)
             try:
@@ -203,11 +210,12 @@ class Staging:
                 timer.cancel()
 
     def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
+        """Return the seconds that a read of `nbytes` may take when it is posted now."""
         return self._transfer.deadline_s(peer, nbytes, config)
 
 
 class _StagedSource:
-    """Reads of one ticket's blocks. See `kvtransfer.reads.block_read.BlockSource`."""
+    """The source for the blocks of one ticket. See `kvtransfer.reads.block_read.BlockSource`."""
 
     def __init__(self, staging: Staging, lane: _Lane, ticket: Ticket) -> None:
         self._staging = staging
@@ -229,7 +237,7 @@ class _StagedSource:
         *,
         deadline_s: float,
     ) -> BlockRead:
-        """Never raises: what cannot be posted fails the result."""
+        """Start a read. It never raises: a chunk that cannot be posted fails the result."""
         loop = asyncio.get_running_loop()
         read = BlockRead(peer, len(local_blocks) * region.block_bytes, loop)
         late = TransferFailed(f"{len(local_blocks)} blocks from peer {peer:016x} took more than {deadline_s:.1f} s to convert")
@@ -249,7 +257,7 @@ class _StagedSource:
             yield _Chunk(remote[blocks], local[blocks], tokens)
 
     async def _carry(self, read: BlockRead, region: RemoteRegion, chunks: list[_Chunk], due_s: float) -> None:
-        """Chunk after chunk, each on its way while the next waits for its blocks, until nobody waits for the result."""
+        """Move chunk after chunk until nobody waits for the result. One chunk moves while the next waits for its blocks."""
         staging, lane = self._staging, self._lane
         began_s = asyncio.get_running_loop().time()
         waiting_bytes = read.nbytes
@@ -272,7 +280,7 @@ class _StagedSource:
         read.mark_stopped()
 
     async def _take(self, read: BlockRead, count: int) -> Slots | None:
-        """None: nobody waits for the result any more."""
+        """Wait for `count` staging blocks. Return None when the read has its result, so that nobody waits for them."""
         pool = self._lane.slots
         granted = pool.take(read.peer, count)
         either: list[asyncio.Future[Any]] = [granted, read.result]

@@ -186,7 +186,7 @@ class Cluster:
     def close(self, *, failed: bool = False) -> None:
         """Stop everything that was started, in reverse; each step has its bound. Keeps, and names, the logs of a failure."""
         pool, session, router = self._pool, self._ray, self._router
-        self._pool = self._ray = self._router = None
+        self._pool = self._ray = None  # the router stays known: `kill` may come while it is being stopped
         try:
             if pool:
                 pool.stop()
@@ -209,9 +209,9 @@ class Cluster:
         """
         if self._folders is None:
             return
-        private = str(self._folders.private)
-        for mark in (f"{private}/session_", f"--config {private}"):  # Ray and the router, not the janitor
-            processes.kill(processes.with_argument(mark, os.getpid()))
+        processes.kill(processes.with_argument(f"{self._folders.private}/session_", os.getpid()))  # Ray, not the janitor
+        if self._router:
+            self._router.kill()
         self._folders.remove_logs(keep_logs=False)
 
     def _begin(self, part: Part) -> None:

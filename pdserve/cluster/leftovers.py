@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from pdserve.cluster import processes
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -29,18 +31,18 @@ class Leftovers:
 class Before:
     """This machine's state before the cluster was started, as far as it matters."""
 
-    children: frozenset[processes.Process]
+    children: frozenset[psutil.Process]
     segments: frozenset[str]
 
     @classmethod
     def now(cls) -> Before:
-        return cls(frozenset(processes.descendants([os.getpid()])), frozenset(_segments()))
+        return cls(frozenset(processes.descendants(os.getpid())), frozenset(_segments()))
 
-    def compare(self, folders: Sequence[Path], addresses: Sequence[str], known: Sequence[processes.Process]) -> Leftovers:
+    def compare(self, folders: Sequence[Path], addresses: Sequence[str], known: Sequence[psutil.Process]) -> Leftovers:
         """What is there now and was not before. `known` are processes seen while the cluster ran, orphans by now or not."""
-        ours = [process for process in {*processes.descendants([os.getpid()]), *known} if process not in self.children]
+        ours = [process for process in {*processes.descendants(os.getpid()), *known} if process not in self.children]
         left = processes.wait_gone(ours, END_TIMEOUT_S)
-        found = [f"process {process.pid}: {process.command[:80]}" for process in left]
+        found = [f"process {process.pid}: {processes.command(process)[:80]}" for process in left]
         found += [f"folder {folder}" for folder in folders if folder.exists()]
         found += [f"port {address}" for address in addresses if _answers(address)]
         found += [f"shared memory {SHARED_MEMORY / name}" for name in _abandoned(frozenset(_segments()) - self.segments)]
@@ -55,11 +57,12 @@ def _abandoned(names: frozenset[str]) -> list[str]:
     """Of new segments, those that no living process maps: other programs of this machine make some too, and use them."""
     if not names:
         return []
-    used = "".join(_maps(process.pid) for process in processes.running())
+    used = "".join(map(_maps, psutil.pids()))
     return sorted(name for name in names if f"{SHARED_MEMORY / name}\n" not in used and (SHARED_MEMORY / name).exists())
 
 
 def _maps(pid: int) -> str:
+    """`Process.memory_maps` reads `smaps` instead, which counts every page of every process and takes ten times as long."""
     try:
         return Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:  # it ended, or belongs to somebody else

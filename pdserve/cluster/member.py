@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-from pdserve.cluster.actor import Place, WorkerReport
+from pdserve.cluster.actor import Place, WorkerActor, WorkerReport
 from pdserve.cluster.backoff import Backoff
 from pdserve.cluster.plan import WorkerPlan
+from pdserve.observe.title import PREFIX
 
 HOUR_S: Final = 3600.0
 FIRST_WAIT_S: Final = 1.0
@@ -84,16 +85,16 @@ class Member:
     def placed(self, place: Place, now_s: float) -> None:
         self._to(State.LOADING, now_s)
         self.node_id = place.node_id
-        self.pending = self.actor.load.remote()
+        self.pending = self._named(self.actor.load)
 
     def loaded(self, report: WorkerReport, now_s: float) -> None:
         self._to(State.RUNNING, now_s)
         self.report, self.first_start = report, False
-        self.pending = self.actor.watch.remote()
+        self.pending = self._named(self.actor.watch)
 
     def ask_again(self) -> None:
         """The call failed, and perhaps not the process: `place` and `load` give the same answer twice."""
-        self.pending = self.actor.place.remote() if self.state is State.PLACING else self.actor.load.remote()
+        self.pending = self.actor.place.remote() if self.state is State.PLACING else self._named(self.actor.load)
 
     def died(self, now_s: float, *, counts: bool) -> float | None:
         """Returns how long to wait before its next process, or None when it is gone for good.
@@ -108,6 +109,14 @@ class Member:
     def gone(self, now_s: float) -> None:
         """It has drained, or is stopped."""
         self._without_process(State.GONE, now_s)
+
+    def _named(self, method: Any) -> Any:
+        """Call the actor. While the call runs, the title of its process is `ray::WorkerActor pdserve: decode-0`.
+
+        Ray sets the title to `ray::` and the name of the call, and takes it back when the call ends. `watch` runs as long
+        as the worker does. `ray::WorkerActor` stays in front, since `ray stop` finds processes by it.
+        """
+        return method.options(name=f"{WorkerActor.__name__} {PREFIX}{self.worker_id}").remote()
 
     def _without_process(self, state: State, now_s: float) -> None:
         self._to(state, now_s)

@@ -1,101 +1,78 @@
-"""Processes by their place in /proc: finding ours, waiting for their end, ending what stays.
+"""Processes that we started, and their descendants: finding them, waiting for their end, ending what stays.
 
-A process is known by (pid, start time), so a number that the kernel hands out again is never mistaken for ours.
+A `psutil.Process` is known by pid and start time, so a number that the kernel hands out again is never mistaken for ours.
+A zombie counts as ended here. It is not waited for with `psutil.wait_procs`, which would take the exit status of our own
+children away from whoever started them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-PROC = Path("/proc")
+import psutil
+
 POLL_S = 0.02
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Process:
-    pid: int
-    start_ticks: int  # since boot
-    parent: int
-
-    @property
-    def command(self) -> str:
-        try:
-            return (PROC / str(self.pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:
-            return ""
-
-    @property
-    def alive(self) -> bool:
-        """Whether this very process runs; a zombie does not."""
-        now = _read(self.pid)
-        return now is not None and now.start_ticks == self.start_ticks
-
-
-def _read(pid: int) -> Process | None:
-    """None when it is gone or a zombie."""
+def alive(process: psutil.Process) -> bool:
+    """Whether this very process runs; a zombie does not."""
     try:
-        stat = (PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = stat[stat.rindex(")") + 2 :].split()  # the name before may hold anything
-    state, parent, start_ticks = fields[0], int(fields[1]), int(fields[19])
-    return None if state in "ZX" else Process(pid, start_ticks, parent)
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
-def running() -> list[Process]:
-    """Every process that can be seen, parents' numbers included, in order of pid."""
-    found = (_read(int(name)) for name in os.listdir(PROC) if name.isdigit())
-    return sorted(process for process in found if process is not None)
+def command(process: psutil.Process) -> str:
+    """Its arguments, joined by spaces; empty when it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
-def descendants(roots: Iterable[int]) -> list[Process]:
-    """All children, grandchildren and so on of `roots`, without these."""
-    children: dict[int, list[Process]] = {}
-    for process in running():
-        children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
-    waiting = list(roots)
-    while waiting:
-        for child in children.get(waiting.pop(), []):
-            found.append(child)
-            waiting.append(child.pid)
-    return found
+def descendants(root: int) -> list[psutil.Process]:
+    """All children, grandchildren and so on of `root` that run, without itself."""
+    try:
+        found = psutil.Process(root).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [process for process in found if alive(process)]
 
 
-def with_argument(text: str, root: int) -> list[Process]:
+def with_argument(text: str, root: int) -> list[psutil.Process]:
     """Descendants of `root` whose command line holds `text`, and all that these started."""
-    named = [process for process in descendants([root]) if text in process.command]
-    return sorted({*named, *descendants([process.pid for process in named])})
+    named = [process for process in descendants(root) if text in command(process)]
+    started = [process for each in named for process in descendants(each.pid)]
+    return sorted({*named, *started}, key=lambda process: process.pid)
 
 
-def wait_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
+def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Wait until all have ended, at most `timeout_s`; those that still run."""
     deadline = time.monotonic() + timeout_s
-    left = [process for process in processes if process.alive]
+    left = [process for process in processes if alive(process)]
     while left and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        left = [process for process in left if process.alive]
+        left = [process for process in left if alive(process)]
     return left
 
 
-def kill(processes: Iterable[Process]) -> None:
+def kill(processes: Iterable[psutil.Process]) -> None:
     """SIGKILL to those that still run."""
     for process in processes:
-        if process.alive:
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # ended between the look and the signal
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            process.kill()
 
 
 def age_s(pid: int) -> float:
-    """Seconds since the process was started; 0 when it is gone."""
-    process = _read(pid)
-    if process is None:
+    """Seconds since the process was started; 0 when it is gone. `Process.create_time` can be a whole second off: it counts
+    from the boot's time of day, which the kernel tells in seconds."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
         return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_ticks / os.sysconf("SC_CLK_TCK")
+    start_ticks = int(stat.rpartition(")")[2].split()[19])  # the name before may hold anything
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")

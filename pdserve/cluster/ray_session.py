@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import ray
 from ray._private import services
 
@@ -99,7 +100,7 @@ class RaySession:
             shutil.rmtree(self._private, ignore_errors=True)
         self._restore.close()
 
-    def _processes(self) -> list[processes.Process]:
+    def _processes(self) -> list[psutil.Process]:
         """Of a private Ray: all that name its session's folder, and what these started; the router lives beside it."""
         return processes.with_argument(str(self._private / "session_"), os.getpid()) if self._private else []
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pdserve import config
+from pdserve.cluster import processes
 from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.core.errors import ConfigError
 
@@ -132,7 +133,7 @@ class RouterProcess:
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End it: politely, then not. Idempotent."""
-        child, self._child = self._child, None
+        child = self._child
         if child is None:
             return
         assert child.stdin is not None
@@ -146,6 +147,14 @@ class RouterProcess:
             child.wait()
         assert self._reader is not None
         self._reader.join(timeout=1.0)  # the pipe's other end is closed: it reads the end of the file
+        self._child = None
+
+    def kill(self) -> None:
+        """End it and what it started, from any thread, without waiting."""
+        if (child := self._child) is not None:
+            started = processes.descendants(child.pid)
+            child.kill()
+            processes.kill(started)
 
 
 def _read_lines(stream: IO[bytes], lines: queue.SimpleQueue[tuple[float, str | None]]) -> None:

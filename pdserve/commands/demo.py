@@ -19,10 +19,10 @@ from pdserve.core.errors import PdserveError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from psutil import Process
     from rich.console import Console
 
     from pdserve.cluster.launch import Cluster
-    from pdserve.cluster.processes import Process
     from pdserve.commands.progress import StartView
     from pdserve.commands.prompts import Stream
     from pdserve.commands.stopping import StopSignals
@@ -151,7 +151,7 @@ def _remember(cluster: Cluster, seen: Seen) -> None:
         found = cluster.endpoints
         seen.addresses += [reachable(address) for address in (found.http, found.grpc, found.link, found.admin)]
     seen.addresses += [worker.address for worker in cluster.reports]
-    seen.processes += descendants([os.getpid()])
+    seen.processes += descendants(os.getpid())
 
 
 def _say_start(

@@ -8,8 +8,9 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from pdserve.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, ClusterConfig, load, parse_bytes
+from pdserve.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, ClusterConfig, load
 from pdserve.core.sampling import Placement
+from pdserve.core.setting_types import parse_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

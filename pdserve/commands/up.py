@@ -36,6 +36,9 @@ def up(cluster_token: str, **flags: Any) -> int:
     """
     config = cluster_config(**flags)
     from pdserve.commands.stopping import StopSignals
+    from pdserve.observe.title import set_title
+
+    set_title("up")
 
     with StopSignals() as stop:
         return stop.run(functools.partial(_serve, config, stop, cluster_token))

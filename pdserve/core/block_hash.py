@@ -1,4 +1,4 @@
-"""Names for the content of full KV blocks: equal hashes mean equal KV. Pure, and knows nothing of pools.
+"""Hashes that name the content of full KV blocks: equal hashes mean equal KV. The module is pure and knows no pools.
 
 The KV of a block depends on every token before it, so a block's hash covers its parent's:
 
@@ -17,14 +17,15 @@ from typing import Final, NewType
 BlockHash = NewType("BlockHash", bytes)
 
 DIGEST_BYTES: Final = 32
-"""Prompts come from clients who are not trusted: two that collide would serve one user's KV to another."""
+"""A digest of this length makes a collision infeasible. Prompts come from clients who are not trusted, and two prompts with
+the same hash would serve one user's KV to another."""
 
 
 PROMPT_HASH_BYTES: Final = 32
 
 
 def prompt_hash(prompt_ids: bytes, cache_salt: str) -> bytes:
-    """Names a whole prompt with its salt. prompt_ids: little-endian uint32, as it came over the wire."""
+    """Return the hash that names a whole prompt with its salt. `prompt_ids` are little-endian uint32, as on the wire."""
     salt = cache_salt.encode(errors="surrogatepass")
     return blake2b(
         struct.pack("<Q", len(salt)) + salt + prompt_ids, digest_size=PROMPT_HASH_BYTES, person=b"pdserve prompt"
@@ -32,9 +33,9 @@ def prompt_hash(prompt_ids: bytes, cache_salt: str) -> bytes:
 
 
 class PrefixChain:
-    """The hashes of one growing sequence, each computed once.
+    """The block hashes of one growing sequence; each hash is computed once.
 
-    `salt` separates what must never share KV: other weights, another layout, another tenant.
+    `salt` separates sequences that must never share KV: other weights, another layout, another tenant.
     """
 
     def __init__(self, block_size: int, *, salt: bytes = b"") -> None:
@@ -44,7 +45,10 @@ class PrefixChain:
         self._hashes: list[BlockHash] = []
 
     def first(self, count: int, tokens: Sequence[int]) -> list[BlockHash]:
-        """Of the first `count` blocks of `tokens`, all full. Tokens that were seen before must not have changed."""
+        """Return the hashes of the first `count` blocks of `tokens`, which must all be full.
+
+        Tokens that an earlier call has seen must not have changed.
+        """
         size = self._block_size
         assert count * size <= len(tokens)
         for start in range(len(self._hashes) * size, count * size, size):
@@ -54,7 +58,7 @@ class PrefixChain:
 
 
 def block_hashes(tokens: Sequence[int], block_size: int, *, salt: bytes = b"") -> tuple[BlockHash, ...]:
-    """One hash for each full block of `tokens`, in order; a last block that is not full has none."""
+    """Return one hash for each full block of `tokens`, in order. A last block that is not full gets no hash."""
     return tuple(PrefixChain(block_size, salt=salt).first(len(tokens) // block_size, tokens))
 
 

@@ -1,4 +1,6 @@
-"""The block pool: which KV block is whose, and which hold a prefix that others may share. Owner: an engine thread.
+"""The block pool: it knows who holds each KV block, and which blocks hold a prefix that others may share.
+
+One engine thread owns the pool.
 
 ```
 FREE -> HELD by named holders -> FREE
@@ -6,14 +8,14 @@ FREE -> HELD by named holders -> FREE
            |                                                  `------ evicted ------------> FREE
            `-- an inbound sequence aborted while our read is in flight -> QUARANTINED -- read has stopped --> FREE
 ```
-A block is referenced by holders, each a (kind, sequence) pair. Only a holder can drop its own references. The fresh
-blocks of an `InboundBlocks` holder are being written by the transport: they may not be read, lent or hashed before they are
-handed to a `Sequence`. Its prefix hits are ordinary shared references.
+Holders reference a block; each holder is a (kind, sequence) pair. Only a holder can drop its own references. The transport
+writes the fresh blocks of an `INBOUND` holder: nobody may read, lend or hash them before they are handed over to a
+`SEQUENCE` holder. The prefix hits of an `INBOUND` holder are ordinary shared references.
 
-A published block keeps its hash until it is evicted, which only blocks without any holder are, or until it is withdrawn.
+A published block keeps its hash until it is evicted or withdrawn. Only blocks without any holder are evicted.
 
-A block's checksum is taken once, when the block is final, and lives with the block: every later holder inherits it, and
-it goes when the block is taken for something else.
+A block is summed once, when it is final. The checksum stays with the block: every later holder inherits it. The checksum
+is dropped when the block is taken for other content.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from pdserve.core.ids import BlockId, BlockSum, SeqId
 
 
 class HolderKind(Enum):
+    """The kind of a holder: a sequence, a lease over a sequence's blocks, or a sequence whose KV is still being read."""
+
     SEQUENCE = "sequence"
     LEASE = "lease"
     INBOUND = "inbound"
@@ -37,6 +41,8 @@ class HolderKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
+    """One holder of block references. A sequence and the lease over its blocks are two holders with one `seq_id`."""
+
     kind: HolderKind
     seq_id: SeqId
 
@@ -45,6 +51,8 @@ class Holder:
 
 
 class BlockState(Enum):
+    """The state of one block. The module's drawing shows how the states follow each other."""
+
     FREE = "free"
     HELD = "held"
     CACHED = "cached"
@@ -52,15 +60,18 @@ class BlockState(Enum):
 
 
 class BlockEvent(Enum):
+    """The events that change the state of a block."""
+
     TAKE = "take"
     SHARE = "share"
-    """One more holder: a lease over a sequence's block, or a prefix hit."""
+    """The block gets one more holder: a lease over a sequence's block, or a sequence with a prefix hit."""
     PUBLISH = "publish"
     WITHDRAW = "withdraw"
-    """From now on no prompt finds this block: what it holds may be wrong."""
+    """No prompt finds this block any more, because its content may be wrong."""
     UNHOLD = "unhold"
     """The last reference to a block without a hash is gone."""
     UNHOLD_HASHED = "unhold_hashed"
+    """The last reference to a block with a hash is gone."""
     EVICT = "evict"
     QUARANTINE = "quarantine"
     READ_STOPPED = "read_stopped"
@@ -82,11 +93,11 @@ TRANSITIONS: Final[dict[tuple[BlockState, BlockEvent], BlockState]] = {
 }
 
 MAX_HISTORY: Final = 32
-"""Operations of the pool that an error tells of: more than one engine step makes for the sequences of a small batch."""
+"""An error message lists so many of the pool's last operations. One engine step makes fewer of them for a small batch."""
 
 
 class BlockCounts(NamedTuple):
-    """free + cached + held + quarantined + unaccounted == total; unaccounted above 0 is a bug."""
+    """The number of blocks in each state. free + cached + held + quarantined + unaccounted == total."""
 
     total: int
     free: int
@@ -96,30 +107,31 @@ class BlockCounts(NamedTuple):
 
     @property
     def unaccounted(self) -> int:
+        """The number of blocks in no state. A value other than 0 is a bug."""
         return self.total - self.free - self.cached - self.held - self.quarantined
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Blocks in prompt order. The first `hits` hold their KV already and are shared with others: read, never written."""
+    """Blocks in prompt order. The first `hits` blocks hold their KV already. Others share them, so nobody may write them."""
 
     block_ids: tuple[BlockId, ...]
     hits: int
 
 
 class BlockPool:
-    """A fixed number of blocks; every operation is all or nothing."""
+    """A pool with a fixed number of blocks. Each operation succeeds as a whole or changes nothing."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._states = [BlockState.FREE] * num_blocks
-        # A stack: the block freed last is in the caches and its pages are mapped; one never used costs page faults.
+        # A stack: the block freed last is in the CPU's caches and its pages are mapped; an unused block costs page faults.
         self._free: list[BlockId] = [BlockId(i) for i in reversed(range(num_blocks))]
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: dict[BlockId, set[Holder]] = {}
         self._blocks_of: dict[Holder, list[BlockId]] = {}
-        self._hits: dict[Holder, int] = {}  # of inbound holders: their first blocks, which no read writes
+        self._hits: dict[Holder, int] = {}  # of each inbound holder: how many of its first blocks are hits
         self._quarantined: dict[SeqId, list[BlockId]] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._block_with: dict[BlockHash, BlockId] = {}
@@ -128,16 +140,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing of use."""
+        """The number of blocks that hold nothing of use."""
         return len(self._free)
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that can be had now: free ones, and cached ones, which are evicted for it."""
+        """The number of blocks that can be allocated now: all free blocks, and all cached blocks, which are evicted then."""
         return len(self._free) + len(self._cached)
 
     def allocate(self, holder: Holder, count: int) -> tuple[BlockId, ...] | None:
-        """`count` blocks, appended to the holder's; None when there are fewer, and nothing changes."""
+        """Append `count` blocks to the holder's and return them. Return None and change nothing when there are fewer."""
         if count > self.num_allocatable:
             return None
         self._history.append((f"allocate {count}", holder))
@@ -148,7 +160,7 @@ class BlockPool:
         return taken
 
     def lookup(self, hashes: Sequence[BlockHash]) -> tuple[BlockId, ...]:
-        """The blocks of the longest prefix of `hashes` that is here, cached or held. Takes no reference."""
+        """Return the blocks of the longest prefix of `hashes` that is in the pool, cached or held. Take no reference."""
         found: list[BlockId] = []
         for block_hash in hashes:
             if (block_id := self._block_with.get(block_hash)) is None:
@@ -157,16 +169,17 @@ class BlockPool:
         return tuple(found)
 
     def fits(self, count: int, hashes: Sequence[BlockHash] = (), *, spare: int = 0) -> bool:
-        """Whether `reserve` would succeed now, and leave `spare` blocks that could still be had."""
+        """Tell whether `reserve` would succeed now and leave at least `spare` blocks allocatable."""
         hits = self.lookup(hashes)
         evictable_hits = sum(block_id in self._cached for block_id in hits)
         return count - len(hits) + spare <= self.num_allocatable - evictable_hits
 
     def reserve(self, holder: Holder, count: int, hashes: Sequence[BlockHash]) -> Reservation | None:
-        """`count` blocks for a new holder, of which the longest prefix of `hashes` that is here is shared, not taken.
+        """Give `count` blocks to a new holder: the longest prefix of `hashes` in the pool is shared, the others are fresh.
 
-        None when there are not enough, and nothing changes: hits and fresh blocks come in one step, so that nobody
-        waits with half of what it needs. Fresh blocks never evict the hits.
+        Return None and change nothing when there are not enough blocks: hits and fresh blocks come in one step, so that no
+        holder waits with half of its blocks. Fresh blocks never evict the hits. Raises `InternalBug` when the holder has
+        blocks already or is a lease, or when there are more hashes than blocks.
         """
         if holder in self._blocks_of or len(hashes) > count or holder.kind is HolderKind.LEASE:
             raise InternalBug(f"{holder} cannot reserve {count} blocks with {len(hashes)} hashes")
@@ -184,10 +197,11 @@ class BlockPool:
         return Reservation(hits + fresh, len(hits))
 
     def publish(self, holder: Holder, position: int, block_hash: BlockHash) -> None:
-        """From now on others may share the holder's block at `position`, also after its holders have dropped it.
+        """Allow others to share the holder's block at `position`, also after all its holders have dropped it.
 
-        The caller promises that the block is full and that no step or read writes it any more. Only a sequence's
-        blocks can be published. Of two blocks with the same content, the first stays the one that is found.
+        The caller promises that the block is full and that no step or read writes it any more. When two blocks have the
+        same content, only the first one is found. Raises `InternalBug` when the holder is not a sequence, or when the block
+        has another hash already.
         """
         if holder.kind is not HolderKind.SEQUENCE:
             raise InternalBug(f"{holder} does not own its blocks and cannot publish them")
@@ -202,8 +216,11 @@ class BlockPool:
         self._block_with[block_hash] = block_id
 
     def withdraw(self, holder: Holder, first: int = 0) -> None:
-        """Nobody finds the holder's blocks from position `first` on any more, prefix hits included: one is not what it should
-        be, and what follows it may have been computed from it. Whoever else holds them keeps them."""
+        """Remove the hashes of the holder's blocks from position `first` on, prefix hits included, so that nobody finds them.
+
+        One of these blocks has wrong content, and the blocks after it may have been computed from that content. Other holders
+        keep their references.
+        """
         self._history.append(("withdraw", holder))
         for block_id in self._require(holder)[first:]:
             if (block_hash := self._hash_of.pop(block_id, None)) is not None:
@@ -211,18 +228,24 @@ class BlockPool:
                 del self._block_with[block_hash]
 
     def seal(self, holder: Holder, position: int, block_sum: BlockSum) -> None:
-        """The checksum of the holder's block at `position`, which is final: no step writes it any more. Once a block."""
+        """Store the checksum of the holder's block at `position`. The block is final: no step writes it any more.
+
+        Raises `InternalBug` when the block has a checksum already, or when its holder is inbound.
+        """
         block_id = self._require(holder)[position]
         if holder.kind is HolderKind.INBOUND or block_id in self._sums:
             raise InternalBug(f"block {block_id} of {holder} is not this holder's to sum, or has its checksum already")
         self._sums[block_id] = block_sum
 
     def sums_of(self, holder: Holder) -> tuple[BlockSum | None, ...]:
-        """The checksum of each of the holder's blocks, in order; None: it is not final yet."""
+        """Return the checksum of each of the holder's blocks, in order. None stands for a block without a checksum yet."""
         return tuple(self._sums.get(block_id) for block_id in self._require(holder))
 
     def share(self, owner: Holder, other: Holder) -> tuple[BlockId, ...]:
-        """`other` takes a reference of its own on every block of `owner`."""
+        """Give `other` its own reference on every block of `owner`, and return the blocks.
+
+        Raises `InternalBug` when `other` has blocks already, or when one of the two is inbound.
+        """
         blocks = self._require(owner)
         if other in self._blocks_of or HolderKind.INBOUND in (owner.kind, other.kind):
             raise InternalBug(f"{other} cannot share the blocks of {owner}")
@@ -233,7 +256,10 @@ class BlockPool:
         return tuple(blocks)
 
     def hand_over(self, owner: Holder, other: Holder) -> None:
-        """All references of `owner` become `other`'s: an inbound sequence whose commit was answered OK."""
+        """Move all references of `owner` to `other`. An inbound sequence does so once its commit was answered OK.
+
+        Raises `InternalBug` when `other` has blocks already or is inbound.
+        """
         blocks = self._require(owner)
         if other in self._blocks_of or other.kind is HolderKind.INBOUND:
             raise InternalBug(f"{other} cannot take over the blocks of {owner}")
@@ -245,16 +271,16 @@ class BlockPool:
         self._hits.pop(owner, None)
 
     def drop(self, holder: Holder) -> None:
-        """The holder gives up all its references; blocks without another become cached or free. Idempotent."""
+        """Drop all references of the holder. Blocks without another holder become cached or free. Idempotent."""
         if holder in self._blocks_of:
             self._history.append(("drop", holder))
             self._hits.pop(holder, None)
             self._unreference(self._blocks_of.pop(holder), holder)
 
     def quarantine(self, seq_id: SeqId) -> None:
-        """The fresh blocks of an aborted inbound sequence may still be written by a read that cannot be stopped.
+        """Set the fresh blocks of an aborted inbound sequence aside: a read that cannot be stopped may still write them.
 
-        Its prefix hits are merely dropped: no read was ever asked to write them.
+        The prefix hits of the sequence are only dropped, because no read was ever asked to write them.
         """
         holder = Holder(HolderKind.INBOUND, seq_id)
         blocks = self._require(holder)
@@ -269,7 +295,7 @@ class BlockPool:
         self._unreference(blocks[:hits], holder)
 
     def end_quarantine(self, seq_id: SeqId) -> None:
-        """The transport says that the read has stopped."""
+        """Free the quarantined blocks of a sequence, because its read has stopped. Raises `InternalBug` when there are none."""
         holder = Holder(HolderKind.INBOUND, seq_id)
         if seq_id not in self._quarantined:
             raise InternalBug(f"{holder} has nothing in quarantine; history: {self._story()}")
@@ -279,14 +305,17 @@ class BlockPool:
             self._free.append(block_id)
 
     def blocks_of(self, holder: Holder) -> tuple[BlockId, ...]:
+        """Return the holder's blocks in prompt order; an unknown holder has none."""
         return tuple(self._blocks_of.get(holder, ()))
 
     def counts(self) -> BlockCounts:
+        """Count the blocks in each state."""
         quarantined = sum(map(len, self._quarantined.values()))
         return BlockCounts(self.num_blocks, len(self._free), len(self._cached), len(self._holders), quarantined)
 
     def check_invariants(self) -> None:
-        """Conservation, no id twice, references equal named holders, hashes on shareable blocks. Raises AssertionError."""
+        """Check that each block is in one place and one state, that references and holders agree, and that only blocks which
+        can be shared have a hash. Raises AssertionError."""
         quarantined = [b for blocks in self._quarantined.values() for b in blocks]
         places = {_S.FREE: self._free, _S.CACHED: self._cached, _S.HELD: self._holders, _S.QUARANTINED: quarantined}
         ids = [block_id for blocks in places.values() for block_id in blocks]

@@ -1,4 +1,4 @@
-"""The one table of errors: what each error code means on gRPC and HTTP, and who tries the request again. Pure.
+"""The one table of errors: it says what each error code means on gRPC and HTTP, and who tries the request again. Pure.
 
 `pdserve.rpc.status` puts an error on the wire and reads it back; `docs/errors.md` is generated from the table.
 """
@@ -12,19 +12,22 @@ from pdserve.core import errors
 from pdserve.core.errors import ErrorCode, PdserveError
 
 DEFAULT_RETRY_AFTER_S: Final = 1.0
-"""When waiting helps and the error does not say how long: a lost worker is noticed, or is back, about then."""
+"""A client waits so long when waiting helps and the error does not say how long. A lost worker is noticed, or is back, about
+then."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatusRow:
+    """One row of the table: what one error code means on the wire."""
+
     grpc: str
-    """The name of the gRPC status, as in `grpc.StatusCode`, which this module must not load."""
+    """The name of the gRPC status, as in `grpc.StatusCode`. It is a string because this module must not load grpc."""
     http: int
     openai_type: str
     cluster_retries: bool
-    """When a worker ends a request with it, the router tries again, elsewhere or later, within its budgets."""
+    """True when the router tries a request again, elsewhere or later, which a worker has ended with this error."""
     client_retries: bool
-    """When a client gets it, the same request may succeed later."""
+    """True when the same request may succeed later for a client that has got this error."""
 
 
 TABLE: Final[dict[ErrorCode, StatusRow]] = {
@@ -71,11 +74,11 @@ CLASSES: Final[dict[ErrorCode, type[PdserveError]]] = {
         errors.InternalBug,
     )
 }
-"""The class that stands for each code when it comes over the wire."""
+"""The class of the error that is raised for each code when the code comes over the wire."""
 
 
 def retry_after_s(error: PdserveError) -> float | None:
-    """How long a client should wait before it tries again; None when that does not help."""
+    """Return how long a client should wait before it tries again, in seconds. None: trying again does not help."""
     if isinstance(error, errors.Overloaded):
         return error.retry_after_s
     return DEFAULT_RETRY_AFTER_S if TABLE[error.code].client_retries else None

@@ -1,4 +1,4 @@
-"""The errors of pdserve. A class says what the caller should do; ids and limits are attributes.
+"""The errors of pdserve. The class says what the caller should do; the attributes hold ids and limits.
 
 Every class has one `ErrorCode`; `pdserve.core.error_table` says what each code means on gRPC and HTTP.
 """
@@ -9,11 +9,12 @@ from enum import Enum
 from typing import Final
 
 MAX_MESSAGE_CHARS: Final = 500
-"""Of what is quoted back to a client: four bytes a character, percent-encoded, stay under gRPC's 8 KiB of metadata."""
+"""The longest message that is quoted back to a client. Each character may have four bytes, which gRPC percent-encodes; the
+message must stay under gRPC's 8 KiB of metadata."""
 
 
 class ErrorCode(Enum):
-    """Why a request failed, for programs. The values are the wire names of `ErrorReason` without prefix."""
+    """The reason why a request failed, for programs. The values are the wire names of `ErrorReason` without their prefix."""
 
     INVALID_REQUEST = "invalid_request"
     UNKNOWN_MODEL = "unknown_model"
@@ -36,7 +37,7 @@ class ErrorCode(Enum):
 
 
 class PdserveError(Exception):
-    """Base of all. `code` is a class attribute; use a subclass."""
+    """The base class of all errors here. `code` is a class attribute; raise a subclass."""
 
     code: ErrorCode = ErrorCode.INTERNAL_BUG
 
@@ -46,7 +47,7 @@ class PdserveError(Exception):
 
 
 class InvalidRequest(PdserveError):
-    """The client must change the request. `field` is the offending field's name as the client wrote it."""
+    """The client must change the request. `field` is the name of the wrong field as the client wrote it."""
 
     code = ErrorCode.INVALID_REQUEST
 
@@ -69,13 +70,13 @@ class UnknownWorker(InvalidRequest):
 
 
 class RequestTooLarge(InvalidRequest):
-    """The body is over the byte limit."""
+    """The body of the request has more bytes than the limit allows."""
 
     code = ErrorCode.REQUEST_TOO_LARGE
 
 
 class RequestTimeout(PdserveError):
-    """The client sent its request too slowly, or stopped in the middle."""
+    """The client sent its request too slowly, or stopped before its end."""
 
     code = ErrorCode.REQUEST_TIMEOUT
 
@@ -97,13 +98,13 @@ class DeadlineExceeded(PdserveError):
 
 
 class Cancelled(PdserveError):
-    """The client left or cancelled."""
+    """The client disconnected or cancelled the request."""
 
     code = ErrorCode.CANCELLED
 
 
 class LeaseGone(PdserveError):
-    """The prefill worker no longer held the lease: what was read must be discarded. Retry."""
+    """The prefill worker no longer held the lease, so the KV that was read must be discarded. Retry."""
 
     code = ErrorCode.LEASE_GONE
 
@@ -115,13 +116,14 @@ class TransferFailed(PdserveError):
 
 
 class KvCorrupt(PdserveError):
-    """KV was not read as it was written, and the lender's memory still holds what was written. Retry, on another pair."""
+    """The KV that was read differs from the KV that was written, which the lender still holds. Retry, on another pair."""
 
     code = ErrorCode.KV_CORRUPT
 
 
 class KvRotted(PdserveError):
-    """KV was not read as it was written, and it has changed in the lender's memory, or nobody knows where. Retry."""
+    """The KV that was read differs from the KV that was written. It has changed in the lender's memory, or the place of the
+    change is unknown. Retry."""
 
     code = ErrorCode.KV_ROTTED
 
@@ -151,29 +153,29 @@ class NumericalError(PdserveError):
 
 
 class WorkerIdTaken(PdserveError):
-    """Another live worker has this worker_id, and keeps it. An operator must give one of the two another id or end it."""
+    """Another live worker has this worker_id and keeps it. An operator must end one of the two, or give it another id."""
 
     code = ErrorCode.WORKER_ID_TAKEN
 
 
 class InternalBug(PdserveError):
-    """Our own mistake, with all that is needed to find it in the message."""
+    """A mistake in pdserve itself. The message has all that is needed to find it."""
 
     code = ErrorCode.INTERNAL_BUG
 
 
 class OutOfMemory(InternalBug):
-    """A step got no memory. What all steps may need is measured, checked and taken at the start, so either another
-    process took what was promised or a bound is wrong. The worker ends and is started again; its requests go elsewhere."""
+    """A step got no memory. The worker measures, checks and takes the memory of all steps at its start, so either another
+    process took that memory or a bound is wrong. The worker ends and is started again; its requests go elsewhere."""
 
 
 class OutOfThreads(InternalBug):
-    """A step got no thread of the system: it allows this process no more of them, or no memory for one's stack. Threads are
-    made by a worker's first step, before it serves anybody; a later step makes none."""
+    """A step could not start a thread: the system allows this process no more threads, or no memory for the stack of one.
+    A worker's first step makes all threads, before the worker serves anybody; a later step makes none."""
 
 
 class IllegalTransition(InternalBug):
-    """A state machine got an event that its state does not know. `history` holds its last events."""
+    """A state machine got an event for which its state has no transition. `history` holds its last events."""
 
     def __init__(self, machine: str, state: str, event: str, history: tuple[str, ...]) -> None:
         super().__init__(f"{machine}: {event} is illegal in {state}; history: {' -> '.join(history) or '(empty)'}")
@@ -183,6 +185,6 @@ class IllegalTransition(InternalBug):
 
 
 class ConfigError(PdserveError):
-    """A setting is wrong; the message names it and says what to do."""
+    """A setting is wrong. The message names the setting and says what to do."""
 
     code = ErrorCode.INVALID_REQUEST

@@ -1,4 +1,4 @@
-"""Which hosts only this machine can reach."""
+"""The test for loopback hosts, which only this machine can reach."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host, which settings name by an address or as `localhost`.
+    """Tell whether only this machine can reach `host`, which is an IP address or a name.
 
-    Another name is taken for one that others reach.
+    The only name that counts as loopback is `localhost`.
     """
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -1,4 +1,4 @@
-"""Identifiers. Each is its own type, so that mixing two up fails the type check."""
+"""Identifiers. Each kind has its own type, so that the type check finds two that are mixed up."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 BlockId = NewType("BlockId", int)
 BlockSum = NewType("BlockSum", int)
-"""A checksum of 64 bits over all stored bytes of one KV block. It finds what changed by accident; it is no secret."""
+"""A checksum of 64 bits over all stored bytes of one KV block. It finds accidental changes. It does not stop an attacker."""
 Incarnation = NewType("Incarnation", int)
-"""A random unsigned 64-bit number, new at every process start: fences all that an earlier process said."""
+"""A random unsigned 64-bit number that names one run of a process. Messages of an earlier run carry another number and are
+refused."""
 Handle = NewType("Handle", int)
-"""Names one (request, attempt, bind) on one router-worker link; never used twice by a router incarnation."""
+"""A number that names one (request, attempt, bind) on one link. A router incarnation never uses one twice."""
 SeqId = NewType("SeqId", int)
-"""Names one sequence in one engine; never used twice by an engine."""
+"""A number that names one sequence in one engine. An engine never uses one twice."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LeaseId:
-    """Unique for ever: an incarnation is never used twice and its counter only grows."""
+    """The id of one lease. It is unique for ever: no incarnation is used twice, and its counter only grows."""
 
     incarnation: Incarnation
     counter: int
@@ -31,7 +32,7 @@ class LeaseId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReaderId:
-    """One bind of one decode worker: the only reader that a lease can be committed to."""
+    """The id of one bind of one decode worker. A lease can be committed to one reader only."""
 
     incarnation: Incarnation
     counter: int

@@ -9,20 +9,21 @@ from pdserve.core.errors import ConfigError
 
 DTYPE_BITS: Final = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
 QUANTISED: Final = ("fp8_e4m3", "int8", "int4")
-"""Stored with a float32 scale for each layer, K or V, and head of a block."""
+"""The quantised dtypes. A block of such a dtype has one float32 scale for each (layer, K or V, head)."""
 SCALE_BYTES: Final = 4
 
 
 def ceil_div(a: int, b: int) -> int:
+    """Divide two integers and round up."""
     return -(-a // b)
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """One block is contiguous: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim] of `dtype`, and where that is
-    quantised the scales behind it: [num_layers, 2, num_kv_heads] float32.
+    """The layout of one KV block, which is contiguous: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim] of `dtype`.
+    The scales of a quantised dtype follow it: [num_layers, 2, num_kv_heads] float32.
 
-    A block is one descriptor on the wire: large descriptors move several times faster than small ones.
+    A block is one descriptor of a read: large descriptors move several times faster than small ones.
     SmolLM2-135M in bf16: 30 * 2 * 3 * 16 * 64 * 2 B = 360 KiB for 16 tokens; in int8 180 KiB and 720 B of scales.
     """
 
@@ -38,24 +39,27 @@ class KvLayout:
 
     @property
     def quantised(self) -> bool:
+        """True when the blocks carry scales."""
         return self.dtype in QUANTISED
 
     @property
     def data_bytes(self) -> int:
-        """Of a block without its scales, which begin there."""
+        """The bytes of a block without its scales. The scales begin at this offset."""
         return self._numbers * DTYPE_BITS[self.dtype] // 8
 
     @property
     def scale_bytes(self) -> int:
+        """The bytes of the scales of a block; 0 when the dtype is not quantised."""
         return self.num_layers * 2 * self.num_kv_heads * SCALE_BYTES if self.quantised else 0
 
     @property
     def block_bytes(self) -> int:
+        """The bytes of a block with its scales."""
         return self.data_bytes + self.scale_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        """The share of a block, rounded up."""
+        """The bytes of a block divided by its tokens, rounded up."""
         return ceil_div(self.block_bytes, self.block_size)
 
     @property
@@ -67,22 +71,23 @@ class KvLayout:
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
 
     def holds_the_same_as(self, other: KvLayout) -> bool:
-        """Whether a block of one becomes a block of the other by storing each number in another way.
+        """Tell whether a block of one layout can be converted to a block of the other by converting each number.
 
-        Layers, heads, dimensions and tokens a block must be equal: a block is then still a block, with the same place in
-        a block table. What may differ is `dtype`, and with it the scales and the bytes.
+        Layers, KV heads, head dimension and block size must be equal, so that a block keeps its place in a block table. Only
+        `dtype` may differ, and with it the scales and the bytes.
         """
         return self._shape == other._shape
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens, the last one partly filled."""
+        """Return the number of blocks that hold `tokens` tokens. The last block may be partly filled."""
         return ceil_div(tokens, self.block_size)
 
 
 def fit_max_model_len(requested: int | None, max_position: int, pool_tokens: int) -> int:
-    """The longest request (prompt + output tokens) that model and KV pool can hold.
+    """Return the length of the longest request, prompt and output, that model and KV pool can hold, in tokens.
 
-    Unset: as long as fits. Asked for explicitly and impossible: raises `ConfigError` saying which knob to turn.
+    `requested` None stands for the longest possible. Raises `ConfigError` when the model (`max_position`) or the KV pool
+    (`pool_tokens`) cannot hold `requested` tokens.
     """
     if requested is None:
         return min(max_position, pool_tokens)

@@ -1,16 +1,15 @@
-"""The lease machine: which lent KV blocks a remote reader may still use.
+"""The lease machine: it knows which lent KV blocks a remote reader may still use.
 
-Owner: a prefill worker's loop thread. A reader on another machine copies blocks it does not own, while either
-side can die; it may use what it read only after `commit` answered OK for the very lease it read, because OK says
-that the lease was still held after the last read had finished. Pure: time arrives as `now_s`, a duration on the
-local monotonic clock, so a wrong time to live costs a recompute and never a wrong token.
+A prefill worker's loop thread owns it. A reader on another machine copies blocks that it does not own, while either side
+can die. The reader may use the copied KV only after `commit` has answered OK for the same lease, because OK says that the
+lease was still held after the last read had finished. The machine is pure: time arrives as `now_s`, seconds on the local
+monotonic clock, so a wrong time to live costs a recompute and never a wrong token.
 
-Where checksums are on, OK also says that what the reader summed is what prefill summed when each block was final. A
-reader proves with each call that it has the ticket that was written for this very lease; without the proof it is told
-GONE, and nothing changes.
+If checksums are on, OK also says that the reader's checksums equal the ones that prefill took when each block was final. A
+reader proves with each call that it has the ticket of this lease. Without the proof it is told GONE, and nothing changes.
 
-The table never frees a block. Whatever leaves HELD is handed out once by `take_returned`, and the owner of the
-blocks drops the lease's references then.
+The table never frees a block. `take_returned` hands out each lease that has left HELD once, and the owner of the blocks
+then drops the lease's references.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from pdserve.core.sampling import FinishReason
 
 
 class LeaseState(Enum):
+    """The state of one lease. Its blocks may be read while it is HELD; the other states are final."""
+
     HELD = "held"
     COMMITTED = "committed"
     RELEASED = "released"
@@ -36,6 +37,8 @@ class LeaseState(Enum):
 
 
 class LeaseEvent(Enum):
+    """The events of one lease."""
+
     RENEW = "renew"
     ADVANCE = "advance"
     COMMIT = "commit"
@@ -51,21 +54,22 @@ TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     (_S.HELD, _E.COMMIT): _S.COMMITTED,
     (_S.HELD, _E.RELEASE): _S.RELEASED,
     (_S.HELD, _E.EXPIRE): _S.EXPIRED,
-    # Terminal states absorb what may still arrive late or twice.
+    # Terminal states ignore events that arrive late or twice.
     **{(s, e): s for s in (_S.COMMITTED, _S.RELEASED, _S.EXPIRED) for e in (_E.RENEW, _E.ADVANCE, _E.COMMIT, _E.RELEASE)},
 }
 
 MAX_TOMBSTONES: Final = 4096
-"""Ended leases kept so that a repeated Commit gets the same answer. Past it the answer is GONE: safe, only slower."""
+"""The table keeps so many ended leases, so that a repeated Commit gets the same answer. A Commit of an older lease gets GONE,
+which is safe and only slower."""
 
 
 class CommitAnswer(Enum):
-    """True only if OK."""
+    """The answer to a Commit. Only OK is true."""
 
     OK = "ok"
     GONE = "gone"
     CORRUPT = "corrupt"
-    """The lease is held, but the reader did not read what prefill wrote. The lease stays as it was."""
+    """The lease is held, but the reader's checksums differ from prefill's. The lease stays as it was."""
 
     def __bool__(self) -> bool:
         return self is CommitAnswer.OK
@@ -73,7 +77,7 @@ class CommitAnswer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Token 0, drawn by prefill: carried by the last advance of the watermark."""
+    """Token 0, which prefill draws. The last advance of the watermark carries it."""
 
     token_id: int
     finish_reason: FinishReason | None
@@ -81,7 +85,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """What a reader may know. `held` False means GONE: nothing else in it may be used."""
+    """The part of a lease's state that a reader may know. `held` False means GONE: the other fields then say nothing."""
 
     lease_id: LeaseId
     held: bool
@@ -91,15 +95,17 @@ class LeaseView:
 
 @dataclass(slots=True)
 class Lease:
+    """One lease over all prompt blocks of one sequence. `expires_s` is on the table's clock; `watermark` counts tokens."""
+
     lease_id: LeaseId
     seq_id: SeqId
     block_ids: tuple[BlockId, ...]
     prompt_len: int
     expires_s: float
     sums: tuple[BlockSum, ...] | None = None
-    """Checksums of its first blocks, as many as are final and summed; None: checksums are off."""
+    """Checksums of the first blocks, as many as are final and summed. None: checksums are off."""
     proof: bytes | None = None
-    """What a reader must show. None: no reader can know it yet."""
+    """The proof that a reader must show with each call. None: the ticket is not written yet, so no reader has it."""
     state: LeaseState = LeaseState.HELD
     watermark: int = 0
     first_token: FirstToken | None = None
@@ -107,6 +113,7 @@ class Lease:
     history: list[str] = field(default_factory=list)
 
     def move(self, event: LeaseEvent) -> None:
+        """Change the state as the table says. Raises `IllegalTransition` when the state does not allow the event."""
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise IllegalTransition(f"lease {self.lease_id}", self.state.name, event.name, tuple(self.history))
@@ -115,7 +122,7 @@ class Lease:
         self.state = target
 
     def differing(self, first: int, sums: Sequence[BlockSum]) -> int | None:
-        """How many checksums of what a reader read, its blocks from `first` on, are not ours; None: some are missing."""
+        """Return how many of a reader's checksums, of the blocks from `first` on, differ from ours. None: some are missing."""
         if self.sums is None:
             return 0
         total = len(self.block_ids)
@@ -125,7 +132,7 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases of one prefill worker. Every method first expires what is due."""
+    """All leases of one prefill worker. The methods with `now_s` first expire the leases that are due."""
 
     def __init__(self, incarnation: Incarnation, *, ttl_s: float) -> None:
         assert ttl_s > 0
@@ -135,7 +142,7 @@ class LeaseTable:
         self._held: dict[LeaseId, Lease] = {}
         self._ended: OrderedDict[LeaseId, Lease] = OrderedDict()
         self._returned: list[Lease] = []
-        self._earliest_s = math.inf  # no held lease expires before: renewing only moves expiries out
+        self._earliest_s = math.inf  # no held lease expires before this time; a renewal only moves an expiry later
 
     def grant(
         self,
@@ -146,9 +153,9 @@ class LeaseTable:
         sums: tuple[BlockSum, ...] | None = None,
         now_s: float,
     ) -> LeaseId:
-        """A new lease over blocks on which its references are already taken. Returns its id, never used before.
+        """Add a lease over blocks on which the caller has already taken the lease's references. Return its new id.
 
-        `sums`: the checksums that its first blocks have already; None: this lease is not checked.
+        `sums` has the checksums that its first blocks have already. None: this lease's KV is not checked.
         """
         assert block_ids
         assert prompt_len > 0
@@ -160,15 +167,15 @@ class LeaseTable:
         return lease_id
 
     def expect(self, lease_id: LeaseId, proof: bytes) -> None:
-        """Its ticket is written: readers show this `proof` of it from now on."""
+        """Set the proof that readers of the lease must show from now on. The lease's ticket, which gives it, is written."""
         lease = self._held[lease_id]
-        assert lease.proof is None, "one ticket a lease"
+        assert lease.proof is None, "a lease has one ticket only"
         lease.proof = proof
 
     def renew(self, lease_id: LeaseId, proof: bytes | None = None, *, now_s: float) -> LeaseView:
-        """Push the expiry out, never in; answers the level state, or GONE.
+        """Move the expiry to a full time to live from now, never earlier, and return the current state, or GONE.
 
-        `proof`, here and below: what a reader showed; None: the call is the lender's own.
+        `proof`, here and below, is what a reader showed. None: the lender itself calls.
         """
         self._expire(now_s)
         lease = self._find(lease_id, proof)
@@ -179,13 +186,17 @@ class LeaseTable:
         return self._view(lease)
 
     def look(self, lease_id: LeaseId, proof: bytes | None = None, *, now_s: float) -> LeaseView:
-        """The level state, or GONE, without renewing."""
+        """Return the current state, or GONE, without renewing."""
         self._expire(now_s)
         lease = self._find(lease_id, proof)
         return self._view(lease) if lease is not None else LeaseView(lease_id, held=False)
 
     def advance(self, lease_id: LeaseId, watermark: int, first_token: FirstToken | None, *, now_s: float) -> LeaseView:
-        """Prompt tokens [0, watermark) are final. The last advance, and only it, carries token 0."""
+        """Note that the KV of prompt tokens [0, watermark) is final, and return the new state, or GONE.
+
+        Only the last advance carries token 0. Raises `InternalBug` when the watermark shrinks or passes the prompt's end, or
+        when `first_token` comes at the wrong time.
+        """
         self._expire(now_s)
         lease = self._held.get(lease_id)
         if lease is None:
@@ -201,17 +212,22 @@ class LeaseTable:
         return self._view(lease)
 
     def seal(self, lease_id: LeaseId, first: int, sums: Sequence[BlockSum], *, now_s: float) -> None:
-        """The checksums of its blocks from `first` on, which are final now. Nothing happens when it has ended."""
+        """Store the checksums of the lease's blocks from `first` on, which are final. Do nothing when the lease has ended.
+
+        Raises `InternalBug` when checksums are off or when these do not follow the last ones.
+        """
         self._expire(now_s)
         lease = self._held.get(lease_id)
         if lease is None:
             return
         if lease.sums is None or first != len(lease.sums) or first + len(sums) > len(lease.block_ids):
-            raise InternalBug(f"lease {lease_id}: {len(sums)} checksums from block {first} of {len(lease.block_ids)}")
+            raise InternalBug(
+                f"lease {lease_id}: {len(sums)} checksums from block {first} on do not fit its {len(lease.block_ids)} blocks"
+            )
         lease.sums = (*lease.sums, *sums)
 
     def awaits_sums(self, lease_id: LeaseId, *, now_s: float) -> bool:
-        """Every block is final, and the checksums of the last ones are still to come."""
+        """Tell whether every block of a held lease is final while checksums of the last blocks are missing."""
         self._expire(now_s)
         lease = self._held.get(lease_id)
         if lease is None or lease.sums is None:
@@ -229,11 +245,12 @@ class LeaseTable:
         proof: bytes | None = None,
         now_s: float,
     ) -> CommitAnswer:
-        """OK: the lease was held until now and `reader` may use what it read.
+        """Commit the lease to `reader`. OK: the lease was held until now, and the reader may use the KV that it has read.
 
-        A repeat by the same reader is OK again, by anyone else GONE. A reader that has not read every block, or
-        has read ahead of the watermark, is refused with GONE, and the lease stays as it was. `sums` are the checksums of
-        what was read, blocks [first, blocks), in order; those before are the reader's own. Missing ones are not OK.
+        A repeat by the same reader gets OK again; a repeat by any other reader gets GONE. A reader that has not read every
+        block, or commits before the watermark covers the prompt, gets GONE, and the lease stays as it was. `sums` are the
+        checksums of the blocks [first, blocks) that were read, in order; the blocks before `first` are the reader's own. A
+        missing checksum gets GONE, and a wrong one CORRUPT.
         """
         self._expire(now_s)
         lease = self._find(lease_id, proof)
@@ -253,36 +270,39 @@ class LeaseTable:
         return CommitAnswer.OK
 
     def release(self, lease_id: LeaseId, proof: bytes | None = None, *, now_s: float) -> None:
-        """End a lease that nobody will read any more. Fine in every state, and for an unknown id."""
+        """End a lease that nobody will read any more. Do nothing for a lease that has ended or is unknown."""
         self._expire(now_s)
         lease = self._find(lease_id, proof)
         if lease is not None:
             self._end(lease, LeaseEvent.RELEASE)
 
     def release_all_over(self, block_ids: Sequence[BlockId], *, now_s: float) -> None:
-        """End every lease over one of these blocks: they do not hold what was computed."""
+        """End every lease that covers one of these blocks, because their content is not what was computed."""
         self._expire(now_s)
         spoilt = set(block_ids)
         for lease in [lease for lease in self._held.values() if not spoilt.isdisjoint(lease.block_ids)]:
             self._end(lease, LeaseEvent.RELEASE)
 
     def held(self, lease_id: LeaseId) -> Lease | None:
-        """The lease as it stands now, whether or not it is due. The caller must not change it."""
+        """Return the held lease, even if its expiry is due. None: no such lease is held. The caller must not change it."""
         return self._held.get(lease_id)
 
     def expire_due(self, *, now_s: float) -> None:
+        """End every lease whose expiry has passed."""
         self._expire(now_s)
 
     def take_returned(self) -> list[Lease]:
-        """Leases that left HELD since the last call; the caller drops their block references, once."""
+        """Return the leases that have left HELD since the last call. The caller drops their block references, once."""
         returned, self._returned = self._returned, []
         return returned
 
     @property
     def num_held(self) -> int:
+        """The number of leases that are held."""
         return len(self._held)
 
     def check_invariants(self) -> None:
+        """Raises AssertionError when a lease is in two places or in the wrong state."""
         for lease in self._held.values():
             assert lease.state is LeaseState.HELD
             assert lease.reader is None
@@ -296,7 +316,7 @@ class LeaseTable:
         assert len(self._ended) <= MAX_TOMBSTONES
 
     def _find(self, lease_id: LeaseId, proof: bytes | None) -> Lease | None:
-        """A held lease whose ticket the caller has."""
+        """Return the held lease if the caller has proved that it has its ticket, else None."""
         lease = self._held.get(lease_id)
         return lease if lease is not None and _proves(lease, proof) else None
 
@@ -313,7 +333,7 @@ class LeaseTable:
     def _end(self, lease: Lease, event: LeaseEvent) -> None:
         lease.move(event)
         del self._held[lease.lease_id]
-        lease.sums = None  # those of thousands of long prompts are hundreds of MiB
+        lease.sums = None  # the checksums of thousands of long prompts take hundreds of MiB
         self._ended[lease.lease_id] = lease
         while len(self._ended) > MAX_TOMBSTONES:
             self._ended.popitem(last=False)

@@ -1,7 +1,7 @@
-"""What a sequence's own parameters and tokens change in its logits before a token is drawn. Pure; owned by the sequence.
+"""The edits of a sequence's logits: its own parameters and tokens change them before a token is drawn. Pure.
 
-Penalties depend on the prompt and the output so far and on nothing else, so a sequence that was preempted, replayed or
-handed over edits alike. Each token is counted once, when it is known: a step costs what is new, not what is there.
+Penalties depend only on the prompt and the output so far, so a sequence that was preempted, replayed or handed over edits
+its logits in the same way. Each token is counted once, when it is known, so a step costs only its new tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pdserve.core.sampling import SamplingParams
 
 
 class LogitEdits:
-    """Order: bias added; then of `seen_ids` the repetition penalty, and by their output count the other two.
+    """The edits of one sequence, which owns them. Order: the biases are added; then `seen_ids` get the repetition penalty, and
+    the frequency and presence penalties by their output counts.
 
-    Signed 32-bit ids and counts and float32 biases lie in plain arrays, as compiled code reads them. They grow: take their
-    addresses anew for each step.
+    The arrays hold signed 32-bit ids and counts and float32 biases, as compiled code reads them. They grow, so their
+    addresses hold for one step only.
     """
 
     __slots__ = ("_done", "_place", "_prompt_len", "bias", "bias_ids", "output_counts", "seen_ids")
@@ -25,15 +26,16 @@ class LogitEdits:
         self.bias_ids = array("i", (token_id for token_id, _ in params.logit_bias))
         self.bias = array("f", (bias for _, bias in params.logit_bias))
         self.seen_ids = array("i")
-        """Each id once, in order of appearance. Of the prompt only where repetition is penalised."""
+        """The ids that the penalties change, each once, in order of appearance. They include those of the prompt only if there
+        is a repetition penalty."""
         self.output_counts = array("i")
-        """By place in `seen_ids`: how often it is in the output."""
+        """The number of times that seen_ids[i] is in the output."""
         self._place: dict[int, int] = {}
         self._prompt_len = prompt_len
         self._done = 0 if params.repetition_penalty != 1.0 else prompt_len
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """`tokens` is the prompt and then the output; those that were seen before must not have changed."""
+        """Count the new tokens. `tokens` is the prompt, then the output; tokens of earlier calls must not have changed."""
         for position in range(self._done, len(tokens)):
             self._count(tokens[position], position >= self._prompt_len)
         self._done = max(self._done, len(tokens))
@@ -47,5 +49,5 @@ class LogitEdits:
 
 
 def edits_of(params: SamplingParams, prompt_len: int) -> LogitEdits | None:
-    """None where the parameters change no logit."""
+    """Make the edits of one sequence. Return None when the parameters change no logit."""
     return LogitEdits(params, prompt_len) if params.edits_logits else None

@@ -1,4 +1,4 @@
-"""The reader machine: how far one bind has come in copying one lease's blocks into blocks of its own.
+"""The reader machine: it follows how far one bind has copied one lease's blocks into its own blocks.
 
 ```
 PULLING  --watermark grows: read the blocks it covers--> PULLING
@@ -6,13 +6,13 @@ PULLING  --watermark grows: read the blocks it covers--> PULLING
 any of both --GONE, failed read, abort, no answer-----> ABANDONED                          the blocks are nobody's,
                                                         and quarantined until every read has stopped
 ```
-Owner: a decode worker's loop thread, one machine a bind. Pure: each method is an event and returns what is to be done.
-Three rules are kept here and nowhere else. A block is read only when the watermark of this very lease covers all its
-tokens. Commit is sent once every block is there and no read of this bind can still write. What was read is used only
-after OK.
+A decode worker's loop thread owns one machine for each bind. The machine is pure: each method is an event and returns the
+effects that the caller must perform. Three rules are kept here and nowhere else. A block is read only when the watermark of
+this lease covers all its tokens. Commit is sent once every block has arrived and no read of this bind can still write. The
+KV that was read is used only after OK.
 
-Where checksums are on, each read brings those of the blocks that it copied, and Commit carries all of them: of what was
-read, as it was read, and never of this worker's own prefix hits.
+If checksums are on, each read returns the checksums of the blocks that it copied, taken from the KV as it arrived. Commit
+carries the checksums of all reads, and none of this worker's own prefix hits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockSum, LeaseId
 
 MAX_READS_IN_FLIGHT: Final = 2
-"""Of one bind: one that moves bytes and one behind it. Blocks that become final meanwhile go together into the next."""
+"""One bind has at most two reads in flight: one that moves bytes, and one behind it. Blocks that become final meanwhile go
+together into the next read."""
 
 
 class ReaderState(Enum):
+    """The state of one reader. COMMITTED and ABANDONED are final."""
+
     PULLING = "pulling"
     COMMITTING = "committing"
     COMMITTED = "committed"
@@ -37,19 +40,21 @@ class ReaderState(Enum):
 
 
 class ReaderEvent(Enum):
+    """The events of one reader."""
+
     ADVANCED = "advanced"
     READ_DONE = "read_done"
     READ_FAILED = "read_failed"
-    """Its result is in: an error, or past its deadline. It may still write."""
+    """A read has failed or has passed its deadline. It may still write."""
     READ_STOPPED = "read_stopped"
     """A failed read will never write again."""
     ALL_READ = "all_read"
-    """Our own conclusion: the prompt is final, every block is here and no read of this bind is in flight."""
+    """The reader itself finds that the prompt is final, every block is here and no read of this bind is in flight."""
     COMMIT_OK = "commit_ok"
     LEASE_GONE = "lease_gone"
-    """Told by a view, by the answer to Commit, or concluded from no answer."""
+    """The lease is gone: a pushed state or the answer to Commit says so, or Commit got no answer."""
     COMMIT_CORRUPT = "commit_corrupt"
-    """The answer to Commit: what was read is not what prefill wrote."""
+    """The answer to Commit says that the KV that was read is not the KV that prefill wrote."""
     ABORT = "abort"
 
 
@@ -62,12 +67,12 @@ TRANSITIONS: Final[dict[tuple[ReaderState, ReaderEvent], ReaderState]] = {
     (_S.PULLING, _E.READ_FAILED): _S.ABANDONED,
     (_S.PULLING, _E.LEASE_GONE): _S.ABANDONED,
     (_S.PULLING, _E.ABORT): _S.ABANDONED,
-    (_S.COMMITTING, _E.ADVANCED): _S.COMMITTING,  # late, or repeated by a Renew
+    (_S.COMMITTING, _E.ADVANCED): _S.COMMITTING,  # it came late, or a Renew repeated it
     (_S.COMMITTING, _E.COMMIT_OK): _S.COMMITTED,
     (_S.COMMITTING, _E.LEASE_GONE): _S.ABANDONED,
     (_S.COMMITTING, _E.COMMIT_CORRUPT): _S.ABANDONED,
     (_S.COMMITTING, _E.ABORT): _S.ABANDONED,
-    # The end absorbs what was under way; reads go on until they stop.
+    # Final states ignore events that were under way; reads go on until they stop.
     **{(_S.COMMITTED, e): _S.COMMITTED for e in (_E.ADVANCED, _E.COMMIT_OK, _E.LEASE_GONE, _E.ABORT)},
     **{(_S.ABANDONED, e): _S.ABANDONED for e in _E if e is not _E.ALL_READ},
 }
@@ -77,7 +82,7 @@ TERMINAL: Final = (_S.COMMITTED, _S.ABANDONED)
 
 @dataclass(frozen=True, slots=True)
 class PostRead:
-    """Copy blocks [first, first + count) of the lease, counted along the prompt."""
+    """Effect: start read number `read`, which copies the lease's blocks [first, first + count), counted along the prompt."""
 
     read: int
     first: int
@@ -86,7 +91,7 @@ class PostRead:
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
-    """`sums`: of blocks [first, blocks); empty where nothing is summed."""
+    """Effect: send Commit for `blocks` blocks. `sums` has the checksums of blocks [first, blocks); empty: checksums are off."""
 
     blocks: int
     first: int = 0
@@ -95,14 +100,14 @@ class SendCommit:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """The blocks are nobody's. `in_flight`: reads that may still write; `Reusable` follows when there were any."""
+    """Effect: discard the blocks. `in_flight` reads may still write into them; `Reusable` follows if there are any."""
 
     in_flight: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reusable:
-    """No read of this bind writes any more: discarded blocks may be used again."""
+    """Effect: use the discarded blocks again, because no read of this bind writes any more."""
 
 
 Effect = PostRead | SendCommit | Discard | Reusable
@@ -110,7 +115,7 @@ Effect = PostRead | SendCommit | Discard | Reusable
 
 @dataclass(slots=True)
 class Reader:
-    """`first_block`: blocks before it are this worker's own prefix hits and are not read.
+    """The reader of one bind. The blocks before `first_block` are this worker's own prefix hits, which are not read.
 
     ```
     0        first_block         posted            readable           total_blocks
@@ -126,11 +131,11 @@ class Reader:
     watermark: int = 0
     posted: int = 0
     in_flight: dict[int, int] = field(default_factory=dict)
-    """Blocks of each read that has not stopped."""
+    """The number of blocks of each read that has not stopped, by the read's number."""
     blocks_read: int = 0
     reads: int = 0
     sums: dict[int, tuple[BlockSum, ...]] = field(default_factory=dict)
-    """What each finished read copied; reads count up along the prompt."""
+    """The checksums of the blocks that each finished read copied, by its number. Reads are numbered along the prompt."""
     history: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -139,20 +144,23 @@ class Reader:
 
     @property
     def total_blocks(self) -> int:
+        """The number of blocks of the prompt; the last one may be partly filled."""
         return -(-self.prompt_len // self.block_size)
 
     @property
     def readable(self) -> int:
-        """Blocks whose tokens are all final."""
+        """The number of leading blocks whose tokens are all final."""
         whole = self.watermark // self.block_size
         return self.total_blocks if self.watermark == self.prompt_len else whole
 
     @property
     def ended(self) -> bool:
+        """True in a final state. Reads may still be in flight."""
         return self.state in TERMINAL
 
     def advanced(self, lease_id: LeaseId, watermark: int) -> list[Effect]:
-        """Prompt tokens [0, watermark) of that lease are final. Another lease's, an older or an absurd one is ignored."""
+        """Take a new watermark: prompt tokens [0, watermark) are final. Ignore one that is older, is of another lease, or
+        passes the end of the prompt."""
         if lease_id != self.lease_id or not self.watermark <= watermark <= self.prompt_len:
             return []
         self._move(_E.ADVANCED)
@@ -160,39 +168,43 @@ class Reader:
         return self._next()
 
     def read_done(self, read: int, sums: Sequence[BlockSum] = ()) -> list[Effect]:
-        """All its bytes are here, and it writes no more. `sums`: of its blocks, in order."""
+        """Note that a read has brought all its bytes and writes no more. `sums`: checksums of its blocks, in order."""
         self._move(_E.READ_DONE, read)
         self.sums[read] = tuple(sums)
         self.blocks_read += self.in_flight.pop(read)
         return self._stopped() if self.ended else self._next()
 
     def read_failed(self, read: int) -> list[Effect]:
-        """`read_stopped` follows, at once when the transport says so."""
+        """Abandon the bind, because a read has failed. `read_stopped` must follow once the read can write no more."""
         return self._abandon(_E.READ_FAILED, read)
 
     def read_stopped(self, read: int) -> list[Effect]:
+        """Note that a read of an abandoned bind will never write again."""
         self._move(_E.READ_STOPPED, read)
         del self.in_flight[read]
         return self._stopped()
 
     def commit_answered(self, ok: bool) -> list[Effect]:
-        """False also stands for no answer within all tries."""
+        """Take the answer to Commit. `ok` False: the lease is gone, or no try got an answer."""
         if not ok:
             return self._abandon(_E.LEASE_GONE)
         self._move(_E.COMMIT_OK)
         return []
 
     def commit_corrupt(self) -> list[Effect]:
+        """Abandon the bind, because the lender's checksums differ."""
         return self._abandon(_E.COMMIT_CORRUPT)
 
     def lease_gone(self) -> list[Effect]:
-        """Pushed. Not believed while our own Commit is on its way: the lender may only be telling of that."""
+        """Take a pushed GONE. Ignore it while our own Commit is under way, because that Commit may have ended the lease."""
         return [] if self.state is _S.COMMITTING else self._abandon(_E.LEASE_GONE)
 
     def abort(self) -> list[Effect]:
+        """Abandon the bind, unless it is committed: nobody waits for it any more."""
         return self._abandon(_E.ABORT)
 
     def check_invariants(self) -> None:
+        """Raises AssertionError when blocks and reads do not add up."""
         in_flight = sum(self.in_flight.values())
         assert self.first_block <= self.posted <= self.total_blocks
         assert self.posted <= max(self.readable, self.first_block), "a block was asked for before it was final"
@@ -218,7 +230,7 @@ class Reader:
         return effects
 
     def _post(self) -> PostRead:
-        """All that is readable goes into one read."""
+        """Put all blocks that are readable and not yet asked for into one read."""
         self.reads += 1
         post = PostRead(self.reads, self.posted, self.readable - self.posted)
         self.in_flight[post.read] = post.count
@@ -234,7 +246,8 @@ class Reader:
         return [Reusable()] if self.state is _S.ABANDONED and not self.in_flight else []
 
     def _move(self, event: ReaderEvent, read: int | None = None) -> None:
-        """`read`, when given, must be one that has not stopped. Raises before anything has changed."""
+        """Change the state as the table says. Raises `IllegalTransition`, with nothing changed, when the table does not allow
+        the event or when `read` is given and has stopped."""
         target = TRANSITIONS.get((self.state, event))
         if target is None or (read is not None and read not in self.in_flight):
             of_read = "" if read is None else f"({read})"

@@ -1,4 +1,4 @@
-"""The request machine: what may happen to one request, as a table. Owner: the router's core.
+"""The request machine: a table of all that may happen to one request. The router's core owns it.
 
 ```
 QUEUED -> BINDING -> PREFILLING -> HANDOFF -> DECODING -> FINISHED         disaggregated
@@ -8,9 +8,9 @@ PREFILLING, HANDOFF -> the same, REBOUND     the decode worker was lost: another
 any that is placed -> QUEUED, RETRIED        anything else was lost: the next attempt starts from prompt and emitted ids
 any of these -> CANCELLED (client gone) | FAILED (deadline, no retry left, no worker left)
 ```
-Which of REBOUND, RETRIED and LOST follows a loss is the router's decision; what each may lead to is this table's. Two
-links have no mutual order, so what the decode worker says may arrive before token 0 does: KV_COMMITTED and TOKEN_OUT
-are legal while PREFILLING, and the owner keeps them.
+After a loss, the router decides between REBOUND, RETRIED and LOST; this table says which states each may lead to. Messages
+of two links have no common order, so messages of the decode worker may arrive before token 0 does: KV_COMMITTED and
+TOKEN_OUT are legal while PREFILLING, and the owner keeps them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from pdserve.core.ids import RequestId
 
 
 class RequestState(Enum):
+    """The state of one request, as the router knows it."""
+
     QUEUED = "queued"
     BINDING = "binding"
     PREFILLING = "prefilling"
@@ -35,35 +37,37 @@ class RequestState(Enum):
 
 
 class RequestEvent(Enum):
+    """The events of one request."""
+
     DECODE_PICKED = "decode_picked"
     RESERVED = "reserved"
-    """By the first decode worker of an attempt, or by the one it was rebound to."""
+    """A decode worker has reserved blocks: the first one of an attempt, or the one that the request was rebound to."""
     RESERVED_LOCAL = "reserved_local"
-    """Reserved by a worker that also computes the prompt."""
+    """A worker that also computes the prompt has reserved blocks."""
     NO_ROOM = "no_room"
     PREFILL_POOL_EMPTY = "prefill_pool_empty"
-    """Found when room on decode was reserved already: the bind is given back and placement decided anew."""
+    """No prefill worker is left after decode has reserved: the bind is given back and placement is decided again."""
     PREFILL_STARTED = "prefill_started"
     FIRST_TOKEN = "first_token"
     FINAL_FIRST_TOKEN = "final_first_token"
-    """Token 0 ends the request: nothing is handed off."""
+    """Token 0 ends the request, so no KV is handed off."""
     KV_COMMITTED = "kv_committed"
     TOKEN_OUT = "token_out"
     STOPPED = "stopped"
     DECODE_LOST = "decode_lost"
-    """Before it had reserved: as if it had been without room."""
+    """The decode worker was lost before it had reserved. The request goes on as after NO_ROOM."""
     REBOUND = "rebound"
     """Another decode worker takes over under the same lease."""
     RETRIED = "retried"
     """The attempt is given up, and the next one waits for its turn."""
     LOST = "lost"
-    """The attempt is given up, and there is no next one."""
+    """The attempt is given up, and the request gets no other one."""
     UNPLACEABLE = "unplaceable"
-    """No worker is left that could serve it."""
+    """No worker is left that could serve the request."""
     CLIENT_GONE = "client_gone"
     DEADLINE_PASSED = "deadline_passed"
     BROKEN = "broken"
-    """A peer or we ourselves broke the protocol; fails this request alone."""
+    """A peer or the router itself broke the protocol. Only this request fails."""
 
 
 _S, _E = RequestState, RequestEvent
@@ -95,12 +99,13 @@ TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
 }
 
 MAX_HISTORY: Final = 32
-"""Events kept for the message of an illegal transition; events that change nothing are not recorded."""
+"""The machine keeps so many events for the message of an illegal transition. Events that change nothing are not kept."""
 
 
 @dataclass(slots=True)
 class RequestMachine:
-    """The state of one request. `attempt` counts end-to-end tries, `bind` decode reservations over all of them; from 1."""
+    """The state of one request. `attempt` counts end-to-end tries, from 1. `bind` counts decode reservations of all attempts;
+    the first one is 1."""
 
     request_id: RequestId
     state: RequestState = RequestState.QUEUED
@@ -109,7 +114,8 @@ class RequestMachine:
     history: list[str] = field(default_factory=list)
 
     def move(self, event: RequestEvent) -> RequestState:
-        """Raises `IllegalTransition` with the history, and leaves the state as it was."""
+        """Change the state as the table says, and return the new one. Raises `IllegalTransition`, with the history and nothing
+        changed, when the state does not allow the event."""
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise IllegalTransition(f"request {self.request_id}", self.state.name, event.name, tuple(self.history))
@@ -124,4 +130,5 @@ class RequestMachine:
 
     @property
     def terminal(self) -> bool:
+        """True when the request has ended."""
         return self.state in TERMINAL

@@ -1,7 +1,7 @@
-"""Sampling parameters and the randomness that goes with them.
+"""Sampling parameters, and the random numbers of the draws.
 
-A draw is keyed by (seed, output index) alone, never by batch, worker or attempt, so a seeded request gives
-the same tokens wherever and in whatever company it runs.
+A draw depends on (seed, output index) alone, never on batch, worker or attempt, so a seeded request gets the same tokens on
+any worker and in any batch.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Final
 
 from pdserve.core.errors import InvalidRequest
 
-MAX_STOP_STRINGS = 16  # OpenAI allows 4; vLLM has no limit; every live string is searched at each token
+MAX_STOP_STRINGS = 16  # OpenAI allows 4; vLLM has no limit; each string is searched for at each token
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 300  # OpenAI's and vLLM's limit
 MAX_LOGPROBS = 20  # OpenAI's for chat; vLLM's default too
 SEED_LIMIT = 1 << 64
 LEAST_REAL = 1e-6
-"""The smallest temperature, top_p and min_p that are not 0. All is drawn in float32: logits over 3e38 times a temperature
-overflow, and a share that float32 rounds to 0 is none. vLLM takes less than 1e-5 for greedy."""
+"""The smallest temperature, top_p and min_p other than 0. Draws are computed in float32: logits over 3e38 times the
+temperature overflow, and a smaller top_p or min_p may round to 0. vLLM takes a temperature under 1e-5 as greedy."""
 LEAST_REPETITION_PENALTY = 0.01
-"""Logits are divided by it: those of a model, far under 1e6, stay far from where float32 overflows and draws say nothing."""
+"""Logits are divided by the penalty. A model's logits are far under 1e6, so the results stay far from overflow in float32."""
 
 
 class FinishReason(Enum):
-    """Why a request ended well. The values are OpenAI's."""
+    """The reason why a request ended without an error. The values are OpenAI's."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 FINISH_BY_NUMBER: Final = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH}
-"""Finish reasons by their number on the wire (`FinishReason` in common.proto). None: the output goes on."""
+"""The finish reason of each number on the wire (`FinishReason` in common.proto). None: the output goes on."""
 
 
 class Placement(Enum):
-    """Where a request's prompt is computed."""
+    """The placement that a request asks for: it says which worker computes its prompt."""
 
     AUTO = "auto"
     DISAGGREGATED = "disaggregated"
@@ -47,16 +47,16 @@ class Placement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are picked. Raises `InvalidRequest` naming the field and its range.
+    """The sampling parameters of one request. Raises `InvalidRequest`, which names the field and its range.
 
     `max_tokens` is the number of output tokens, counted from the original prompt.
 
-    Order: `logit_bias` is added; then the penalties, as in vLLM (`apply_penalties` of its layers/utils.py).
-    `repetition_penalty` divides the positive logits, and multiplies the others, of ids in the prompt or the output; from
-    those in the output `frequency_penalty` is taken for each time, and `presence_penalty` once (OpenAI's). Then come
-    temperature, top-k, top-p, min-p.
-    `logprobs`: that many of the likeliest tokens beside each drawn one, from the model's logits as they were before all
-    of that (vLLM's `raw_logprobs`). None: no log-probabilities at all.
+    Order: `logit_bias` is added first. Then the penalties follow, as in vLLM (`apply_penalties` of its layers/utils.py):
+    `repetition_penalty` divides the positive logits, and multiplies the other ones, of ids in the prompt or the output. The
+    logits of ids in the output lose `frequency_penalty` for each occurrence, and `presence_penalty` once (as OpenAI's).
+    Temperature, top-k, top-p and min-p come last.
+    `logprobs` is the number of likeliest tokens that are returned beside each drawn token. Log-probabilities are those of the
+    model's logits before any of these changes (vLLM's `raw_logprobs`). None: no log-probabilities are returned.
     """
 
     max_tokens: int = 16
@@ -73,12 +73,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(id, bias), each id once."""
+    """Pairs of (id, bias); each id occurs once."""
     logprobs: int | None = None
     edits_logits: bool = field(init=False, repr=False, compare=False)
-    """Derived: a bias or a penalty is set."""
+    """Derived: True when a bias or a penalty is set."""
     plainly_greedy: bool = field(init=False, repr=False, compare=False)
-    """Derived: the largest of the model's logits, and nothing else, is asked for."""
+    """Derived: True when each draw is the model's largest logit, and no bias, penalty or log-probability is asked for."""
 
     def __post_init__(self) -> None:
         _int("max_tokens", self.max_tokens, 1, 1 << 31)
@@ -106,7 +106,7 @@ class SamplingParams:
         self._derive()
 
     def _derive(self) -> None:
-        """Once for each request: it is asked for every row of every step."""
+        """Compute the derived fields once for each request, because every row of every step reads them."""
         penalised = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
         edits_logits = penalised or bool(self.logit_bias)
         object.__setattr__(self, "edits_logits", edits_logits)
@@ -114,6 +114,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """True when the token with the largest edited logit is taken."""
         return self.temperature == 0.0
 
 
@@ -124,7 +125,7 @@ def _check_biases(biases: tuple[tuple[int, float], ...]) -> None:
         raise InvalidRequest("names an id twice", field="logit_bias")
     for token_id, bias in biases:
         if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
-            raise InvalidRequest(f"of token id {token_id} must be a number in [-100, 100], got {bias}", field="logit_bias")
+            raise InvalidRequest(f"the bias of token id {token_id} must be in [-100, 100], got {bias}", field="logit_bias")
 
 
 def _int(field: str, value: int, low: int, high: int) -> None:
@@ -141,10 +142,10 @@ _MASK = (1 << 64) - 1
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on the seed and the absolute output index only.
+    """Return a number in [0, 1) that depends only on the seed and the absolute output index.
 
-    SplitMix64 (Steele, Lea, Flood 2014, fig. 17), twice: once to spread the seed, once for the index, so that
-    neighbouring seeds and indices are unrelated. 53 bits, as a double holds.
+    SplitMix64 (Steele, Lea, Flood 2014, fig. 17) runs twice, once for the seed and once for the index, so that neighbouring
+    seeds and indices give unrelated numbers. The result has 53 bits, as many as a double holds.
     """
     state = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
     return (_mix((state + (index + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) * (1.0 / (1 << 53))

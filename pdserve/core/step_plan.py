@@ -1,6 +1,6 @@
-"""What the scheduler asks of the model in one step, and what comes back. Immutable: crosses threads.
+"""The plan of one step, which the scheduler gives to the model, and the drawn tokens that come back. Immutable.
 
-Named tuples, since a step makes some for each of its sequences: one costs a quarter of a frozen dataclass.
+The types are named tuples, since a step makes some for each of its sequences: one costs a quarter of a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pdserve.core.sampling import SamplingParams
 
 
 class SampleSpec(NamedTuple):
-    """Draw one token after the last token of a slice."""
+    """A request to draw one token after the last token of a slice."""
 
     params: SamplingParams
     output_index: int
-    """Absolute index of the drawn token among the request's output tokens: keys the randomness."""
+    """The absolute index of the drawn token among the request's output tokens. The draw depends on it and on the seed."""
     banned_ids: tuple[int, ...] = ()
     """Ids that may not be drawn: the end-of-sequence and stop ids while min_tokens is not reached."""
     edits: LogitEdits | None = None
-    """Set exactly where `params.edits_logits`; the sequence's own, which grows once this step is collected."""
+    """The sequence's own edits, which grow once this step is collected. None unless `params.edits_logits`."""
 
 
 GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
-"""The spec of every row that is plainly greedy and bans nothing: its draw depends on neither parameters nor index, and one
-object is in the caches where those of 256 sequences are not."""
+"""The spec of every row that is plainly greedy and bans nothing. Such a draw depends on neither parameters nor index, and one
+shared object stays in the CPU's caches, where the objects of 256 sequences do not."""
 
 
 class SequenceSlice(NamedTuple):
-    """Tokens [start, start + len(token_ids)) of one sequence, to be computed in this step.
+    """Tokens [start, start + len(token_ids)) of one sequence, which this step computes.
 
-    The KV of tokens [0, start) is in the blocks of `block_table`; this step writes that of the slice.
+    The blocks of `block_table` hold the KV of tokens [0, start); this step writes the KV of the slice into them.
     """
 
     seq_id: SeqId
@@ -41,19 +41,21 @@ class SequenceSlice(NamedTuple):
     token_ids: tuple[int, ...]
     block_table: tuple[BlockId, ...]
     sample: SampleSpec | None
-    """None for a chunk that does not end its prompt."""
+    """The draw after the slice. None: the slice is a chunk that does not end its prompt."""
     packed: bytes = b""
-    """`block_table` as int32 where it is kept in that form too; else empty."""
+    """The block table as int32, if the sequence keeps it in that form too; else empty."""
 
 
 class StepPlan(NamedTuple):
+    """The slices of all sequences that one step computes."""
+
     slices: tuple[SequenceSlice, ...]
     decodes: int = 0
-    """So many slices, the first ones, are known to be one token each, after which another is drawn."""
+    """The first `decodes` slices have one token each, and a token is drawn after each of them."""
 
     @property
     def sampled_rows(self) -> list[int]:
-        """Ascending: which of all the slices' tokens are followed by a draw."""
+        """The rows after which a token is drawn, ascending. A row is the index of a token among the tokens of all slices."""
         rows, end = list(range(self.decodes)), self.decodes
         for piece in self.slices[self.decodes :]:
             end += len(piece.token_ids)
@@ -63,12 +65,13 @@ class StepPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens of all slices."""
         return sum(len(s.token_ids) for s in self.slices)
 
 
 NO_TOKEN: Final = -1
-"""Stands for a token where none could be drawn: the row's logits, or what was made of them, have no largest finite number."""
+"""This number stands for a token that could not be drawn: the row's logits, edited or not, have no largest finite number."""
 
 Sampled = tuple[int, TokenLogprobs | None]
-"""A drawn token, with log-probabilities exactly where the parameters ask for them; or `NO_TOKEN` and None.
-A step's are in the order of its slices."""
+"""A drawn token with its log-probabilities, which are None unless the parameters ask for them; or `NO_TOKEN` and None.
+The tokens of a step are in the order of its slices."""

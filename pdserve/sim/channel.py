@@ -23,20 +23,6 @@ REFUSED_S: Final = 0.0005
 _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 
 
-class FakeServer:
-    """Stands where a grpc.aio.Server stands: generated code registers its handlers here."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, Any] = {}
-
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        pass  # the registered ones below are the same
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        for method, handler in handlers.items():
-            self.handlers[f"/{service}/{method}"] = handler
-
-
 class FakeChannel:
     """From one process to one address. What is under way when it is closed is cancelled."""
 

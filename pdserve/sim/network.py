@@ -13,13 +13,11 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from pdserve.sim.clock import Timeline
 from pdserve.sim.process import Process, Waker
-
-if TYPE_CHECKING:
-    from pdserve.sim.channel import FakeServer
+from pdserve.sim.server import FakeServer
 
 GIVE_UP_S: Final = 4.0
 """A connection over a cut path is broken after so long; with real keep-alives 15 s, of which nothing here depends."""

@@ -1,7 +1,7 @@
-"""What one engine step does to the scheduler and what it tells the loop, in two halves around the model. Pure.
+"""The engine step without the model: what it does to the scheduler, and the events that it gives to the loop. Pure.
 
-`begin` applies commands and plans; the caller computes the plan; `finish` collects, and `seal` sums what became final. The
-engine thread calls them with the model between, a simulation with virtual time between.
+`begin` applies commands and plans; the caller computes the plan; `finish` collects the tokens, and `seal` sums the blocks that
+became final. The engine thread runs the model between `begin` and `finish`; a simulation lets virtual time pass.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ from pdserve.worker.messages import (
 )
 
 SumBlocks = Callable[[Sequence[BlockId]], tuple[BlockSum, ...]]
-"""Returns the checksum over all stored bytes of each of these blocks of the pool, in order."""
+"""A function that returns the checksum over all stored bytes of each of these blocks of the pool, in order."""
 
 CHECK_STEPS: Final = 512
-"""The books are checked when the engine goes idle, at most once in so many steps: a walk over all blocks."""
+"""The invariants of the pool are checked when the engine goes idle, at most once in so many steps, because the check walks over
+all blocks."""
 
 
 class EngineSteps:
+    """The steps of one engine over its scheduler and pool."""
+
     def __init__(self, scheduler: Scheduler, pool: BlockPool, sum_blocks: SumBlocks | None = None) -> None:
-        """`sum_blocks`: None where nothing is summed."""
+        """`sum_blocks` sums blocks of the pool. None: no block is summed."""
         self._sum_blocks = sum_blocks
         self._final: tuple[FinalBlocks, ...] = ()
         self._scheduler = scheduler
@@ -53,11 +56,14 @@ class EngineSteps:
 
     @property
     def has_work(self) -> bool:
-        """False: only a command can change anything, so wait for one."""
+        """True when the engine can go on without a further command."""
         return self._scheduler.has_work
 
     def begin(self, commands: Collection[Command]) -> tuple[StepPlan, StepEvents | None]:
-        """The next step, and what the loop should know before it is computed. An empty plan has no `finish`."""
+        """Apply the commands. Return the plan of the next step, and the events that the loop needs before that step, or None.
+
+        The plan is empty when there is nothing to compute; `finish` must not follow then.
+        """
         self._commands_taken += len(commands)
         results = [result for command in commands if (result := self._apply(command)) is not None]
         reserved = tuple([result for result in results if isinstance(result, ReserveResult)])
@@ -67,11 +73,12 @@ class EngineSteps:
         if not plan.slices:
             self._check()
             return plan, StepEvents(lent=lent, reserved=reserved, rehashed=rehashed, snapshot=self._snapshot())
-        # The reader's handshake need not wait for the computation.
+        # Lent blocks go out before the computation, so that the reader's handshake does not wait for it.
         early = StepEvents(lent=lent, reserved=reserved, rehashed=rehashed)
         return plan, early if lent or reserved or rehashed else None
 
     def finish(self, sampled: list[Sampled]) -> StepEvents:
+        """Give the drawn tokens to the scheduler, and return the events of the step. `sampled` is in the order of the plan."""
         outcome = self._scheduler.collect(sampled)
         self._final = outcome.final
         self._unchecked += 1
@@ -85,9 +92,10 @@ class EngineSteps:
         )
 
     def seal(self) -> StepEvents | None:
-        """Sum the blocks that the last step has completed: once the loop was told of it, so that nobody waits for a sum.
+        """Sum the blocks that the last step has completed. Return None when no block is summed.
 
-        Before the next `begin`: the lease's references are still there.
+        Call it after the step's events went to the loop, so that nobody waits for a sum, and before the next `begin`, because
+        the lease's references must still be there.
         """
         final, self._final = self._final, ()
         if self._sum_blocks is None or not any(done.block_ids for done in final):
@@ -106,7 +114,7 @@ class EngineSteps:
         return tuple([block_sum for block_sum in self._pool.sums_of(_lent(seq_id)) if block_sum is not None])
 
     def _rehash(self, seq_id: SeqId) -> Rehashed:
-        """What has changed is not found any more, nor what may have been computed from it."""
+        """Sum the lent blocks of a sequence again. Withdraw changed blocks and those that may have been computed from them."""
         assert self._sum_blocks is not None
         holder = _lent(seq_id)
         blocks = self._pool.blocks_of(holder)
@@ -144,7 +152,10 @@ class EngineSteps:
         return None
 
     def _check(self) -> None:
-        """Raises AssertionError when a block is lost or in two places: the worker must not go on then."""
+        """Check the invariants if `CHECK_STEPS` steps have passed since the last check.
+
+        Raises AssertionError when a block is lost or in two places: the worker must not go on then.
+        """
         if self._unchecked >= CHECK_STEPS:
             self._unchecked = 0
             self._scheduler.check_invariants()

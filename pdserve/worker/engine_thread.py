@@ -1,7 +1,7 @@
-"""The engine thread: the only toucher of scheduler, block pool, model and device.
+"""The engine thread. No other thread touches scheduler, block pool, model and device.
 
-Its step: drain commands, plan, tell the loop what was lent and reserved, compute, collect, publish, sum what is final.
-With nothing to do it blocks on its queue, so an idle worker costs no core.
+One step takes the commands, plans, tells the loop which blocks were lent and reserved, computes, collects the tokens,
+publishes them, and sums the final blocks. An idle engine blocks on its queue, so it costs no core.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from pdserve.worker.engine_steps import EngineSteps, SumBlocks
 from pdserve.worker.messages import Command, StepEvents
 
 MAX_COMMANDS: Final = 65536
-"""Far above what a router's bounded queue can send between two steps; reaching it means the engine is stuck."""
+"""The most commands in the queue. A router's bounded queue sends far fewer between two steps, so a full queue means that the
+engine is stuck."""
 
 
 class Runner(Protocol):
-    """The model. `execute` returns one token for each slice that asks for one, in plan order."""
+    """The model, as the engine thread uses it."""
 
-    def execute(self, plan: StepPlan) -> list[Sampled]: ...
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Compute a plan. Return one token for each slice that asks for one, in the order of the plan."""
 
 
 class EngineThread:
-    """Runs `build` and then steps, all in one thread. `publish` is called in that thread."""
+    """A thread that runs `build`, then step after step. It calls `publish`, and `on_death` with an error that ends it."""
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class EngineThread:
         on_death: Callable[[BaseException], None],
         sums_of: Callable[[], SumBlocks | None] = lambda: None,
     ) -> None:
-        """`sums_of`: how blocks of what was built are summed; None: they are not. Called after `build`."""
+        """`sums_of` is called after `build` and returns the function that sums blocks. None: no block is summed."""
         self._build = build
         self._sums_of = sums_of
         self._publish = publish
@@ -50,7 +52,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        """Returns when the model is loaded. Raises what `build` raised."""
+        """Start the thread and return when the model is loaded. Raises what `build` raised; `InternalBug` after `timeout_s`."""
         self._thread.start()
         if not self._ready.wait(timeout_s):
             raise InternalBug(f"the engine did not load within {timeout_s:.0f} s")
@@ -58,13 +60,13 @@ class EngineThread:
             raise self._failure
 
     def submit(self, command: Command) -> None:
-        """From the loop thread; never blocks. Raises `Overloaded` when the engine takes no commands."""
+        """Queue a command. The loop thread calls this; it never blocks. Raises `Overloaded` when the queue is full."""
         if self._commands.qsize() >= MAX_COMMANDS:
             raise Overloaded("the engine's command queue is full", retry_after_s=1.0)
         self._commands.put(command)
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends after the current step. True when the thread is gone."""
+        """End the thread after its current step. Return False when it still runs after `timeout_s`."""
         self._stopping = True
         self._commands.put(None)
         if self._thread.is_alive():
@@ -96,7 +98,7 @@ class EngineThread:
                 self._publish(sealed)
 
     def _take_commands(self, *, block: bool) -> list[Command]:
-        """All that is queued; with `block`, wait for the first. None in the queue is the wish to stop."""
+        """Return all queued commands; with `block`, wait for the first. None in the queue asks the thread to stop."""
         taken: list[Command] = []
         while block or not self._commands.empty():
             command = self._commands.get()

@@ -1,8 +1,8 @@
-"""Whether the engine still makes steps, as its loop sees it. Pure; loop thread only.
+"""The watch over the engine: the loop sees with it whether the engine still makes steps. Pure; loop thread only.
 
-The engine owes a sign of life while commands wait that it has not taken, or when its last word was that it could go on.
-An engine that waits for a command, or whose waiting sequences do not fit, owes nothing: its snapshots say so. Time counts
-only while the loop itself gets to run, so a process that was stopped does not take itself for stuck when it goes on.
+The engine owes a sign of life while it has not taken all commands, or when its last snapshot said that it had work. An engine
+that waits for a command, or whose waiting sequences do not fit, owes nothing: its snapshots say so. Time counts only while
+the loop itself runs, so a process that was stopped does not look stuck when it goes on.
 """
 
 from __future__ import annotations
@@ -12,47 +12,50 @@ from typing import Final
 from pdserve.worker.messages import StepEvents
 
 LOOK_S: Final = 0.5
-"""Seconds between two looks. At most one heartbeat later the router knows as well."""
+"""The seconds between two looks. The router knows at most one heartbeat later."""
 MAX_STEPS_LATE: Final = 30
-"""A step may take so many times what the slowest of the largest ones took when the worker started. Measured: a worker that
-shared its cores with two busy processes at a lower priority took 28 times as long as alone."""
+"""A step may take so many times the time of the slowest of the largest steps at the worker's start. Measured: a worker at a
+lower priority, which shared its cores with two busy processes, took 28 times as long as alone."""
 
 
 def step_timeout_s(configured_s: float, slowest_s: float) -> float:
-    """After how many seconds a step that does not end makes its worker a lost one. `slowest_s`: of the largest steps, at the
-    start, which includes the compilation of kernels."""
+    """Return the seconds after which a worker whose step does not end is lost. `slowest_s` is the time of the slowest of the
+    largest steps at the start, with the compilation of kernels."""
     return max(configured_s, MAX_STEPS_LATE * slowest_s)
 
 
 class EngineWatch:
+    """The watch over one engine. `timeout_s` is the longest time that it may owe a step."""
+
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.stalled_s = 0.0
-        """For how long the engine has owed a step without a sign of life."""
+        """The time for which the engine has owed a step without a sign of life, in seconds."""
         self._submitted = 0
         self._taken = 0
         self._has_work = False
-        self._owed = False  # at the last look, and nothing was heard since
+        self._owed = False  # True: it owed a step at the last look and has published no event since then
 
     def submitted(self) -> None:
-        """One more command waits for the engine."""
+        """Count one more command that waits for the engine."""
         self._submitted += 1
 
     def heard(self, events: StepEvents) -> None:
+        """Take the engine's events, which are its sign of life."""
         self.stalled_s, self._owed = 0.0, False
         if events.snapshot is not None:
             self._taken, self._has_work = events.snapshot.commands_taken, events.snapshot.has_work
 
     def look(self, elapsed_s: float) -> bool:
-        """Called every `LOOK_S`, with the time since the last call. Returns whether the engine is stuck."""
+        """Return whether the engine is stuck. Call it every `LOOK_S`, with the seconds since the last call."""
         owes = self._has_work or self._submitted > self._taken
-        # Work that came since the last look has waited for less than a look, and counts from this one. Of a look that comes
-        # late, only the time that it was to take counts: nobody was there to hear the engine.
+        # Work that came after the last look counts from this look on. A look that comes late counts at most two intervals,
+        # because the loop could not hear the engine meanwhile.
         self.stalled_s = self.stalled_s + min(elapsed_s, 2 * LOOK_S) if owes and self._owed else 0.0
         self._owed = owes
         return self.stalled_s > self.timeout_s
 
     @property
     def reason(self) -> str:
-        """Why the engine is stuck, in words."""
+        """The reason why the engine is stuck, in words."""
         return f"the engine has made no step for {self.stalled_s:.1f} s, of at most {self.timeout_s:.1f} s, while work waits"

@@ -1,4 +1,4 @@
-"""What a role plugs into, and what it may use of its worker."""
+"""The interface between a worker and its role: the calls that a role gets, and the parts of the worker that it may use."""
 
 from __future__ import annotations
 
@@ -37,35 +37,47 @@ TICKET_SECRET_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class KvDamage:
-    """Blocks since the start: that readers had not read as they were written here, and that have changed in memory here."""
+    """The damaged blocks of KV since the start. `corrupt_blocks` counts blocks whose checksums differed at their readers;
+    `rotted_blocks` counts blocks that have changed in this worker's memory."""
 
     corrupt_blocks: int = 0
     rotted_blocks: int = 0
 
 
 class Role(Protocol):
-    """Prefill or decode. All methods run on the loop thread."""
+    """The role of a worker, prefill or decode. All methods run on the loop thread."""
 
-    def on_command(self, message: link_pb2.RouterMessage) -> None: ...
-    def on_step(self, events: StepEvents) -> None: ...
-    def on_link_lost(self) -> None: ...
+    def on_command(self, message: link_pb2.RouterMessage) -> None:
+        """Handle one command of the router."""
+
+    def on_step(self, events: StepEvents) -> None:
+        """Handle the events of one engine step."""
+
+    def on_link_lost(self) -> None:
+        """Drop all that the router had placed here, because the link to it is lost."""
+
     def on_tick(self) -> None:
-        """At every heartbeat."""
+        """Do the periodic work. The worker calls this at every heartbeat."""
 
     @property
-    def leases_held(self) -> int: ...
+    def leases_held(self) -> int:
+        """The number of leases that this worker has granted and still holds."""
+
     @property
-    def damage(self) -> KvDamage: ...
+    def damage(self) -> KvDamage:
+        """The damaged blocks of KV since the start."""
+
     @property
     def idle(self) -> bool:
-        """No request, lease, read or clean-up is left; the engine may still be at its last step."""
+        """True when no request, lease, read or clean-up is left. The engine may still run its last step."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Drop all requests, and wait until their reads have stopped."""
 
 
 @dataclass(slots=True)
 class Host:
-    """What a role may use of its worker. Loop thread only, but for the immutable parts."""
+    """The parts of a worker that its role may use. Only the loop thread uses them, except the immutable ones."""
 
     config: WorkerConfig
     card: ModelCard
@@ -81,18 +93,18 @@ class Host:
     submit: Callable[[Command], None]
     send: Callable[[link_pb2.WorkerMessage], None]
     open_channel: Callable[[str], grpc.aio.Channel] = open_channel
-    """To a peer's services."""
+    """Opens a channel to a peer's services."""
     staging: Staging | None = None
-    """Reads KV of peers that store it in another dtype; None: such peers are refused."""
+    """Reads KV of peers that store it in another dtype. None: such peers are refused."""
     ticket_secret: bytes = field(default_factory=lambda: secrets.token_bytes(TICKET_SECRET_BYTES))
-    """What this incarnation seals its tickets with. It never leaves the process."""
+    """The key with which this incarnation seals its tickets. It never leaves the process."""
     draining: bool = False
-    """Nothing new is taken; what is here is finished."""
+    """True when the worker takes no new request and only finishes those that it has."""
     counted: CountedCommands = field(default_factory=CountedCommands)
     _last_seq_id: int = 0
 
     def next_seq_id(self, handle: Handle) -> SeqId:
-        """The id of the sequence that this command asks the engine for."""
+        """Return a new id for the sequence that this command starts in the engine."""
         self._last_seq_id += 1
         seq_id = SeqId(self._last_seq_id)
         self.counted.give(seq_id, handle)
@@ -103,21 +115,27 @@ CLOSE_TIMEOUT_S: Final = 10.0
 
 
 async def close_role(role: Role, transfer: TransferThread) -> None:
-    """Bounded. Together, because a role waits for its reads to stop, and one that never does stops with the transport."""
-    closing = asyncio.wait_for(role.close(), CLOSE_TIMEOUT_S)
-    results = await asyncio.gather(closing, transfer.close(), return_exceptions=True)
+    """Close role and transport at the same time: the role waits until its reads have stopped, and a read that does not stop by
+    itself stops with the transport. The wait for the role ends after `CLOSE_TIMEOUT_S`."""
+    results = await asyncio.gather(_close_in_time(role), transfer.close(), return_exceptions=True)
     if isinstance(results[0], TimeoutError):
         log.error("the role was not closed within %.0f s: a read may still write", CLOSE_TIMEOUT_S)
+
+
+async def _close_in_time(role: Role) -> None:
+    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+        await role.close()
 
 
 RoleFactory = Callable[[Host], Role]
 
 
 def region_of(kv: KvCache) -> Region:
-    """The pool as the transport registers it and a ticket describes it."""
+    """Return the region of the pool, which the transport registers and a ticket describes."""
     return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, device_of(kv.blocks))
 
 
 def device_of(memory: Tensor) -> Device:
+    """Return the device of a tensor as the transport names it."""
     kind: DeviceKind = "cuda" if memory.device.type == "cuda" else "cpu"
     return Device(kind, memory.device.index or 0)

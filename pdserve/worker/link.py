@@ -1,10 +1,10 @@
-"""The worker's end of the link: one stream to the router, dialled by the worker and redialled for ever.
+"""The worker's end of the link: one stream to the router. The worker dials it, and dials again for ever.
 
-Losing the stream means that the router has dropped what it had placed here, so the worker does too. There is no grace
-in which a stream could be resumed: the router replays what was lost elsewhere, which needs no state of ours, while
-resuming would need both sides to keep what the other may not have heard. A router that answers no heartbeat, or a gap in
-its numbers, ends the stream in the same way. Everything the worker says goes through one bounded queue in order; when the
-router stops reading for so long that it fills, the stream is ended rather than memory.
+When the stream is lost, the router drops all requests that it had placed here, so the worker drops them too. A stream cannot
+be resumed: the router replays lost requests on other workers without any state from here, while to resume, both sides would
+have to keep all messages that the other may not have got. A router that answers no heartbeat, or a gap in its message
+numbers, ends the stream in the same way. All messages of the worker go through one bounded queue in order. If the router
+does not read for so long that the queue fills, the worker ends the stream instead of using more memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ REDIAL_MAX_S: Final = 2.0  # a restarted router is found again within two heartb
 
 
 class Link:
-    """Loop-owned. `on_command` gets each message of the router after Welcome; `on_lost` follows every loss."""
+    """The link of one worker, which its loop owns. `on_command` gets each message of the router except Welcome and Alive.
+    `on_lost` is called after each loss of a stream that had been welcomed."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Link:
         self._heartbeat = heartbeat
         self._heartbeat_interval_s = heartbeat_interval_s
         self._router_lost_s = router_lost_s
-        self._heard_s: float | None = None  # last sign of a router that answers heartbeats; None: it never has
+        self._heard_s: float | None = None  # last answer to a heartbeat on this stream; None: there was none
         self._on_command = on_command
         self._on_lost = on_lost
         self._open_channel = open_channel
@@ -63,7 +64,7 @@ class Link:
         self.connected = asyncio.Event()
 
     def send(self, message: link_pb2.WorkerMessage) -> None:
-        """Queue a message; without a stream it is dropped, since nobody waits for it any more."""
+        """Queue a message. Without a stream it is dropped, since nobody waits for it any more."""
         if self._outbound is None:
             return
         try:
@@ -72,15 +73,15 @@ class Link:
             self._overflow.set()
 
     def beat_now(self) -> None:
-        """Say what is new without waiting for the next heartbeat."""
+        """Send a heartbeat now if the link is connected."""
         if self.connected.is_set():
             self._send_beat()
 
     async def settle(self) -> None:
-        """Return once the router has heard everything that was said so far, or can be thought lost.
+        """Return once the router has got all messages that were sent so far, or may be lost.
 
-        A stream keeps its order, so the answer to a heartbeat is the answer to all that went before it. Leaving without it
-        could take a last token along.
+        A stream keeps its order, so the answer to a heartbeat also confirms all messages before it. A worker that ends without
+        this answer could lose a last token.
         """
         self.beat_now()
         asked = self._beats
@@ -93,7 +94,7 @@ class Link:
             log.warning("the router did not answer within %.1f s", self._router_lost_s)
 
     async def run(self) -> None:
-        """Until cancelled: dial, serve, and dial again with bounded back-off."""
+        """Dial, serve, and dial again with bounded back-off, until cancelled."""
         pause_s = REDIAL_FIRST_S
         while True:
             try:
@@ -105,13 +106,13 @@ class Link:
             if self.connected.is_set():
                 pause_s = REDIAL_FIRST_S
                 self.connected.clear()
-                self._answered.set()  # whoever settles looks again
+                self._answered.set()  # wakes `settle`, which looks again
                 self._on_lost()
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, REDIAL_MAX_S)
 
     async def _serve_once(self) -> None:
-        """One stream, until it breaks: raises what ended it."""
+        """Open one stream and serve it until it breaks. Raises the error that ended it."""
         self._outbound = asyncio.Queue(MAX_OUTBOUND)
         self._overflow.clear()
         self._heard_s = None
@@ -120,7 +121,7 @@ class Link:
         try:
             async with self._open_channel(self._router_address) as channel:
                 call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=self._metadata)
-                # Written by a task of ours: grpc.aio leaks the one it makes for a request iterator when a stream breaks.
+                # A task of ours writes: for a request iterator, grpc.aio makes a task and leaks it when the stream breaks.
                 writing = asyncio.create_task(self._write(call, self._outbound))
                 ends: list[asyncio.Task[NoReturn]] = [
                     asyncio.create_task(job) for job in (self._read(call), self._beat(), self._end_on_overflow())
@@ -128,7 +129,7 @@ class Link:
                 try:
                     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                     for end in done:
-                        end.result()  # raises: none of them ends well
+                        end.result()  # always raises: none of these tasks ends without an error
                 finally:
                     writing.cancel()
                     for end in ends:
@@ -158,7 +159,7 @@ class Link:
             self._on_command(message)
 
     async def _write(self, call: Stream, outbound: asyncio.Queue[link_pb2.WorkerMessage]) -> None:
-        """Ends with the stream; why it broke is what reading it raises."""
+        """Write queued messages until the stream ends. The task that reads the stream raises the reason of its end."""
         numbers = Outgoing()
         while True:
             message = await outbound.get()
@@ -170,8 +171,11 @@ class Link:
         self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
 
     async def _beat(self) -> NoReturn:
-        """Heartbeats from Welcome on, until none was answered for too long. A process that stood still itself listens once more
-        first. Not earlier: to gRPC a write that meets a refusal is an internal error, which hides what the refusal says."""
+        """Send heartbeats from Welcome on. Raises ConnectionError when none was answered for `router_lost_s`.
+
+        A process that was itself stopped waits one more interval for an answer first. No heartbeat goes out before Welcome: if
+        the router refuses the stream, gRPC turns a concurrent write into an internal error, which hides the reason.
+        """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._router_lost_s):  # `wait_for` loses a cancellation that comes with the Welcome

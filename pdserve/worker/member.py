@@ -1,6 +1,6 @@
-"""A worker as its router knows it: how it introduces itself, beats, takes commands, drains. Loop thread only.
+"""A worker as its router knows it: it introduces itself, sends heartbeats, takes commands and drains. Loop thread only.
 
-Knows no threads, no model and no transport, so that a process runs it for real and a simulation on virtual time.
+It knows no threads, no model and no transport, so both a real process and a simulation on virtual time can run it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ DRAIN_LOOK_S: Final = 0.1
 
 
 class Member:
-    """Made first, since a `Host` sends by its `link`; `start` it with the host, then run the link."""
+    """The membership of one worker in its cluster. Make it before the `Host`, which sends by its `link`; then call `start` with
+    the host, and run the link."""
 
     def __init__(
         self,
@@ -64,15 +65,17 @@ class Member:
         )
 
     def start(self, host: Host, make_role: RoleFactory) -> None:
+        """Set the host, and make the role on it."""
         self._host = host
         self.role = make_role(host)
 
     def submit(self, command: Command) -> None:
-        """To the engine. Raises `Overloaded` when it takes no commands."""
+        """Give a command to the engine. Raises `Overloaded` when its queue is full."""
         self._submit(command)
         self._watch.submitted()
 
     def on_step(self, events: StepEvents) -> None:
+        """Take the events of an engine step, and give them to the role."""
         self._watch.heard(events)
         if events.snapshot is not None:
             self._snapshot = events.snapshot
@@ -80,30 +83,35 @@ class Member:
             self.role.on_step(events)
 
     def drain(self) -> None:
-        """Take nothing new; `drained` tells when nothing is left. Idempotent."""
+        """Take no new request from now on; `drained` returns when none is left. Idempotent."""
         if self._host is not None and not self._host.draining:
-            log.info("%s drains: takes nothing new", self._config.worker_id)
+            log.info("%s drains: it takes no new request", self._config.worker_id)
             self._host.draining = True
             self._drain_asked.set()
             self.link.beat_now()  # the router hears of it before any refusal that follows
 
     async def drained(self) -> None:
-        """Returns once a drain was asked for and nothing is left here nor on its way to the router, or its time is up."""
+        """Return when a drain was asked for, and no request, lease, read, block or unsent message is left.
+
+        Return also after `drain_timeout_s`.
+        """
         await self._drain_asked.wait()
         loop, limit_s = asyncio.get_running_loop(), self._config.drain_timeout_s
         end_s = loop.time() + limit_s
         while not self.empty:
             if loop.time() >= end_s:
-                log.warning("%s: not drained within %.0f s; ends with %s", self._config.worker_id, limit_s, self._snapshot)
+                log.warning(
+                    "%s has not drained within %.0f s; it ends with %s", self._config.worker_id, limit_s, self._snapshot
+                )
                 return
             await asyncio.sleep(DRAIN_LOOK_S)
         await self.link.settle()
         log.info("%s has drained", self._config.worker_id)
 
     async def broken(self) -> str:
-        """Returns why, once a part that the worker cannot do without is stuck, and the router has been told of it.
+        """Wait until the engine or the transfer thread is stuck, tell the router, and return the reason.
 
-        The process must end then: no thread can be stopped from outside, and what a stuck one still writes is unknown.
+        The process must then end: no thread can be stopped from outside, and nobody knows what a stuck one still writes.
         """
         watches = [asyncio.create_task(watch) for watch in (self._engine_stuck(), self._transfer_unhealthy())]
         try:
@@ -134,7 +142,7 @@ class Member:
 
     @property
     def empty(self) -> bool:
-        """No request, lease, read or block is left."""
+        """True when no request, lease, read or block is left."""
         blocks, (_, role) = self._snapshot.blocks, self._started()
         return role.idle and self._snapshot.num_running == self._snapshot.num_waiting == blocks.held == blocks.quarantined == 0
 

@@ -1,4 +1,4 @@
-"""What a worker's memory goes to, and what its KV pool holds, as printed at its start."""
+"""The memory report that a worker prints at its start: the use of its memory, and the size of its KV pool."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pdserve.config import MIB
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes. `step_bytes`: what the largest step takes beside weights and KV. `rest_bytes`: resident beyond these three,
-    mostly torch, NIXL and Python; on a GPU all that is resident, since the others are the device's.
+    """The memory of one worker. `step_bytes` is the memory that the largest step takes beside weights and KV. `rest_bytes` is
+    the resident memory beyond these three, mostly torch, NIXL and Python. On a GPU it is all resident memory of the host, since
+    the other three are in the GPU's memory. `max_model_len` counts tokens.
     """
 
     weights_bytes: int = 0
@@ -23,15 +24,16 @@ class MemoryReport:
 
     @property
     def kv_tokens(self) -> int:
+        """The number of tokens that the KV pool holds."""
         return self.num_blocks * self.block_size
 
     @property
     def longest_requests(self) -> float:
-        """How many requests of the greatest length fit the pool at a time."""
+        """The number of requests of the greatest length that fit the pool at the same time."""
         return self.kv_tokens / self.max_model_len if self.max_model_len else 0.0
 
     def pool(self) -> str:
-        """The KV pool in words."""
+        """Describe the KV pool in words."""
         return (
             f"KV pool {_mib(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} = {self.kv_tokens:,} tokens, "
             f"{self.longest_requests:,.1f} requests of {self.max_model_len:,} tokens"

@@ -1,4 +1,4 @@
-"""What the loop thread asks of the engine thread, and what one engine step answers. Immutable."""
+"""The commands that the loop thread gives to the engine thread, and the events that an engine step returns. Immutable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.engine.schedule.outcome import Advance, OutputToken
 
 @dataclass(frozen=True, slots=True)
 class AddLent:
-    """Compute this prompt and one token, and lend the blocks to a remote reader. See `Scheduler.add` for the rest."""
+    """Compute this prompt and one token, and lend the blocks to a remote reader. `Scheduler.add` explains the fields."""
 
     seq_id: SeqId
     prompt: tuple[int, ...]
@@ -25,7 +25,7 @@ class AddLent:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Hold room for this sequence now or not at all. With `local_prefill` it starts to run at once."""
+    """Reserve blocks for this sequence now or not at all. With `local_prefill` it starts to run at once."""
 
     seq_id: SeqId
     prompt: tuple[int, ...]
@@ -38,7 +38,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """The inbound KV of this sequence is committed: decode it."""
+    """Decode this sequence, because its inbound KV is committed. `first_token` is the id of token 0."""
 
     seq_id: SeqId
     first_token: int
@@ -46,7 +46,7 @@ class Activate:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Drop this sequence, if it is still there. A read in flight quarantines its inbound blocks."""
+    """Drop this sequence if it is still there. `read_in_flight` True: its inbound blocks are quarantined."""
 
     seq_id: SeqId
     read_in_flight: bool = False
@@ -54,21 +54,21 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class EndQuarantine:
-    """The read into this sequence's blocks has stopped for good."""
+    """Free this sequence's quarantined blocks, because the read into them has stopped."""
 
     seq_id: SeqId
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnLease:
-    """The lease over this sequence's blocks has ended."""
+    """Drop the lease's references on this sequence's blocks, because the lease has ended."""
 
     seq_id: SeqId
 
 
 @dataclass(frozen=True, slots=True)
 class Rehash:
-    """A reader did not read what was summed: look at what the lent blocks of this sequence hold now."""
+    """Sum the lent blocks of this sequence again, because a reader's checksums differ."""
 
     seq_id: SeqId
 
@@ -78,17 +78,17 @@ Command = AddLent | Reserve | Activate | Abort | EndQuarantine | ReturnLease | R
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """All prompt blocks of a sequence are allocated, and referenced for a lease that is yet to be granted."""
+    """All prompt blocks of a sequence are allocated, with references for a lease that the loop must now grant."""
 
     seq_id: SeqId
     block_ids: tuple[BlockId, ...]
     sums: tuple[BlockSum, ...] | None = None
-    """Checksums of its prefix hits, which were final before; None: nothing is summed."""
+    """Checksums of its prefix hits, which were final before. None: no block is summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The checksums of blocks of a lent sequence from `first` on, which are final."""
+    """The checksums of a lent sequence's blocks from `first` on, which are final now."""
 
     seq_id: SeqId
     first: int
@@ -97,7 +97,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Rehashed:
-    """The lent blocks that do not hold what was summed."""
+    """The answer to `Rehash`: the lent blocks that no longer match their checksums."""
 
     seq_id: SeqId
     rotted: tuple[BlockId, ...]
@@ -105,15 +105,17 @@ class Rehashed:
 
 @dataclass(frozen=True, slots=True)
 class ReserveResult:
+    """The answer to `Reserve`."""
+
     seq_id: SeqId
     block_ids: tuple[BlockId, ...] | None
-    """None: no room."""
+    """The reserved blocks. None: there is no room."""
     hits: int = 0
-    """Leading blocks that hold their KV already."""
+    """The number of leading blocks that hold their KV already."""
 
 
 class EngineSnapshot(NamedTuple):
-    """The engine's level state after a step."""
+    """The state of the engine after a step. Counts of prefix tokens and errors grow from the start on."""
 
     blocks: BlockCounts
     num_waiting: int
@@ -122,22 +124,22 @@ class EngineSnapshot(NamedTuple):
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     commands_taken: int = 0
-    """How many commands the engine has taken, of all that were submitted since the start."""
+    """The number of commands that the engine has taken since the start."""
     numerical_errors: int = 0
-    """Sequences since the start that failed because their logits were not finite numbers."""
+    """The number of sequences since the start that failed because their logits were not finite numbers."""
     has_work: bool = False
-    """Whether the engine goes on without a further command."""
+    """True when the engine goes on without a further command."""
     last_seq_id: SeqId = SeqId(0)
-    """The last sequence that was asked for before these counts were taken."""
+    """The last sequence that the loop had asked for when these counts were taken."""
 
 
 class StepEvents(NamedTuple):
-    """Everything one engine step did."""
+    """All events of one engine step."""
 
     lent: tuple[Lent, ...] = ()
     reserved: tuple[ReserveResult, ...] = ()
     advanced: tuple[Advance, ...] = ()
-    """Of lent sequences whose prompt is not finished."""
+    """The progress of lent sequences whose prompt is not finished."""
     tokens: tuple[OutputToken, ...] = ()
     preempted: tuple[SeqId, ...] = ()
     failed: tuple[SeqId, ...] = ()

@@ -1,7 +1,7 @@
-"""The text side of running requests: engine tokens become the rows of a StepBatch.
+"""The text of running requests: tokens of the engine become the rows of a StepBatch.
 
-Runs on the loop thread, off the engine's. One `OutputStream` folds one request's token ids into text; a stop string
-found here ends a request that the engine still runs.
+This runs on the loop thread, so that the engine thread does not wait for it. One `OutputStream` turns one request's token ids
+into text. A stop string that is found here ends a request that the engine still runs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 class OutputStream:
-    """One request's output, as this worker sees it. Every token is pushed, in order, after those of `earlier`."""
+    """The output of one request on this worker. Every token is pushed in order, after the tokens of `earlier`."""
 
     def __init__(self, handle: Handle, tokenizer: Tokenizer, params: SamplingParams, earlier: Sequence[int] = ()) -> None:
-        """`earlier`: output ids that the client has already. Text depends on nothing but all ids, so it goes on from there."""
+        """Start after `earlier`, the output ids that the client has already. The text depends only on the output ids, so it
+        goes on from there."""
         self._handle = handle
         self._text = OutputText(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
         self._next_index = 0
@@ -29,14 +30,14 @@ class OutputStream:
             self.skip(token_id)
 
     def skip(self, token_id: int) -> None:
-        """The next token, whose row the client has from elsewhere."""
+        """Take the next token without making a row, because the client gets that row from another worker."""
         self._text.push(token_id)
         self._next_index += 1
 
     def push(
         self, index: int, token_id: int, finish_reason: FinishReason | None, logprobs: TokenLogprobs | None = None
     ) -> link_pb2.StepRow:
-        """The row of this token. Its finish reason is STOP also when a stop string was completed by it."""
+        """Return the row of this token. Its finish reason is STOP also when the token completes a stop string."""
         assert index == self._next_index, f"token {index} after {self._next_index - 1}"
         self._next_index += 1
         step = self._text.push(token_id)

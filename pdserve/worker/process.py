@@ -1,4 +1,4 @@
-"""`python -m prefill_worker` and `python -m decode_worker`: a worker without Ray."""
+"""A worker process without Ray: the commands `python -m prefill_worker` and `python -m decode_worker`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ import click
 from pdserve.config import WorkerConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.observe.logs import setup_logging
+from pdserve.observe.title import set_title
 from pdserve.worker.runtime import RunningWorker
 
 LOOK_S: Final = 0.2
 
 
 def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
-    """The command line of one role; never returns."""
+    """Run the command line of one role. It never returns: the process ends with the worker's exit status, or with 2 for a
+    wrong setting."""
 
     @click.command(
         name=f"{role}_worker", help=f"Run one {role} worker. SIGTERM or Ctrl-C drains it; a second one stops it at once."
     )
-    @click.option("--config", type=click.Path(dir_okay=False), required=True, help="YAML with WorkerConfig's settings.")
+    @click.option(
+        "--config", type=click.Path(dir_okay=False), required=True, help="YAML file with the settings of WorkerConfig."
+    )
     @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override one setting.")
     @click.option("--log-level", default="info", show_default=True)
     @click.option("--exit-with-parent", is_flag=True, help="Stop when standard input closes.")
@@ -34,6 +38,7 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
         setup_logging(log_level)
         try:
             worker_config = load(WorkerConfig, config, overrides)
+            set_title(worker_config.worker_id)
             drain, stop = threading.Event(), threading.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: stop.set() if drain.is_set() else drain.set())
@@ -45,8 +50,8 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
             status = 2
         sys.stdout.flush()
         sys.stderr.flush()
-        # Where rdma-core is installed, a process that created a UCX backend crashes in its exit handlers; all that
-        # needs cleaning has been cleaned by now.
+        # If rdma-core is installed, a process that created a UCX backend crashes in its exit handlers. All clean-up that
+        # is needed has been done here.
         os._exit(status)
 
     command()
@@ -58,7 +63,8 @@ def _stop_at_eof(stop: threading.Event) -> None:
 
 
 def _serve(worker: RunningWorker, drain: threading.Event, stop: threading.Event) -> int:
-    """Until the worker ends by itself, which it also does when it has drained, or `stop` is set."""
+    """Serve until the worker ends by itself, which it also does when it has drained, or until `stop` is set. Return the exit
+    status."""
     ready = {"event": "ready", "address": worker.address, "pid": os.getpid(), "load_s": round(worker.load_s, 3)}
     print(json.dumps(ready), flush=True)
     while not stop.wait(LOOK_S):

@@ -1,4 +1,4 @@
-"""A worker trusts its router, yet checks what would break its engine: a bad prompt must cost itself alone."""
+"""Checks of the router's commands. A worker trusts its router, but a bad prompt must fail alone and not break the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pdserve.worker.host import Host
 
 
 def read_request(command: Prefill | Bind, host: Host) -> tuple[tuple[int, ...], SamplingParams]:
-    """The prompt and parameters of a command. Raises `InvalidRequest` for what the model or the pool cannot hold."""
+    """Return the prompt and parameters of a command. Raises `InvalidRequest` for values that the model or the pool cannot
+    take."""
     try:
         prompt = codec.unpack_ids(command.prompt_ids)
     except ValueError as exc:
@@ -29,17 +30,19 @@ def read_request(command: Prefill | Bind, host: Host) -> tuple[tuple[int, ...], 
         raise InvalidRequest(f"names token id {named}, which is not below {host.card.vocab_size}", field="sampling")
     if not command.resumed < min(len(prompt), params.max_tokens):
         raise InvalidRequest(
-            f"{command.resumed} of {len(prompt)} ids cannot be output of a request of {params.max_tokens}", field="resumed"
+            f"{command.resumed} ids cannot be output: the prompt has {len(prompt)} ids, max_tokens is {params.max_tokens}",
+            field="resumed",
         )
     return prompt, params
 
 
 def no_numbers(host: Host) -> NumericalError:
+    """Make the error of a sequence whose logits were not finite numbers."""
     return NumericalError(f"the logits of a step were not finite numbers on worker {host.config.worker_id}")
 
 
 def failed(handle: Handle, error: PdserveError, *, pair_failed: bool = False) -> link_pb2.WorkerMessage:
-    """Tells the router that this request ended here without an outcome. `pair_failed`: KV did not come from its lender."""
+    """Make the message that this request has failed here. `pair_failed` True: KV did not pass from the lender to here."""
     return link_pb2.WorkerMessage(
         request_failed=link_pb2.RequestFailed(
             handle=handle, reason=to_reason(error.code), message=error.message, pair_failed=pair_failed

@@ -1,7 +1,7 @@
-"""The life of a worker process: load, start three threads, serve, stop.
+"""The life of a worker process: it loads, starts three threads, serves and stops.
 
-A role (prefill or decode) plugs in as an object that gets the router's commands and the engine's events; everything
-it calls here runs on the loop thread.
+The role, prefill or decode, is an object that gets the router's commands and the engine's events. It runs on the loop
+thread.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from pdserve.worker.messages import EngineSnapshot, StepEvents
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S: Final = 0.0005
-"""Three threads share the GIL: 300 small torch operations beside a busy Python thread take 0.3 to 8 ms with this
-interval, and a median of up to 438 ms with Python's default of 5 ms (measured)."""
+"""The interval at which Python's threads switch. Three threads share the GIL: 300 small torch operations beside a busy Python
+thread take 0.3 to 8 ms with this interval, and a median of up to 438 ms with Python's default of 5 ms (measured)."""
 GC_OBJECTS: Final = 20_000
 LOAD_TIMEOUT_S: Final = 600.0
 START_TIMEOUT_S: Final = 60.0
@@ -62,7 +62,7 @@ LAG_PERIOD_S: Final = 0.5
 
 
 class RunningWorker:
-    """A started worker. `wait` returns its exit status; `stop` ends it and is idempotent."""
+    """One worker, which `start` brings up. `wait` returns its exit status; `stop` ends it and is idempotent."""
 
     def __init__(self, config: WorkerConfig, role: common_pb2.Role, make_role: RoleFactory) -> None:
         self._config = config
@@ -78,13 +78,13 @@ class RunningWorker:
         self.address = ""
         self.memory = MemoryReport()
         self.computes = ""
-        """How steps are computed, in words; known once it has started."""
+        """A description, in words, of how steps are computed. It is empty until the worker has started."""
         self._step_bytes = 0
         self._step_timeout_s = config.engine.step_timeout_s
         self.load_s = 0.0
 
     def start(self) -> RunningWorker:
-        """Loads the model and brings the services up. Raises what went wrong; nothing is left running then."""
+        """Load the model and bring the services up. Raises what went wrong; nothing runs any more then."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._exposure = exposure_of(self._config.host, allow_public=self._config.allow_public_bind)
         began_s = time.monotonic()
@@ -123,7 +123,7 @@ class RunningWorker:
         return self
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End everything: link, services, transport, engine. Bounded by about twice `timeout_s`."""
+        """End link, services, transport and engine. This takes at most about twice `timeout_s`."""
         if self._loop is not None and self._stop_requested is not None:
             try:
                 self._loop.call_soon_threadsafe(self._stop_requested.set)
@@ -137,11 +137,12 @@ class RunningWorker:
     def _stop_engine(self, timeout_s: float) -> None:
         if self._engine.stop(timeout_s):
             self._events.close()
-        else:  # it may still put something
+        else:  # the thread may still put events
             log.error("the engine thread did not stop within %.0f s", timeout_s)
 
     def drain(self) -> None:
-        """Take nothing new, finish what is here, then stop; `wait` tells when. From any thread; idempotent."""
+        """Take no new request, finish the ones that are here, then stop; `wait` then returns. Any thread may call it.
+        Idempotent."""
         if self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(self._drain)
@@ -149,7 +150,7 @@ class RunningWorker:
                 pass  # the loop has ended by itself
 
     def wait(self, timeout_s: float | None) -> int | None:
-        """The exit status, or None when the worker still runs after `timeout_s`."""
+        """Return the exit status. Return None when the worker still runs after `timeout_s`; None waits without a limit."""
         try:
             return self._exit.result(timeout_s)
         except TimeoutError:
@@ -157,23 +158,24 @@ class RunningWorker:
 
     @property
     def kv(self) -> KvCache:
-        """The KV pool; the engine writes it."""
+        """The KV pool, which the engine writes."""
         assert self._runner is not None
         return self._runner.kv
 
     @property
     def healthy(self) -> bool:
+        """True while the worker runs."""
         return not self._exit.done()
 
     def _measure(self, runner: ModelRunner) -> MemoryReport:
-        """Of this process, now, before its first request."""
+        """Measure the memory of this process before its first request."""
         kv, weights, step = runner.kv, runner.weights_bytes, self._step_bytes
         here = weights + step + kv.nbytes if kv.device.type == "cpu" else 0
         rest = max(0, resident_bytes() - here)
         return MemoryReport(weights, step, kv.nbytes, rest, kv.num_blocks, kv.layout.block_size, runner.max_model_len)
 
     def _converts(self, engine: EngineConfig) -> int:
-        """Bytes that staging may take: decode workers read from peers of any dtype."""
+        """Return the bytes that staging may take. Only decode workers stage: they read from peers of any dtype."""
         layout = self._card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
         return most_staged_bytes(layout) if self._role_number == common_pb2.ROLE_DECODE else 0
 
@@ -202,12 +204,13 @@ class RunningWorker:
         return runner, scheduler, pool
 
     def _sums_of(self) -> BlockSums | None:
-        """Returns what sums the pool's blocks; None where this worker does not lend them, or checksums are off."""
+        """Return the function that sums the pool's blocks. None: this worker does not lend blocks, or checksums are off."""
         lends = self._role_number == common_pb2.ROLE_PREFILL
         return BlockSums(self.kv.blocks) if lends and self._config.lease.kv_checksum else None
 
     def _die(self, exc: BaseException) -> None:
-        """A bug in the engine: nothing this process holds can be trusted, so it ends and is restarted."""
+        """Set exit status 1, because a thread died of a bug. The state of this process cannot be trusted, so it ends and is
+        started again."""
         log.critical("a worker thread died", exc_info=exc)
         if not self._exit.done():
             self._exit.set_result(1)
@@ -225,7 +228,7 @@ class RunningWorker:
     def _run_loop(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as exc:  # noqa: BLE001 - reported to whoever waits
+        except BaseException as exc:  # noqa: BLE001 - reported to `start` or `wait`
             if not self._started.done():
                 self._started.set_exception(exc)
             else:
@@ -289,7 +292,10 @@ class RunningWorker:
             staging.close()
 
     async def _run_services(self, server: grpc.aio.Server, member: Member) -> None:
-        """Until a stop is asked for, or a part that the worker cannot do without ends."""
+        """Run link and services until a stop is asked for, the worker has drained, or a needed part has ended.
+
+        Raises `ReplicaLost` when a part is stuck, and otherwise what ended the part.
+        """
         assert self._stop_requested is not None
         servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -308,7 +314,7 @@ class RunningWorker:
             if broken in done:
                 raise ReplicaLost(broken.result())
             for task in done - {stop, drained}:
-                task.result()  # raises what ended it
+                task.result()  # raises the error that ended it
                 raise InternalBug(f"{task.get_name()} ended")
         finally:
             for task in [*tasks, broken, stop, drained]:
@@ -316,7 +322,7 @@ class RunningWorker:
             await asyncio.gather(*tasks, broken, stop, drained, return_exceptions=True)
 
     def _bind(self, server: grpc.aio.Server) -> str:
-        """Raises `ConfigError` naming the settings."""
+        """Open the port and return the address that peers use. Raises `ConfigError`, which names the settings."""
         host, port = self._config.host, self._config.port
         try:
             bound = server.add_insecure_port(f"{host}:{port}")
@@ -328,9 +334,9 @@ class RunningWorker:
 
 
 def _spare_garbage_collector() -> None:
-    """What is loaded stays, and is not walked again: 300 ms in which no thread runs (measured).
+    """Keep the garbage collector from walking the loaded objects again: no thread runs during such a walk of 300 ms (measured).
 
-    A step of 256 sequences makes 1,500 objects and drops them; at Python's threshold of 700 it would pay for two walks.
+    A step of 256 sequences makes 1,500 objects and drops them. With Python's threshold of 700 it would pay for two walks.
     """
     gc.collect()
     gc.freeze()

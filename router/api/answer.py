@@ -1,4 +1,4 @@
-"""What a client gets: the tokens of a request as they come, and the report of how it was served."""
+"""The answer to a client: the tokens of a request as they come, and the report of how it was served."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Delta:
     text: str
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each id, where the request asks for them."""
+    """One entry for each id if the request asks for log-probabilities, else none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a request was served; see RequestReport in inference.proto for each field."""
+    """An account of how a request was served. RequestReport in inference.proto explains each field."""
 
     placement: Placement
     placement_reason: str
@@ -48,29 +48,29 @@ class Report:
     prefill_end_s: float = 0.0
     kv_committed_s: float = 0.0
     first_decode_s: float = 0.0
-    retry_reasons: tuple[str, ...] = ()  # error codes: why each attempt but the first was needed
+    retry_reasons: tuple[str, ...] = ()  # the error codes that made each attempt after the first necessary
     rebinds: int = 0
     request_id: str = ""
     correlation_id: str = ""
     exact: bool = True
 
     def values(self) -> dict[str, Any]:
-        """By field name. `dataclasses.asdict` copies deeply, which takes 30 us, once or twice a request."""
+        """Return the fields by name. `dataclasses.asdict` would copy deeply, which takes 30 us once or twice a request."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Generation(Protocol):
-    """One running request. Iterate it to its end, or `close` it: then everything it holds is released."""
+    """One running request. Iterate it to its end, or `close` it. Either releases everything that it holds."""
 
     request_id: str
     prompt_len: int
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        """The last delta has a finish reason. Raises a `PdserveError`."""
+        """Iterate over the deltas. The last one has a finish reason. Raises a `PdserveError` when the request fails."""
 
     @property
     def report(self) -> Report:
-        """From the last delta, or the error, on. Raises `InternalBug` before."""
+        """The report exists once the last delta or the error is there. Raises `InternalBug` before."""
 
     def close(self) -> None:
-        """The client is gone: cancel at once what is still running. Idempotent, never blocks."""
+        """Cancel at once what is still running: the client is gone. Idempotent; never blocks."""

@@ -1,8 +1,8 @@
-"""What a request is called, and who may cancel it: whoever was told its cancel token, when it was admitted.
+"""The names of requests, and the right to cancel one. A client may cancel a request if it was told the request's cancel token.
 
-The router makes the names, so that two clients never mean one request. A connection is no identity, since proxies share
-them, and an id is in logs. A token names the router's incarnation and is otherwise a keyed hash of the request's id, so
-that no table of tokens has to be kept.
+The router makes the request ids, so two clients never mean the same request by mistake. A connection does not identify a
+client, because proxies share connections, and an id does not prove anything, because ids are in logs. A token names the
+router's incarnation and holds a keyed hash of the request's id, so no table of tokens has to be kept.
 """
 
 from __future__ import annotations
@@ -15,34 +15,38 @@ from typing import Final
 
 from pdserve.core.ids import Incarnation, RequestId
 
-KEY_BYTES: Final = 32  # of HMAC-SHA256, as long as its output
+KEY_BYTES: Final = 32  # HMAC-SHA256 gets a key as long as its output
 _TOKEN: Final = re.compile("([0-9a-f]{16})-[0-9a-f]{64}")
 
 
 def new_request_id() -> str:
-    """Unique: 128 random bits in 32 characters."""
+    """Return a unique id: 128 random bits in 32 hexadecimal characters."""
     return secrets.token_hex(16)
 
 
 class Claim(Enum):
+    """The result of a check of a cancel token."""
+
     VALID = "valid"
     WRONG = "wrong"
     NOT_HERE = "not here"
-    """It was given by another router, or by this one before it was started anew."""
+    """Another router gave the token, or this one gave it before its last start."""
 
 
 class CancelTokens:
+    """Issues and checks the cancel tokens of one router process."""
+
     def __init__(self, incarnation: Incarnation, key: bytes) -> None:
-        """`key` is secret and drawn anew at each start: `KEY_BYTES` random bytes."""
+        """`key` is `KEY_BYTES` random bytes. It is secret and is drawn anew at each start."""
         self._incarnation = f"{incarnation:016x}"
         self._key = key
 
     def issue(self, request_id: RequestId) -> str:
-        """The cancel token of a request, 81 ASCII characters."""
+        """Return the cancel token of a request, 81 ASCII characters."""
         return f"{self._incarnation}-{hmac.new(self._key, request_id.encode(), 'sha256').hexdigest()}"
 
     def check(self, request_id: RequestId, token: str) -> Claim:
-        """Whether the token is that of the request, which need not exist. The time that it takes does not depend on how
+        """Check that the token is that of the request, which need not exist. The time that this takes does not depend on how
         much of the token is right."""
         parts = _TOKEN.fullmatch(token)
         if parts is None:

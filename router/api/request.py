@@ -1,4 +1,4 @@
-"""What a client asks for, as a front end (gRPC or HTTP) hands it on. No type of a wire format is in here."""
+"""A client's request, as a front end (gRPC or HTTP) hands it on. This file has no type of a wire format."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pdserve.core.sampling import Placement
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
+    """One message of a chat prompt."""
+
     role: str
     content: str
 
@@ -22,20 +24,20 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 class GenerateInput:
     """One request as a client wrote it, not yet checked against the model's limits.
 
-    `sampling` holds the fields of `SamplingParams` that the client set, by name (`logit_bias` as a mapping); the others
-    take their defaults,
-    an unset `max_tokens` means as many as fit, an unset `seed` is drawn by the router.
+    `sampling` holds by name the fields of `SamplingParams` that the client set (`logit_bias` as a mapping). Other fields take
+    their defaults. Without `max_tokens` the output may be as long as fits; without `seed` the router draws one.
     """
 
     prompt: Prompt
     sampling: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
     request_id: str | None = None
-    """The router's own, if the front end has made it already: unique. Never what a client sent."""
+    """The router's own unique id, if the front end has made it already. It is never what a client sent."""
     correlation_id: str = ""
-    """What the client calls it: is logged and told again, and need not be unique."""
+    """The client's name for the request. It is logged and sent back, and need not be unique."""
     deadline_s: float | None = None
     priority: int = 0
     placement: Placement | None = None
     cache_salt: str = ""
-    """KV of equal prefixes is shared only among requests with the same one: a tenant cannot time another's prompts."""
+    """KV of equal prefixes is shared only among requests with the same salt, so a tenant cannot find another's prompts by
+    timing."""

@@ -1,4 +1,4 @@
-"""What the front ends call. `router.service.service.RouterService` implements it."""
+"""The interface that the front ends call."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ class RouterApi(Protocol):
     max_body_bytes: int
 
     async def submit(self, request: GenerateInput) -> Generation:
-        """Check, tokenise, queue. Raises `InvalidRequest`, `UnknownModel`, `Overloaded`, `DeadlineExceeded`."""
+        """Check, tokenise and queue a request. Raises `InvalidRequest`, `UnknownModel`, `Overloaded`, `DeadlineExceeded` or
+        `Unavailable`."""
 
-    def cancel(self, request_id: str) -> bool: ...
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a running request. False: no such request is running."""
 
-    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]: ...
+    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt. Raises `InvalidRequest`, `UnknownModel`, `Overloaded` or `Unavailable`."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text; of a special one the way it is written. Empty for an id without a token."""
+        """Return the bytes that a token adds to a text, and for a special token the bytes of its written form. They are empty
+        for an id without a token."""
 
     @property
-    def max_prompt_tokens(self) -> int: ...
+    def max_prompt_tokens(self) -> int:
+        """A prompt may have at most this many tokens, which leaves room for one token of output."""
 
     @property
     def ready(self) -> bool:
@@ -33,7 +38,7 @@ class RouterApi(Protocol):
 
     @property
     def not_ready_reason(self) -> str:
-        """Why not; empty when ready."""
+        """The reason why a request would not be served now. Empty: the router is ready."""
 
     def metrics(self) -> bytes:
-        """Prometheus text."""
+        """Return the metrics as Prometheus text."""

@@ -10,23 +10,27 @@ from pdserve.core.ids import RequestId
 from router.core.live_request import LiveRequest
 
 STALE_MIN: Final = 1024
-"""Requests that ended leave theirs behind; the heap is rebuilt before it outgrows the requests by so many."""
+"""Ended requests leave stale deadlines in the heap. The heap is rebuilt when it holds this many more than twice the live
+requests."""
 
 
 class Deadlines:
+    """A heap of the deadlines of `requests`."""
+
     def __init__(self, requests: Mapping[RequestId, LiveRequest]) -> None:
         self._requests = requests
         self._heap: list[tuple[float, int, RequestId]] = []
 
     def __len__(self) -> int:
-        """With those of requests that have ended."""
+        """Return the number of deadlines in the heap, including those of ended requests."""
         return len(self._heap)
 
     def add(self, request: LiveRequest) -> None:
+        """Add the deadline of a live request."""
         heapq.heappush(self._heap, (request.deadline_s, request.arrival, request.request_id))
 
     def passed(self, *, now_s: float) -> Iterator[LiveRequest]:
-        """Live requests whose deadline has passed, each once."""
+        """Yield the live requests whose deadline has passed, each once."""
         while self._heap and self._heap[0][0] <= now_s:
             _, arrival, request_id = heapq.heappop(self._heap)
             request = self._requests.get(request_id)

@@ -1,9 +1,11 @@
-"""Puts requests on workers: those that wait, in their order, and those that lost their decode worker in a handoff.
+"""The dispatcher puts requests on workers: waiting requests in their order, and requests that lost their decode worker in a
+handoff.
 
-What waits is placed strictly in order: a large request at the head is not overtaken for ever. It keeps every worker that
-could serve it from those behind, and no other: a worker that is too small for it, or that the KV of no prefill worker
-reaches, goes on with what comes next. One that no worker here could serve is passed over, keeping its place; it waits
-`recovery_wait_s` for a worker to come back, since each of its like was admitted when there was one.
+Waiting requests are placed strictly in order, so that a large request at the head is not overtaken for ever. A request without
+room keeps every worker that could serve it from the requests behind it, and no other worker: one that is too small for it, or
+that the KV of no prefill worker reaches, goes on with the next requests. A request that no linked worker could serve is passed
+over and keeps its place. It waits `recovery_wait_s` for a worker to come back, because some worker could serve it when it was
+admitted.
 """
 
 from __future__ import annotations
@@ -24,20 +26,23 @@ from router.core.requests import Requests
 _E = RequestEvent
 
 LOOK_PAST: Final = 16
-"""Requests without room that are looked past in one go. Each takes 0.1 ms (measured, four workers in each pool), so a long
-queue costs an event two at most."""
+"""At most this many requests without room are looked past in one go. Each takes 0.1 ms (measured, four workers in each pool),
+so a long queue costs an event at most 2 ms."""
 
 
 class Dispatcher:
+    """Sends binds and prefills, and returns requests to the queue."""
+
     def __init__(self, requests: Requests, placer: Placer, *, recovery_wait_s: float) -> None:
         self._requests = requests
         self._placer = placer
         self._recovery_wait_s = recovery_wait_s
 
     def pump(self, now_s: float, *, recheck: bool) -> None:
-        """Place what waits, as far as there is room. `recheck`: look again at those that were passed over, too.
+        """Place waiting requests, as far as there is room. With `recheck`, also look again at requests that no worker could
+        serve.
 
-        Without it, a thousand of them would be looked at with every request that ends.
+        Without that distinction, every request that ends would cost a look at all of those requests, perhaps a thousand.
         """
         position, blocked = 0, 0
         kept: set[LinkId] = set()
@@ -61,6 +66,8 @@ class Dispatcher:
                 return
 
     def _waits_on(self, request: LiveRequest, error: Unavailable, now_s: float) -> bool:
+        """Tell whether a request that no worker could serve waits on. Once it has waited `recovery_wait_s`, it fails with
+        `error`."""
         if request.unplaceable_since_s is None:
             request.unplaceable_since_s = now_s
         waits = now_s - request.unplaceable_since_s < self._recovery_wait_s
@@ -69,16 +76,16 @@ class Dispatcher:
         return waits
 
     def bind(self, request: LiveRequest, worker: Worker, placement: Placement, reason: Reason, now_s: float) -> None:
-        """Ask a decode worker to reserve whole. Only then is a prefill worker picked."""
+        """Ask a decode worker to reserve all blocks of the request. A prefill worker is picked only after the reservation."""
         request.machine.move(_E.DECODE_PICKED)
         request.placement, request.placement_reason = placement, reason.value
         request.prefill_worker = WorkerId("")
         self._send_bind(request, worker, now_s)
 
     def rebind(self, request: LiveRequest, now_s: float) -> bool:
-        """Another decode worker takes the place of the one that was lost, under the same lease. False: no room at once.
+        """Let another decode worker replace the lost one under the same lease. False: no worker has room now.
 
-        Ahead of all that wait, since the lease lasts only so long.
+        A rebind comes before all waiting requests, because the lease lasts only so long.
         """
         assert request.prefill is not None
         assert request.decode is None
@@ -96,11 +103,11 @@ class Dispatcher:
         request.decode_worker = worker.hello.worker_id
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
-        command = SendBind(worker.link, request.work(work.handle, now_s=now_s), request.machine.bind, local)
-        self._requests.effects.append(command)
+        remaining_s = max(0.0, request.deadline_s - now_s)
+        self._requests.effects.append(SendBind(worker.link, request.work(work.handle), remaining_s, local))
 
     def prefill(self, request: LiveRequest, now_s: float) -> bool:
-        """Start its prefill, room on decode being reserved. False: there is nobody to compute it."""
+        """Start the prefill of a request whose decode worker has reserved. False: no prefill worker can compute it now."""
         assert request.decode is not None
         worker = self._placer.prefill_worker(request, request.decode.link, now_s=now_s)
         if worker is None:
@@ -109,11 +116,11 @@ class Dispatcher:
         request.prefill_worker = worker.hello.worker_id
         request.times.attempt.prefill_sent_s = now_s
         worker.sent(work.handle, len(request.work_ids))
-        self._requests.effects.append(SendPrefill(worker.link, request.work(work.handle, now_s=now_s)))
+        self._requests.effects.append(SendPrefill(worker.link, request.work(work.handle)))
         return True
 
     def requeue(self, request: LiveRequest, event: RequestEvent, now_s: float) -> None:
-        """Nothing was computed for this bind: the same attempt waits for another."""
+        """Withdraw a bind for which nothing was computed. The same attempt waits for another bind."""
         if self._requests.move(request, event, now_s):
             self._requests.withdraw(request)
             self._requests.wait(request)

@@ -1,7 +1,8 @@
-"""What happens to the router's core, and what it wants done. Immutable values; the shell translates and performs.
+"""Events that the router's core takes, and effects that it returns. All are immutable values. The shell makes events from
+messages and performs effects.
 
-Every event of a worker names the link it came by, so that what an earlier link of the same worker said late is told
-apart, and a handle, which names one (request, attempt, bind) on that link.
+Every event of a worker names the link on which it came. The core thus recognises late messages of an earlier link of the same
+worker. An event about one request also carries a handle, which names one (request, attempt, bind) on that link.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from pdserve.core.sampling import Placement, SamplingParams
 from router.api.answer import Delta, Report
 
 LinkId = NewType("LinkId", int)
-"""One connection of one worker; never used twice by a router."""
+"""One connection of one worker. A router never uses an id twice."""
 
 
 class Role(Enum):
+    """The pool that a worker belongs to."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """How a worker introduced itself."""
+    """The message with which a worker introduces itself."""
 
     worker_id: WorkerId
     role: Role
@@ -44,20 +47,21 @@ class WorkerHello:
     kv_bytes_per_token: int
     pid: int = 0
     step_timeout_s: float = 0.0
-    """How long its engine may make no step while work waits; 0: it does not say."""
-    niceness: int = 0  # of its process: above 0, ordinary processes of its machine go first
+    """The worker gives itself up after this time without an engine step while work waits. 0: the worker does not watch its
+    engine."""
+    niceness: int = 0  # of the worker process; above 0, ordinary processes of its machine run first
     quantization: str = ""
-    """How its weights are quantised; empty: they are not."""
+    """The format of the quantised weights. Empty: the weights are not quantised."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV fits the worker's pool."""
+        """The worker's pool holds the KV of this many tokens."""
         return self.block_size * self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A heartbeat: level state."""
+    """The state of a worker in a heartbeat. Each heartbeat replaces the last one."""
 
     blocks: BlockCounts
     queued_requests: int = 0
@@ -71,7 +75,7 @@ class WorkerLoad:
     engine_stalled_s: float = 0.0
     numerical_errors: int = 0
     last_handle: int = 0
-    """The last command that these counts include."""
+    """The handle of the last command that these counts include. 0: they include none."""
     kv_corrupt_blocks: int = 0
     kv_rotted_blocks: int = 0
 
@@ -96,28 +100,34 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
+    """The client cancelled its request, or has left."""
+
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed: deadlines and silent workers are looked at."""
+    """Time has passed. The core looks for passed deadlines and silent workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
+    """A worker dialled and introduced itself."""
+
     link: LinkId
     hello: WorkerHello
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
+    """The link of a worker has ended."""
+
     link: LinkId
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The worker itself says that it is stuck, and that it ends its process."""
+    """A worker reports that it is stuck and that its process ends."""
 
     link: LinkId
     message: str
@@ -125,42 +135,51 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatSeen:
+    """A worker sent a heartbeat."""
+
     link: LinkId
     load: WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """An operator takes this worker out of service: it gets nothing new, and what it has goes on."""
+    """An operator takes this worker out of service. The worker gets nothing new and finishes the work that it has."""
 
     worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
+    """A decode worker holds all blocks that a bind needs."""
+
     link: LinkId
     handle: Handle
 
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
+    """A decode worker refused a bind: it lacks free blocks or sequence slots, or it drains."""
+
     link: LinkId
     handle: Handle
     blocks_needed: int
-    blocks_free: int
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
+    """A prefill worker allocated all prompt blocks and granted a lease on them. The router forwards the ticket unread."""
+
     link: LinkId
     handle: Handle
     lease_id: LeaseId
-    ttl_s: float
     ticket: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KvCommitted:
+    """A decode worker read all blocks, and the lease was still held afterwards. `exposed_transfer_s` is the time from token 0
+    until the worker may use the KV."""
+
     link: LinkId
     handle: Handle
     kv_bytes: int
@@ -171,33 +190,49 @@ class KvCommitted:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
+    """A worker gave up one request and released everything that the request held there."""
+
     link: LinkId
     handle: Handle
     error: PdserveError
     pair_failed: bool = False
-    """Of a decode worker: KV did not come from its lender, by the fault of either or of the way between them."""
+    """Only a decode worker sets this. KV did not arrive from the prefill worker: one of the two or the path between them is at
+    fault."""
 
 
 class Row(Protocol):
-    """One request's part of an engine step; the wire's StepRow as it is, since a copy per token would cost more
-    than all else that the router does with it."""
+    """One request's part of an engine step. It is the StepRow of the wire itself: a copy for each token would cost more than
+    all else that the router does with it."""
 
     @property
-    def handle(self) -> int: ...
+    def handle(self) -> int:
+        """The handle of the work that the row belongs to."""
+
     @property
-    def index(self) -> int: ...
+    def index(self) -> int:
+        """The position of the first id in the request's output."""
+
     @property
-    def ids(self) -> Sequence[int]: ...
+    def ids(self) -> Sequence[int]:
+        """The token ids that this step drew."""
+
     @property
-    def text(self) -> bytes: ...
+    def text(self) -> bytes:
+        """The text that became certain with these ids, as UTF-8 of whole characters."""
+
     @property
-    def finish_reason(self) -> int: ...
+    def finish_reason(self) -> int:
+        """The number of the finish reason on the wire."""
+
     @property
-    def logprobs(self) -> PackedLogprobs: ...
+    def logprobs(self) -> PackedLogprobs:
+        """The packed log-probabilities of the ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
+    """The rows of one engine step of a worker."""
+
     link: LinkId
     rows: Sequence[Row]
 
@@ -214,7 +249,7 @@ WorkerEvent = (
     | RequestFailed
     | StepRows
 )
-"""What a link may deliver."""
+"""The events that a link may deliver."""
 
 Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
 
@@ -223,18 +258,16 @@ Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What both kinds of worker are told of a request. `deadline_s` is the time that remains.
+    """The part of a command that both kinds of worker get.
 
-    The last `resumed` of `prompt_ids` are output that an earlier attempt drew: the first token drawn now has that index
-    among the output. `sampling` is the original request's.
+    The last `resumed` ids of `prompt_ids` are output of earlier attempts. The first token that is drawn now has the index
+    `resumed` in the output. `sampling` is that of the original request.
     """
 
     handle: Handle
     request_id: RequestId
-    attempt: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    deadline_s: float
     priority: int
     resumed: int = 0
     cache_salt: str = ""
@@ -242,55 +275,65 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class SendBind:
+    """Ask a decode worker to reserve blocks. `deadline_s` is the time that remains. With `local_prefill` the worker also
+    computes the prompt."""
+
     link: LinkId
     work: Work
-    bind: int
+    deadline_s: float
     local_prefill: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SendPrefill:
+    """Ask a prefill worker to compute a prompt and its first token."""
+
     link: LinkId
     work: Work
 
 
 @dataclass(frozen=True, slots=True)
 class SendAttach:
+    """Tell a decode worker which lease it reads."""
+
     link: LinkId
     handle: Handle
     lease_id: LeaseId
-    ttl_s: float
     ticket: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
+    """Tell a worker to drop one request and everything that the request holds there."""
+
     link: LinkId
     handle: Handle
 
 
 @dataclass(frozen=True, slots=True)
 class SendWelcome:
-    """The worker was accepted."""
+    """Tell a worker that it was accepted."""
 
     link: LinkId
 
 
 @dataclass(frozen=True, slots=True)
 class SendAlive:
-    """The answer to a heartbeat: the router is there, and its half of the link works."""
+    """Answer a heartbeat: the router lives, and its direction of the link works."""
 
     link: LinkId
 
 
 @dataclass(frozen=True, slots=True)
 class SendDrain:
+    """Tell a worker to finish its work and leave."""
+
     link: LinkId
 
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """The worker at its other end is refused, silent, or has dialled again."""
+    """Close the link of a worker that is refused, is lost, or has dialled again."""
 
     link: LinkId
     error: PdserveError
@@ -298,19 +341,23 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class EmitDelta:
+    """Give tokens to the client."""
+
     request_id: RequestId
     delta: Delta
 
 
 @dataclass(frozen=True, slots=True)
 class EmitDone:
+    """Tell the client that its request has finished."""
+
     request_id: RequestId
     report: Report
 
 
 @dataclass(frozen=True, slots=True)
 class EmitFailed:
-    """`report` says how far it came."""
+    """Tell the client that its request has failed. `report` says how far the request came."""
 
     request_id: RequestId
     error: PdserveError

@@ -1,7 +1,7 @@
-"""A request's way from the decode worker's reservation to its KV being there, as the two workers report it.
+"""The handoff: a request's way from the reservation on its decode worker to committed KV, as both workers report it.
 
-Prefill starts only against a reservation. The decode worker is told which lease to read as soon as both are known: the
-lease, and that the worker which is to read it has reserved. In a rebind the lease is known first.
+Prefill starts only after the decode worker has reserved. The decode worker is told which lease it reads as soon as the lease
+exists and the worker has reserved. In a rebind the lease exists first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ _S, _E = RequestState, RequestEvent
 
 
 class Handoff:
+    """Handles the reports of both workers between bind and commit."""
+
     def __init__(self, requests: Requests, dispatcher: Dispatcher, recovery: Recovery, pairs: Pairs) -> None:
         self._requests = requests
         self._dispatcher = dispatcher
@@ -27,6 +29,7 @@ class Handoff:
         self._pairs = pairs
 
     def reserved(self, work: RemoteWork, now_s: float) -> None:
+        """Go on after a reservation: start prefill, attach the lease of a rebind, or let the worker prefill locally."""
         request = work.request
         if work.reserved:
             self._break(request, "a reservation came twice", now_s)
@@ -49,9 +52,10 @@ class Handoff:
             self._dispatcher.requeue(request, _E.PREFILL_POOL_EMPTY, now_s)
 
     def no_room(self, work: RemoteWork, event: NoRoom, now_s: float) -> None:
+        """Go on after a refused bind: the request waits again, and a rebind becomes a retry."""
         request = work.request
         if work.reserved:
-            self._break(request, "no room after a reservation", now_s)
+            self._break(request, "NoRoom came after a reservation", now_s)
             return
         worker = self._requests.drop(work)
         if worker is not None:
@@ -59,10 +63,11 @@ class Handoff:
         loss = request.loss
         if request.machine.state is _S.BINDING and request.probe is None:
             self._dispatcher.requeue(request, _E.NO_ROOM, now_s)
-        else:  # a rebind takes room at once, or the lease is given back; a probe tries again by itself
+        else:  # a rebind without room gives the lease back; `Probes` repeats a probe
             self._recovery.retry(request, loss or ReplicaLost(f"{request.decode_worker} has no room"), now_s)
 
     def prefill_started(self, work: RemoteWork, event: PrefillStarted, now_s: float) -> None:
+        """Keep the granted lease, and attach it if the decode worker has reserved."""
         request = work.request
         if request.lease is not None:
             self._break(request, "prefill started twice", now_s)
@@ -75,14 +80,14 @@ class Handoff:
         decode, lease = request.decode, request.lease
         if decode is not None and decode.reserved and lease is not None:
             decode.attached = True
-            attach = SendAttach(decode.link, decode.handle, lease.lease_id, lease.ttl_s, lease.ticket)
+            attach = SendAttach(decode.link, decode.handle, lease.lease_id, lease.ticket)
             self._requests.effects.append(attach)
 
     def committed(self, work: RemoteWork, event: KvCommitted, now_s: float) -> None:
-        """The caller lets tokens out once this leads to DECODING."""
+        """Record that the decode worker has the KV. The caller lets tokens out if the state is DECODING afterwards."""
         request = work.request
         if not work.attached or request.committed is not None:
-            self._break(request, "KV committed unasked or twice", now_s)
+            self._break(request, "KV was committed twice, or without an Attach", now_s)
         elif self._requests.move(request, _E.KV_COMMITTED, now_s):
             request.committed = event
             request.times.attempt.kv_committed_s = now_s

@@ -1,4 +1,4 @@
-"""What the router remembers of one running request and of its work on a worker. Owner: the router's core."""
+"""The router's record of one running request and of its work on workers. Owner: the router's core."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from router.core.output import OrderedOutput
 
 @dataclass(slots=True, eq=False)
 class RemoteWork:
-    """One (request, attempt, bind) on one worker: named by its handle, live until either side ended it."""
+    """One (request, attempt, bind) on one worker. A handle names it. It lives until the router or the worker ends it."""
 
     handle: Handle
     link: LinkId
     role: Role
     request: LiveRequest
     reserved: bool = False
-    """Decode only: the blocks are held."""
+    """Decode only: the worker holds the blocks."""
     attached: bool = False
-    """Decode only: it was told which lease to read."""
+    """Decode only: the worker was told which lease it reads."""
 
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """Of the running attempt, on the router's clock; None until it happened."""
+    """Times of the running attempt on the router's clock. None: it has not happened yet."""
 
     bind_sent_s: float | None = None
     reserved_s: float | None = None
@@ -42,11 +42,11 @@ class AttemptTimes:
 
 @dataclass(slots=True)
 class Times:
-    """On the router's clock; None until it happened."""
+    """Times of a request on the router's clock. None: it has not happened yet."""
 
     arrived_s: float
     had_room_s: float | None = None
-    """The first bind that was not refused was sent."""
+    """The time at which the first bind that found room was sent."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     attempt: AttemptTimes = field(default_factory=AttemptTimes)
@@ -54,7 +54,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Marks a request of the router's own: KV goes from one worker to another, or from one to itself, once."""
+    """The mark of a request that the router makes itself to see whether KV passes. `prefill` is None when the decode worker
+    computes the prompt itself."""
 
     decode: LinkId
     prefill: LinkId | None
@@ -62,6 +63,8 @@ class Probe:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
+    """One request or probe that has not ended yet."""
+
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -69,7 +72,7 @@ class LiveRequest:
     deadline_s: float
     asked: Placement | None
     arrival: int
-    """Counts submits: the order among equal priorities."""
+    """The number of requests that were added before. It orders requests whose turn is the same."""
     machine: RequestMachine
     output: OrderedOutput
     times: Times
@@ -79,20 +82,20 @@ class LiveRequest:
     placement: Placement = Placement.AUTO
     placement_reason: str = ""
     emitted: list[int] = field(default_factory=list)
-    """Output ids that the client has: what a replay must not draw again."""
+    """The output ids that the client has. A replay does not draw them again."""
     resumed: int = 0
-    """How many of them this attempt started with."""
+    """The number of emitted ids with which this attempt started."""
     work_ids: tuple[int, ...] = ()
-    """What this attempt computes first: the prompt, and the output of earlier attempts."""
+    """The ids that this attempt computes first: the prompt and the output of earlier attempts."""
     loss: PdserveError | None = None
-    """The last thing that went wrong and was recovered from."""
+    """The last error that the router tried to recover from."""
     retry_reasons: tuple[str, ...] = ()
-    """Error codes: why each attempt but the first was needed."""
+    """The error codes that made each attempt after the first necessary."""
     rebinds: int = 0
     exact: bool = True
-    """Whether all workers computed alike each time when a part of this request was placed."""
+    """True while all linked workers computed alike each time a part of this request was placed."""
     unplaceable_since_s: float | None = None
-    """Queued, and no worker is there that could serve it."""
+    """The time since which no linked worker could serve this queued request. None: some worker can."""
     prefill: RemoteWork | None = None
     decode: RemoteWork | None = None
     prefill_worker: WorkerId = field(default=WorkerId(""))
@@ -102,6 +105,7 @@ class LiveRequest:
 
     @classmethod
     def of(cls, submit: Submit, arrival: int, probe: Probe | None = None) -> LiveRequest:
+        """Make the record of a submitted request, in its first attempt."""
         return cls(
             request_id=submit.request_id,
             prompt_ids=submit.prompt_ids,
@@ -120,8 +124,8 @@ class LiveRequest:
         )
 
     def start_over(self) -> None:
-        """The next attempt begins after what the client has; tokens of the last one that could not go out yet are lost
-        with it. Its remote work was cancelled before."""
+        """Prepare the next attempt, which begins after the tokens that the client has. Tokens of the last attempt that could
+        not go out yet are dropped. The caller has cancelled the remote work."""
         assert self.prefill is None
         assert self.decode is None
         self.output.restart()
@@ -132,33 +136,33 @@ class LiveRequest:
 
     @property
     def replay(self) -> bool:
+        """The request is in its second attempt or a later one."""
         return self.machine.attempt > 1
 
     @property
     def remaining_tokens(self) -> int:
-        """Output at most, after what the client has."""
+        """Return how many output tokens may still follow those that the client has."""
         return self.sampling.max_tokens - len(self.emitted)
 
     @property
     def max_len(self) -> int:
-        """Prompt and output tokens at most."""
+        """Return how many tokens prompt and output may have together."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
-    def work(self, handle: Handle, *, now_s: float) -> Work:
+    def work(self, handle: Handle) -> Work:
+        """Return what a command tells a worker about this request."""
         return Work(
             handle=handle,
             request_id=self.request_id,
-            attempt=self.machine.attempt,
             prompt_ids=self.work_ids,
             sampling=self.sampling,
-            deadline_s=max(0.0, self.deadline_s - now_s),
             priority=self.priority,
             resumed=self.resumed,
             cache_salt=self.cache_salt,
         )
 
     def report(self, *, now_s: float) -> Report:
-        """How far it came; complete once it is finished."""
+        """Return how the request was served so far. The report is complete once the request has ended."""
         times, last, kv = self.times, self.times.attempt, self.committed
         arrived_s = times.arrived_s
         tokens = self.output.next_index
@@ -194,5 +198,5 @@ class LiveRequest:
 
 
 def _span(start_s: float | None, end_s: float | None) -> float:
-    """0 while either end is still to come."""
+    """Return the seconds between two times, or 0 while one of them is unknown."""
     return 0.0 if start_s is None or end_s is None else end_s - start_s

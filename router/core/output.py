@@ -1,4 +1,4 @@
-"""One request's output, put in order: by index, duplicates dropped, gaps held until they close."""
+"""One request's output in order of index: duplicates are dropped, and tokens after a gap are held until the gap closes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.core.events import Row
 
 
 class OrderedOutput:
-    """Accepts deltas in any order, gives them out in order. Holds at most `max_tokens` of them."""
+    """Accepts deltas in any order and gives them out in order. Holds at most `max_tokens` of them."""
 
     __slots__ = ("_held", "_max_tokens", "next_index")
 
@@ -22,28 +22,29 @@ class OrderedOutput:
         self._held: dict[int, Delta] = {}
 
     def is_repeat(self, index: int, count: int) -> bool:
-        """All of these tokens went out already."""
+        """Tell whether the delta has tokens and all of them went out already."""
         return index + count <= self.next_index and count > 0
 
     def pass_first(self, index: int) -> None:
-        """The first token of an attempt goes out, by the link that draws it. Raises `InternalBug` for another index."""
+        """Count the first token of an attempt as gone out. Raises `InternalBug` if its index is not the next one."""
         if index != self.next_index:
             raise InternalBug(f"the first token has index {index}, expected {self.next_index}")
         self.next_index += 1
 
     def restart(self) -> None:
-        """Forget what is held: the attempt that drew it is over, and the next one draws it again."""
+        """Drop the deltas that are held. Their attempt is over, and the next one draws these tokens again."""
         self._held.clear()
 
     def hold(self, delta: Delta, *, after: int = 0) -> None:
-        """Keep for later. Raises `InternalBug` before `after` or past the request's own limit."""
+        """Keep a delta for later. Raises `InternalBug` if it begins before index `after` or ends past `max_tokens`."""
         end = delta.index + len(delta.ids)
         if delta.index < after or end > self._max_tokens:
             raise InternalBug(f"tokens [{delta.index}, {end}), expected within [{after}, {self._max_tokens})")
         self._held.setdefault(delta.index, delta)
 
     def accept(self, delta: Delta) -> Sequence[Delta]:
-        """What may go out now. Raises `InternalBug` for tokens past the limit or half emitted."""
+        """Take a delta and return the deltas that may go out now. Raises `InternalBug` for tokens past the limit, or for a
+        delta of which only a part went out."""
         count = len(delta.ids)
         if delta.index == self.next_index and not self._held and delta.index + count <= self._max_tokens:
             self.next_index += count
@@ -56,7 +57,7 @@ class OrderedOutput:
         return self.drain()
 
     def drain(self) -> Sequence[Delta]:
-        """The held deltas that are next in order, up to the first gap or the end of the output."""
+        """Return the held deltas that are next in order, up to the first gap or the end of the output."""
         ready: list[Delta] = []
         while (delta := self._held.pop(self.next_index, None)) is not None:
             self.next_index += len(delta.ids)
@@ -67,8 +68,8 @@ class OrderedOutput:
 
 
 def delta_of(row: Row, *, logprobs: bool) -> Delta:
-    """`logprobs`: the request asks for them. Raises `InternalBug` for text that is not UTF-8, a finish reason that is not
-    known, or log-probabilities of another number of tokens."""
+    """Return the delta of a row, with log-probabilities if `logprobs` says that the request asks for them. Raises `InternalBug`
+    for text that is not UTF-8, an unknown finish reason, or log-probabilities of another number of tokens."""
     try:
         ids = tuple(row.ids)
         found = unpack_logprobs(row.logprobs, len(ids)) if logprobs else ()

@@ -1,7 +1,8 @@
-"""Which prefill worker's KV does not reach which decode worker. Pure; the router's own, since it sees all handoffs.
+"""Pairs of a prefill worker and a decode worker between which KV does not pass. Pure. The router keeps this record itself,
+because it sees all handoffs.
 
-A pair that fails is set aside, longer with each further failure, and tried again when its time is over; success clears it.
-It is two processes, not two names: a worker that was started anew is a new pair.
+A pair that fails is set aside, longer after each further failure, and is tried again when that time is over. A success clears
+it. A pair is two processes, not two names: a restarted worker makes a new pair.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _Pair = tuple[Incarnation, Incarnation]
 
 @dataclass(slots=True)
 class AsidePair:
-    """`until_s` is infinite for two workers that can never exchange KV."""
+    """A pair that has failed. `until_s` is the end of the time for which it is set aside; it is infinite for two workers that
+    can never exchange KV."""
 
     prefill: WorkerHello
     decode: WorkerHello
@@ -28,6 +30,8 @@ class AsidePair:
 
 
 class Pairs:
+    """Knows the pairs that failed and the pairs in doubt. All other pairs are usable."""
+
     def __init__(self, *, aside_s: float, aside_max_s: float) -> None:
         self._aside_s = aside_s
         self._aside_max_s = aside_max_s
@@ -35,11 +39,11 @@ class Pairs:
         self._doubted: dict[_Pair, tuple[WorkerHello, WorkerHello]] = {}
 
     def __len__(self) -> int:
-        """Pairs with a failure behind them, set aside or on trial again. 0: all are usable."""
+        """Return the number of pairs that have failed, set aside or on trial again. 0: all pairs are usable."""
         return len(self._pairs)
 
     def failed(self, prefill: WorkerHello, decode: WorkerHello, reason: str, *, now_s: float) -> None:
-        """KV did not pass. Failures that come while it is set aside are of the same fault, and do not add to it."""
+        """Record that KV did not pass. A failure of a pair that is set aside already has the same cause and changes nothing."""
         pair = self._pairs.get(_key(prefill, decode))
         if pair is None:
             pair = self._pairs[_key(prefill, decode)] = AsidePair(prefill, decode, reason, now_s, 0)
@@ -49,39 +53,45 @@ class Pairs:
             pair.until_s = now_s + min(self._aside_max_s, self._aside_s * 2.0 ** min(pair.failures - 1, 32))
 
     def never(self, prefill: WorkerHello, decode: WorkerHello, reason: str) -> None:
-        """Their layouts or versions differ, which no waiting changes."""
+        """Set a pair aside for ever. The layouts or versions of the two workers differ, and waiting does not change that."""
         self._pairs[_key(prefill, decode)] = AsidePair(prefill, decode, reason, math.inf, 1)
 
     def succeeded(self, prefill: WorkerHello, decode: WorkerHello) -> None:
+        """Clear a pair between which KV has passed."""
         self._pairs.pop(_key(prefill, decode), None)
         self._doubted.pop(_key(prefill, decode), None)
 
     def doubt(self, prefill: WorkerHello, decode: WorkerHello) -> None:
-        """A request ended while its KV was long in coming. That is no evidence against the pair, but a reason to probe it."""
+        """Record that a request ended while its KV was late. That is no evidence against the pair, but a reason to probe it."""
         self._doubted[_key(prefill, decode)] = (prefill, decode)
 
     def in_doubt(self) -> list[tuple[WorkerHello, WorkerHello]]:
+        """Return the prefill worker and the decode worker of each pair in doubt."""
         return list(self._doubted.values())
 
     def forget_doubt(self, prefill: WorkerHello, decode: WorkerHello) -> None:
+        """End the doubt about a pair."""
         self._doubted.pop(_key(prefill, decode), None)
 
     def usable(self, prefill: WorkerHello, decode: WorkerHello, *, now_s: float) -> bool:
-        """At `now_s`; infinite asks whether it will ever be."""
+        """Tell whether KV may go from one to the other at `now_s`. An infinite `now_s` asks whether it ever may."""
         pair = self._pairs.get(_key(prefill, decode)) if self._pairs else None
         return pair is None or (pair.until_s <= now_s and not math.isinf(pair.until_s))
 
     def forget(self, linked: Container[Incarnation], *, now_s: float) -> None:
-        """Drop pairs of which a side has gone and whose failures are too old to matter should it come back."""
+        """Drop pairs of which a worker is no longer in `linked`, once their failures are too old to matter if it comes back. A
+        pair that can never exchange KV is dropped at once."""
         for key, pair in list(self._pairs.items()):
             gone = key[0] not in linked or key[1] not in linked
             if gone and (math.isinf(pair.until_s) or now_s > pair.until_s + self._aside_max_s):
                 del self._pairs[key]
 
     def set_aside(self, *, now_s: float) -> Iterator[AsidePair]:
+        """Return the pairs that are set aside at `now_s`."""
         return (pair for pair in list(self._pairs.values()) if pair.until_s > now_s)
 
     def check_invariants(self) -> None:
+        """Assert that every pair is stored under its own key and has failed."""
         for key, pair in self._pairs.items():
             assert key == _key(pair.prefill, pair.decode)
             assert pair.failures >= 1

@@ -1,4 +1,5 @@
-"""Placement: from the registry and the ledger, through the policies, to a worker. Decides; changes nothing but its turn."""
+"""Placement: the placer picks a worker by the policies from the registry and the ledger. It decides, and changes nothing but
+its turns."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from router.core.policy.picker import pick
 from router.core.registry import Registry, Worker
 
 SUSPECT_SHARE: Final = 0.6
-"""Of the time after which a silent worker is lost: from then on it gets nothing new. 3 s of 5 s."""
+"""The share of `heartbeat_lost_s` after which a silent worker gets nothing new: 3 s of 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """The decode worker and the placement that a request gets, and the reason for the placement."""
+
     worker: Worker
     placement: Placement
     reason: Reason
@@ -33,12 +36,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Decode workers that would do, none of which has room by the estimate."""
+    """Decode workers that could serve a request, none of which has room by the estimate."""
 
     links: tuple[LinkId, ...]
 
 
 class Placer:
+    """Picks workers for requests. Equally good workers of a role are picked in turn."""
+
     def __init__(self, config: RouterConfig, registry: Registry, ledger: Ledger, outputs: OutputMean, pairs: Pairs) -> None:
         self._registry = registry
         self._ledger = ledger
@@ -47,15 +52,16 @@ class Placer:
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
-        self._turns = dict.fromkeys(Role, 0)  # a shared one would advance by two a handoff and so keep picking one of two
+        self._turns = dict.fromkeys(Role, 0)  # a shared turn, advancing by two a handoff, would always pick the same of two
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
-        """Raises `Unavailable` when nobody who is linked could serve the request as asked: ready by now or not, and also
-        when all pairs are set aside, as long as that is not for ever. It may wait for them."""
+        """Check that linked workers could serve the request as asked. The request may wait for workers that are not ready yet
+        and for pairs that are set aside for a while. Raises `Unavailable` when waiting would not help."""
         self._decide(request, now_s, serving=False)
 
     def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
-        """Raises `Unavailable` when nobody who is ready could ever serve the request as asked."""
+        """Choose between disaggregated and colocated. Raises `Unavailable` when no ready worker could ever serve the request as
+        asked."""
         return self._decide(request, now_s, serving=True)
 
     def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
@@ -77,14 +83,15 @@ class Placer:
         )
 
     def need_tokens(self, request: LiveRequest) -> int:
-        """KV that the request will probably take on its decode worker."""
+        """Return how many tokens of KV the request will probably take on its decode worker."""
         return len(request.work_ids) + self._outputs.expect(request.remaining_tokens)
 
     def place(self, request: LiveRequest, *, now_s: float, kept: Container[LinkId] = ()) -> Place | Wanted:
-        """On which decode worker, and how; or on which it waits for room. Those in `kept` are left to others.
+        """Pick a decode worker and the placement, or return the workers that the request waits for. Workers in `kept` are left
+        to other requests.
 
-        One that is free to choose is colocated on a worker that no KV may go to, rather than wait for one that is paired:
-        nobody else has a use for it. Raises `Unavailable` as `decide` does.
+        A request that may be placed freely is colocated on a decode worker that no KV may go to, rather than wait for a paired
+        one: no disaggregated request has a use for that worker. Raises `Unavailable` as `decide` does.
         """
         placement, reason = self.decide(request, now_s=now_s)
         fitting = self._fitting(request, now_s)
@@ -103,18 +110,20 @@ class Placer:
         return Wanted(tuple(c.link for among, _, _ in tries for c in among))
 
     def room_beside(self, kept: Container[LinkId], *, now_s: float) -> bool:
-        """Whether some decode worker that is not in `kept` might take something."""
+        """Tell whether a decode worker that is not in `kept` might have room."""
         others = [c for c in self._candidates(Role.DECODE, now_s, serving=True) if c.link not in kept]
         return bool(filters.with_room(filters.alive(others), 1))
 
     def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Worker | None:
-        """One with room at once, by the estimate, that may read what `lender` lent. None: nobody."""
+        """Pick a decode worker that has room now, by the estimate, and may read from `lender`. None: there is no such
+        worker."""
         fitting = self._fitting(request, now_s)
         hello = self._hello(lender)
         return self._roomiest(request, [c for c in fitting if self._usable(hello, c.link, now_s)])
 
     def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
-        """None: the pool is empty, has fallen silent, or is set aside from that decode worker."""
+        """Pick a prefill worker that takes new work and whose KV may go to that decode worker. A probe has chosen its own.
+        None: there is no such worker."""
         if request.probe is not None:
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
             return None if peer is None or peer.draining else peer
@@ -122,14 +131,14 @@ class Placer:
         return self._pick(Role.PREFILL, lenders, scorers.prefill_score)
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
-        """It has fallen silent, or its engine makes no steps: it gets nothing new, and may be lost."""
+        """Tell whether the worker is silent or its engine makes no steps. Such a worker gets nothing new, and may be lost."""
         return self._silent(worker, now_s) or worker.stalled
 
     def _silent(self, worker: Worker, now_s: float) -> bool:
         return now_s - worker.last_seen_s > self._suspect_s
 
     def not_ready_reason(self, worker: Worker, *, now_s: float) -> str:
-        """Why no client's request is placed on it; empty when it is ready."""
+        """Return why the worker gets no requests of clients. Empty: it is ready."""
         if worker.draining:
             return "draining"
         if self._silent(worker, now_s):
@@ -152,7 +161,7 @@ class Placer:
         return filters.long_enough(alive, len(request.work_ids) + 1)
 
     def _paired(self, lenders: list[Candidate], decode: LinkId, now_s: float) -> list[Candidate]:
-        """Those whose KV may go to that decode worker."""
+        """Return the lenders whose KV may go to that decode worker."""
         if not len(self._pairs):
             return lenders
         return [c for c in lenders if self._usable(self._hello(c.link), decode, now_s)]
@@ -173,7 +182,7 @@ class Placer:
         return self._registry.get(picked.link)
 
     def _candidates(self, role: Role, now_s: float, *, serving: bool) -> list[Candidate]:
-        """Those that serve now; else all that are linked and stay."""
+        """Return the workers of a role that serve now. Without `serving`, return all that are linked and do not drain."""
         return [
             Candidate(
                 link=worker.link,

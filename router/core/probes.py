@@ -1,16 +1,16 @@
-"""Readiness: a worker gets clients' requests once KV has passed through it since it dialled.
+"""Probes: a worker gets requests of clients only after KV has passed through it since it dialled.
 
-A probe is a tiny request of the router's own. It goes from a prefill to a decode worker the way every request goes: bind,
-prefill, attach, pull, commit, first token of decode; when that comes, both are ready. A decode worker that has no prefill
-worker to get KV from, or is set aside from all of them, is tried with itself, for it can serve colocated. A prefill
-worker without anybody to give KV to stays not ready. A try that fails is made again, later each time, with the next peer;
-for a decode worker that may be itself, since a prefill worker that is too busy to answer must not keep it out.
+A probe is a tiny request that the router makes itself. It goes from a prefill worker to a decode worker in the same way as
+every request: bind, prefill, attach, pull, commit, first decoded token. When that token comes, both workers are ready. A decode
+worker that has no prefill worker, or is set aside from all of them, is probed alone, because it can serve colocated requests. A
+prefill worker without a decode worker stays not ready. A failed probe is repeated with the next peer, later each time. A decode
+worker's peers include the worker itself, so that a prefill worker which is too busy to answer does not keep it out.
 
-A probe needs room on a decode worker, which clients leave to nobody: they refill each slot in the same event. So a probe
-that finds no room claims the worker: clients get nothing there until the next room has gone to the probe.
+A probe needs room on a decode worker, and clients leave none: they refill each slot in the same event. So a probe that finds no
+room claims the worker. Clients get nothing there until the next room has gone to the probe.
 
-Pairs in doubt, where a request ended while its computed KV did not come, are probed as well: that is no evidence against
-the way between the two, but a probe, which lives longer than a lender or a read may take, finds it.
+A pair is in doubt after a request ended while its computed KV did not come. That is no evidence against the path between the
+two workers, so the pair is probed. A probe lives longer than a lender's answer or a read may take, so it finds a broken path.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from router.core.registry import NOT_YET_PROBED, Registry, Worker
 from router.core.requests import Requests
 
 DEADLINE_S: Final = 10.0
-"""A round trip takes milliseconds; the first of a process waits for connections, kernels and a running step."""
+"""The time that a probe may take. A round trip takes milliseconds, but the first one of a process waits for connections,
+kernels and a running step."""
 BACKOFF_S: Final = 0.5
 BACKOFF_MAX_S: Final = 8.0
 PRIORITY: Final = 1000
-"""So far above the 100 that clients may ask for that none of them comes before it by having waited."""
+"""Clients may ask for at most 100. This is so far above that no client's request comes before a probe by having waited."""
 
 
 class Probes:
+    """Starts probes, and keeps the readiness of workers by their results."""
+
     def __init__(
         self, registry: Registry, requests: Requests, dispatcher: Dispatcher, placer: Placer, pairs: Pairs, *, enabled: bool
     ) -> None:
@@ -49,11 +52,12 @@ class Probes:
         self._enabled = enabled
         self._count = 0
         self._claims: dict[LinkId, LinkId] = {}
-        """For each decode worker that is claimed, the worker whose probe gets the next room there."""
+        """The worker whose probe gets the next room, for each claimed decode worker."""
         requests.on_probe_end = self._ended
 
     def start_due(self, now_s: float) -> None:
-        """Probe the workers that are not ready and whose turn has come: one that joined, or whose last try is long ago."""
+        """Probe the workers that are not ready and may be tried now, and the pairs in doubt. A worker that joined is tried at
+        once. When probes are disabled, every worker is ready."""
         for worker in self._registry:
             readiness = worker.readiness
             if readiness.ready:
@@ -69,7 +73,7 @@ class Probes:
                 self._pairs.forget_doubt(prefill, decode)
 
     def start_claimed(self, now_s: float) -> None:
-        """Where there is room now that a probe waits for, it goes before everybody."""
+        """Start each claimed probe whose decode worker has room now, before other requests get that room."""
         for link, claimant in list(self._claims.items()):
             decode, worker = self._registry.get(link), self._registry.get(claimant)
             if decode is None or worker is None or worker.readiness.ready or worker.draining or decode.draining:
@@ -94,7 +98,7 @@ class Probes:
             self._claim(decode, claimant)
 
     def _claim(self, decode: Worker, claimant: Worker) -> None:
-        """One at a time: others try again at the next tick."""
+        """Claim the next room on a decode worker. One claim is kept; other claimants try again at the next tick."""
         if decode.claimed_by is None:
             decode.claimed_by = self._claims[decode.link] = claimant.link
         claimant.readiness.reason = f"waiting for room on {decode.hello.worker_id} for a KV round trip"
@@ -106,8 +110,9 @@ class Probes:
             worker.claimed_by = None
 
     def _peer(self, worker: Worker, now_s: float) -> Worker | None:
-        """Of the other role: those with room first, of these the ready ones, and after each failure the next. None for a
-        decode worker: itself, which is the last in its turn."""
+        """Pick a worker of the other role to probe with. Decode workers with room come first, then workers that are ready;
+        after each failure the next one is picked. None: a decode worker is probed alone, which is last in its turn, or a
+        prefill worker has no peer."""
         decodes = worker.hello.role is Role.DECODE
         others = self._registry.of_role(Role.PREFILL if decodes else Role.DECODE)
         found = [other for other in others if self._may_pair(worker, other, now_s)]
@@ -116,6 +121,8 @@ class Probes:
         return peers[worker.readiness.failures % len(peers)] if peers else None
 
     def _settle_doubt(self, prefill: WorkerHello, decode: WorkerHello, now_s: float) -> None:
+        """Probe a pair in doubt once both workers serve, no other probe runs on them, and the decode worker has room. The doubt
+        ends when one of them is gone."""
         lender, reader = self._registry.find(prefill.worker_id), self._registry.find(decode.worker_id)
         if lender is None or reader is None or (lender.hello, reader.hello) != (prefill, decode):
             self._pairs.forget_doubt(prefill, decode)
@@ -145,10 +152,11 @@ class Probes:
         self._dispatcher.bind(request, decode, placement, Reason.REQUESTED, now_s)
 
     def _make(self, prompt_len: int, probe: Probe, now_s: float) -> LiveRequest:
-        """One full block and a token of the next, where both hold as much: both must arrive for the right second token."""
+        """Make the request of a probe. Its prompt is one full block and one token of the next block where both workers hold as
+        much: the second token is right only if both blocks arrive."""
         self._count += 1
         submit = Submit(
-            request_id=RequestId(f"probe-\0{self._count}"),  # no client's: theirs are printable
+            request_id=RequestId(f"probe-\0{self._count}"),  # never a client's id, which is printable
             prompt_ids=(0,) * prompt_len,
             sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
             arrived_s=now_s,
@@ -158,7 +166,7 @@ class Probes:
         return self._requests.make(submit, probe)
 
     def _ended(self, request: LiveRequest, error: PdserveError | None, now_s: float) -> None:
-        """Called once for each probe, whatever became of it."""
+        """Note the result of a probe for both workers. This is called once for each probe, however it ended."""
         assert request.probe is not None
         decode = self._registry.get(request.probe.decode)
         prefill = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
@@ -172,7 +180,7 @@ class Probes:
                     _note(worker, _who(request.probe, worker, peer), error, now_s)
 
     def check_invariants(self) -> None:
-        """Each worker knows how many probes run with it at either end."""
+        """Assert that each worker knows how many probes run with it at either end, and who has claimed it."""
         running: dict[LinkId, int] = {}
         for request in self._requests.probes():
             assert request.probe is not None

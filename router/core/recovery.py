@@ -1,17 +1,17 @@
-"""What is done about a loss: rebind, retry, or fail. The whole policy of recovery is in this file.
+"""Recovery: what follows a loss is a rebind, a retry, or the end of the request. This file holds the whole policy.
 
 ```
-decode lost before it had reserved           the same attempt waits for another decode worker
-decode lost in the handoff, KV uncommitted   another one with room at once reads the same lease; else a retry
-any other loss; an error for which the
-table of errors says that the cluster retries   a retry: the attempt is withdrawn from both workers, and the next one
-                                             starts from the prompt and the ids that the client has
+decode lost before it reserved              the same attempt waits for another decode worker
+decode lost in the handoff, KV uncommitted  another decode worker with room at once reads the same lease; else a retry
+any other loss, or an error that the        a retry: the attempt is withdrawn from both workers, and the next one starts
+table of errors lets the cluster retry      from the prompt and the ids that the client has
 ```
-A retry needs an attempt of the request's own, one of the cluster's bucket, and time before the deadline; without one of
-them the request fails with the loss. A finished output is never replayed.
 
-Logits that are no numbers are computed once more: a worker's memory, or a block that it shares, may be the reason. If they
-come out so again, it is the model or the prompt.
+A retry needs time before the deadline, an attempt that the request has left, and a retry from the cluster's bucket. Without
+time the request fails with `DeadlineExceeded`, without one of the others with the loss. A finished output is never replayed.
+
+A request whose logits are not finite numbers is computed once more, because a worker's memory or a shared block may be the
+reason. If the next logits are not finite either, the model or the prompt is the reason, and the request fails.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ from router.core.retry import RetryBucket, after_attempts
 _S, _E = RequestState, RequestEvent
 
 _TURNED_AWAY: Final = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
-"""The worker takes nothing at present: asked again at once it would say so again, and eat up the attempts."""
+"""Errors of a worker that takes nothing at present. If it were asked again at once, it would refuse again and use up the
+attempts."""
 
 
 DOUBT_AFTER_S: Final = 1.0
-"""What is left to read when the first token is known takes milliseconds: a chunk's KV at most."""
+"""A pair is in doubt when a request ends more than this after its first token and its KV is not there. At most one chunk's KV
+is left to read after the first token, which takes milliseconds."""
 
 
 class Recovery:
+    """Decides what happens to requests whose worker is lost or has given them up."""
+
     def __init__(self, requests: Requests, dispatcher: Dispatcher, pairs: Pairs, config: RouterConfig) -> None:
         self._requests = requests
         self._dispatcher = dispatcher
@@ -48,7 +52,7 @@ class Recovery:
         self.bucket = RetryBucket(share=config.retry_share, burst=config.retry_burst)
 
     def worker_lost(self, work: RemoteWork, error: PdserveError, now_s: float) -> None:
-        """The worker that this ran on has left the registry."""
+        """Recover a request from the loss of a worker that has left the registry."""
         request = work.request
         self._requests.drop(work)
         if request.probe is None and work.role is Role.DECODE:
@@ -63,7 +67,7 @@ class Recovery:
         self.retry(request, error, now_s)
 
     def work_failed(self, work: RemoteWork, event: RequestFailed, now_s: float) -> None:
-        """The worker lives and gave this request up."""
+        """Recover a request that a worker gave up. The worker lives on."""
         error = event.error
         if work.role is Role.DECODE and work.request.prefill is not None:
             self._blame_pair(work.request.prefill, work, event, now_s)
@@ -72,14 +76,14 @@ class Recovery:
         worker = self._requests.drop(work)
         if worker is not None and error.code in _TURNED_AWAY:
             worker.turned_away = True
-        # A worker's clock may have come to the request's deadline before ours: then it is for us to say whether it has.
+        # A worker's clock may reach the deadline before the router's clock, which alone decides: `retry` looks at it.
         if TABLE[error.code].cluster_retries or error.code is ErrorCode.DEADLINE_EXCEEDED:
             self.retry(work.request, error, now_s)
         else:
             self._requests.end(work.request, _E.LOST, now_s, error)
 
     def _blame_pair(self, prefill: RemoteWork, decode: RemoteWork, event: RequestFailed, now_s: float) -> None:
-        """On the word of the decode worker alone, which knows whether it was KV that did not come."""
+        """Set the pair aside when the decode worker says that its KV did not come. The decode worker alone knows this."""
         error = event.error
         lender, reader = self._requests.registry.get(prefill.link), self._requests.registry.get(decode.link)
         if lender is None or reader is None:
@@ -90,7 +94,8 @@ class Recovery:
             self._pairs.failed(lender.hello, reader.hello, error.message, now_s=now_s)
 
     def doubt_pair(self, request: LiveRequest, now_s: float) -> None:
-        """A request ends by its deadline or its client. Where the KV was computed and did not come, its way may be at fault."""
+        """Doubt the pair of a request that ends by its deadline or its client, when the KV was computed and did not come. The
+        path between the two workers may be at fault."""
         prefill, decode, since_s = request.prefill, request.decode, request.times.attempt.prefill_ended_s
         if request.probe is not None or prefill is None or decode is None or since_s is None:
             return
@@ -99,7 +104,7 @@ class Recovery:
             self._pairs.doubt(lender.hello, reader.hello)
 
     def retry(self, request: LiveRequest, error: PdserveError, now_s: float) -> None:
-        """Begin the next attempt, or fail the request with `error`."""
+        """Begin the next attempt, or fail the request with `error`. A request whose deadline has passed expires."""
         request.loss = error
         if now_s >= request.deadline_s:
             self._requests.expire(request, now_s)
@@ -115,13 +120,13 @@ class Recovery:
             self._requests.wait(request)
 
     def _refusal(self, request: LiveRequest, error: PdserveError) -> str | None:
-        """Why there is no next attempt; None, and one is taken out of the bucket, when there is."""
+        """Return why there is no next attempt. None: there is one, and its retry was taken out of the bucket."""
         if request.probe is not None:
             return "a probe is not retried"
         if request.remaining_tokens <= 0:
-            return "all tokens were sent, but not how they end"
+            return "all tokens were sent, but the finish reason was lost"
         if error.code is ErrorCode.NUMERICAL_ERROR and error.code.value in request.retry_reasons:
-            return "it came to the same twice"
+            return "the same failure came twice"
         if request.machine.attempt >= self._max_attempts:
             return "no more are allowed for one request"
         if not self.bucket.take():

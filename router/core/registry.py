@@ -1,4 +1,5 @@
-"""The known workers: how each introduced itself, its last heartbeat, and what this router placed on it."""
+"""The linked workers. For each, the registry keeps the hello, the last heartbeat, and the work that this router placed
+there."""
 
 from __future__ import annotations
 
@@ -16,77 +17,82 @@ NOT_YET_PROBED: Final = "waiting for a KV round trip"
 
 
 STUCK_SHARE: Final = 0.1
-"""Of the time after which an engine that makes no step is lost: from then on its worker gets nothing new. 6 s of 60 s, and
-three times the largest step where that sets the bound: what is placed in between waits for nothing."""
+"""The share of `step_timeout_s` without an engine step after which a worker gets nothing new: 6 s of 60 s, or three times the
+largest step where that sets the timeout. Work that is placed later would probably wait in vain."""
 
 
 @dataclass(slots=True)
 class Readiness:
-    """Whether KV has passed through this worker since it dialled, and if not, how the tries to make it went."""
+    """The state of a worker's probes since it dialled. `ready`: KV has passed through the worker. Otherwise `reason` says why
+    not."""
 
     ready: bool = False
     reason: str = NOT_YET_PROBED
     failures: int = 0
     try_after_s: float = 0.0
     probes: int = 0
-    """That run now, with it at either end."""
+    """The number of running probes that have this worker at either end."""
 
 
 @dataclass(slots=True)
 class Worker:
+    """One linked worker, as this router knows it."""
+
     link: LinkId
     hello: WorkerHello
     last_seen_s: float
     load: WorkerLoad
     work: dict[Handle, RemoteWork] = field(default_factory=dict)
     on_the_way: dict[Handle, int] = field(default_factory=dict)
-    """Prompt tokens of work that was sent to it and that no heartbeat has counted yet, in the order of sending."""
+    """Prompt tokens of work that was sent to the worker and that no heartbeat includes yet, in the order of sending."""
     on_the_way_tokens: int = 0
     refused_blocks: int | None = None
-    """It said NoRoom to a bind of so many blocks, and nothing was heard since that shows room."""
+    """The number of blocks that the worker had no room for. None: it refused nothing, or has shown room since."""
     turned_away: bool = False
-    """It refused work that it would take at other times, and has sent no heartbeat since."""
+    """The worker refused work that it takes at other times, and has sent no heartbeat since."""
     draining: bool = False
-    """Gets nothing new; what it has goes on."""
+    """The worker gets nothing new, and finishes the work that it has."""
     claimed_by: LinkId | None = None
-    """A worker that waits for a probe with this one: the next room here is the probe's."""
+    """The worker whose probe gets the next room on this one. None: nobody claims it."""
     readiness: Readiness = field(default_factory=Readiness)
 
     @property
     def name(self) -> str:
+        """The worker's role and id, for messages."""
         return f"{self.hello.role.value} worker {self.hello.worker_id}"
 
     @property
     def serves(self) -> bool:
-        """Requests of clients may be placed on it, as far as it has room."""
+        """Requests of clients may be placed on the worker, as far as it has room."""
         return self.readiness.ready and not self.draining
 
     @property
     def stalled(self) -> bool:
-        """Its engine has made no step for longer than it ever should, by its own word."""
+        """The worker reports that its engine has made no step for longer than it ever should."""
         return 0 < self.hello.step_timeout_s * STUCK_SHARE < self.load.engine_stalled_s
 
     @property
     def stuck(self) -> bool:
-        """Its engine has made no step for so long that it never will."""
+        """The worker's engine has made no step for so long that it never will."""
         return 0 < self.hello.step_timeout_s < self.load.engine_stalled_s
 
     @property
     def requests_placed(self) -> int:
-        """Of clients."""
+        """Count the requests of clients on the worker. Probes are left out."""
         return sum(work.request.probe is None for work in self.work.values())
 
     @property
     def queued_tokens(self) -> int:
+        """Count the prompt tokens that wait on the worker or are on their way to it."""
         return self.load.queued_tokens + self.on_the_way_tokens
 
     @property
     def has_room(self) -> bool:
-        """Whether there is room for one more sequence, as far as this router knows."""
+        """There is room for one more sequence, as far as this router knows."""
         return len(self.work) < self.hello.max_num_seqs and self.refused_blocks is None and not self.turned_away
 
     def sent(self, handle: Handle, tokens: int) -> None:
-        """Count a prompt that was sent to the worker, until a heartbeat counts it."""
+        """Count a prompt that was sent to the worker, until a heartbeat includes it."""
         self.on_the_way[handle] = tokens
         self.on_the_way_tokens += tokens
 
@@ -97,6 +103,8 @@ class Worker:
         self.refused_blocks = None  # something was freed there
 
     def saw_heartbeat(self, load: WorkerLoad) -> None:
+        """Take over the load of a heartbeat. Prompts that it includes are no longer on the way, and refusals that it outdates
+        end."""
         self.load = load
         while self.on_the_way and (oldest := next(iter(self.on_the_way))) <= load.last_handle:
             self.on_the_way_tokens -= self.on_the_way.pop(oldest)
@@ -107,22 +115,23 @@ class Worker:
 
 
 class Registry:
-    """Workers by link; at most one link for each worker id. Iteration is in the order of joining."""
+    """The workers by link, with at most one link for each worker id. Iteration is in the order of joining."""
 
     def __init__(self, model_fingerprint: str, *, allow_mixed_quantization: bool = False) -> None:
         self._model_fingerprint = model_fingerprint
         self._allow_mixed_quantization = allow_mixed_quantization
         self.exact = True
-        """Those who are linked hold weights and KV in the same numbers: a token does not depend on who computes it."""
+        """True while all linked workers keep weights and KV in the same formats: then a token does not depend on the worker."""
         self._by_link: dict[LinkId, Worker] = {}
         self._longest: dict[Role, int] = {}
 
     def check(self, hello: WorkerHello) -> None:
-        """Raises `IncompatiblePeer` with the reason when this worker may not serve here."""
+        """Check that a worker fits the model and the other workers. Raises `IncompatiblePeer` with the reason when it does
+        not."""
         name = f"{hello.role.value} worker {hello.worker_id}"
         if hello.model_fingerprint != self._model_fingerprint:
             raise IncompatiblePeer(
-                f"{name} serves model {hello.model_fingerprint or '(none)'}, this router {self._model_fingerprint}"
+                f"{name} serves model {hello.model_fingerprint or '(none)'}, this router serves {self._model_fingerprint}"
             )
         if hello.kv_tokens <= 0:
             raise IncompatiblePeer(f"{name} has no KV blocks: {hello.num_blocks} of {hello.block_size} tokens")
@@ -141,10 +150,11 @@ class Registry:
                 )
 
     def check_id(self, hello: WorkerHello, *, now_s: float, lost_s: float) -> None:
-        """Raises `WorkerIdTaken` while another process has this worker's id and was heard within `lost_s`.
+        """Check that no other process uses this worker's id. Raises `WorkerIdTaken` if one does and was heard within `lost_s`.
 
-        A process that dials again is let in at once: it has given up its old link. One that was started anew waits until
-        the old process' connection has broken, which it does when that process dies, or has been silent for too long.
+        A process that dials again is let in at once, because it has given up its old link. A restarted worker waits until the
+        old process' connection has broken, which happens when that process dies, or until that process has been silent for
+        `lost_s`.
         """
         holder = self.find(hello.worker_id)
         if holder is None or holder.hello.incarnation == hello.incarnation:
@@ -158,7 +168,7 @@ class Registry:
             )
 
     def join(self, link: LinkId, hello: WorkerHello, *, now_s: float) -> Worker:
-        """Add a checked worker. It comes with no work: one whose link broke has dropped what that link carried."""
+        """Add a checked worker, without work: a worker whose link broke has dropped the work of that link."""
         assert self.find(hello.worker_id) is None
         idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
         worker = self._by_link[link] = Worker(link, hello, now_s, idle)
@@ -166,21 +176,23 @@ class Registry:
         return worker
 
     def leave(self, link: LinkId) -> Worker | None:
-        """Remove; None when it had left already."""
+        """Remove and return the worker of a link. None: it had left already."""
         worker = self._by_link.pop(link, None)
         if worker is not None:
             self._note_change(worker.hello.role)
         return worker
 
     def get(self, link: LinkId) -> Worker | None:
+        """Return the worker of a link, or None when it has left."""
         return self._by_link.get(link)
 
     def find(self, worker_id: WorkerId) -> Worker | None:
+        """Return the linked worker with this id, or None."""
         return next((w for w in self._by_link.values() if w.hello.worker_id == worker_id), None)
 
     def longest(self, role: Role) -> int | None:
-        """Tokens of the longest request that some worker of the role holds. While none is linked, of those that were last:
-        they may come back. None: there was none yet."""
+        """Return the token limit of the longest request that some worker of the role takes. While none is linked, the last
+        value stays, because workers may come back. None: no worker of the role has joined yet."""
         return self._longest.get(role)
 
     def _note_change(self, role: Role) -> None:
@@ -190,6 +202,7 @@ class Registry:
             self._longest[role] = max(lengths)
 
     def of_role(self, role: Role) -> list[Worker]:
+        """Return the linked workers of a role, in the order of joining."""
         return [w for w in self._by_link.values() if w.hello.role is role]
 
     def __iter__(self) -> Iterator[Worker]:
@@ -200,7 +213,7 @@ class Registry:
 
 
 def _same_blocks(one: WorkerHello, other: WorkerHello) -> bool:
-    """Whether one can read the other's blocks, converting them where the dtypes differ. They are of one model."""
+    """Tell whether two workers of one model can read each other's blocks. Blocks of different dtypes are converted."""
     same_bytes = one.kv_bytes_per_token == other.kv_bytes_per_token or one.dtype != other.dtype
     return one.block_size == other.block_size and same_bytes
 

@@ -1,7 +1,7 @@
-"""The live requests: what of each runs remotely, its ledger entry, and its end. The only writer of all three.
+"""The live requests: the remote work of each, its ledger entry, and its end. This file alone writes all three.
 
-Entering a terminal state cancels the work that still runs, returns the ledger entry and emits one outcome, each exactly
-once, because all three happen in `_forget`, which also forgets the request.
+When a request enters a terminal state, its running work is cancelled, its ledger entry is given back, and one outcome is
+emitted. Each happens exactly once, because all three happen in `_forget`, which also forgets the request.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _S, _E = RequestState, RequestEvent
 
 
 class Requests:
+    """Holds the live requests, and collects the effects of the current event."""
+
     def __init__(self, registry: Registry, waiting: WaitingRequests) -> None:
         self.registry = registry
         self.waiting = waiting
@@ -29,9 +31,9 @@ class Requests:
         self.outputs = OutputMean()
         self.effects: list[Effect] = []
         self.changed = False
-        """Something waits that did not, or ended that ran: placing is worth a look."""
+        """A request has begun to wait, or room may be free: waiting requests may be placed now."""
         self.recheck = False
-        """A worker may be there for what had none."""
+        """Requests that no worker could serve may have a worker now."""
         self.on_probe_end: Callable[[LiveRequest, PdserveError | None, float], None] = _nobody
         self._by_id: dict[RequestId, LiveRequest] = {}
         self.deadlines = Deadlines(self._by_id)
@@ -40,20 +42,23 @@ class Requests:
         self._handles = 0
 
     def __len__(self) -> int:
-        """Of clients: the router's own probes are nobody's requests."""
+        """Return the number of live requests of clients. The router's own probes are not counted."""
         return len(self._by_id) - self._probes
 
     def get(self, request_id: RequestId) -> LiveRequest | None:
+        """Return a live request, or None when it has ended or never was."""
         return self._by_id.get(request_id)
 
     def probes(self) -> list[LiveRequest]:
+        """Return the live probes."""
         return [r for r in self._by_id.values() if r.probe is not None]
 
     def make(self, submit: Submit, probe: Probe | None = None) -> LiveRequest:
-        """Not yet known here: `add` it, unless it is refused."""
+        """Make a request that is not known here yet. The caller adds it, unless it is refused."""
         return LiveRequest.of(submit, self._arrivals, probe)
 
     def add(self, request: LiveRequest) -> None:
+        """Register a new request, and watch its deadline."""
         assert request.request_id not in self._by_id
         self._arrivals += 1
         self._by_id[request.request_id] = request
@@ -61,7 +66,7 @@ class Requests:
         self.deadlines.add(request)
 
     def wait(self, request: LiveRequest) -> None:
-        """Its turn for a decode worker comes."""
+        """Let a queued request wait for its turn to get a decode worker."""
         assert request.machine.state is _S.QUEUED
         self.waiting.add(request)
         self.changed = True
@@ -69,6 +74,7 @@ class Requests:
     # What runs remotely --------------------------------------------------------------------------------------------
 
     def place_on(self, worker: Worker, request: LiveRequest) -> RemoteWork:
+        """Record new work of the request on a worker, under a new handle. The caller sends the command."""
         self._handles += 1
         work = RemoteWork(Handle(self._handles), worker.link, worker.hello.role, request)
         worker.work[work.handle] = work
@@ -76,7 +82,7 @@ class Requests:
         return work
 
     def drop(self, work: RemoteWork) -> Worker | None:
-        """Forget work that ended at its worker. Returns the worker, None when it has left."""
+        """Forget work that has ended at its worker. Return the worker, or None when it has left."""
         request = work.request
         if request.prefill is work:
             request.prefill = None
@@ -88,12 +94,12 @@ class Requests:
         return worker
 
     def cancel(self, work: RemoteWork) -> None:
-        """Drop work that still runs at its worker."""
+        """Forget work that still runs, and tell its worker to cancel it."""
         if self.drop(work) is not None:
             self.effects.append(SendCancel(work.link, work.handle))
 
     def withdraw(self, request: LiveRequest) -> None:
-        """Cancel what runs of it and return its ledger entry: on a prefill worker that ends the lease as well."""
+        """Cancel the running work of a request and give back its ledger entry. Cancelled prefill work also loses its lease."""
         for work in (request.prefill, request.decode):
             if work is not None:
                 self.cancel(work)
@@ -103,7 +109,7 @@ class Requests:
     # Moves and ends ------------------------------------------------------------------------------------------------
 
     def move(self, request: LiveRequest, event: RequestEvent, now_s: float) -> bool:
-        """False: the event was illegal, and has failed this request alone."""
+        """Move the request to its next state. False: the event was illegal and has failed this request alone."""
         try:
             request.machine.move(event)
         except InternalBug as exc:
@@ -112,15 +118,18 @@ class Requests:
         return True
 
     def break_off(self, request: LiveRequest, error: InternalBug, now_s: float) -> None:
+        """Fail one request for a bug. A request that has already ended stays as it is."""
         if not request.machine.terminal:
             self.end(request, _E.BROKEN, now_s, error)
 
     def expire(self, request: LiveRequest, now_s: float) -> None:
+        """Fail a request whose deadline has passed."""
         limit_s = request.deadline_s - request.times.arrived_s
         error = DeadlineExceeded(f"deadline_s of {limit_s:.3g} s passed while {request.machine.state.value}")
         self.end(request, _E.DEADLINE_PASSED, now_s, error)
 
     def end(self, request: LiveRequest, event: RequestEvent, now_s: float, error: PdserveError | None) -> None:
+        """Bring a request to the terminal state that `event` leads to, and forget it. `error` is None for a finished one."""
         was_queued = request.machine.state is _S.QUEUED
         request.machine.move(event)
         if was_queued:
@@ -145,7 +154,7 @@ class Requests:
             self.effects.append(EmitFailed(request.request_id, error, report))
 
     def check_invariants(self) -> None:
-        """For tests after every event; costs a walk over all requests and workers."""
+        """Assert that all books agree. This walks over all requests and workers."""
         self.ledger.check_invariants()
         self.waiting.check_invariants()
         waiting = self.waiting.all()
@@ -180,4 +189,5 @@ def _check_request(request: LiveRequest, waits: bool, charged: LinkId | None) ->
 
 
 def _nobody(request: LiveRequest, error: PdserveError | None, now_s: float) -> None:
+    """Stand in for `on_probe_end` until probes are set up. Raises `InternalBug`."""
     raise InternalBug(f"nobody waits for probe {request.request_id}")

@@ -1,4 +1,4 @@
-"""How many retries the cluster can afford. Pure."""
+"""The cluster's budget of retries. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Final
 from pdserve.core.errors import Overloaded, PdserveError
 
 REMEMBERED_REQUESTS: Final = 10_000
-"""A quiet week must not save up for a storm: the share of at most so many requests is kept."""
+"""The bucket keeps the share of at most this many requests, so that a quiet week does not save up for a storm."""
 
 
 class RetryBucket:
-    """Each admitted request puts `share` of a retry in, each retry takes one out; `burst` are there from the start.
+    """A bucket into which each admitted request puts `share` of a retry, and from which each retry takes one. It starts with
+    `burst`.
 
-    So a dead worker's whole batch is served again at once while few are, and a fault that stays cannot multiply the load
-    by more than `1 + share`.
+    A dead worker's whole batch is thus served again at once while such losses are rare, and a fault that stays cannot multiply
+    the load by more than `1 + share`.
     """
 
     def __init__(self, *, share: float, burst: int) -> None:
@@ -26,11 +27,12 @@ class RetryBucket:
         self._taken = 0
 
     def admitted(self) -> None:
+        """Put in the share of one admitted request."""
         self._admitted += 1
         self._saved = min(self._most, self._saved + self._share)
 
     def take(self) -> bool:
-        """False, and nothing is taken, when less than one is left."""
+        """Take one retry out. False: less than one is left, and nothing is taken."""
         if self._saved + 1e-9 < 1.0:  # ten times 0.1 is a little less than 1
             return False
         self._saved = max(0.0, self._saved - 1.0)
@@ -38,12 +40,14 @@ class RetryBucket:
         return True
 
     def check_invariants(self) -> None:
+        """Assert that no more retries were taken than put in."""
         assert 0.0 <= self._saved <= self._most
         assert self._taken <= self._burst + self._share * self._admitted + 1e-6
 
 
 def after_attempts(error: PdserveError, attempts: int, why: str) -> PdserveError:
-    """The same error for the client, saying what was tried and why no more is. Only for errors that are retried."""
+    """Return the same error for the client, with the number of attempts and why no more follow. It takes only errors that are
+    retried."""
     message = f"after {attempts} attempt{'s' if attempts > 1 else ''} ({why}): {error.message}"
     if isinstance(error, Overloaded):
         return Overloaded(message, retry_after_s=error.retry_after_s)

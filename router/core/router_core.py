@@ -1,8 +1,8 @@
-"""The router's core: every request, the ledger, placement. Pure: `handle(event, now_s=...)` returns what is to be done.
+"""The router's core: every request, the ledger, and placement. Pure: `handle(event, now_s=...)` returns the effects.
 
-No asyncio, no sockets, no clock: the shell in `router.service.service` performs the effects and feeds back what happens. A
-handle that is unknown on its link is stale and is dropped at the door, which is here; what is let in goes to the part
-that it concerns, and after each event that freed or queued something, what waits is placed.
+The core uses no asyncio, no sockets and no clock. The shell in `router.service.service` performs the effects and turns what
+happens into events. The core drops events whose handle is unknown on their link, because they are stale, and gives each other
+event to the part that it concerns. After each event that freed room or queued a request, waiting requests are placed.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ _S, _E = RequestState, RequestEvent
 
 
 class RouterCore:
+    """Holds all state of the router, and turns each event into effects."""
+
     def __init__(self, config: RouterConfig, model_fingerprint: str) -> None:
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
         self.waiting = WaitingRequests(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
@@ -97,19 +99,22 @@ class RouterCore:
 
     @property
     def num_requests(self) -> int:
+        """Count the live requests of clients."""
         return len(self.requests)
 
     def is_live(self, request_id: RequestId) -> bool:
+        """Tell whether the request has been accepted and has not ended."""
         return self.requests.get(request_id) is not None
 
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
-        """What is to be done, in order. A Submit or DrainAsked that is refused raises its error and leaves no trace."""
+        """Apply an event and return the effects, in the order in which they are to be performed. A Submit or DrainAsked that is
+        refused raises its error and changes nothing."""
         self._handlers[type(event)](event, now_s)
         requests = self.requests
         if requests.changed:
             self._probes.start_claimed(now_s)
             self._dispatcher.pump(now_s, recheck=requests.recheck)
-            requests.changed = requests.recheck = False  # what the pump itself ended had no room that others wait for
+            requests.changed = requests.recheck = False  # requests that the pump itself ended held no room that others wait for
         effects, requests.effects = requests.effects, []
         return effects
 
@@ -144,7 +149,7 @@ class RouterCore:
         if len(self.pairs):
             self.pairs.forget({worker.hello.incarnation for worker in self.registry}, now_s=now_s)
         self._probes.start_due(now_s)
-        self.requests.changed = self.requests.recheck = True  # a pair's time may be over, or a wait
+        self.requests.changed = self.requests.recheck = True  # a pair may be usable again, and a wait may be over
 
     # Workers -------------------------------------------------------------------------------------------------------
 
@@ -162,7 +167,7 @@ class RouterCore:
         worker = self.registry.join(event.link, hello, now_s=now_s)
         self.requests.effects.append(SendWelcome(event.link))
         if self._drained.get(hello.worker_id) == hello.incarnation:
-            self._drain(worker)  # its last link may have broken before it heard
+            self._drain(worker)  # its last link may have broken before the worker was told
         else:
             self._drained.pop(hello.worker_id, None)
         self._probes.start_due(now_s)
@@ -215,7 +220,7 @@ class RouterCore:
             worker.last_seen_s = now_s
         return worker
 
-    # One request, as its workers tell it -----------------------------------------------------------------------------
+    # Reports of workers about one request -----------------------------------------------------------------------------
 
     def _reserved(self, event: Reserved, now_s: float) -> None:
         work = self._work(event.link, event.handle, Role.DECODE, now_s)
@@ -250,17 +255,18 @@ class RouterCore:
             self._tokens.step(worker, event, now_s)
 
     def _work(self, link: LinkId, handle: Handle, role: Role | None, now_s: float) -> RemoteWork | None:
-        """The door: None for a link or handle that is not, or no longer, known. The wrong role fails the request."""
+        """Return the work that a report is about. None: its link or handle is unknown or has ended. A report of the wrong role
+        fails the request."""
         worker = self._seen(link, now_s)
         work = worker.work.get(handle) if worker is not None else None
         if work is not None and role is not None and work.role is not role:
-            error = InternalBug(f"a {work.role.value} worker spoke as {role.value}")
+            error = InternalBug(f"a {work.role.value} worker sent what only a {role.value} worker reports")
             self.requests.break_off(work.request, error, now_s)
             return None
         return work
 
     def check_invariants(self) -> None:
-        """For tests after every event; costs a walk over all requests and workers."""
+        """Assert that all books agree. This walks over all requests and workers."""
         self.requests.check_invariants()
         self.pairs.check_invariants()
         self.recovery.bucket.check_invariants()

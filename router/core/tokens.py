@@ -1,4 +1,4 @@
-"""Tokens on their way from workers to clients: the only part of the router whose cost is paid for every token."""
+"""Tokens on their way from workers to clients. Only this part of the router costs time for every token."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ _S, _E = RequestState, RequestEvent
 
 
 class Tokens:
+    """Takes the rows of engine steps, and emits each request's tokens in order."""
+
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
     def step(self, worker: Worker, event: StepRows, now_s: float) -> None:
+        """Take the rows of one engine step. A row of an unknown handle is stale and is dropped; a row that breaks the protocol
+        fails its own request alone."""
         works = worker.work
         for row in event.rows:
             work = works.get(row.handle)  # type: ignore[call-overload]  # a Handle on the wire is a plain int
@@ -42,11 +46,12 @@ class Tokens:
         elif work.role is Role.PREFILL:
             self._first_token(request, delta, now_s)
         else:
-            request.machine.move(_E.TOKEN_OUT)  # legal while the first token is on its way by the other link
+            request.machine.move(_E.TOKEN_OUT)  # legal while the first token is still on its way over the prefill worker's link
             request.output.hold(delta, after=request.resumed + 1)
 
     def _first_token(self, request: LiveRequest, delta: Delta, now_s: float) -> None:
-        """The one that prefill draws: token 0, or in a replay the first that the client does not have."""
+        """Take the token that prefill draws: token 0, or in a replay the first token that the client does not have. Raises
+        `InternalBug` for several tokens, or when no lease was granted."""
         if len(delta.ids) != 1 or request.lease is None:
             raise InternalBug(f"request {request.request_id}: prefill sent {delta}, lease: {request.lease}")
         request.output.pass_first(delta.index)
@@ -61,7 +66,7 @@ class Tokens:
             self.start_decoding(request, now_s)
 
     def start_decoding(self, request: LiveRequest, now_s: float) -> None:
-        """The first token went out and the KV is on decode: nothing is left on prefill, and what came early may go out."""
+        """Let decoded tokens out: the first token went out and decode has the KV. Prefill has nothing left to do."""
         if request.prefill is not None:
             self._requests.drop(request.prefill)
         for ready in request.output.drain():
@@ -82,14 +87,15 @@ class Tokens:
             self._requests.effects.append(EmitDelta(request.request_id, delta))
         if delta.finish_reason is not None:
             if last is _E.STOPPED and request.decode is not None:
-                self._requests.drop(request.decode)  # the worker ended it by saying so
+                self._requests.drop(request.decode)  # the worker ended this work with its last token
             if request.probe is None:
                 self._requests.outputs.saw(request.output.next_index)
             self._requests.end(request, last, now_s, None)
 
 
 def _note_first(request: LiveRequest, now_s: float) -> None:
-    """Colocated, the first token of an attempt still belongs to its prefill."""
+    """Record the time of a token from decode. The first token of a colocated attempt ends its prefill; the next one is the
+    first decoded token."""
     times = request.times.attempt
     if request.placement is Placement.COLOCATED and times.prefill_ended_s is None:
         times.prefill_ended_s = now_s

@@ -1,10 +1,9 @@
 """Requests that wait for room on a decode worker, in the order of their turns.
 
-A turn is the moment of arrival, so much earlier for each level of priority: a larger priority overtakes what came before
-it, and what waits is overtaken by those alone that come within that time, so no priority waits for ever. A replay counts as
-one level more.
+A turn is the time of arrival, less `LEVEL_S` for each level of priority. A request of higher priority overtakes earlier ones,
+but only those that came at most that time before it, so no request waits for ever. A replay counts as one level more.
 
-New ones are bounded by count and tokens. Replays are not: each was counted when it was new, and refusing one would lose
+New requests are bounded by count and tokens. Replays are not: each was counted when it was new, and to refuse one would lose
 tokens that a client already has.
 """
 
@@ -23,16 +22,16 @@ RETRY_AFTER_MAX_S: Final = 30.0
 RETRY_AFTER_UNKNOWN_S: Final = 1.0
 
 RATE_WINDOW_S: Final = 30.0
-"""Finishes older than this say nothing about how fast the queue drains now."""
+"""Requests that ended longer ago say nothing about how fast the queue drains now."""
 
 LEVEL_S: Final = 3.0
-"""What one level of priority is worth: all two hundred outweigh the default deadline of 600 s."""
+"""The seconds that one level of priority is worth. All two hundred levels outweigh the default deadline of 600 s."""
 
 _Key = tuple[float, int]
 
 
 class WaitingRequests:
-    """An ordered list: at most `max_requests`, so that insertion by bisection is cheap."""
+    """An ordered list. At most `max_requests` new ones may wait, so insertion by bisection is cheap."""
 
     def __init__(self, *, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
@@ -44,16 +43,18 @@ class WaitingRequests:
         self._finished_s: deque[float] = deque(maxlen=DRAIN_SAMPLES)
 
     def check_room(self, prompt_tokens: int, *, now_s: float) -> None:
-        """Raises `Overloaded` when one more request of so many tokens may not wait. With nothing new in it, any may."""
+        """Check that a new request of `prompt_tokens` may wait. Raises `Overloaded` if not. One may always wait when no other
+        new one does."""
         full = self._new >= self._max_requests
         if full or (self._new and self._new_tokens + prompt_tokens > self._max_tokens):
             raise Overloaded(
                 f"{self._new} requests with {self._new_tokens} prompt tokens are waiting; "
-                f"at most {self._max_requests} requests and {self._max_tokens} tokens may",
+                f"at most {self._max_requests} requests and {self._max_tokens} tokens may wait",
                 retry_after_s=self._retry_after_s(now_s),
             )
 
     def add(self, request: LiveRequest) -> None:
+        """Insert a request at its turn."""
         key = _key(request)
         position = bisect.bisect_left(self._keys, key)
         self._keys.insert(position, key)
@@ -61,6 +62,7 @@ class WaitingRequests:
         self._count(request, 1)
 
     def remove(self, request: LiveRequest) -> None:
+        """Remove a request that waits."""
         position = bisect.bisect_left(self._keys, _key(request))
         assert self._requests[position] is request
         del self._keys[position], self._requests[position]
@@ -72,28 +74,30 @@ class WaitingRequests:
             self._new_tokens += sign * len(request.prompt_ids)
 
     def at(self, position: int) -> LiveRequest | None:
-        """In order, from 0; None past the end."""
+        """Return the request at a position, counted from 0 in order of turns. None: the list ends before it."""
         return self._requests[position] if position < len(self._requests) else None
 
     def all(self) -> list[LiveRequest]:
-        """In order; a copy, so that the caller may remove while it walks."""
+        """Return all requests in order of turns. This is a copy: the caller may remove requests while it walks over it."""
         return list(self._requests)
 
     def saw_finish(self, now_s: float) -> None:
-        """A request ended: what the drain rate is measured by."""
+        """Record that a request ended. These times measure how fast the queue drains."""
         self._finished_s.append(now_s)
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def check_invariants(self) -> None:
+        """Assert that the list is in order and that the counts of new requests are right."""
         assert self._keys == sorted(set(self._keys))
         assert self._keys == [_key(r) for r in self._requests]
         new = [r for r in self._requests if not r.replay]
         assert (self._new, self._new_tokens) == (len(new), sum(len(r.prompt_ids) for r in new))
 
     def _retry_after_s(self, now_s: float) -> float:
-        """How long all that wait now will take, replays too since they go first, at the rate of the last finishes."""
+        """Return how many seconds all waiting requests will take at the rate of the last finishes. Replays are counted, because
+        they go first."""
         while self._finished_s and self._finished_s[0] < now_s - RATE_WINDOW_S:
             self._finished_s.popleft()
         if len(self._finished_s) < 2 or now_s <= self._finished_s[0]:

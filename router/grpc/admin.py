@@ -1,6 +1,6 @@
-"""The administration of a router: the state of the cluster, and drains. On a port of its own.
+"""The administration of a router, on a port of its own: the state of the cluster, and drains.
 
-On loopback whoever is on the machine may call. Anywhere else each call must carry the cluster's token.
+On loopback everybody on the machine may call. On any other address each call must carry the cluster's token.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ MAX_REQUEST_BYTES: Final = 64 << 10  # a request is one name
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
+    """The gRPC service for operators."""
+
     def __init__(self, router: RouterService, token: str | None) -> None:
-        """`token`: what each call must carry; None on loopback."""
+        """Each call must carry `token`. None: no token is needed, as on loopback."""
         self._router = router
         self._token = token
 
@@ -37,7 +39,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return cluster_state_to_wire(self._router.snapshot(), self._router.model.layout.block_size)
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
-        """A client that leaves, or whose deadline passes, ends only the telling."""
+        """Start a drain and stream its progress. If the client leaves or its deadline passes, only the stream ends, not the
+        drain."""
         await self._authorise(context)
         try:
             worker = find(self._router.snapshot(), request.worker_id)
@@ -54,7 +57,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
 
 class AdminServer:
-    """The running server. `close` it."""
+    """The running server of the admin port. `close` it."""
 
     def __init__(self, router: RouterService, cluster_token: str) -> None:
         self._router = router
@@ -65,11 +68,12 @@ class AdminServer:
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
-        """Raises `ConfigError` naming --admin-port."""
+        """Listen and serve. Raises `ConfigError` naming --admin-port."""
         self.port = bind_port(self._server, host, port, "--admin-port")
         token = None if is_loopback(host) else self._cluster_token
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self._router, token), self._server)
         await self._server.start()
 
     async def close(self) -> None:
+        """Stop serving."""
         await stop_server(self._server)

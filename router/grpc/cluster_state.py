@@ -1,4 +1,4 @@
-"""Writes a snapshot of the cluster as the message that `GetClusterState` answers with."""
+"""The snapshot of the cluster becomes the message that `GetClusterState` answers with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _ROLES_TO_WIRE: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb
 
 
 def cluster_state_to_wire(cluster: ClusterSnapshot, block_size: int) -> inference_pb2.GetClusterStateResponse:
+    """Return the message of a snapshot. `block_size` is in tokens."""
     return inference_pb2.GetClusterStateResponse(
         router_incarnation=cluster.router_incarnation,
         queued_requests=cluster.queued_requests,

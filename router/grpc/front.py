@@ -31,13 +31,16 @@ SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_nam
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """The gRPC service for clients."""
+
     def __init__(self, router: RouterService, parser: RequestParser) -> None:
         self._router = router
         self._parser = parser
         self._budget = BodyBudget(router.max_inflight_body_bytes)
 
     async def Generate(self, request: inference_pb2.GenerateRequest | LargeMessage, context: Any) -> None:
-        """The handler's task is cancelled when the client leaves: closing then cancels the request at once."""
+        """Run one request and stream its tokens. gRPC cancels this task when the client leaves; closing the generation then
+        cancels the request at once."""
         try:
             asked = await self._asked(request, context.time_remaining())
             generation = await self._router.submit(asked)
@@ -79,12 +82,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             (status.REQUEST_ID_METADATA, request_id),
             (status.CANCEL_TOKEN_METADATA, self._router.cancel_tokens.issue(request_id)),
         )
-        if not correlation_id or not correlation_id.isascii():  # metadata is ASCII; the report has it as it is
+        if not correlation_id or not correlation_id.isascii():  # metadata is ASCII; the report carries any id unchanged
             return own
         return (*own, (status.CORRELATION_ID_METADATA, correlation_id))
 
     async def _stream(self, generation: BufferedGeneration, context: Any) -> None:
-        """Write all of it. Raises `Cancelled`, out of the write that waits, for a client that stopped reading."""
+        """Write all deltas. For a client that stopped reading, the waiting write is cancelled and `Cancelled` is raised."""
         task = asyncio.current_task()
         assert task is not None
         generation.on_stalled(task.cancel)
@@ -94,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except asyncio.CancelledError:
             if generation.dropped is None:
                 raise
-            task.uncancel()  # it was ours; a bare cancel would leave the call open for ever
+            task.uncancel()  # the router itself cancelled it; a bare cancel would leave the call open for ever
             raise generation.dropped from None
 
     def _message(self, generation: BufferedGeneration, delta: Delta, context: Any) -> inference_pb2.GenerateResponse:
@@ -174,7 +177,7 @@ def _report(report: Report) -> inference_pb2.RequestReport:
 
 
 class GrpcFront:
-    """The running server. `close` it."""
+    """The running server of the gRPC port. `close` it."""
 
     def __init__(self, router: RouterService, parser: RequestParser, max_connections: int) -> None:
         self._router = router
@@ -190,7 +193,7 @@ class GrpcFront:
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
-        """Raises `ConfigError` naming --grpc-port."""
+        """Listen and serve. Raises `ConfigError` naming --grpc-port."""
         self.port = bind_port(self._server, host, port, "--grpc-port")
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._router, self._parser), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -200,6 +203,7 @@ class GrpcFront:
         self._follower = asyncio.create_task(self._follow_ready())
 
     async def close(self) -> None:
+        """Stop serving."""
         if self._follower is not None:
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)

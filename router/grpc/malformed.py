@@ -1,10 +1,11 @@
-"""Requests as bytes: what is no message of ours is the client's fault, so it is told INVALID_ARGUMENT.
+"""Requests are received as bytes. Bytes that are no message of the method are the client's fault, and the client is told
+INVALID_ARGUMENT.
 
-gRPC itself would answer UNKNOWN and log a traceback for each, which is a gift to whoever sends garbage. What is large is
-handed on unread, as `LargeMessage`, to the methods that read it elsewhere; others have no use for so much.
+gRPC itself would answer UNKNOWN and log a traceback for each, which is a gift to whoever sends garbage. A large message is
+handed on unread, as `LargeMessage`, to the methods that parse it elsewhere; other methods refuse it.
 
-gRPC also waits for a message for as long as its client likes, with a call's place taken. On the wire a call with one message
-is a stream of one, so it is taken as that, and the wait has an end.
+gRPC also waits for a message for as long as the client likes, while the call takes up a place. On the wire a call with one
+message is a stream of one message, so the guard reads it as a stream and bounds the wait.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ from pdserve.core.errors import InvalidRequest, PdserveError, RequestTimeout, Re
 from pdserve.rpc import status
 from router.parsing.parser import INLINE_BYTES
 
-RECEIVE_TIMEOUT_S: Final = 60.0  # as router.http.body: 8 MiB at 1 Mbit/s
+RECEIVE_TIMEOUT_S: Final = 60.0  # as in router.http.body: 8 MiB at 1 Mbit/s
 _TOO_LARGE: Final = f"is over the limit of {INLINE_BYTES} bytes of this method"
 
 
 @dataclass(frozen=True, slots=True)
 class LargeMessage:
-    """The bytes of a message that is too large to be read on the loop."""
+    """The bytes of a message that is too large to be parsed on the loop."""
 
     data: bytes
 
 
 class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """For one service, whose methods all take one message and are coroutines."""
+    """Guards one service, whose methods all take one message and are coroutines."""
 
     def __init__(self, service: str, large: frozenset[str] = frozenset()) -> None:
-        """`large`: the methods that take a `LargeMessage`."""
+        """Methods in `large` take a `LargeMessage`."""
         self._prefix = f"/{service}/"
         self._large = large
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        """Return a handler that checks the message before the method of the guarded service gets it."""
         handler = await continuation(details)
         if handler is None or not details.method.startswith(self._prefix):
             return handler
@@ -77,9 +79,9 @@ def _checked(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any
 
 
 async def _received(context: Any) -> Any:
-    """The one message, or an error in its place."""
+    """Return the one message, or an error in its place."""
     try:
-        async with asyncio.timeout(RECEIVE_TIMEOUT_S):  # `wait_for` would lose that the client left with its message
+        async with asyncio.timeout(RECEIVE_TIMEOUT_S):  # `wait_for` would lose a cancel that comes with the message
             request = await context.read()
     except TimeoutError:
         return RequestTimeout(f"request: not complete after {RECEIVE_TIMEOUT_S:g} s")

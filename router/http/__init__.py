@@ -1,4 +1,4 @@
-"""The HTTP front end: connections, bodies, replies. What OpenAI's API says is in `router.openai`."""
+"""The HTTP front end: connections, bodies, replies. `router.openai` has OpenAI's API."""
 
 from router.http.app import build_app, serve_http
 from router.http.server import HttpServer

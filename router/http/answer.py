@@ -1,4 +1,4 @@
-"""Runs the generations of one call and writes its answer. Whatever ends it, every generation is closed."""
+"""The generations of one call, and its answer. Whatever ends the call, every generation is closed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class _Output:
 
 
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
-    """Raises a `PdserveError`; if anything was already sent, `reply.started` says so."""
+    """Run a call and write its answer. Raises a `PdserveError`; `reply.started` then tells whether something was already
+    sent."""
     generations: list[Generation] = []
     try:
         for request in call.inputs:
@@ -57,17 +58,17 @@ async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: S
 
 
 def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | None:
-    """None where choice `index` asks for none."""
+    """Return the format of log-probabilities for choice `index`. None: the choice asks for none."""
     if call.inputs[index].sampling.get("logprobs") is None:
         return None
     return logprobs_format(api.token_bytes, chat=call.chat)
 
 
 async def _pump(generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, reply: Reply) -> int:
-    """Write one choice's chunks; returns its number of output tokens.
+    """Write one choice's chunks, and return its number of output tokens.
 
-    The stream opens with the first delta, not before: until then an error still gets its own HTTP status. A delta
-    without text (half a character, part of a stop string) makes no chunk unless something else in it is news.
+    The stream opens with the first delta and not before, so that an earlier error still gets its own HTTP status. A delta
+    without text (half a character, part of a stop string) makes no chunk unless it carries other news.
     """
     tokens = 0
     opening = format_.role
@@ -80,7 +81,7 @@ async def _pump(generation: Generation, format_: ChunkFormat, logprobs: Logprobs
             told = logprobs.of(delta.ids, delta.logprobs) if logprobs else None
             chunk = format_.chunk(delta.text, finish_reason, told)
             if logprobs:
-                await asyncio.sleep(0)  # as in `_collect`
+                await asyncio.sleep(0)  # lets other tasks run, as in `_collect`
         if format_.continuous_usage:
             chunk = format_.with_usage(chunk, usage(generation.prompt_len, tokens))
         if finish_reason:
@@ -96,7 +97,7 @@ async def _pump(generation: Generation, format_: ChunkFormat, logprobs: Logprobs
 async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
     collected = [_collect(g, _logprobs_of(api, call, i)) for i, g in enumerate(generations)]
     outputs = await _together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
-    if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; the body has
+    if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; they go into the body
         reply.served(generations[0].report)
     choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
     totals = usage(sum(g.prompt_len for g in generations), sum(out.tokens for out in outputs))
@@ -106,7 +107,8 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Se
 
 
 async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _Output:
-    """Log-probabilities are written as they come: those of a long answer take a second together."""
+    """Gather one choice's output. Log-probabilities are encoded as they come, because those of a long answer take a second
+    together."""
     texts: list[str] = []
     tokens = 0
     finish_reason = None
@@ -117,14 +119,14 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
         finish_reason = delta.finish_reason
         if logprobs is not None:
             told.add(logprobs.of(delta.ids, delta.logprobs))
-            await asyncio.sleep(0)  # what has been waiting to be taken is taken without a pause
+            await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
         raise _unfinished(generation)
     return _Output("".join(texts), tokens, finish_reason, told.encode())
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:
-    """Of requests that fail, the reply learns how far they came."""
+    """Await the work of one generation. If the request fails, the reply gets its report, which says how far it came."""
     try:
         return await work
     except PdserveError:
@@ -139,7 +141,7 @@ def _unfinished(generation: Generation) -> InternalBug:
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first failure cancels the others and is raised alone."""
+    """Return the results in order. The first failure cancels the others and is raised alone."""
     if len(work) == 1:
         return [await work[0]]
     try:

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP front end: routes, and nothing about requests that `router.api.api` does not say."""
+"""The OpenAI-compatible HTTP front end: its routes. It knows no more about requests than `router.api.router_api` says."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ __all__ = ["HttpServer", "build_app", "serve_http"]
 async def serve_http(
     api: RouterApi, parser: RequestParser, host: str, port: int, limits: RouterConfig = DEFAULT_LIMITS
 ) -> HttpServer:
-    """Listen (port 0: any free one) and serve until the result is closed. Raises `ConfigError` naming the flag."""
+    """Listen and serve until the result is closed. Port 0 means any free port. Raises `ConfigError` naming the flag."""
     running = RunningCalls()
     return await start_server(_app(api, parser, running, limits), running, host, port, limits)
 
 
 def build_app(api: RouterApi, parser: RequestParser) -> Starlette:
-    """The application alone, for any ASGI server."""
+    """Return the application alone, for any ASGI server."""
     return _app(api, parser, RunningCalls(), DEFAULT_LIMITS)
 
 
@@ -63,12 +63,12 @@ def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: R
         routes=routes,
         exception_handlers={HTTPException: _no_route, PdserveError: _failed, Exception: _bug},  # type: ignore[dict-item]
     )
-    app.router.redirect_slashes = False  # a redirected POST loses its body in many clients; 404 says what is wrong
+    app.router.redirect_slashes = False  # many clients lose the body of a redirected POST; 404 says what is wrong
     return app
 
 
 class _Generate:
-    """An ASGI endpoint that runs generations. Not a Starlette handler: those cost several calls for each token."""
+    """An ASGI endpoint that runs generations. It is no Starlette handler, because those cost several calls for each token."""
 
     def __init__(self, api: RouterApi, parser: RequestParser, running: RunningCalls, budget: BodyBudget, kind: Kind) -> None:
         self._api = api
@@ -84,7 +84,7 @@ class _Generate:
                 body = await read_body(scope, receive, self._api.max_body_bytes, share)
                 header_id = Request(scope).headers.get(CORRELATION_ID_METADATA)
                 reading = self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id))
-                # A large body waits for its turn; one whose client has left is not to hold up the others.
+                # A large body waits for its turn. If its client leaves, it must not hold up the others.
                 call = await (self._running.run(receive, reading) if len(body) > INLINE_BYTES else reading)
                 assert isinstance(call, Call)
             reply.name(call.request_id, call.correlation_id)
@@ -93,13 +93,13 @@ class _Generate:
             await refuse_body(scope, receive, reply, exc.error)
         except PdserveError as exc:
             await reply.fail(exc)
-        except Exception:  # ours: the client is told, the server logs it with its traceback
+        except Exception:  # a bug of ours: the client is told, and the server logs it with its traceback
             await reply.fail(InternalBug("internal error; the router's log has the details"))
             raise
 
 
 class _Info:
-    """What clients and operators ask about the service."""
+    """Endpoints that tell clients and operators about the service."""
 
     def __init__(self, api: RouterApi) -> None:
         self._api = api

@@ -1,4 +1,4 @@
-"""Reading a request body from a client that is not trusted: bounded in bytes and in time."""
+"""Request bodies are read from clients that are not trusted, so their bytes and their time are bounded."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from router.http.reply import Reply
 from router.service.body_budget import BodyShare
 
 BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
-SILENCE_S: Final = 10.0  # of a client in the middle of its body: a link that is lost for so long is lost
+SILENCE_S: Final = 10.0  # the longest time for which a client may send nothing in the middle of its body
 LINGER_S: Final = 2.0
-"""How long a refused body is read and thrown away after the answer. Closing at once would reset the connection, and
-the client, still sending, would see the reset instead of the answer."""
+"""A refused body is still read and dropped for this long after the answer. If the connection closed at once, it would be reset,
+and a client that is still sending would see the reset instead of the answer."""
 
 
 class BodyRefused(Exception):
-    """The body was not read to its end, so the connection cannot carry another request."""
+    """A body was not read to its end, so its connection cannot carry another request."""
 
     def __init__(self, error: PdserveError) -> None:
         super().__init__(error.message)
@@ -27,15 +27,15 @@ class BodyRefused(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, share: BodyShare) -> bytes:
-    """The whole body. Raises `BodyRefused` for one that is too large, for which there is no room, or that comes too slowly,
-    as soon as that is known."""
+    """Return the whole body. Raises `BodyRefused` as soon as it is known that the body is too large, finds no room, or comes
+    too slowly, and `Cancelled` when the client leaves."""
     declared = _header(scope, b"content-length")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     try:
         if declared.isdigit():
-            share.grow(int(declared))  # whole, or not at all: nobody who has begun is turned away for who comes later
+            share.grow(int(declared))  # takes the whole length at once, so that a later body cannot end one that has begun
         async with asyncio.timeout(BODY_TIMEOUT_S):
             more = True
             while more:
@@ -51,9 +51,9 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, share: BodyS
 
 
 async def refuse_body(scope: Scope, receive: Receive, reply: Reply, error: PdserveError) -> None:
-    """Answer, then close the connection without the answer being lost. Nothing that is still read is kept."""
+    """Answer with an error and close the connection so that the client still sees the answer. What is still read is dropped."""
     await reply.fail(error, more=True, headers=[(b"connection", b"close")])
-    if _header(scope, b"expect").lower() != b"100-continue":  # else the client waits for our leave to send
+    if _header(scope, b"expect").lower() != b"100-continue":  # such a client sends nothing before it is told to
         await _discard(receive)
     await reply.end()
 
@@ -67,7 +67,7 @@ async def _read_part_in_time(receive: Receive, body: bytearray) -> bool:
 
 
 async def _read_part(receive: Receive, body: bytearray) -> bool:
-    """Append what has arrived; True while more is to come."""
+    """Append what has arrived. True: more is to come. Raises `Cancelled` when the client leaves."""
     message = await receive()
     if message["type"] == "http.disconnect":
         raise Cancelled("the client left while it sent the body")
@@ -81,7 +81,7 @@ async def _discard(receive: Receive) -> None:
             while await _read_part(receive, bytearray()):
                 pass
     except (TimeoutError, Cancelled):
-        pass  # it has our answer, or does not want it
+        pass  # the client has the answer, or does not want it
 
 
 def _too_large(max_bytes: int) -> BodyRefused:

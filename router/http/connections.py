@@ -1,7 +1,7 @@
-"""How many clients may be connected, and who goes when one more comes.
+"""The number of connected clients is bounded, and a new one may push out an old one.
 
-A connection that serves no request waits: for a request, or for the rest of its head. Whoever has waited longest makes
-room, so that neither idle clients nor those that dribble a head lock others out.
+A connection without a request waits: for a request, or for the rest of its head. The one that has waited longest makes room, so
+that neither idle clients nor clients that send a head very slowly lock others out.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ from typing import Protocol
 
 
 class Connection(Protocol):
+    """A connection as the table sees it."""
+
     def give_way(self) -> None:
-        """End now: another connection takes the place."""
+        """End now, because another connection takes the place."""
 
 
 class ConnectionTable:
-    """Owner: one HTTP server. Bounded by `max_connections`; a connection is in it from `admit` to `forget`."""
+    """The connections of one HTTP server, which owns this. At most `max_connections` are in it, each from `admit` to
+    `forget`."""
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
         self._all: set[Connection] = set()
-        self._waiting: dict[Connection, None] = {}  # who has waited longest first
+        self._waiting: dict[Connection, None] = {}  # the one that has waited longest comes first
 
     def __len__(self) -> int:
         return len(self._all)
 
     def admit(self, connection: Connection) -> bool:
-        """False: all places are taken by connections that serve requests."""
+        """Give the connection a place, if need be that of the one that has waited longest. False: all places serve requests."""
         if len(self._all) >= self.max_connections:
             if not self._waiting:
                 return False
@@ -38,15 +41,16 @@ class ConnectionTable:
         return True
 
     def waits(self, connection: Connection) -> None:
-        """From now on this connection has no request."""
+        """Note that the connection has no request now."""
         self._waiting.pop(connection, None)
         if connection in self._all:
             self._waiting[connection] = None
 
     def serves(self, connection: Connection) -> None:
-        """The whole head has come, so this connection has a request now."""
+        """Note that the whole head has come, so the connection has a request now."""
         self._waiting.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
+        """Free the place of the connection, if it has one."""
         self._all.discard(connection)
         self._waiting.pop(connection, None)

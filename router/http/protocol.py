@@ -1,10 +1,9 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on what a client may do before its request is complete.
+"""uvicorn's HTTP/1.1 protocol, with bounds on what a client may do before its request is complete.
 
-httptools bounds neither the size of a head or of trailers nor the time that they take to arrive, so that a connection could
-hold memory, or itself, for ever. Here everything that is not body has a size and a time; bodies are bounded where they are
-read (`router.http.body`). An offer to speak another protocol is declined as RFC 9110 section 7.8 allows: by an answer to
-the request in HTTP/1.1. The Date header is made when a request asks for one and not by a timer, so an idle server does
-nothing.
+httptools bounds neither the size of a head or of trailers nor the time in which they arrive, so a connection could hold memory,
+or stay open, for ever. Here everything but the body has a bounded size and time; `router.http.body` bounds bodies. An offer to
+speak another protocol is declined as RFC 9110 section 7.8 allows: the request is answered in HTTP/1.1. The Date header is made
+when a request asks for one and not by a timer, so an idle server does nothing.
 """
 
 from __future__ import annotations
@@ -21,50 +20,53 @@ from router.http import refusal, upgrade
 from router.http.connections import ConnectionTable
 from router.http.refusal import Refusal
 
-MAX_HEAD_BYTES: Final = 64 << 10  # h11's limit, which uvicorn has with its other parser
+MAX_HEAD_BYTES: Final = 64 << 10  # the limit of h11, uvicorn's other parser
 MAX_HEADERS: Final = 100  # Apache's LimitRequestFields, and h2o's and Go's order of magnitude
-MAX_TRAILER_BYTES: Final = 8 << 10  # nginx's for one large header; we use none, so they are counted and dropped
-MAX_BETWEEN_BYTES: Final = 64 << 10  # of chunk extensions and trailers with no byte of body among them
+MAX_TRAILER_BYTES: Final = 8 << 10  # nginx's limit for one large header; trailers are not used here, only counted and dropped
+MAX_BETWEEN_BYTES: Final = 64 << 10  # chunk extensions and trailers without a byte of body between them
 MAX_PIPELINED: Final = 16  # requests behind the one that is being answered; each costs some KiB before it is looked at
 HEAD_TIMEOUT_S: Final = 30.0
-LINGER_S: Final = 2.0  # as router.http.body
+LINGER_S: Final = 2.0  # as in router.http.body
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """`_head_bytes` counts a head from its second read on: the first, up to 256 KiB, may hold the body before it. Of what is
-    complete in it, `_kept_bytes` counts every byte."""
+    """The protocol of one connection. `_head_bytes` counts a head from its second read on, because the first read, up to 256
+    KiB, may also hold the body before it. `_kept_bytes` counts every byte of the parts of that head that the parser has
+    completed."""
 
     def __init__(self, table: ConnectionTable, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._table = table
-        self._over = False  # refused: nothing that still comes is looked at
+        self._over = False  # the connection is refused, and what still comes is ignored
         self._head_open = True
         self._head_begins = True
         self._head_bytes = 0
         self._kept_bytes = 0
         self._body_open = False
-        self._body_came = False  # in this read
+        self._body_came = False  # a part of the body came in this read
         self._between_bytes = 0
         self._trailer_bytes = 0
-        self._declined = False  # the parser stops at this head, which offers another protocol
-        self._running: RequestResponseCycle | None = None  # the one that is being answered; others may have come behind it
+        self._declined = False  # this head offers another protocol, and the parser stops at it
+        self._running: RequestResponseCycle | None = None  # the request that is being answered; others may wait behind it
         self._timer: asyncio.TimerHandle | None = None
 
     # The connection ----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Admit the connection, or refuse it when all places serve requests."""
         super().connection_made(transport)
         if self._table.admit(self):
             self._arm(HEAD_TIMEOUT_S, self._head_late)
-        else:  # without lingering: those who are refused must not fill the descriptors
+        else:  # does not linger, because refused connections must not fill the descriptors
             self._refuse(refusal.too_many_connections(self._table.max_connections), linger=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Leave the table, drop what waits, and tell the running request that the client is gone."""
         self._table.forget(self)
         self._disarm()
         self._unset_keepalive_if_required()
         self.pipeline.clear()
-        if self._running is not None and self._running is not self.cycle:  # uvicorn tells only the last that came
+        if self._running is not None and self._running is not self.cycle:  # uvicorn tells only the last request that came
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
@@ -74,9 +76,11 @@ class GuardedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def give_way(self) -> None:
+        """Abort the connection, which waits for a request, in favour of a new one."""
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        """Parse what was read, and count it against the bounds of heads and trailers."""
         if self._over:
             return
         self._body_came = False
@@ -97,14 +101,14 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
-            if not self._over:  # which bounds how deep this goes: by the requests that may pile up
+            if not self._over:  # bounds the recursion: `_over` is set once too many requests wait
                 self._decline_upgrade(data[exc.args[0] :])
         except httptools.HttpParserError:
             if not self._over:
                 self.send_400_response("Invalid HTTP request received.")
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """The same head again without the offer, and what came behind it."""
+        """Parse the same head again without the offer, and then what came behind it."""
         self._declined = False
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -112,15 +116,17 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         head = upgrade.declined(method, self.url, self.parser.get_http_version(), self.headers)
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's parser
         self._feed(head + rest)
 
     def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP."""
         self._refuse(refusal.malformed(msg))
 
-    # What the parser finds ---------------------------------------------------------------------------------------------
+    # Calls of the parser ---------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        """Begin a new request: reset the counts, and bound the time of its head."""
         self._head_open = self._head_begins = True
         self._kept_bytes = self._trailer_bytes = 0
         self._unset_keepalive_if_required()
@@ -128,10 +134,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        """Take a part of the URL if the head still fits."""
         if self._fits(len(url)):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Take one header if the head still fits. Trailers are only counted."""
         length = len(name) + len(value)
         if not self._head_open:
             self._trailer_bytes += length
@@ -143,6 +151,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse(refusal.head_too_large(f"{MAX_HEADERS} headers"))
 
     def on_headers_complete(self) -> None:
+        """Start the request, unless it was refused or its offer is declined first."""
         self._declined = self.parser.should_upgrade()
         if self._over or self._declined:
             return
@@ -152,27 +161,30 @@ class GuardedProtocol(HttpToolsProtocol):
         self._disarm()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._over = True
-            self.transport.abort()  # an answer could not overtake those before it
+            self.transport.abort()  # an answer would have to wait for those before it
             return
         self._table.serves(self)
         self._refresh_date()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """Hand on a part of the body, unless the connection is refused."""
         self._body_came = True
         if not self._over:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """End the body of the request. The connection waits again if the answer was already complete."""
         if self._over or self._declined:
             return
         self._body_open = False
         super().on_message_complete()
-        if self.cycle.response_complete:  # it was answered before it was complete
+        if self.cycle.response_complete:  # the answer was complete before the request
             self._disarm()
             self._table.waits(self)
 
     def on_response_complete(self) -> None:
+        """Wait for the next request, or for the rest of a body that was answered early, for at most `LINGER_S`."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -192,12 +204,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def _head_late(self) -> None:
         if self._head_bytes or not self._head_begins:
             self._refuse(refusal.head_too_slow(HEAD_TIMEOUT_S))
-        else:  # it never said anything
+        else:  # the client has sent nothing of a request
             self.transport.abort()
 
     def _refuse(self, why: Refusal, *, linger: bool = True) -> None:
-        """Answer and end. What the client still sends is read and dropped for a while, so that it sees the answer and not
-        that its data were thrown back."""
+        """Answer and end. What the client still sends is read and dropped for a while, so that it sees the answer and not a
+        reset connection."""
         if self._over:
             return
         self._over = True

@@ -1,4 +1,4 @@
-"""One HTTP answer over ASGI: a whole JSON object, or an SSE stream that is opened by its first event."""
+"""One HTTP answer over ASGI: a whole JSON object, or an SSE stream that its first event opens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ Headers = list[tuple[bytes, bytes]]
 _SSE_HEADERS: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect chunks into pages
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise buffer chunks
 ]
 
 
 class Reply:
-    """Owner: the task of one request. `fail` is right at any moment: it knows whether a stream is open."""
+    """Writes one answer. The task of its request owns it. `fail` may be called at any moment, because it knows whether a stream
+    is open."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -33,40 +34,41 @@ class Reply:
         self._ended = False
 
     def name(self, request_id: str, correlation_id: str) -> None:
-        """Answers carry both from now on; a client that gave no id of its own finds ours in its place."""
+        """Set the ids that answers carry from now on. A client that gave no id of its own gets the router's id in its place."""
         self._headers = [
             (REQUEST_ID_METADATA.encode(), request_id.encode("ascii")),
             (CORRELATION_ID_METADATA.encode(), (correlation_id or request_id).encode("ascii")),
         ]
 
     def served(self, report: Report) -> None:
-        """How the request went: whatever is said from now on says so, the answer or its error."""
+        """Set the report of the request. The answer or the error that follows carries it."""
         self._report = report
 
     async def json(self, status: int, payload: Any, headers: Headers | None = None, *, more: bool = False) -> None:
-        """`more`: leave the response open after its body, for who has to read on before the connection may close."""
+        """Answer with a JSON object. `more` leaves the response open after its body, for a caller that must read on before the
+        connection may close."""
         await self.encoded(status, encode_json(payload), headers, more=more)
 
     async def encoded(self, status: int, body: bytes, headers: Headers | None = None, *, more: bool = False) -> None:
-        """Answer with a body that is encoded as JSON already; otherwise like `json`."""
+        """Answer with a body that is JSON already, otherwise like `json`."""
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         told = [(TIMELINE_METADATA.encode(), timeline(self._report).encode())] if self._report else []
         await self._start(status, own + told + (headers or []))
         await self._body(body, more=more)
 
     async def event(self, data: bytes) -> None:
-        """Part of a stream. Empty data only opens it."""
+        """Write a part of a stream, and open it with the first part. Empty data only opens it."""
         if not self.started:
             await self._start(200, _SSE_HEADERS)
         if data:
             await self._body(data, more=True)
 
     async def end(self, data: bytes = b"") -> None:
-        """The last part of what was started."""
+        """Write the last part of what was started."""
         await self._body(data, more=False)
 
     async def fail(self, error: PdserveError, *, more: bool = False, headers: Headers | None = None) -> None:
-        """The error as a response, or inside an open stream as its last event: then no [DONE] follows."""
+        """Answer with the error: as a response, or as the last event of an open stream, after which no [DONE] follows."""
         if self._ended:
             return
         if self.started:

@@ -1,4 +1,4 @@
-"""The HTTP calls that are running, and the two ways in which one is ended from outside."""
+"""The running HTTP calls. A call is ended from outside when its client leaves or when the server closes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class RunningCalls:
-    """Owner: one HTTP server. Work is cancelled when its client leaves or when the server closes."""
+    """The calls of one HTTP server, which owns this. It cancels work that is to end from outside."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -23,10 +23,11 @@ class RunningCalls:
         return len(self._tasks)
 
     async def run(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. Raises what it raises, `Cancelled` when the client left, `Unavailable` when the server closes.
+        """Return what `work` returns. Raises what it raises, `Cancelled` when the client leaves, `Unavailable` when the server
+        closes.
 
-        `receive` must have delivered the whole body: what it says next is that the client is gone, and it says so
-        also while nothing is being sent.
+        `receive` must have delivered the whole body. Its next message says that the client is gone, and comes also while
+        nothing is being sent.
         """
         task = asyncio.create_task(work)
         watch = asyncio.create_task(_gone(receive))
@@ -45,6 +46,7 @@ class RunningCalls:
             await asyncio.gather(task, watch, return_exceptions=True)
 
     def cancel_all(self) -> None:
+        """Cancel all running work."""
         for task in self._tasks:
             task.cancel()
 

@@ -1,4 +1,5 @@
-"""The listening socket of the HTTP front end and its life: in the router's own loop, without signal handlers."""
+"""The listening socket of the HTTP front end and its life. The server runs in the router's own loop, without signal
+handlers."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from router.http.running_calls import RunningCalls
 
 BACKLOG: Final = 1024
 KEEP_ALIVE_S: Final = 75  # above the usual 60 s of proxies, so that the client side closes first
-CLOSE_GRACE_S: Final = 1.0  # running answers may finish for so long
-CLOSE_STEP_S: Final = 1.0  # and cancelled ones may say so
+CLOSE_GRACE_S: Final = 1.0  # running answers may take this long to finish
+CLOSE_STEP_S: Final = 1.0  # cancelled answers may take this long to tell their clients
 
 
 class HttpServer:
-    """Made by `router.http.serve_http`; its owner must `close` it."""
+    """The running HTTP server that `router.http.serve_http` returns. Its owner must `close` it."""
 
     def __init__(self, server: asyncio.Server, state: ServerState, running: RunningCalls, port: int) -> None:
         self._server = server
@@ -34,7 +35,7 @@ class HttpServer:
         self.port = port
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Accept nothing more, let answers finish for `grace_s`, then cancel them. Bounded; may be repeated."""
+        """Accept nothing more, let answers finish for `grace_s`, then cancel them. Bounded and idempotent."""
         self._server.close()
         for connection in list(self._state.connections):
             connection.shutdown()
@@ -48,14 +49,14 @@ class HttpServer:
         await self._wait(CLOSE_STEP_S)
 
     async def _wait(self, timeout_s: float) -> None:
-        """For the tasks of all requests; they end by themselves, by an error, or stay for the next step."""
+        """Wait for the tasks of all requests. A task ends by itself or by an error, or stays for the next step."""
         tasks = set(self._state.tasks)
         if tasks and timeout_s > 0:
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
 async def start_server(app: ASGIApp, running: RunningCalls, host: str, port: int, limits: RouterConfig) -> HttpServer:
-    """Raises `ConfigError` naming the flag when the address cannot be had."""
+    """Listen and serve. Raises `ConfigError` naming the flag when the address is not available."""
     sock = await _listen(host, port, limits.stalled_client_s)
     try:
         config = uvicorn.Config(
@@ -82,13 +83,13 @@ async def _listen(host: str, port: int, stalled_client_s: float) -> socket.socke
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as exc:
-        raise ConfigError(f"--host: {host!r} is no address of this machine: {exc.strerror}") from exc
+        raise ConfigError(f"--host: {host!r} is not an address of this machine: {exc.strerror}") from exc
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:
         _set_options(sock, stalled_client_s)
         sock.bind(address)
-        sock.listen(BACKLOG)  # a second listener would otherwise be refused only later, by listen(2)
+        sock.listen(BACKLOG)  # finds a second listener now, which listen(2) would otherwise refuse later
     except OSError as exc:
         sock.close()
         raise _cannot_bind(exc, host, port) from exc
@@ -96,14 +97,14 @@ async def _listen(host: str, port: int, stalled_client_s: float) -> socket.socke
 
 
 def _set_options(sock: socket.socket, stalled_client_s: float) -> None:
-    """Accepted connections inherit them."""
+    """Set socket options. Accepted connections inherit them."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token is far smaller than a segment
     user_timeout: Any = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux only
     if user_timeout is not None:
-        # The kernel ends a connection whose client takes nothing, or is unreachable, for so long: a write that
-        # waits for it then ends too, with no timer of our own for each token.
+        # The kernel ends a connection whose client takes nothing, or is unreachable, for so long. A write that waits
+        # for the client then ends too, without a timer of our own for each token.
         sock.setsockopt(socket.IPPROTO_TCP, user_timeout, int(stalled_client_s * 1000))
 
 

@@ -1,7 +1,7 @@
-"""Turns a request that offers to go on in another protocol into one that does not, as RFC 9110 section 7.8 allows.
+"""Removes from a request its offer to go on in another protocol, as RFC 9110 section 7.8 allows.
 
-httptools takes every offer for accepted and stops at the head, body or not. Java's HttpClient and `curl --http2` offer
-HTTP/2 with each first request.
+httptools treats every offer as accepted and stops at the head, whether a body follows or not. Java's HttpClient and `curl
+--http2` offer HTTP/2 with each first request.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-_OFFER: Final = {b"upgrade", b"http2-settings"}  # headers, and options of Connection, of this hop alone
+_OFFER: Final = {b"upgrade", b"http2-settings"}  # names of headers and options of Connection; they concern this hop alone
 
 
 def declined(method: bytes, url: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The head without the offer. `headers` have lower-case names, and no value holds an end of line: they were parsed."""
+    """Return the head without the offer. Names in `headers` are in lower case, and values hold no line ends, since the head was
+    parsed before."""
     lines = [b"%s %s HTTP/%s" % (method, url, version.encode())]
     for name, value in headers:
         if name == b"connection":

@@ -1,1 +1,1 @@
-"""OpenAI's API as pdserve speaks it: requests read, answers and stream chunks written. No sockets."""
+"""OpenAI's API as pdserve speaks it: it reads requests and writes answers and stream chunks. It has no sockets."""

@@ -1,7 +1,7 @@
-"""What an answer looks like on the wire: SSE chunks and whole JSON objects.
+"""Answers in OpenAI's shape: SSE chunks and whole JSON objects.
 
-A streamed token costs one JSON-encoded string: all else in its chunk is the same for the whole request and is
-encoded once. (Encoding the object anew for each token costs several times as much as sending it.)
+A streamed token costs one JSON-encoded string. All else in its chunk is the same for the whole request and is encoded once. (To
+encode the object anew for each token costs several times as much as to send it.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from router.openai.errors import encode_json
 from router.openai.request import Call
 
 DONE: Final = b"data: [DONE]\n\n"
-_TEXT_MARK: Final = "\x00text\x00"  # stands for the text while the constant parts are cut out
+_TEXT_MARK: Final = "\x00text\x00"  # stands for the text until the constant parts have been cut out
 LOGPROBS_MARK: Final = "\x00logprobs\x00"
 _LOGPROBS_PLACE: Final = b'"logprobs":' + encode_json(LOGPROBS_MARK)
 _FINISH_MARK: Final = "\x00finish\x00"
@@ -30,11 +30,12 @@ _FINISH_JSON: Final[dict[FinishReason | None, bytes]] = {
 
 
 def event(payload: Any) -> bytes:
-    """One SSE event."""
+    """Return one SSE event."""
     return b"data: " + encode_json(payload) + b"\n\n"
 
 
 def usage(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
+    """Return OpenAI's usage object."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
@@ -52,29 +53,33 @@ class Envelope:
         self._model = model
 
     def wrap(self, object_type: str, **rest: Any) -> dict[str, Any]:
+        """Return an object of the answer: the shared fields and `rest`."""
         return {"id": self._id, "object": object_type, "created": self._created, "model": self._model, **rest}
 
     @property
     def chunk_type(self) -> str:
+        """The `object` field of a stream chunk."""
         return "chat.completion.chunk" if self._call.chat else "text_completion"
 
     @property
     def whole_type(self) -> str:
+        """The `object` field of an answer that is not streamed."""
         return "chat.completion" if self._call.chat else "text_completion"
 
     def choice(self, index: int, text: str, finish_reason: FinishReason, logprobs: str) -> dict[str, Any]:
-        """One choice of an answer that is not streamed; `logprobs` stands for what `with_logprobs` puts there."""
+        """Return one choice of an answer that is not streamed. `logprobs` is a mark that `with_logprobs` replaces."""
         content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._call.chat else {"text": text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason.value}
 
     def usage_chunk(self, totals: dict[str, int], reports: list[Report]) -> bytes:
-        """The chunk after the last one of every choice: no choices, the usage of all, and how each was served."""
+        """Return the chunk that follows the last one of every choice. It has no choices, but the usage of all and the report of
+        each."""
         return event(self.wrap(self.chunk_type, choices=[], usage=totals, **extension(reports)))
 
 
 def with_logprobs(body: bytes, logprobs: list[bytes]) -> bytes:
-    """The encoded answer with the JSON of each choice in the place of its mark, in order. No text that a model writes can
-    hold a mark's name: quotes within a string are escaped."""
+    """Return the encoded answer with each mark replaced by the JSON of its choice, in order. No text of a model can hold the
+    name of a mark, because quotes in a string are escaped."""
     parts = body.split(_LOGPROBS_PLACE)
     assert len(parts) == len(logprobs) + 1
     joined = [parts[0]]
@@ -84,7 +89,8 @@ def with_logprobs(body: bytes, logprobs: list[bytes]) -> bytes:
 
 
 def extension(reports: list[Report]) -> dict[str, Any]:
-    """How an answer was served: the report of the one request; of several prompts, all in the order of choices."""
+    """Return pdserve's own field of an answer: the report of the one request, or those of several prompts in the order of
+    choices."""
     if len(reports) == 1:
         return {"pdserve": report_json(reports[0])}
     return {"pdserve": {"requests": [report_json(report) for report in reports]}}
@@ -100,7 +106,7 @@ class ChunkFormat:
         head, _, rest = chunk.partition(encode_json(_TEXT_MARK))
         middle, _, tail = rest.partition(encode_json(_FINISH_MARK))
         if call.include_usage and not call.continuous_usage:
-            tail = tail.replace(b"}\n\n", b',"usage":null}\n\n')  # as OpenAI: null in all chunks but the last
+            tail = tail.replace(b"}\n\n", b',"usage":null}\n\n')  # as OpenAI does: null in all chunks but the last
         self.continuous_usage = call.continuous_usage
         self._usage_follows = call.include_usage
         self.role = self._role_chunk(envelope, call, index)
@@ -110,7 +116,7 @@ class ChunkFormat:
         self._running: bytes = middle + _FINISH_JSON[None] + tail
 
     def _role_chunk(self, envelope: Envelope, call: Call, index: int) -> bytes:
-        """A chat stream opens with the role; a completion has none."""
+        """Return the chunk with the role that opens a chat stream. A completion has none."""
         if not call.chat:
             return b""
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -118,6 +124,7 @@ class ChunkFormat:
         return event(envelope.wrap(envelope.chunk_type, choices=[choice], **rest))
 
     def chunk(self, text: str, finish_reason: FinishReason | None, logprobs: dict[str, Any] | None = None) -> bytes:
+        """Return the chunk of one delta, with log-probabilities if they are given."""
         encoded = self._head + encode_basestring(text).encode()
         if logprobs is not None:
             middle = self._middle.replace(_NO_LOGPROBS, b'"logprobs":' + encode_json(logprobs))
@@ -127,10 +134,11 @@ class ChunkFormat:
         return encoded + self._middle + _FINISH_JSON[finish_reason] + self._tail
 
     def last_chunk(self, chunk: bytes, report: Report) -> bytes:
-        """The choice's last chunk, which says how it was served unless a chunk with the usage of all still follows."""
+        """Return the choice's last chunk with the report added, unless a chunk with the usage of all choices still follows."""
         if self._usage_follows:
             return chunk
         return chunk[: -len(b"}\n\n")] + b',"pdserve":' + encode_json(report_json(report)) + b"}\n\n"
 
     def with_usage(self, chunk: bytes, totals: dict[str, int]) -> bytes:
+        """Return the chunk with the usage so far added."""
         return chunk[: -len(b"}\n\n")] + b',"usage":' + encode_json(totals) + b"}\n\n"

@@ -10,22 +10,24 @@ from pdserve.core.error_table import TABLE, retry_after_s
 from pdserve.core.errors import ErrorCode, InvalidRequest, PdserveError
 
 _OPENAI_CODES: Final = {ErrorCode.UNKNOWN_MODEL: "model_not_found"}
-"""Where OpenAI has a code of its own, clients match on it; elsewhere ours says more."""
+"""Clients match on the codes that OpenAI itself has. For other errors our own codes say more."""
 
 
 def encode_json(payload: Any) -> bytes:
-    """Compact and ASCII only: whatever a client wrote can be quoted back without failing to encode."""
+    """Return compact ASCII JSON. Anything that a client wrote can be quoted in it without an encoding error."""
     return json.dumps(payload, separators=(",", ":"), allow_nan=False).encode()
 
 
 def error_payload(error: PdserveError) -> dict[str, Any]:
+    """Return the error in OpenAI's shape. `param` is the field of an `InvalidRequest`, else null."""
     param = error.field if isinstance(error, InvalidRequest) else None
     code = _OPENAI_CODES.get(error.code, error.code.value)
     return {"error": {"message": error.message, "type": TABLE[error.code].openai_type, "param": param, "code": code}}
 
 
 def error_headers(error: PdserveError) -> list[tuple[bytes, bytes]]:
-    """Retry-After where waiting helps. OpenAI's clients repeat every 5xx by themselves unless told not to."""
+    """Return Retry-After where waiting helps. OpenAI's clients repeat every other 5xx by themselves, so those get
+    x-should-retry: false."""
     row = TABLE[error.code]
     wait_s = retry_after_s(error)
     if wait_s is not None:

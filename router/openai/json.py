@@ -1,138 +1,75 @@
-"""Reads a client's JSON strictly: a value of the wrong type is refused by name, never coerced.
+"""Reads a client's JSON into a typed structure: an error names each value of the wrong type, and no value is converted.
 
-Errors name the field as the client wrote it, with its place in a list (`messages[1].content[0].type`). JSON's
-`null` means absent, as in OpenAI's own clients, which send it for arguments that were not given.
+Errors name the field as the client wrote it, with its place in a list (`messages[1].content[0].type`).
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
-from typing import Any, Final
+import re
+from typing import Any, Final, TypeVar
+
+import msgspec
 
 from pdserve.core.errors import InvalidRequest
 
-MAX_SHOWN_CHARS: Final = 60  # of a refused value, in the message
+MAX_SHOWN_CHARS: Final = 60  # a message shows so much of a refused value
+
+_MISMATCH: Final = re.compile("Expected `(.+)`, got `(.+)`")
+_MISSING: Final = re.compile("Object missing required field `(.+)`")
+_KINDS: Final = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "a list",
+    "object": "an object",
+}
+
+Shape = TypeVar("Shape")
 
 
 def refuse(field: str, message: str) -> InvalidRequest:
-    """The error for one field. The name always leads: a short one, such as `n`, is part of many words."""
+    """Return the error for one field. The name always leads, because a short one, such as `n`, is part of many words."""
     return InvalidRequest(f"{field}: {message}", field=field)
 
 
 def show(value: Any) -> str:
-    """A client's value for a message: ASCII only, and cut, so that a huge value makes no huge error."""
+    """Return a client's value for a message. It is ASCII and cut, so that a huge value makes no huge error."""
     text = ascii(value if not isinstance(value, str) else value[:MAX_SHOWN_CHARS])
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
-def kind(value: Any) -> str:
-    """What JSON calls the type of a value."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, (int, float)):
-        return "a number"
-    if isinstance(value, str):
-        return "a string"
-    return "a list" if isinstance(value, list) else "an object"
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The body as an object. Raises `InvalidRequest` for all that is not one, however hostile."""
+def decode(data: bytes, decoder: msgspec.json.Decoder[Shape], field: str = "") -> Shape:
+    """Decode the JSON of a body, or of one field, as the decoder's type. Raises `InvalidRequest` for everything else, however
+    hostile."""
     try:
-        data = json.loads(body)
+        return decoder.decode(data.decode("utf-8-sig"))  # msgspec does not check the UTF-8 of parts that it skips
+    except msgspec.ValidationError as exc:
+        raise _refusal(exc, field) from exc
     except RecursionError as exc:
         raise refuse("body", "is nested too deeply") from exc
-    except ValueError as exc:  # not JSON, not UTF-8, or an integer of thousands of digits
-        raise refuse("body", f"is not valid JSON: {show(str(exc))}") from exc
-    if not isinstance(data, dict):
-        raise refuse("body", f"must be a JSON object, got {kind(data)}")
-    return data
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise refuse("body", f"is not valid JSON: {show(str(exc).removeprefix('JSON is malformed: '))}") from exc
 
 
-def text(value: Any, field: str) -> str:
-    """A string that can be encoded: JSON's escapes can write half of a surrogate pair."""
-    if not isinstance(value, str):
-        raise refuse(field, f"must be a string, got {kind(value)}")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as exc:
-            raise refuse(field, "holds an unpaired surrogate, which is no character") from exc
-    return value
+def convert(value: Any, shape: type[Shape], field: str) -> Shape:
+    """Return a value that was decoded as one of several types as the type `shape`. Raises `InvalidRequest` naming the field."""
+    try:
+        return msgspec.convert(value, shape)
+    except msgspec.ValidationError as exc:
+        raise _refusal(exc, field) from exc
 
 
-def integer(value: Any, field: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise refuse(field, f"must be an integer, got {show(value) if isinstance(value, float) else kind(value)}")
-    return value
-
-
-class Fields:
-    """Typed access to one JSON object. Every reader returns None for a field that is absent or null."""
-
-    def __init__(self, data: Mapping[str, Any], prefix: str = "") -> None:
-        self._data = data
-        self._prefix = prefix
-
-    def path(self, name: str) -> str:
-        return self._prefix + name
-
-    def raw(self, name: str) -> Any:
-        return self._data.get(name)
-
-    def text(self, name: str) -> str | None:
-        value = self._data.get(name)
-        return None if value is None else text(value, self.path(name))
-
-    def integer(self, name: str, low: int | None = None, high: int | None = None) -> int | None:
-        value = self._data.get(name)
-        if value is None:
-            return None
-        number = integer(value, self.path(name))
-        if (low is not None and number < low) or (high is not None and number > high):
-            raise refuse(self.path(name), f"must be from {low} to {high}, got {show(number)}")
-        return number
-
-    def number(self, name: str) -> float | None:
-        """A finite float. Python's JSON also reads NaN, Infinity and 1e999: all refused."""
-        value = self._data.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise refuse(self.path(name), f"must be a number, got {kind(value)}")
-        try:
-            number = float(value)
-        except OverflowError as exc:
-            raise refuse(self.path(name), "is too large for a number") from exc
-        if not math.isfinite(number):
-            raise refuse(self.path(name), f"must be a finite number, got {number}")
-        return number
-
-    def boolean(self, name: str) -> bool | None:
-        value = self._data.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise refuse(self.path(name), f"must be true or false, got {kind(value)}")
-        return value
-
-    def array(self, name: str) -> list[Any] | None:
-        value = self._data.get(name)
-        if value is not None and not isinstance(value, list):
-            raise refuse(self.path(name), f"must be a list, got {kind(value)}")
-        return value
-
-    def section(self, name: str) -> Fields | None:
-        value = self._data.get(name)
-        if value is None:
-            return None
-        return section(value, self.path(name))
-
-
-def section(value: Any, field: str) -> Fields:
-    """A nested object, whose fields are named `field.name`."""
-    if not isinstance(value, dict):
-        raise refuse(field, f"must be an object, got {kind(value)}")
-    return Fields(value, f"{field}.")
+def _refusal(error: msgspec.ValidationError, field: str) -> InvalidRequest:
+    """Return an error in our words. msgspec's own words are, for example: "Expected `int | null`, got `str` - at `$.seed`"."""
+    message, _, place = str(error).partition(" - at `$")
+    field += place.removesuffix("`")
+    if missing := _MISSING.fullmatch(message):
+        field, message = f"{field}.{missing[1]}", "is missing"
+    elif mismatch := _MISMATCH.fullmatch(message):
+        wanted = " or ".join(_KINDS.get(name, name) for name in mismatch[1].split(" | ") if name != "null")
+        found = "a decimal number" if mismatch[2] == "float" else _KINDS.get(mismatch[2], mismatch[2])
+        message = f"must be {wanted}, got {found}"
+    elif message.endswith("out of range"):
+        message = "is too large for a number"
+    return refuse(field.removeprefix(".") or "body", message)

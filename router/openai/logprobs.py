@@ -1,7 +1,7 @@
-"""Log-probabilities as OpenAI's two endpoints write them.
+"""Log-probabilities in the shapes of OpenAI's two endpoints.
 
-A token is written as the text of its bytes alone; where these are not whole characters that text is U+FFFD, and a chat
-answer's `bytes` tell them exactly.
+A token is written as the text of its own bytes. Bytes that are not whole characters become U+FFFD in that text; the `bytes` of
+a chat answer give them exactly.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ TokenBytes = Callable[[int], bytes]
 
 
 class JoinedLists:
-    """Objects of one shape, encoded one after the other as one in which their lists follow each other."""
+    """Joins JSON objects of one shape: lists of the same name follow each other. Each object is encoded as it comes."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[bytes]] = {}
         self._fixed: dict[str, bytes] = {}
 
     def add(self, told: dict[str, Any]) -> None:
+        """Append the lists of one object. Fields that are not lists keep their last value."""
         for name, value in told.items():
             if not isinstance(value, list):
                 self._fixed[name] = encode_json(value)
@@ -32,29 +33,32 @@ class JoinedLists:
                 self._parts.setdefault(name, [])
 
     def encode(self) -> bytes:
-        """`null` when there was nothing."""
+        """Return the joined object as JSON. It is `null` if nothing was added."""
         lists = {name: b"[" + b",".join(parts) + b"]" for name, parts in self._parts.items()}
         members = [b'"%s":%s' % (name.encode(), value) for name, value in (lists | self._fixed).items()]
         return b"{" + b",".join(members) + b"}" if members else b"null"
 
 
 class LogprobsFormat(Protocol):
+    """One choice's log-probabilities in the shape of an endpoint."""
+
     def of(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Of the choice's next tokens."""
+        """Return the object for the choice's next tokens. `ids` and `logprobs` have the same length."""
 
 
 def logprobs_format(token_bytes: TokenBytes, *, chat: bool) -> LogprobsFormat:
-    """Of one choice."""
+    """Return the format for one choice."""
     return ChatLogprobs(token_bytes) if chat else CompletionLogprobs(token_bytes)
 
 
 class ChatLogprobs:
-    """`content`: an entry a token, with the likeliest beside it."""
+    """The chat endpoint's shape. `content` has one entry for each token, with the likeliest tokens beside it."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
 
     def of(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Implements `LogprobsFormat.of`."""
         content = [self._token(token_id, one) for token_id, one in zip(ids, logprobs, strict=True)]
         return {"content": content, "refusal": None}
 
@@ -68,10 +72,11 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Four lists, an element a token. `top_logprobs` has the drawn token too, so up to one more than was asked for.
+    """The completion endpoint's shape: four lists with one element for each token. `top_logprobs` also has the drawn token, so
+    up to one more than was asked for.
 
-    `text_offset` counts characters of the tokens as they are written here, as in vLLM: where a character is made of
-    several tokens, or a stop string was cut off, that differs from the place in the answer's text.
+    `text_offset` counts characters of the tokens as they are written here, as in vLLM. It differs from the place in the
+    answer's text where several tokens make one character, or where a stop string was cut off.
     """
 
     def __init__(self, token_bytes: TokenBytes) -> None:
@@ -79,6 +84,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def of(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Implements `LogprobsFormat.of`."""
         tokens = [self._text(token_id) for token_id in ids]
         offsets = []
         for token in tokens:
@@ -92,7 +98,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, drawn: str, logprobs: TokenLogprobs) -> dict[str, float]:
-        """By text: of ids that are written alike the likelier one counts."""
+        """Return the likeliest tokens by text. Of ids with the same text the likelier one counts."""
         top: dict[str, float] = {}
         for token_id, logprob in logprobs.top:
             top.setdefault(self._text(token_id), logprob)

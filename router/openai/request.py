@@ -1,7 +1,7 @@
-"""From the body and headers of an OpenAI-style request to what the router runs.
+"""The body and headers of an OpenAI-style request become what the router runs.
 
-Only shapes and types are checked here, and fields that the router would never see; ranges that depend on the
-model or on sampling are the router's, so that gRPC and HTTP clients meet the same limits.
+Only shapes and types are checked here, and fields that the router never sees. The router checks ranges that depend on the model
+or on sampling, so gRPC and HTTP clients meet the same limits.
 """
 
 from __future__ import annotations
@@ -10,83 +10,87 @@ import re
 from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
+
 from pdserve.core.sampling import Placement
 from router.api.identity import new_request_id
 from router.api.request import GenerateInput, Prompt
-from router.openai.json import Fields, parse_object, refuse, show
+from router.openai.body import ChatBody, CompletionBody, StreamOptions
+from router.openai.json import decode, refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_sampling
 from router.openai.unsupported import refuse_unsupported
 
 _CORRELATION_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
+_COMPLETION: Final = msgspec.json.Decoder(CompletionBody)
+_CHAT: Final = msgspec.json.Decoder(ChatBody)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request: `inputs[i]` becomes choice i."""
+    """One HTTP request. `inputs[i]` becomes choice i of the answer."""
 
     chat: bool
     request_id: str
-    """The router's own id of the request, unique."""
+    """The router's own unique id of the request."""
     inputs: tuple[GenerateInput, ...]
     stream: bool
     include_usage: bool
     continuous_usage: bool
     correlation_id: str = ""
-    """What the client calls the request; it need not be unique."""
+    """The client's name for the request. It need not be unique."""
 
 
 def parse_completion(body: bytes, header_id: str | None, max_prompt_tokens: int = ANY_NUMBER) -> Call:
-    """`/v1/completions`. Raises `InvalidRequest` naming the field."""
-    fields = Fields(parse_object(body))
-    refuse_unsupported(fields, "completion")
-    return _call(fields, header_id, read_prompts(fields, max_prompt_tokens), chat=False)
+    """Parse a body of `/v1/completions`. Raises `InvalidRequest` naming the field."""
+    fields = decode(body, _COMPLETION)
+    refuse_unsupported(fields)
+    return _call(fields, header_id, read_prompts(fields.prompt, max_prompt_tokens))
 
 
 def parse_chat(body: bytes, header_id: str | None) -> Call:
-    """`/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
-    fields = Fields(parse_object(body))
-    refuse_unsupported(fields, "chat")
-    return _call(fields, header_id, (read_messages(fields),), chat=True)
+    """Parse a body of `/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
+    fields = decode(body, _CHAT)
+    refuse_unsupported(fields)
+    return _call(fields, header_id, (read_messages(fields.messages),))
 
 
-def _call(fields: Fields, header_id: str | None, prompts: tuple[Prompt, ...], *, chat: bool) -> Call:
-    stream = fields.boolean("stream") or False
-    include_usage, continuous_usage = _stream_options(fields, stream)
+def _call(body: CompletionBody | ChatBody, header_id: str | None, prompts: tuple[Prompt, ...]) -> Call:
+    stream = body.stream or False
+    include_usage, continuous_usage = _stream_options(body.stream_options, stream)
     request_id = new_request_id()
-    correlation_id = _correlation_id(fields, header_id)
+    correlation_id = _correlation_id(body.request_id, header_id)
     common = GenerateInput(
         prompt=prompts[0],
-        sampling=read_sampling(fields, chat=chat),
-        model=fields.text("model"),
+        sampling=read_sampling(body),
+        model=body.model,
         request_id=request_id,
         correlation_id=correlation_id,
-        deadline_s=fields.number("deadline_s"),
-        priority=fields.integer("priority") or 0,
-        placement=_placement(fields),
-        cache_salt=fields.text("cache_salt") or "",
+        deadline_s=body.deadline_s,
+        priority=body.priority or 0,
+        placement=_placement(body.placement),
+        cache_salt=body.cache_salt or "",
     )
+    chat = isinstance(body, ChatBody)
     return Call(chat, request_id, _inputs(common, prompts), stream, include_usage, continuous_usage, correlation_id)
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[GenerateInput, ...]:
-    """Several prompts are several requests; their ids are told apart by the choice's index."""
+    """Return one request for each prompt. If there are several, the choice's index is added to each id."""
     if len(prompts) == 1:
         return (common,)
     return tuple(replace(common, prompt=prompt, request_id=f"{common.request_id}-{i}") for i, prompt in enumerate(prompts))
 
 
-def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
-    options = fields.section("stream_options")
+def _stream_options(options: StreamOptions | None, stream: bool) -> tuple[bool, bool]:
     if options is None:
         return False, False
     if not stream:
         raise refuse("stream_options", "is only allowed with stream: true")
-    return options.boolean("include_usage") or False, options.boolean("continuous_usage_stats") or False
+    return options.include_usage or False, options.continuous_usage_stats or False
 
 
-def _placement(fields: Fields) -> Placement | None:
-    value = fields.text("placement")
+def _placement(value: str | None) -> Placement | None:
     if value is None:
         return None
     if value not in [placement.value for placement in Placement]:
@@ -94,11 +98,9 @@ def _placement(fields: Fields) -> Placement | None:
     return Placement(value)
 
 
-def _correlation_id(fields: Fields, header_id: str | None) -> str:
-    """The body's `request_id`, else the X-Request-Id header, else nothing."""
-    name, value = "request_id", fields.text("request_id")
-    if value is None:
-        name, value = "X-Request-Id", header_id
+def _correlation_id(body_id: str | None, header_id: str | None) -> str:
+    """Return the body's `request_id`, or else the X-Request-Id header, or else nothing."""
+    name, value = ("X-Request-Id", header_id) if body_id is None else ("request_id", body_id)
     if value is None:
         return ""
     if not _CORRELATION_ID.fullmatch(value):

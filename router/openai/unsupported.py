@@ -1,66 +1,54 @@
-"""Fields that OpenAI's or vLLM's API defines and whose effect does not exist here.
+"""Fields of OpenAI's or vLLM's API whose effect does not exist here.
 
-A client that asks for the effect is told so; one that sends the neutral value, as many libraries always do, is
-served. Ignoring them would return an answer that is quietly not what was asked for.
+A client that asks for the effect gets an error. A client that sends the neutral value, as many libraries always do, is served.
+If such fields were ignored, the answer would quietly differ from what was asked for.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
-from router.openai.json import Fields, refuse, show
+import msgspec
 
-_COMMON: Final[dict[str, tuple[Any, ...]]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "add_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "prompt_embeds": (),
-    "return_token_ids": (False,),
-}
+from router.openai.json import decode, refuse, show
 
-_CHAT: Final[dict[str, tuple[Any, ...]]] = {
-    **_COMMON,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": ("none",),
-    "web_search_options": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
-del _CHAT["add_special_tokens"]  # of a chat prompt the template alone decides; vLLM's default is false there
-
-NEUTRAL: Final = {"completion": _COMMON, "chat": _CHAT}
-"""By endpoint: each field's values that ask for nothing. Absent and null always ask for nothing."""
+MAX_SMALL_BYTES: Final = 100  # bytes of JSON; no neutral value is larger, so a larger value is never decoded
+_VALUE: Final = msgspec.json.Decoder()
 
 
-def refuse_unsupported(fields: Fields, endpoint: str) -> None:
-    """Raises `InvalidRequest` naming the first field that asks for an effect we do not have."""
-    for name, neutral in NEUTRAL[endpoint].items():
-        value = fields.raw(name)
-        if value is None or any(type(value) is type(accepted) and value == accepted for accepted in neutral):
-            continue
-        allowed = f"; only {' or '.join(map(repr, neutral))} is accepted" if neutral else ""
-        raise refuse(name, f"{show(value)} is not supported{allowed}")
+class _Unsupported:
+    """The default of a field whose effect does not exist. It holds the values that ask for nothing."""
+
+    def __init__(self, neutral: tuple[Any, ...]) -> None:
+        self.neutral = neutral
+
+
+def unsupported(*neutral: Any) -> Any:
+    """Return the default of a field whose effect does not exist. `neutral` are the values that ask for nothing; absent and null
+    always do."""
+    return _Unsupported(neutral)
+
+
+@cache
+def neutral_values(shape: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    """Return for each field whose effect does not exist the values that ask for nothing."""
+    fields = msgspec.structs.fields(shape)
+    return {field.name: field.default.neutral for field in fields if isinstance(field.default, _Unsupported)}
+
+
+def refuse_unsupported(fields: msgspec.Struct, prefix: str = "") -> None:
+    """Check that no field asks for an effect that does not exist here. Raises `InvalidRequest` naming the first that does."""
+    for name, neutral in neutral_values(type(fields)).items():
+        raw = getattr(fields, name)
+        if isinstance(raw, msgspec.Raw):
+            _refuse_unless_neutral(prefix + name, bytes(raw), neutral)
+
+
+def _refuse_unless_neutral(field: str, text: bytes, neutral: tuple[Any, ...]) -> None:
+    small = len(text) <= MAX_SMALL_BYTES
+    value = decode(text, _VALUE, field) if small else text[:MAX_SMALL_BYTES].decode(errors="replace")
+    if value is None or any(type(value) is type(accepted) and value == accepted for accepted in neutral):
+        return
+    allowed = f"; only {' or '.join(map(repr, neutral))} is accepted" if neutral else ""
+    raise refuse(field, f"{show(value)} is not supported{allowed}")

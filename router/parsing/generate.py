@@ -1,4 +1,4 @@
-"""From the client API's messages to what the router takes. Only what the client set is passed on."""
+"""Messages of the client API become what the router takes. Only fields that the client set are passed on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def generate_input(
     max_deadline_s: float,
     max_prompt_tokens: int,
 ) -> GenerateInput:
-    """`call_remaining_s`: what is left of the call's own deadline, None without one. Raises `InvalidRequest`."""
+    """Return the request of a message. `call_remaining_s` is what is left of the call's own deadline, or None without one.
+    Raises `InvalidRequest` naming the field."""
     return GenerateInput(
         prompt=prompt_of(request, max_prompt_tokens),
         sampling=_sampling(request.sampling),
@@ -36,7 +37,8 @@ def generate_input(
 
 
 def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, max_tokens: int) -> Prompt:
-    """Counts are checked before anything is copied: a message has room for millions of ids, and of messages."""
+    """Return the prompt. Counts are checked before anything is copied, since a message has room for millions of ids and of chat
+    messages. Raises `InvalidRequest`."""
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return request.text
@@ -54,7 +56,7 @@ def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
 
 
 def _sampling(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
-    """Fields that are present, zero or not; repeated ones when they are not empty."""
+    """Return the fields that are present, zero or not. Repeated fields are present when they are not empty."""
     values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
     for name in ("stop", "stop_token_ids"):
         if name in values:
@@ -79,7 +81,8 @@ def _placement(wire: int) -> Placement | None:
 
 
 def _deadline_s(request: inference_pb2.GenerateRequest, call_remaining_s: float | None, max_deadline_s: float) -> float | None:
-    """The earlier of both; a call's own may be as long as it likes, it is the client's."""
+    """Return the earlier of both deadlines. The call's own is cut to `max_deadline_s` instead of refused, because clients set
+    it as long as they like."""
     asked = request.deadline_s if request.HasField("deadline_s") else None
     if call_remaining_s is None or (asked is not None and math.isnan(asked)):
         return asked

@@ -1,5 +1,5 @@
-"""From the bytes of one request to what the router takes: the same for small requests, on the loop, and for large ones, in
-a process of their own (`router.parsing.parser`)."""
+"""The bytes of one request become what the router takes. The same code parses small requests on the loop and large ones in a
+process of their own (`router.parsing.parser`)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from router.parsing.generate import generate_input, prompt_of
 
 
 class Kind(Enum):
+    """The format of a request, by endpoint or method."""
+
     COMPLETION = "completion"  # OpenAI's JSON
     CHAT = "chat"
     GENERATE = "generate"  # protobuf
@@ -25,19 +27,23 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
+    """One request to be parsed."""
+
     kind: Kind
     data: bytes
     max_prompt_tokens: int
-    """More token ids than this are refused by their number, before they are looked at."""
+    """More token ids than this are refused by their count, before the ids are looked at."""
     header_id: str | None = None
-    """The X-Request-Id header; only of HTTP requests."""
+    """The X-Request-Id header. Only HTTP requests have it."""
     call_remaining_s: float | None = None
-    """Seconds that are left of the call's own deadline; only of gRPC requests."""
+    """Seconds that are left of the call's own deadline. Only gRPC requests have it."""
     max_deadline_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeInput:
+    """A prompt to be tokenised for a model. None means the served model."""
+
     model: str | None
     prompt: Prompt
 
@@ -47,7 +53,7 @@ Parsed = Call | GenerateInput | TokenizeInput
 
 
 def parse(job: Job) -> Parsed:
-    """Raises `InvalidRequest` naming the field."""
+    """Parse a request. Raises `InvalidRequest` naming the field."""
     match job.kind:
         case Kind.COMPLETION:
             return parse_completion(job.data, job.header_id, job.max_prompt_tokens)

@@ -1,8 +1,8 @@
-"""Reads requests: small ones at once, large ones in a process of their own.
+"""The parser of requests: small ones are parsed at once, large ones in a process of their own.
 
-Python's JSON and protobuf parsers hold the interpreter lock from a body's first byte to its last: 8 MiB take up to 0.8 s,
-during which nobody's token and no heartbeat would move, in whichever thread. So large ones are read by a child process, one
-after the other. The child is started by the first of them and ends with the router.
+msgspec and protobuf hold the interpreter lock from a body's first byte to its last. 8 MiB take up to 0.5 s, during which no
+token and no heartbeat would move, in any thread. So a child process parses the large ones, one after the other. The first large
+request starts it, and it ends with the router.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ from router.service.serial_thread import SerialThread
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES: Final = 32 << 10
-"""Requests of up to so many bytes are read on the loop: 3 ms at worst. Most requests are smaller, and a child costs them more
-than that."""
-PARSE_TIMEOUT_S: Final = 20.0  # of one request; 8 MiB take 0.8 s of a core, and the child starts in 0.5
-WAIT_TIMEOUT_S: Final = 60.0  # behind others
+"""Requests up to this size are parsed on the loop: 2.5 ms at worst, for 256 prompts of token ids. Most requests are smaller,
+and a child would cost them more than that."""
+PARSE_TIMEOUT_S: Final = 20.0  # for one request; 8 MiB take 0.5 s of a core, and the child starts in 0.5 s
+WAIT_TIMEOUT_S: Final = 60.0  # for the requests before it and the request itself
 STOP_TIMEOUT_S: Final = 1.0
 COMMAND: Final = (sys.executable, "-m", "router.parsing.child")
 
 
 class RequestParser:
-    """Owns a thread and a process; `close` it."""
+    """Parses requests of all front ends. It owns a thread and a process; `close` it."""
 
     def __init__(self, max_body_bytes: int, command: Sequence[str] = COMMAND) -> None:
-        """How much may wait for it at a time is bounded by the front ends, which hold the bytes."""
+        """The front ends hold the bytes of requests that wait, and bound how many there may be."""
         self._command = [*command, str(max_body_bytes)]
         self._turns = SerialThread("parse")
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
     def child_pid(self) -> int | None:
-        """None before the first large request."""
+        """The child's process id. None: no large request has started a child."""
         return None if self._child is None else self._child.pid
 
     async def parse(self, job: Job) -> Parsed:
-        """Raises `InvalidRequest` naming the field, `Overloaded` when it takes too long."""
+        """Parse a request. Raises `InvalidRequest` naming the field, `Overloaded` when it takes too long, `Unavailable` after
+        `close`, and `InternalBug` when the child ends."""
         if len(job.data) <= INLINE_BYTES:
             return parse(job)
         verdict, result = await self._in_child(job)
@@ -70,7 +71,7 @@ class RequestParser:
             raise Overloaded(f"the request was not read within {WAIT_TIMEOUT_S:g} s", retry_after_s=1.0) from None
 
     def close(self) -> None:
-        """Bounded. Whoever waits for the child is told that it ended."""
+        """Stop the thread and the child. Bounded. A caller that waits for the child gets an error."""
         self._turns.close()
         self._drop()
 
@@ -87,13 +88,14 @@ class RequestParser:
         except TimeoutError:
             self._drop()
             raise Overloaded(f"the request was not read within {PARSE_TIMEOUT_S:g} s", retry_after_s=1.0) from None
-        except (OSError, EOFError, ValueError) as exc:  # ValueError: closed by `close`
+        except (OSError, EOFError, ValueError) as exc:  # `close` closes the pipe, which raises ValueError
             self._drop()
             raise InternalBug(f"the process that reads large requests ended: {exc!r}") from exc
         return reply
 
     def _send(self, child: subprocess.Popen[bytes], data: bytes, end_s: float) -> None:
-        """A child that takes nothing must not hold the thread for ever: the pipe has room for 64 KiB."""
+        """Write to the child until `end_s`. A child that reads nothing must not hold the thread for ever, and the pipe has room
+        for only 64 KiB."""
         assert child.stdin is not None
         descriptor = child.stdin.fileno()
         left = memoryview(data)
@@ -148,7 +150,8 @@ def _await_pipe(descriptor: int, event: int, end_s: float) -> None:
 
 
 async def _unpacked(result: Any) -> Parsed:
-    """Arrays of ids as tuples, with a breath of the loop between them: hundreds of prompts take some 50 ms together."""
+    """Turn arrays of ids into tuples. The loop runs other work between them, because hundreds of prompts take some 50 ms
+    together."""
     if isinstance(result, Call):
         return replace(result, inputs=tuple([await _with_tuple(one) for one in result.inputs]))
     parsed: Parsed = await _with_tuple(result)

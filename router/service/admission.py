@@ -1,4 +1,4 @@
-"""Which requests come in: everything a client may have got wrong is found here, with the field and the limit named."""
+"""Admission: each error of a client is found here, and the error names the field and the limit."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ PRIORITY_LIMIT: Final = 100
 
 
 class Admission:
+    """Turns what a client wrote into a checked, tokenised request."""
+
     def __init__(
         self,
         config: RouterConfig,
@@ -38,7 +40,8 @@ class Admission:
         self._draw_seed = draw_seed
 
     async def admit(self, request: GenerateInput, *, arrived_s: float) -> Submit:
-        """Checked and tokenised. Raises `InvalidRequest`, `UnknownModel`, `DeadlineExceeded`, `Overloaded`."""
+        """Return the checked and tokenised request. Raises `InvalidRequest`, `UnknownModel`, `DeadlineExceeded`, `Overloaded`
+        or `Unavailable`."""
         self.check_model(request.model)
         _check_correlation_id(request.correlation_id)
         deadline_s = self._deadline_s(request.deadline_s)
@@ -48,7 +51,7 @@ class Admission:
             )
         if len(request.cache_salt.encode(errors="replace")) > MAX_CACHE_SALT_BYTES:
             raise InvalidRequest(f"must have at most {MAX_CACHE_SALT_BYTES} bytes", field="cache_salt")
-        check_field_types(request.sampling)  # before tokenising: a wrong type should not cost a long encode
+        check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
         prompt_ids = await self._encoder.encode(request.prompt)
         self._check_length(request.prompt, prompt_ids)
         return Submit(
@@ -64,7 +67,7 @@ class Admission:
         )
 
     def check_model(self, name: str | None) -> None:
-        """Raises `UnknownModel`; None and empty mean the one that is served."""
+        """Check that the model is served here. None and empty mean the served one. Raises `UnknownModel`."""
         if name and name != self._model.name:
             raise UnknownModel(f"model {name!r:.100} is not served here; {self._model.name!r} is", field="model")
 
@@ -115,7 +118,7 @@ class Admission:
 
 
 def _check_correlation_id(given: str) -> None:
-    """It is written to the log. The field has the name that clients know."""
+    """Check the client's id, which is written to the log. The error names the field as clients know it."""
     if len(given.encode(errors="replace")) > MAX_CORRELATION_ID_BYTES:
         raise InvalidRequest(f"must have at most {MAX_CORRELATION_ID_BYTES} bytes", field="request_id")
     if not given.isprintable():
@@ -127,7 +130,8 @@ _REAL_FIELDS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "fre
 
 
 def check_field_types(fields: Mapping[str, Any]) -> None:
-    """Raises `InvalidRequest` for a sampling field that does not exist or has the wrong type."""
+    """Check names and types of sampling fields. Raises `InvalidRequest` for a field that does not exist or has the wrong
+    type."""
     for name, value in fields.items():
         if name in _INT_FIELDS:
             good, wanted = _is_int(value), "an integer"

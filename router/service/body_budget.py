@@ -1,4 +1,4 @@
-"""The memory that all large requests in progress may take together. Owner: one front end."""
+"""The memory that the bodies of all large requests in progress may take together. Owner: one front end."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Final
 from pdserve.core.errors import Overloaded
 
 FREE_BYTES: Final = 64 << 10
-"""The first bytes of each body, which are not counted: a connection buffers as much anyway, and small requests get in however
-many large ones are on their way."""
+"""The first bytes of each body are not counted. A connection buffers as many anyway, and small requests get in however many
+large ones are in progress."""
 RETRY_AFTER_S: Final = 1.0
 
 
 class BodyBudget:
+    """Counts the bytes that large bodies have taken, at most `max_bytes`."""
+
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.taken_bytes = 0
 
     @contextmanager
     def share(self) -> Iterator[BodyShare]:
-        """The share of one body, from its first byte until nothing needs it any more."""
+        """Open the share of one body. It is returned when nothing needs the body any more."""
         share = BodyShare(self)
         try:
             yield share
@@ -30,12 +32,15 @@ class BodyBudget:
 
 
 class BodyShare:
+    """The bytes that one body has taken from the budget."""
+
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.taken_bytes = 0
 
     def grow(self, length: int) -> None:
-        """The body has `length` bytes, or says that it will. Raises `Overloaded` when there is no room for them."""
+        """Take bytes for a body that has `length` bytes, or declares them. Raises `Overloaded` when the budget has no room for
+        them."""
         more = max(0, length - FREE_BYTES) - self.taken_bytes
         if more <= 0:
             return

@@ -1,4 +1,4 @@
-"""One request as its front end holds it: a buffer between the core, which never waits, and a client, which may."""
+"""One request as its front end holds it: a buffer between the core, which never waits, and a client, which may be slow."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from router.api.answer import Delta, Report
 
 
 class BufferedGeneration:
-    """Implements `router.api.answer.Generation`; iterated by one task. The buffer is bounded by the request's max_tokens."""
+    """Implements `router.api.answer.Generation` for one iterating task. The request's max_tokens bounds the buffer."""
 
     def __init__(self, request_id: str, prompt_len: int, released: Callable[[BufferedGeneration], None]) -> None:
-        """`released` is called once: when the client has taken all of it, or has left."""
+        """`released` is called once, when the client has taken everything or has left."""
         self.request_id = request_id
         self.prompt_len = prompt_len
         self._released: Callable[[BufferedGeneration], None] | None = released
         self._buffer: deque[Delta] = deque()
-        self._in_hand = False  # the client has not come back for more: it still writes what it took
+        self._in_hand = False  # a delta was taken and is still being written: the client has not come back for more
         self._waiter: asyncio.Future[None] | None = None
         self._report: Report | None = None
         self._error: PdserveError | None = None
@@ -31,7 +31,7 @@ class BufferedGeneration:
         self._stalled_since_s: float | None = None
         self._stall_callback: Callable[[], object] | None = None
         self.dropped: Cancelled | None = None
-        """Why the client was dropped, if it was."""
+        """The reason why the client was dropped. None: it was not."""
 
     # The client's side -----------------------------------------------------------------------------------------------
 
@@ -57,31 +57,36 @@ class BufferedGeneration:
 
     @property
     def report(self) -> Report:
+        """Implements `Generation.report`."""
         if self._report is None:
             raise InternalBug(f"request {self.request_id} has no report before its end")
         return self._report
 
     def close(self) -> None:
+        """Implements `Generation.close`."""
         self._buffer.clear()
         self._release()
 
     def on_stalled(self, callback: Callable[[], object]) -> None:
-        """Called when the client took nothing for too long: ends a task that waits for it to read."""
+        """Set a callback for when the client took nothing for too long. It ends a task that waits for the client to read."""
         self._stall_callback = callback
 
     # The router's side -----------------------------------------------------------------------------------------------
 
     def push(self, delta: Delta) -> None:
+        """Add a delta for the client to take."""
         self._buffer.append(delta)
         self.finish_reason = delta.finish_reason
         self._wake()
 
     def end(self, report: Report, error: PdserveError | None) -> None:
+        """End the request with its report, and with its error if it failed. The client still takes what is buffered."""
         self._report, self._error, self._ended = report, self.dropped or error, True
         self._wake()
 
     def stalls(self, *, now_s: float, limit_s: float) -> bool:
-        """Looked at by every tick: for `limit_s` something was there to take or to write, and nothing was taken."""
+        """Tell whether for `limit_s` there was something to take or to write, and the client took nothing. Each tick calls this
+        once."""
         if not (self._buffer or self._in_hand) or self._taken != self._seen_taken:
             self._seen_taken, self._stalled_since_s = self._taken, None
             return False
@@ -90,7 +95,7 @@ class BufferedGeneration:
         return now_s - self._stalled_since_s >= limit_s
 
     def drop_client(self, error: Cancelled) -> None:
-        """It took nothing for too long: what it did not take is gone."""
+        """End the request for a client that took nothing for too long. What the client did not take is dropped."""
         self._buffer.clear()
         self.dropped = self._error = error
         self._ended = True

@@ -1,4 +1,4 @@
-"""File descriptors: each port has its share, so that no flood of connections to one of them locks others out."""
+"""File descriptors. Each port has its share, so that a flood of connections to one port does not lock out the others."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pdserve.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 RESERVED: Final = 256
-"""For links (one each), sockets that listen, logs, pipes, and connections that were accepted and are being refused."""
+"""These descriptors are for links (one each), listening sockets, logs, pipes, and accepted connections that are being
+refused."""
 OWN: Final = 64
-"""Of the reserved ones: what is no connection that a port has admitted."""
+"""This part of the reserved descriptors is for everything but admitted connections."""
 MAX_ADMINS: Final = 32
-"""Connections of the admin port: people and their scripts."""
+"""The admin port takes at most this many connections: those of people and their scripts."""
 MIN_CONNECTIONS: Final = 16
 
 
 def raise_limit() -> int:
-    """Lift the process's own limit to what it may have, and return it. Shells commonly start processes with 1024."""
+    """Raise the process's soft limit to its hard limit, and return it. Shells commonly start processes with 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -28,9 +29,9 @@ def raise_limit() -> int:
 
 
 def share_of_clients(limit: int, max_connections: int) -> int:
-    """Connections that the HTTP port may have, and as many the gRPC port, of a process with `limit` descriptors.
+    """Return how many connections the HTTP port and the gRPC port may each have in a process with `limit` descriptors.
 
-    Raises `ConfigError` when hardly any is left.
+    Raises `ConfigError` when fewer than `MIN_CONNECTIONS` are left.
     """
     share = min(max_connections, (limit - RESERVED) // 2)
     if share < MIN_CONNECTIONS:
@@ -44,5 +45,5 @@ def share_of_clients(limit: int, max_connections: int) -> int:
 
 
 def share_of_links(limit: int, share_of_clients: int) -> int:
-    """Connections that the link port may have: whatever the ports of clients and the admin port leave."""
+    """Return how many connections the link port may have: those that the client ports and the admin port leave."""
     return limit - 2 * share_of_clients - MAX_ADMINS - OWN

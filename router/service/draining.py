@@ -1,4 +1,4 @@
-"""Watching a worker leave: what a drain still waits for, told whenever it changed. Reads snapshots, changes nothing."""
+"""The progress of a drain: what the worker still has, told whenever it changes. This reads snapshots and changes nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Final
 from pdserve.core.errors import UnknownWorker
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 
-LOOK_S: Final = 0.2  # a snapshot costs microseconds, and a person watches
-QUIET_S: Final = 1.0  # something is said at least so often: a silent stream looks like a dead one
+LOOK_S: Final = 0.2  # the time between two looks; a snapshot costs microseconds, and a person watches
+QUIET_S: Final = 1.0  # the longest time between two messages: a silent stream looks like a dead one
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is left on the worker. `done`: it has left, and this is the last one."""
+    """The work that is left on a draining worker. `done`: the worker has left, and this is the last message."""
 
     requests_placed: int = 0
     running_sequences: int = 0
@@ -27,7 +27,7 @@ class Progress:
 
 
 def find(snapshot: ClusterSnapshot, worker_id: str) -> WorkerSnapshot:
-    """Raises `UnknownWorker`, naming those that are there."""
+    """Return a worker of the snapshot. Raises `UnknownWorker`, naming the workers that are linked."""
     for worker in snapshot.workers:
         if worker.worker_id == worker_id:
             return worker
@@ -36,7 +36,8 @@ def find(snapshot: ClusterSnapshot, worker_id: str) -> WorkerSnapshot:
 
 
 async def follow(snapshot: Callable[[], ClusterSnapshot], worker: WorkerSnapshot) -> AsyncIterator[Progress]:
-    """Until this incarnation of the worker is gone. A worker of the same name that joins later is another one."""
+    """Yield the progress until this incarnation of the worker is gone. A worker of the same name that joins later is another
+    one."""
     loop = asyncio.get_running_loop()
     began_s = told_s = loop.time()
     told: Progress | None = None
@@ -50,7 +51,7 @@ async def follow(snapshot: Callable[[], ClusterSnapshot], worker: WorkerSnapshot
 
 
 def _left_on(snapshot: ClusterSnapshot, worker: WorkerSnapshot) -> Progress | None:
-    """None once it has left."""
+    """Return what is left on the worker. None: it has left."""
     for now in snapshot.workers:
         if (now.worker_id, now.incarnation) == (worker.worker_id, worker.incarnation):
             blocks = now.blocks.held + now.blocks.quarantined

@@ -1,4 +1,4 @@
-"""What the router knows of the served model: its card, tokenizer and limits. No weights."""
+"""The router's knowledge of the served model: its card, tokenizer and limits. It has no weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pdserve.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    name: str  # what clients call it
+    """The one model that this router serves."""
+
+    name: str  # the name that clients use
     card: ModelCard
     tokenizer: Tokenizer
     dtype: str
     layout: KvLayout
-    max_model_len: int  # prompt + output tokens of one request, as far as settings tell; see `router.service.limits`
+    max_model_len: int  # prompt + output tokens of one request by the settings alone; see `router.service.limits`
 
     @classmethod
     def load(cls, engine: EngineConfig) -> ServedModel:
-        """Resolve and read. Blocks: for seconds when the model has to be converted. Raises `ConfigError`."""
+        """Resolve and read the model. This blocks, for seconds when the model has to be converted. Raises `ConfigError`."""
         directory = resolve(engine.model)
         card = ModelCard.load(directory)
         layout = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)

@@ -1,4 +1,4 @@
-"""From a prompt as a client wrote it to token ids, long ones in a thread."""
+"""Prompts as clients write them become token ids. Long prompts are encoded in a thread."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from router.service.serial_thread import SerialThread
 T = TypeVar("T")
 
 INLINE_CHARS: Final = 4096
-"""Encoded on the loop: about 1 ms, at 0.3 s a megabyte. Longer ones would delay everybody's tokens."""
+"""Prompts up to this length are encoded on the loop: about 1 ms, at 0.3 s a megabyte. Longer ones would delay everybody's
+tokens."""
 MAX_CHARS_PER_TOKEN: Final = 256
-"""A text over max_model_len times this is refused unread: no vocabulary has longer words worth the time."""
+"""A text longer than this times max_model_len is refused unread. No vocabulary has longer words worth the time."""
 MAX_ENCODING: Final = 64
-"""Long prompts that wait for the thread."""
+"""At most this many long prompts wait for the thread or are in it."""
 
 
 class PromptEncoder:
-    """Owns its thread; `close` it."""
+    """Encodes prompts of clients. It owns its thread; `close` it."""
 
     def __init__(self, model: ServedModel, limit: LengthLimit) -> None:
         self._model = model
@@ -31,15 +32,17 @@ class PromptEncoder:
         self._encoding = 0
 
     def close(self) -> None:
+        """Stop the thread without waiting. Callers of `encode` that still wait for it get `Unavailable`."""
         self._turns.close()
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Not empty, every id in range, any length. Raises `InvalidRequest` naming `prompt` or `messages`."""
+        """Return the ids of a prompt: at least one, each in range. The caller checks the length of encoded text. Raises
+        `InvalidRequest` naming `prompt` or `messages`, and `Overloaded` when too many long prompts wait."""
         if isinstance(prompt, str):
             return await self._text(prompt, "prompt", special_tokens=True)
         if prompt and isinstance(prompt[0], ChatMessage):
             return await self._chat(tuple(m for m in prompt if isinstance(m, ChatMessage)))
-        self._check_count(len(prompt))  # before they are walked: a body has room for millions
+        self._check_count(len(prompt))  # comes before the ids are walked: a body has room for millions
         return self._ids(tuple(i for i in prompt if isinstance(i, int)))
 
     def _check_count(self, count: int) -> None:

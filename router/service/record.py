@@ -1,4 +1,4 @@
-"""From the core's report of a request to the record that logs and metrics take."""
+"""The core's report of a request becomes the record that logs and metrics take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from router.api.answer import Report
 
 
 def record_of(request_id: RequestId, report: Report, outcome: FinishReason | PdserveError | None) -> RequestRecord:
-    """`outcome`: how it ended; None would be a request that is done without a last token."""
+    """Return the record of a request. `outcome` is its finish reason or its error. Raises `InternalBug` for None, a request
+    that is done without a last token."""
     if outcome is None:
         raise InternalBug(f"request {request_id} is done without a finish reason")
     failed = isinstance(outcome, PdserveError)

@@ -1,7 +1,7 @@
-"""A thread for work that would hold the loop, one piece at a time.
+"""A thread for work that would hold the loop. It does one piece of work at a time.
 
-Who waits for a turn waits on the loop, and takes what it brought along when it leaves. An executor would keep that in its
-queue until the thread comes to it, so that clients who leave could make it hold any number of requests.
+A caller waits for its turn on the loop, and when it leaves, its work is dropped with it. An executor would keep the work in its
+queue until the thread came to it, so clients that leave could make it hold any number of requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class SerialThread:
-    """Made, called and closed on one loop. Owns its thread; `close` it."""
+    """A thread that is made, called and closed on one loop. It owns the thread; `close` it."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -26,9 +26,10 @@ class SerialThread:
         self._closed = False
 
     async def run(self, work: Callable[[], T]) -> T:
-        """In the thread, in the order of calls. Raises what `work` raises, `Unavailable` after `close`.
+        """Run `work` in the thread and return its result. Calls take turns in their order. Raises what `work` raises, and
+        `Unavailable` after `close`.
 
-        Work that has begun goes on when its caller is cancelled, and the next one waits for its end.
+        Work that has begun goes on when its caller is cancelled. The next call waits for its end.
         """
         await self._turn.acquire()
         if self._closed:
@@ -40,10 +41,10 @@ class SerialThread:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """At once. What runs goes on; who waits is told that nothing follows."""
+        """Close without waiting. Running work goes on, and callers that wait get `Unavailable`."""
         self._closed = True
         self._thread.shutdown(wait=False)
 
     def _pass_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended, so nobody waits
             loop.call_soon_threadsafe(self._turn.release)

@@ -1,7 +1,8 @@
-"""The shell around the core: performs its effects, feeds it what happens, and is what the front ends call.
+"""The router service is the shell around the core. It performs the core's effects, tells the core what happens, and serves the
+front ends.
 
-Everything here runs on one loop. Between two awaits the core is told one event and its effects are performed at once,
-in order, so nobody ever sees a half-applied change.
+All of it runs on one loop. Between two awaits the core gets one event and its effects are performed at once, in order, so
+nobody sees a half-applied change.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from router.workers.wire import command_to_wire, welcome
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.1  # while requests run: how late a deadline may be noticed
-LATE_S = 0.5  # no load makes the loop so late: the process or the machine was stopped
-IDLE_TICK_S = 1.0  # otherwise: only silent workers are looked for
-CHECK_TICKS = 50  # how often the core's books are checked, while they are short enough to be read in a millisecond
+TICK_S = 0.1  # the time between ticks while requests run; a passed deadline is noticed at most so late
+LATE_S = 0.5  # no load makes the loop this late, so the process or the machine was stopped
+IDLE_TICK_S = 1.0  # the time between ticks while no request runs; only silent workers are looked for
+CHECK_TICKS = 50  # ticks between two checks of the core's books, if these are short enough for a millisecond
 CHECK_MAX_REQUESTS = 64
 
 
 class RouterService:
-    """Implements `router.api.router_api.RouterApi`. `start` it on the loop it is to live on, and `close` it."""
+    """Implements `router.api.router_api.RouterApi`. `start` it on the loop that it is to run on, and `close` it."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class RouterService:
         links: Links | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`links`: where workers' links are served; None: on this loop, under `cluster_token`, as `LinkService`."""
+        """`links` serves the workers' links. None: a `LinkService` under `cluster_token` serves them on this loop."""
         self.model = model
         self.model_name = model.name
         self.max_body_bytes = config.max_body_bytes
@@ -73,19 +74,20 @@ class RouterService:
         self._encoder = PromptEncoder(model, self._limit)
         self._admission = Admission(config, model, self._limit, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
         self._metrics = Metrics(self.snapshot)
-        self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit
-        self._open: dict[BufferedGeneration, None] = {}  # a client may still take
+        self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
+        self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
         self._busy = asyncio.Event()
         self._ready = False
         self._ready_flipped = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Start the ticks of the core on the running loop."""
         assert self._ticker is None
         self._ticker = asyncio.create_task(self._tick_for_ever())
 
     async def close(self) -> None:
-        """Cancel every request and stop. The servers are closed by whoever made them. Idempotent."""
+        """Cancel every request and stop. The servers belong to those who made them, who close them. Idempotent."""
         for request_id in list(self._live):
             self.cancel(request_id)
         if self._ticker is not None:
@@ -94,9 +96,10 @@ class RouterService:
             await asyncio.gather(ticker, return_exceptions=True)
         self._encoder.close()
 
-    # What front ends call ----------------------------------------------------------------------------------------------
+    # The interface of front ends ----------------------------------------------------------------------------------------------
 
     async def submit(self, request: GenerateInput) -> BufferedGeneration:
+        """Implements `RouterApi.submit`. A refused request is counted in the metrics."""
         arrived_s = self._clock()
         try:
             submit = await self._admission.admit(request, arrived_s=arrived_s)
@@ -106,29 +109,34 @@ class RouterService:
             raise
 
     def cancel(self, request_id: str) -> bool:
+        """Implements `RouterApi.cancel`."""
         known = RequestId(request_id) in self._live
         if known:
             self.tell(ev.ClientGone(RequestId(request_id)))
         return known
 
     def drain(self, worker_id: str) -> None:
-        """Take a worker out of service: it gets nothing new, finishes and leaves. Repeatable. Raises `UnknownWorker`."""
+        """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
+        `UnknownWorker`."""
         self.tell(ev.DrainAsked(WorkerId(worker_id)))
 
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+        """Implements `RouterApi.tokenize`."""
         self._admission.check_model(model)
         return await self._encoder.encode(prompt)
 
     def token_bytes(self, token_id: int) -> bytes:
+        """Implements `RouterApi.token_bytes`."""
         return self.model.tokenizer.written_bytes(token_id)
 
     @property
     def ready(self) -> bool:
+        """Implements `RouterApi.ready`."""
         return not self.not_ready_reason
 
     @property
     def not_ready_reason(self) -> str:
-        """Why a request that names no placement would not be served now; empty when it would."""
+        """The reason why a request that names no placement would not be served now. Empty: it would be served."""
         for role in self._needed_roles:
             if not any(self._serves(worker) for worker in self._core.registry.of_role(role)):
                 return f"no {role.value} worker is ready"
@@ -138,7 +146,7 @@ class RouterService:
         return not self._core.placer.not_ready_reason(worker, now_s=self._clock())
 
     async def next_ready(self, known: bool) -> bool:
-        """Wait until `ready` is no longer what is known, and return it. For one waiter."""
+        """Wait until `ready` differs from `known`, and return it. Only one task may wait."""
         while self.ready == known:
             await self._ready_flipped.wait()
             self._ready_flipped.clear()
@@ -146,17 +154,20 @@ class RouterService:
 
     @property
     def max_model_len(self) -> int:
+        """Prompt and output of one request together have at most this many tokens."""
         return self._limit.max_model_len
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt: one token of output must fit behind it."""
+        """A prompt may have at most this many tokens, since one token of output must fit after it."""
         return self._limit.max_model_len - 1
 
     def metrics(self) -> bytes:
+        """Implements `RouterApi.metrics`."""
         return self._metrics.render()
 
     def snapshot(self) -> ClusterSnapshot:
+        """Return the state of the cluster at this moment, as status calls and metrics show it."""
         now_s = self._clock()
         queued = len(self._core.waiting)
         return ClusterSnapshot(
@@ -171,9 +182,9 @@ class RouterService:
     # Events in, effects out --------------------------------------------------------------------------------------------
 
     def tell(self, event: ev.Event) -> None:
-        """The only way in for everything but time and submits."""
+        """Give the core an event and perform its effects. Every event except a Submit goes through here."""
         self._perform(self._core.handle(event, now_s=self._clock()))
-        if type(event) is not ev.StepRows:  # nothing about readiness is in tokens
+        if type(event) is not ev.StepRows:  # tokens do not change readiness
             self._note_ready()
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
@@ -208,7 +219,7 @@ class RouterService:
         logger.info("%s", record.line())
 
     def _released(self, generation: BufferedGeneration) -> None:
-        """Its client has it all, or is gone."""
+        """Cancel the request if it still runs: its client has taken all of it, or is gone."""
         self._open.pop(generation, None)
         if self._live.get(RequestId(generation.request_id)) is generation:
             self.tell(ev.ClientGone(RequestId(generation.request_id)))
@@ -216,8 +227,8 @@ class RouterService:
     # Time --------------------------------------------------------------------------------------------------------------
 
     async def _tick_for_ever(self) -> None:
-        """After the process stood still one turn is skipped, so that heartbeats which wait in the sockets are heard
-        before anyone is found silent."""
+        """Tick until cancelled. After the process stood still one tick is left out, so that heartbeats that wait in the sockets
+        are read before a worker is found silent."""
         late = False
         for turn in itertools.count():
             began_s = self._clock()
@@ -234,7 +245,8 @@ class RouterService:
                 self._check_books()
 
     def _check_books(self) -> None:
-        """A sample: books that disagree are our own bug, which an operator must hear of and clients need not."""
+        """Check the core's invariants. A broken one is our own bug: operators hear of it in the log and the metrics, clients do
+        not."""
         try:
             self._core.check_invariants()
         except AssertionError:
@@ -302,5 +314,5 @@ def _pair_snapshot(pair: AsidePair, now_s: float) -> PairSnapshot:
 
 
 def _pool_order(worker: Worker) -> tuple[bool, str]:
-    """Prefill workers first, each pool by name: the order of joining means nothing to whoever looks."""
+    """Sort prefill workers first, and each pool by worker id. The order of joining means nothing to a reader."""
     return worker.hello.role is ev.Role.DECODE, worker.hello.worker_id

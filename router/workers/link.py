@@ -1,8 +1,9 @@
-"""The link service: workers dial in, each on one long-lived stream. Owns the connections; knows nothing of requests.
+"""The link service. Workers dial in, each on one long-lived stream. The service owns the connections and knows nothing of
+requests.
 
-A link is closed when its worker says nothing sensible, when a message was lost, when its outbound queue overflows (the
-worker does not read), or when the core asks for it (refused, silent, dialled again). The core hears WorkerLeft whatever
-the reason was.
+A link is closed when its worker breaks the protocol, when a message was lost, when its outbound queue overflows because the
+worker does not read, or when the core asks for it (the worker is refused, lost, or has dialled again). Whatever the reason, the
+core hears WorkerLeft.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 5.0
 MAX_OUTBOUND: Final = 4096
-"""Commands that wait to be written to one worker: several for each request it could hold."""
+"""At most this many commands wait to be written to one worker: several for each request that it could hold."""
 
 Deliver = Callable[[ev.WorkerEvent], None]
 
 
 class Links(Protocol):
-    """How the core speaks to workers. Nothing happens for a link that has gone: the core is told of that by an event."""
+    """The core's way to workers. A call for a link that has gone does nothing, because an event tells the core that the link
+    has gone."""
 
     def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
         """Queue a command."""
 
-    def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None: ...
+    def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
+        """Close a link. The error tells the worker why."""
 
 
 class Link:
@@ -54,6 +57,7 @@ class Link:
         self._closed = asyncio.Event()
 
     def send(self, message: link_pb2.RouterMessage) -> None:
+        """Queue a command. A full queue closes the link, because its worker does not read."""
         try:
             self._outbound.put_nowait(message)
         except asyncio.QueueFull:
@@ -61,11 +65,13 @@ class Link:
             self.close(error)
 
     def close(self, error: PdserveError) -> None:
+        """Close the link. The first error is the one that the worker is told."""
         self.error = self.error or error
         self._closed.set()
 
     async def run(self, context: Any, deliver: Deliver, answers: Callable[[], bool]) -> None:
-        """Until the worker hangs up, the link is closed or either direction breaks."""
+        """Read and write until the worker hangs up, the link is closed, or either direction breaks. While `answers()`,
+        heartbeats are answered here."""
         jobs = (self._read(context, deliver, answers), self._write(context), self._closed.wait())
         tasks = [asyncio.ensure_future(job) for job in jobs]
         try:
@@ -95,9 +101,11 @@ class Link:
 
 
 class LinkService(link_pb2_grpc.WorkerLinkServicer):
+    """The gRPC service that workers dial."""
+
     def __init__(self, cluster_token: str, deliver: Deliver, answers: Callable[[], bool] = lambda: False) -> None:
-        """`deliver` takes every event, on the loop; its effects come back through `send` and `hang_up`. While `answers()`,
-        heartbeats are answered here; otherwise that is the core's."""
+        """`deliver` takes every event, on the loop; the core's commands come back through `send` and `hang_up`. While
+        `answers()` is true, heartbeats are answered here; otherwise the core answers them."""
         self._token = cluster_token.encode()
         self._deliver = deliver
         self._answers = answers
@@ -105,12 +113,13 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         self._count = 0
 
     def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
-        """Queue a command. Nothing happens for a link that has gone: the core hears of that by itself."""
+        """Queue a command. Nothing happens for a link that has gone, because an event tells the core of that."""
         link = self._links.get(link_id)
         if link is not None:
             link.send(message)
 
     def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
+        """Close a link. Nothing happens for a link that has gone."""
         link = self._links.get(link_id)
         if link is not None:
             link.close(error)
@@ -124,7 +133,8 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
 
         self._links[link.link_id] = link
         try:
-            await context.send_initial_metadata(())  # alone: a refusal could not be sent while a first message carries it
+            # The metadata is sent alone, because a refusal could not be sent while a first message carries it.
+            await context.send_initial_metadata(())
             self._deliver(ev.WorkerJoined(link.link_id, hello))
             logger.info("link %d: %s at %s", link.link_id, link.worker, hello.address)
             await link.run(context, self._deliver, self._answers)
@@ -144,13 +154,13 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         given = given if isinstance(given, bytes) else given.encode()
         if not hmac.compare_digest(given, self._token):
             logger.warning("refused a link from %s: wrong cluster token", context.peer())
-            with contextlib.suppress(TimeoutError):  # to gRPC a Hello that meets the refusal is an internal error of its sender
+            with contextlib.suppress(TimeoutError):  # gRPC would report an internal error for a Hello that meets the refusal
                 async with asyncio.timeout(HELLO_TIMEOUT_S):
                     await context.read()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{status.CLUSTER_TOKEN_METADATA} does not match")
 
     async def _hello(self, context: Any, numbers: Incoming) -> ev.WorkerHello:
-        """Aborts the call unless the first message is a sensible Hello."""
+        """Return the Hello. Aborts the call unless the first message is a sensible Hello."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 message = await context.read()
@@ -158,7 +168,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
             message = None
         if not isinstance(message, link_pb2.WorkerMessage) or message.WhichOneof("body") != "hello":
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"the first message, within {HELLO_TIMEOUT_S} s, must be Hello"
+                grpc.StatusCode.INVALID_ARGUMENT, f"the first message must be Hello, and must come within {HELLO_TIMEOUT_S} s"
             )
         try:
             numbers.is_new(message.number)

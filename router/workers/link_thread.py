@@ -1,8 +1,8 @@
-"""Workers' links on a thread and a loop of their own, so that no flood of clients makes workers give the router up.
+"""Workers' links on a thread with a loop of its own, so that no flood of clients makes workers give up the router.
 
-The core stays on the main loop, with the front ends. What workers say reaches it in order, and what it wants said reaches
-them in order, through a queue each way; a batch costs one wake-up. Heartbeats are answered here, at once, as long as the
-main loop takes what it is told: one that has taken nothing for `STUCK_S` hangs, and its workers may as well know.
+The core stays on the main loop, with the front ends. Events reach the core in order through one queue, and commands reach the
+links in order through another; a batch costs one wake-up. Heartbeats are answered here at once, as long as the main loop takes
+events. A main loop that has taken none for `STUCK_S` hangs, and its workers should learn of it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from router.workers.link import Deliver, LinkService
 logger = logging.getLogger(__name__)
 
 MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
-"""Bounds a broken worker; nothing that a working one says comes near."""
+"""A larger message comes from a broken worker. No message of a working one comes near this size."""
 MAX_HEARD: Final = 1 << 16
-"""Events that wait for the main loop: minutes of the steps of many workers. Whose event finds no room loses its link."""
-STUCK_S: Final = 30.0  # the longest that the main loop was ever held is a tenth
-MAX_CONNECTIONS: Final = 1024  # one for each worker; a router process says how many its descriptors allow
-CLOSE_TIMEOUT_S: Final = 5.0  # above the grace of a server that stops
+"""At most this many events wait for the main loop: minutes of the steps of many workers. A worker whose event finds no room
+loses its link."""
+STUCK_S: Final = 30.0  # ten times as long as the main loop was ever held
+MAX_CONNECTIONS: Final = 1024  # one for each worker; a router process passes the number that its descriptors allow
+CLOSE_TIMEOUT_S: Final = 5.0  # longer than the grace of a server that stops
 
 
 class LinkThread:
-    """`start` it on the main loop, which calls all its methods, and `close` it."""
+    """Serves workers' links. `start` it on the main loop, which calls all its methods, and `close` it."""
 
     def __init__(self, cluster_token: str, max_connections: int = MAX_CONNECTIONS) -> None:
         self._token = cluster_token
         self._max_connections = max_connections
         self._heard: deque[ev.WorkerEvent] = deque()
-        self._heard_since_s: float | None = None  # the main loop has been told that something waits
+        self._heard_since_s: float | None = None  # None: the main loop has not been woken for a batch
         self._said: deque[Callable[[LinkService], None]] = deque()
         self._told_to_say = False
         self._main: asyncio.AbstractEventLoop | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # None: not yet, or no more
+        self._loop: asyncio.AbstractEventLoop | None = None  # None: it does not run yet, or has ended
         self._service: LinkService | None = None
         self._stop: asyncio.Event | None = None
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -58,7 +59,8 @@ class LinkThread:
     async def start(self, deliver: Deliver, host: str, port: int, on_broken: Callable[[], object] = lambda: None) -> int:
         """Listen, and return the port. Raises `ConfigError` naming --link-port.
 
-        `deliver` is called on this loop, and `on_broken` if the thread ends by a bug: then no worker can be reached.
+        `deliver` is called on this loop. `on_broken` is called if the thread ends because of a bug; then no worker can be
+        reached.
         """
         assert self._thread is None
         self._deliver = deliver
@@ -70,19 +72,21 @@ class LinkThread:
         return await asyncio.wrap_future(ready)
 
     async def close(self) -> None:
-        """End all links. Bounded; may be repeated."""
+        """End all links. Bounded and idempotent."""
         if self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread is not None:
-            await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=CLOSE_TIMEOUT_S)  # how it ended was logged
+            await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=CLOSE_TIMEOUT_S)  # the thread logs how it ends
             self._thread.join(CLOSE_TIMEOUT_S)
             self._take_heard()
 
     def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
-        if message.WhichOneof("body") != "alive":  # the heartbeat was answered when it came
+        """Queue a command for the thread. An Alive is left out, since the thread has answered the heartbeat itself."""
+        if message.WhichOneof("body") != "alive":  # the thread answered the heartbeat when it came
             self._say(lambda service: service.send(link_id, message))
 
     def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
+        """Ask the thread to close a link."""
         self._say(lambda service: service.hang_up(link_id, error))
 
     def _say(self, act: Callable[[LinkService], None]) -> None:
@@ -100,9 +104,9 @@ class LinkThread:
             event = self._heard.popleft()
             try:
                 self._deliver(event)
-            except Exception:  # a bug of ours: it costs this link, and what others said is still heard
-                logger.exception("link %d: its %s broke the core", event.link, type(event).__name__)
-                self.hang_up(event.link, InternalBug("the router could not take what this worker said"))
+            except Exception:  # a bug of ours costs this link alone, and events of others are still taken
+                logger.exception("link %d: the core failed on its %s", event.link, type(event).__name__)
+                self.hang_up(event.link, InternalBug("the router failed on an event of this worker"))
 
     # On the thread -----------------------------------------------------------------------------------------------------
 

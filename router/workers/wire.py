@@ -1,4 +1,4 @@
-"""Between the link's messages and the core's events and effects. What a worker sends is checked here."""
+"""Conversion between messages of the link and the core's events and commands. Messages of workers are checked here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROLES: Final = {common_pb2.ROLE_PREFILL: ev.Role.PREFILL, common_pb2.ROLE_DECOD
 
 
 def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
-    """Raises `InternalBug` for an introduction that nobody could have meant."""
+    """Return the core's form of a Hello. Raises `InternalBug` for one without a role or worker id."""
     role = _ROLES.get(hello.role)
     if role is None or not hello.worker_id:
         raise InternalBug(f"Hello without role or worker_id: role {hello.role}, worker_id {hello.worker_id!r}")
@@ -41,9 +41,10 @@ def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
 
 
 def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.WorkerEvent | None:
-    """None for a message that a newer worker knows and we do not. Raises `InternalBug` for a second Hello."""
+    """Return the event of a message. None: a newer worker sent a message that this router does not know. Raises `InternalBug`
+    for a second Hello."""
     kind = message.WhichOneof("body")
-    if kind == "step_batch":  # by far the most
+    if kind == "step_batch":  # most messages are of this kind
         return ev.StepRows(link, message.step_batch.rows)
     if kind is None:
         return None
@@ -78,7 +79,7 @@ def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.WorkerEvent:
 
 
 def _prefill_started(link: ev.LinkId, m: prefill_pb2.PrefillStarted) -> ev.WorkerEvent:
-    return ev.PrefillStarted(link, Handle(m.handle), lease_id_from_wire(m.lease_id), m.ttl_s, m.ticket)
+    return ev.PrefillStarted(link, Handle(m.handle), lease_id_from_wire(m.lease_id), m.ticket)
 
 
 def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.WorkerEvent:
@@ -86,7 +87,7 @@ def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.WorkerEvent:
 
 
 def _no_room(link: ev.LinkId, m: decode_pb2.NoRoom) -> ev.WorkerEvent:
-    return ev.NoRoom(link, Handle(m.handle), m.blocks_needed, m.blocks_free)
+    return ev.NoRoom(link, Handle(m.handle), m.blocks_needed)
 
 
 def _kv_committed(link: ev.LinkId, m: decode_pb2.KvCommitted) -> ev.WorkerEvent:
@@ -111,23 +112,24 @@ _READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.WorkerEvent]]] = {
 def _error(reason: int, message: str) -> PdserveError:
     try:
         return from_reason(reason, message)
-    except ValueError:  # not in our version of the enum
+    except ValueError:  # this version of the enum does not have it
         return InternalBug(f"worker failed with unknown reason {reason}: {message}")
 
 
 def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
+    """Return the message that accepts a worker."""
     return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=incarnation))
 
 
 def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
+    """Return the message of a command."""
     match effect:
-        case ev.SendBind(work=work, bind=bind, local_prefill=local):
-            fields = _work(work)
-            return link_pb2.RouterMessage(bind=decode_pb2.Bind(bind=bind, local_prefill=local, **fields))
+        case ev.SendBind(work=work, deadline_s=deadline_s, local_prefill=local):
+            return link_pb2.RouterMessage(bind=decode_pb2.Bind(deadline_s=deadline_s, local_prefill=local, **_work(work)))
         case ev.SendPrefill(work=work):
             return link_pb2.RouterMessage(prefill=prefill_pb2.Prefill(**_work(work)))
-        case ev.SendAttach(handle=handle, lease_id=lease_id, ttl_s=ttl_s, ticket=ticket):
-            attach = decode_pb2.Attach(handle=handle, lease_id=lease_id_to_wire(lease_id), ttl_s=ttl_s, ticket=ticket)
+        case ev.SendAttach(handle=handle, lease_id=lease_id, ticket=ticket):
+            attach = decode_pb2.Attach(handle=handle, lease_id=lease_id_to_wire(lease_id), ticket=ticket)
             return link_pb2.RouterMessage(attach=attach)
         case ev.SendCancel(handle=handle):
             return link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle))
@@ -141,10 +143,8 @@ def _work(work: ev.Work) -> dict[str, Any]:
     return {
         "handle": work.handle,
         "request_id": work.request_id,
-        "attempt": work.attempt,
         "prompt_ids": pack_ids(work.prompt_ids),
         "sampling": sampling_to_wire(work.sampling),
-        "deadline_s": work.deadline_s,
         "priority": work.priority,
         "resumed": work.resumed,
         "cache_salt": work.cache_salt,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.cluster import processes
@@ -29,7 +30,7 @@ class Command:
     def __init__(self, temporary: Path, *arguments: str, program: tuple[str, ...] = STANDINS, **environment: str) -> None:
         self.temporary = temporary
         self.output = temporary.with_suffix(".out")
-        self.seen: set[processes.Process] = set()
+        self.seen: set[psutil.Process] = set()
         with self.output.open("wb") as file:
             self.child = subprocess.Popen(
                 [sys.executable, *program, *arguments],
@@ -48,7 +49,7 @@ class Command:
         deadline = time.monotonic() + READ_TIMEOUT_S
         while time.monotonic() < deadline:
             ended = self.child.poll() is not None
-            self.seen |= set(processes.descendants([self.child.pid]))
+            self.seen |= set(processes.descendants(self.child.pid))
             if match := re.search(pattern, self.text):
                 return match
             assert not ended, f"it ended with {self.child.returncode} before {pattern!r}:\n{self.text}"
@@ -57,7 +58,7 @@ class Command:
 
     def signal(self, number: int) -> None:
         """To the whole group, as a terminal does."""
-        self.seen |= set(processes.descendants([self.child.pid]))
+        self.seen |= set(processes.descendants(self.child.pid))
         os.killpg(self.child.pid, number)
 
     def end(self) -> int:
@@ -70,7 +71,7 @@ class Command:
     def close(self) -> None:
         """After a failed test: leave nothing to the next one."""
         if self.child.poll() is None:
-            self.seen |= set(processes.descendants([self.child.pid]))
+            self.seen |= set(processes.descendants(self.child.pid))
             self.child.send_signal(signal.SIGKILL)
             self.child.wait(READ_TIMEOUT_S)
         processes.kill(self.seen)

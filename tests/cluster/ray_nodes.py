@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from pdserve.cluster import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,12 +48,12 @@ class RayNode:
             time.sleep(0.05)
         return self
 
-    def processes(self) -> list[processes.Process]:
-        return processes.descendants([self.child.pid])
+    def processes(self) -> list[psutil.Process]:
+        return processes.descendants(self.child.pid)
 
     def actors(self) -> list[str]:
         """Command lines of the actors that it runs."""
-        return [process.command for process in self.processes() if process.command.startswith("ray::WorkerActor")]
+        return [line for line in map(processes.command, self.processes()) if line.startswith("ray::WorkerActor")]
 
     def close(self) -> None:
         """Only what it started itself: other Rays of this machine are not ours."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.client import AdminClient
@@ -137,8 +138,8 @@ def test_a_worker_that_dies_again_and_again_is_started_later_each_time_and_given
     running.wait_event(lambda _: len(actors()) == 1)  # the decode worker's
 
 
-def actors() -> list[processes.Process]:
-    return [each for each in processes.descendants([os.getpid()]) if each.command.startswith("ray::WorkerActor")]
+def actors() -> list[psutil.Process]:
+    return [each for each in processes.descendants(os.getpid()) if processes.command(each).startswith("ray::WorkerActor")]
 
 
 def test_dead_router_comes_back_at_the_same_addresses(running: Running) -> None:

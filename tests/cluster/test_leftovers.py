@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.cluster import leftovers, processes
@@ -56,13 +58,18 @@ def test_a_segment_in_use_by_others_is_not_ours() -> None:
 def test_a_number_used_again_is_another_process() -> None:
     child = subprocess.Popen(SLEEP)
     try:
-        process = next(p for p in processes.descendants([os.getpid()]) if p.pid == child.pid)
-        assert process.alive
-        assert not processes.Process(process.pid, process.start_ticks + 1, process.parent).alive
+        process = next(p for p in processes.descendants(os.getpid()) if p.pid == child.pid)
+        assert processes.alive(process)
         assert 0 <= processes.age_s(child.pid) < 60
+        earlier = psutil.Process(child.pid)
+        earlier._ident = (child.pid, earlier._ident[1] - 1)  # as one that had this number and has ended
+        assert not processes.alive(earlier)
+        processes.kill([earlier])
+        assert child.poll() is None
         processes.kill([process])
-        child.wait()
-        assert not process.alive
+        assert not processes.wait_gone([process], 10.0)
+        assert child.wait() == -signal.SIGKILL, "its exit status was left for us"
+        assert not processes.alive(process)
     finally:
         child.kill()
         child.wait()

@@ -23,7 +23,7 @@ def test_up_says_who_drained_and_does_not_start_it_again(run_command: Any) -> No
     assert address is not None
     with AdminClient(address[1]) as client:
         pids = {worker.worker_id: worker.pid for worker in client.cluster_state().workers}
-        (leaving,) = [p for p in processes.descendants([command.child.pid]) if p.pid == pids["decode-1"]]
+        (leaving,) = [p for p in processes.descendants(command.child.pid) if p.pid == pids["decode-1"]]
         assert list(client.drain("decode-1"))[-1].done
         command.wait_for("decode-1 drained and left")
         assert not processes.wait_gone([leaving], WAIT_S)

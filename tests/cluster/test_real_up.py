@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pdserve.client import AdminClient, InferenceClient
@@ -42,9 +43,13 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
         os.kill(before.pid, signal.SIGKILL)
         after = wait_for(lambda: again(admin, before))
         assert after.pid != before.pid
+        titles = {f"ray::WorkerActor pdserve: {name}" for name in ("prefill-0", "decode-0")}
+        wait_for(lambda: {title(each.pid) for each in admin.cluster_state().workers} == titles)
         second = generate(client)
         assert second.report.kv_bytes == first.report.kv_bytes
     assert_log_lines(command)
+    assert title(command.child.pid) == "pdserve: up"
+    assert "pdserve: router" in {title(each.pid) for each in psutil.Process(command.child.pid).children()}
     command.signal(signal.SIGINT)
     assert command.end() == 0, command.text
     assert "Traceback" not in command.text
@@ -106,6 +111,10 @@ def test_a_busy_http_port_is_one_line_that_names_its_flag(run_command: Any) -> N
     assert "Traceback" not in command.text
     assert not processes.wait_gone(command.seen, 5.0), command.text
     assert not list(command.temporary.iterdir()), "a wrong setting leaves nothing behind, logs neither"
+
+
+def title(pid: int) -> str:
+    return psutil.Process(pid).cmdline()[0]
 
 
 def address(text: str, port: str) -> str:

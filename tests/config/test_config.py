@@ -17,9 +17,10 @@ from pdserve.config import (
     WorkerConfig,
     dump,
     load,
-    parse_bytes,
 )
 from pdserve.core.errors import ConfigError
+from pdserve.core.sampling import Placement
+from pdserve.core.setting_types import parse_bytes
 
 
 def test_order_is_file_then_flags_then_set(tmp_path: Path) -> None:
@@ -50,32 +51,38 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
     ("override", "names"),
     [
         ("router.max_body_bytes=65MiB", r"router\.max_inflight_body_bytes .* router\.max_body_bytes"),
-        ("router.max_connections=15", r"router\.max_connections must be at least 16"),
+        ("router.max_connections=15", r"router\.max_connections must be a whole number \(at least 16\), got 15"),
         ("router.admin_port=50051", r"router\.grpc_port and router\.admin_port are both 50051"),
         ("engine.blok_size=1", "unknown setting engine.blok_size; known here: .*block_size"),
-        ("engine.block_size=0", "engine.block_size must be at least 1, got 0"),
-        ("engine.step_timeout_s=0", "engine.step_timeout_s must be positive, got 0"),
-        ("engine.block_size=true", "engine.block_size must be int, got True"),
+        ("engine.block_size=0", r"engine\.block_size must be a whole number \(at least 1\), got 0"),
+        ("engine.step_timeout_s=0", r"engine\.step_timeout_s must be a number \(over 0\), got 0"),
+        ("engine.block_size=true", r"engine\.block_size must be a whole number \(at least 1\), got True"),
         ("engine.kv_cache_memory=3 parsecs", "engine.kv_cache_memory: '3 parsecs' is not a size"),
-        ("engine.dtype=int3", "engine.dtype must be one of auto"),
+        ("engine.dtype=int3", "engine.dtype must be one of auto, bfloat16, float32, got 'int3'"),
+        ("engine.quantization=int3", "engine.quantization must be one of int4, int8 or null"),
+        ("engine.gpu_memory_utilization=2", r"engine\.gpu_memory_utilization must be a number \(over 0 and at most 1\)"),
+        (
+            "engine.kv_cache_memory=0",
+            r"engine\.kv_cache_memory must be a size such as 256MiB .*\(at least 1\) of bytes or null",
+        ),
         ("engine=3", "engine must be a section"),
         ("engine.model={", "--set engine.model: '{' is not valid YAML"),
         ("model", "--set takes NAME=VALUE"),
         ("=3", "--set takes NAME=VALUE"),
-        ("address.x.y=1", "unknown|not a section|must be str"),
-        ("prefill.replicas=-1", "prefill.replicas must be at least 0"),
-        ("prefill.max_restarts_per_hour=-1", "prefill.max_restarts_per_hour must be at least 0"),
+        ("address.x.y=1", "address must be text"),
+        ("prefill.replicas=-1", r"prefill\.replicas must be a whole number \(at least 0\)"),
+        ("prefill.max_restarts_per_hour=-1", r"prefill\.max_restarts_per_hour must be a whole number \(at least 0\)"),
         ("prefill.max_restarts=3", "prefill.max_restarts is gone; its successor is max_restarts_per_hour"),
         ("decode.labels={pool: a b}", "decode.labels.pool: 'a b' is not a label selector"),
         ("decode.labels={-pool: a}", "decode.labels.-pool: '-pool' is not the name of a label"),
         ("prefill.engine={block_size: 8}", "prefill.engine.block_size and decode.engine.block_size differ"),
-        ("prefill.engine={dtipe: auto}", "unknown setting engine.dtipe"),
+        ("prefill.engine={dtipe: auto}", "unknown setting prefill.engine.dtipe"),
         ("decode.replicas=0", "decode.replicas must be at least 1"),
-        ("decode.resources={big: many}", "decode.resources.big must be float"),
+        ("decode.resources={big: many}", r"decode\.resources\.big must be a number \(over 0\)"),
         ("address=somewhere", "address must be local, auto or HOST:PORT"),
-        ("router.http_port=70000", "router.http_port must be from 0 to 65535"),
-        ("router.placement=up", "router.placement must be auto, disaggregated or colocated"),
-        ("lease.ttl_s=.nan", "lease.ttl_s must be positive"),
+        ("router.http_port=70000", r"router\.http_port must be a whole number \(at least 0 and at most 65535\)"),
+        ("router.placement=up", "router.placement must be one of auto, colocated, disaggregated"),
+        ("lease.ttl_s=.nan", r"lease\.ttl_s must be a number \(over 0\)"),
         ("transport=fake", "unknown setting transport"),
     ],
 )
@@ -99,6 +106,38 @@ def test_a_bad_file_is_named(tmp_path: Path, content: bytes, says: str) -> None:
         load(ClusterConfig, tmp_path / "none.yaml")
 
 
+def test_a_setting_without_a_default_must_be_set() -> None:
+    with pytest.raises(ConfigError, match="router_address must be set"):
+        load(WorkerConfig, None, ["worker_id=w"])
+
+
+def test_set_changes_one_of_two_sections_that_an_alias_shares(tmp_path: Path) -> None:
+    """PyYAML gives both sections the same object."""
+    file = tmp_path / "c.yaml"
+    file.write_text("prefill: &pool {replicas: 2, engine: {threads: 2}}\ndecode: *pool\n")
+    config = load(ClusterConfig, file, ["decode.replicas=3", "decode.engine.threads=3"])
+    assert (config.prefill.replicas, config.prefill.engine) == (2, {"threads": 2})
+    assert (config.decode.replicas, config.decode.engine) == (3, {"threads": 3})
+
+
+def test_sections_made_in_python_are_checked_too() -> None:
+    assert isinstance(LeaseConfig(ttl_s=30).ttl_s, float)
+    with pytest.raises(ConfigError, match=r"^lease\.ttl_s must be a number \(over 0\), got '30'$"):
+        LeaseConfig(ttl_s="30")
+    with pytest.raises(ConfigError, match=r"^block_size must be a whole number \(at least 1\), got '16'$"):
+        EngineConfig(block_size="16")
+
+
+def test_a_number_becomes_text_where_it_names_a_resource_or_a_label() -> None:
+    pool = load(ClusterConfig, None, ["prefill={resources: {1: 2}, labels: {7: a}}"]).prefill
+    assert (pool.resources, pool.labels) == ({"1": 2.0}, {"7": "a"})
+
+
+@pytest.mark.parametrize("placement", Placement)
+def test_every_placement_can_be_set(placement: Placement) -> None:
+    assert load(ClusterConfig, None, [f"router.placement={placement.value}"]).router.placement == placement.value
+
+
 @given(
     count=st.integers(0, 1 << 50),
     unit=st.sampled_from([("", 1), ("KiB", 1024), (" MiB", 1 << 20), ("gib", 1 << 30), ("GB", 10**9)]),
@@ -107,7 +146,7 @@ def test_sizes(count: int, unit: tuple[str, int]) -> None:
     assert parse_bytes(f"{count}{unit[0]}") == int(float(count) * unit[1])
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 XiB", "1e3", "nan"])
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 XiB", "1e3", "nan", "9" * 400])
 def test_not_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)
@@ -121,7 +160,7 @@ def test_pools_may_store_kv_in_different_dtypes():
 def test_a_step_is_as_large_as_its_device_bears_unless_it_is_set():
     assert (EngineConfig().batched_tokens("cpu"), EngineConfig().batched_tokens("cuda")) == (512, 8192)
     assert EngineConfig(max_num_batched_tokens=64).batched_tokens("cuda") == 64
-    with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least 1"):
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens must be a whole number \(at least 1\)"):
         EngineConfig(max_num_batched_tokens=0)
 
 

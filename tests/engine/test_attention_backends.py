@@ -14,9 +14,9 @@ from pdserve.core.kv_layout import KvLayout
 from pdserve.engine.attention.bounded import BoundedAttention
 from pdserve.engine.attention.fast import PIECE, FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
-from pdserve.engine.attention.reference import ReferenceAttention
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.span import Span
+from tests.reference_attention import ReferenceAttention
 
 CPU = torch.device("cpu")
 

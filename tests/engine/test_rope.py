@@ -6,8 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.rope import Llama3Scaling
@@ -18,6 +16,9 @@ SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 
 @pytest.mark.parametrize("scaling", [None, SCALING])
 def test_tables_and_rotation_equal_the_reference(tiny_dir, scaling):
+    from transformers import LlamaConfig  # takes seconds, and each test process collects every file
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
     card = dataclasses.replace(ModelCard.load(tiny_dir), head_dim=64, rope_theta=500000.0, rope_scaling=scaling)
     rope = {"rope_type": "default", "rope_theta": card.rope_theta}
     if scaling is not None:

@@ -117,7 +117,7 @@ def test_bad_requests_name_the_field_and_the_service_goes_on() -> None:
         ({"prompt": [1] * 1000}, 400, "prompt"),
         ({"max_tokens": -1}, 400, "max_tokens"),
         ({"max_tokens": 10**6}, 400, "max_tokens"),
-        ({"temperature": float("nan")}, 400, "temperature"),
+        ({"temperature": float("nan")}, 400, "body: is not valid JSON"),
         ({"temperature": 9}, 400, "temperature"),
         ({"repetition_penalty": 1e-300}, 400, "repetition_penalty: must be a number in [0.01, 2]"),
         ({"top_p": 0}, 400, "top_p"),

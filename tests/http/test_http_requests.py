@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -15,10 +16,17 @@ from raw_http import asgi_post
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import Placement
 from router.api.request import ChatMessage
+from router.openai.body import ChatBody, CompletionBody
 from router.openai.request import parse_chat, parse_completion
-from router.openai.unsupported import NEUTRAL
+from router.openai.unsupported import neutral_values
 
+ENDPOINTS = {"completion": CompletionBody, "chat": ChatBody}
 HI = [{"role": "user", "content": "hi"}]
+
+
+def first_name(field: str) -> str:
+    """The name in the body, of a field such as `stop[1]` or `logit_bias.7`."""
+    return re.split(r"[.\[]", field)[0]
 
 
 def completion(**fields: Any) -> Any:
@@ -27,6 +35,9 @@ def completion(**fields: Any) -> Any:
 
 def chat(**fields: Any) -> Any:
     return parse_chat(json.dumps({"messages": HI, **fields}).encode(), None)
+
+
+PARSERS = {"completion": completion, "chat": chat}
 
 
 def test_defaults_are_openais() -> None:
@@ -86,8 +97,8 @@ def test_unknown_fields_are_tolerated() -> None:
 
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
 def test_fields_without_effect_are_refused_unless_neutral(endpoint: str) -> None:
-    parse = {"completion": completion, "chat": chat}[endpoint]
-    for name, neutral in NEUTRAL[endpoint].items():
+    parse = PARSERS[endpoint]
+    for name, neutral in neutral_values(ENDPOINTS[endpoint]).items():
         for value in (*neutral, None):
             parse(**{name: value})
         for value in (2, True, 0.5, "zz", ["y"], {"k": 1}):
@@ -101,7 +112,7 @@ BAD_COMPLETIONS: list[tuple[str, Any]] = [
     ("prompt", None), ("prompt", 5), ("prompt", {}), ("prompt", []), ("prompt[0]", [[]]), ("prompt[1]", [1, "a"]),
     ("prompt[1]", ["a", 1]), ("prompt[1]", [[1], 2]), ("prompt[0]", [-1]), ("prompt[1]", [0, 1 << 40]),
     ("prompt[0]", [True]), ("prompt[0]", [1.0]), ("prompt[0][1]", [[1, None]]), ("prompt", ["x"] * 257),
-    ("prompt", "\ud800"),
+    ("prompt[1][2]", [[1], [2, 3, 1 << 32]]), ("prompt[1][0]", [[1], [[2]]]), ("prompt[2]", [1, 2, [3]]),
 ]  # fmt: skip
 
 
@@ -116,22 +127,23 @@ def test_bad_prompts_name_their_place(field: str, prompt: Any) -> None:
 BAD_FIELDS: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1 << 40), ("max_tokens", True), ("max_tokens", "5"),
     ("max_tokens", 5.0), ("max_completion_tokens", 0), ("temperature", "hot"), ("temperature", True),
-    ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", 10**400), ("top_p", []),
+    ("temperature", 10**400), ("top_p", []), ("seed", int("9" * 4300)),
     ("top_k", 1.5), ("min_tokens", "1"),
     ("seed", 1 << 64), ("seed", 0.5), ("stop", 3), ("stop[1]", ["a", None]), ("stop_token_ids", 3), ("stop_token_ids[0]", [-1]),
     ("stop_token_ids[0]", [True]), ("ignore_eos", 1), ("stream", "true"), ("stream_options", {"include_usage": True}),
-    ("priority", "high"), ("placement", "moon"), ("placement", 1), ("deadline_s", "soon"), ("deadline_s", float("-inf")),
+    ("priority", "high"), ("placement", "moon"), ("placement", 1), ("deadline_s", "soon"),
     ("request_id", "a b"), ("request_id", ""), ("request_id", "x" * 129), ("request_id", "a\r\nb: c"), ("model", 3),
-    ("n", 2), ("n", True), ("presence_penalty", "1"), ("frequency_penalty", True), ("repetition_penalty", float("inf")),
+    ("n", 2), ("n", True), ("presence_penalty", "1"), ("frequency_penalty", True),
     ("logit_bias", [1]), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"07": 1}),
-    ("logit_bias", {"1": None}), ("logit_bias", {"99999999999": 1}), ("logit_bias", {str(i): 0 for i in range(301)}),
+    ("logit_bias.1", {"1": None}), ("logit_bias.2", {"1": 0, "2": "x"}), ("logit_bias", {"99999999999": 1}),
+    ("logit_bias", {str(i): 0 for i in range(301)}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
 def test_bad_values_name_their_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        chat(**{field.partition("[")[0]: value})
+        chat(**{first_name(field): value})
     assert caught.value.field == field
     assert caught.value.message.startswith(f"{field}: ")
     assert len(caught.value.message) < 400
@@ -154,18 +166,126 @@ def test_bad_messages_name_their_place(field: str, messages: Any) -> None:
     assert caught.value.field == field
 
 
+def test_empty_values_of_an_answers_message_ask_for_nothing() -> None:
+    for value in ([], {}, "", 0, 0.0, False, None):
+        chat(messages=[*HI, {"role": "assistant", "content": "x", "tool_calls": value, "function_call": value, "audio": value}])
+
+
+def test_a_large_value_without_effect_is_refused_unread() -> None:
+    for value in ("[" + "0, " * 50_000 + "0]", "[" * 900 + "]" * 900, "[1e999" + " " * 100 + "]"):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_chat(b'{"messages": [], "tools": ' + value.encode() + b"}", None)
+        assert caught.value.field == "tools"
+        assert value[:5] in caught.value.message
+        assert len(caught.value.message) < 150
+
+
 def test_another_part_type_is_named() -> None:
     with pytest.raises(InvalidRequest, match="image_url"):
         chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}])
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}", b"nul"]
-)
+    "body",
+    [
+        b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"x":' * 100_000, b'{"tools":' + b"[" * 100_000, b"nul",
+        b'{"x": 1} {}', b'{"x": 1,}', b'{"x": 01}', b'{"x": "\n"}', b'{"x": "\xff"}', b'{"\xff": 1}', b'{"x": "\xed\xa0\x80"}',
+        '{"seed": 1}'.encode("utf-16"), b'{"temperature": NaN}', b'{"x": -Infinity}',
+        rb'{"x": "\ud800"}', rb'{"model": "\udc00 is half a pair"}', rb'{"\ud83d": 1}',
+    ],
+)  # fmt: skip
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_chat(body, None)
     assert caught.value.field == "body"
+    assert len(caught.value.message) < 120
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("temperature", b'{"temperature": 1e999}'), ("temperature", b'{"temperature": -1e999}'),
+        ("temperature", b'{"temperature": ' + b"9" * 100_000 + b"}"), ("seed", b'{"seed": ' + b"9" * 5000 + b"}"),
+        ("n", b'{"n": -' + b"9" * 5000 + b"}"), ("tools", b'{"tools": [1e999]}'),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_computer_holds_are_refused(field: str, body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}") as caught:
+        parse_chat(body, None)
+    assert first_name(caught.value.field) == field
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    assert parse_completion(b'\xef\xbb\xbf{"prompt": "p"}', None).inputs[0].prompt == "p"
+
+
+def test_the_last_of_two_equal_names_counts() -> None:
+    assert parse_completion(b'{"prompt": "p", "seed": 1, "seed": 2, "prompt": "q"}', None).inputs[0].prompt == "q"
+
+
+NULL, BOOL, INT, FLOAT, TEXT, LIST, OBJECT = None, True, 1, 1.5, "user", [], {}
+"""A value of each of JSON's types; numbers with and without a fraction are told apart."""
+TAKEN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(["model", "request_id", "cache_salt"], (TEXT,)),
+    **dict.fromkeys(["deadline_s", "temperature", "top_p", "min_p"], (INT, FLOAT)),
+    **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
+    **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens"], (INT,)),
+    **dict.fromkeys(["stream", "ignore_eos"], (BOOL,)),
+    "stop_token_ids": (LIST,),
+    "stop": (TEXT, LIST),
+    "logit_bias": (OBJECT,),
+    **dict.fromkeys(["placement", "stream_options"], ()),
+}
+
+
+@pytest.mark.parametrize("endpoint", ["completion", "chat"])
+def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
+    """Nothing is coerced: 1.5 or 1.0 is no integer, true is no 1, "1" is no number. Null is always as if absent."""
+    unsupported = neutral_values(ENDPOINTS[endpoint])
+    own = {"logprobs": (INT,)} if endpoint == "completion" else {"logprobs": (BOOL,), "top_logprobs": ()}
+    taken = {**TAKEN, **own}
+    assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages"}
+    for name, values in taken.items():
+        for value in (NULL, BOOL, INT, FLOAT, 1.0, TEXT, "1", LIST, OBJECT):
+            if value is None or any(type(value) is type(one) for one in values):
+                PARSERS[endpoint](**{name: value})
+                continue
+            with pytest.raises(InvalidRequest) as caught:
+                PARSERS[endpoint](**{name: value})
+            assert caught.value.field == name, (name, value)
+
+
+@pytest.mark.parametrize(
+    ("message", "parse", "fields"),
+    [
+        ("max_tokens: must be an integer, got a decimal number", chat, {"max_tokens": 5.0}),
+        ("max_tokens: must be an integer, got a boolean", chat, {"max_tokens": True}),
+        ("max_tokens: must be from 1 to 2147483648, got 0", chat, {"max_tokens": 0}),
+        ("temperature: must be a number, got a string", chat, {"temperature": "hot"}),
+        ("temperature: is too large for a number", chat, {"temperature": 10**400}),
+        ("stream: must be a boolean, got an integer", chat, {"stream": 1}),
+        ("stop: must be a string or a list, got an object", chat, {"stop": {}}),
+        ("stop[1]: must be a string, got null", chat, {"stop": ["a", None]}),
+        ("stream_options.include_usage: must be a boolean, got a string", chat, {"stream_options": {"include_usage": "x"}}),
+        ("logit_bias.7: must be a number, got a boolean", chat, {"logit_bias": {"7": True}}),
+        ("logit_bias: ' - at `$.n`' is not a token id", chat, {"logit_bias": {" - at `$.n`": 1}}),
+        ("logprobs: must be an integer or false, got true", completion, {"logprobs": True}),
+        ("placement: must be one of auto, disaggregated, colocated, got '\\xe9'", chat, {"placement": "é"}),
+        ("n: 2 is not supported; only 1 is accepted", chat, {"n": 2}),
+        ("messages[0].role: is missing", chat, {"messages": [{}]}),
+        ("messages[0].content: is missing", chat, {"messages": [{"role": "user"}]}),
+        ("messages[0]: must be an object, got a string", chat, {"messages": ["hi"]}),
+        ("prompt: must be a string or a list, got an object", completion, {"prompt": {}}),
+        ("prompt[1]: must be a string, got an integer", completion, {"prompt": ["a", 1]}),
+        ("prompt[0][1]: must be an integer, got null", completion, {"prompt": [[1, None]]}),
+        ("prompt[1]: must be from 0 to 4294967295, got -1", completion, {"prompt": [0, -1]}),
+        ("body: must be an object, got a list", lambda: parse_chat(b"[]", None), {}),
+    ],
+)  # fmt: skip
+def test_messages_name_the_field_the_limit_and_what_came(message: str, parse: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    assert caught.value.message == message
 
 
 def test_request_ids() -> None:
@@ -179,9 +299,7 @@ def test_request_ids() -> None:
         parse_completion(body, "a b")
 
 
-NAMES = st.sampled_from(
-    sorted({*NEUTRAL["chat"], *(f.partition("[")[0] for f, _ in BAD_FIELDS), "messages", "prompt", "extra"})
-)
+NAMES = st.sampled_from(sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, "extra"}))
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["user", "text", "\ud800"])
 )
@@ -190,7 +308,33 @@ VALUES = st.recursive(
     lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type", "text"]), v),
     max_leaves=6,
 )
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(10**400), 10**400)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["user", "text", "auto", "none", " - at `$.n`"]),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "7"]), v),
+    max_leaves=8,
+)
 BODIES = st.dictionaries(NAMES, VALUES, max_size=4)
+
+
+@settings(max_examples=500, deadline=None)
+@given(endpoint=st.sampled_from(sorted(ENDPOINTS)), data=st.data())
+def test_any_value_of_any_field_is_taken_or_refused_by_its_name(endpoint: str, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(ENDPOINTS[endpoint].__struct_fields__))
+    value = data.draw(JSON_VALUES)
+    try:
+        PARSERS[endpoint](**{name: value})
+    except InvalidRequest as refused:
+        caught = refused
+    else:
+        return
+    assert first_name(caught.field) == name
+    assert caught.message.startswith(f"{caught.field}: ")
 
 
 @settings(max_examples=300, deadline=None)

@@ -82,9 +82,9 @@ class OpenStream:
         raise AssertionError("the stream ended well")
 
 
-def long_stream(cluster: ProcessCluster, placement: common_pb2.Placement) -> OpenStream:
+def long_stream(cluster: ProcessCluster, placement: common_pb2.Placement, tokens: int = LONG_OUTPUT) -> OpenStream:
     """A short prompt whose answer takes seconds."""
-    return OpenStream(cluster, request("hello there", placement, max_tokens=LONG_OUTPUT, **GREEDY))
+    return OpenStream(cluster, request("hello there", placement, max_tokens=tokens, **GREEDY))
 
 
 def long_prefill(cluster: ProcessCluster, placement: common_pb2.Placement = APART, *, request_id: str = "") -> OpenStream:

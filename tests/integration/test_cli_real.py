@@ -24,7 +24,6 @@ PROMPT = ("--max-tokens", "12", "--temperature", "0", "--ignore-eos")
 def cluster() -> Iterator[ProcessCluster]:
     with ProcessCluster(tiny(), prefill=1, decode=1) as running:
         yield running
-        running.assert_empty()
 
 
 def run(command: str, address: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

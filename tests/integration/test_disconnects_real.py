@@ -39,7 +39,6 @@ def cluster():
     """Eight tokens a step: a long prompt takes 225 steps."""
     with ProcessCluster(tiny(max_num_batched_tokens=8), prefill=1, decode=2, worker=QUICK_BEATS) as running:
         yield running
-        running.assert_empty()
 
 
 def wait_empty(cluster: ProcessCluster) -> None:

@@ -89,7 +89,6 @@ def cluster(way):
     engine = replace(ENGINE, **(quantised if way == "int8" else {"dtype": way}))
     with ProcessCluster(engine, prefill=1, decode=1) as running:
         yield running
-        running.assert_empty()
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,6 @@ ENGINE = EngineConfig(
 def cluster():
     with ProcessCluster(ENGINE, prefill=1, decode=2) as running:
         yield running
-        running.assert_empty()
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -69,7 +68,6 @@ def test_all_of_it_in_bfloat16_and_int8(quantization):
     with ProcessCluster(engine, prefill=1, decode=2) as cluster:
         check_placements_agree(cluster, prompts(54, seed=4))
         check_alone_equals_in_company(cluster)
-        cluster.assert_empty()
 
 
 def check_placements_agree(cluster, batch):
@@ -122,7 +120,6 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(dtype, quantization):
         messages = [request(ids, common_pb2.PLACEMENT_DISAGGREGATED, **{**sampling(i), **long}) for i, ids in enumerate(batch)]
         together = [(a.ids, a.logprobs) for a in generate_all(cluster.grpc, messages)]
         alone = [(a.ids, a.logprobs) for message in messages for a in generate_all(cluster.grpc, [message])]
-        cluster.assert_empty()
     assert together == alone
 
 

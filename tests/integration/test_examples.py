@@ -22,7 +22,6 @@ EXAMPLES = ROOT / "examples"
 def cluster() -> Iterator[ProcessCluster]:
     with ProcessCluster(tiny(), prefill=1, decode=1) as running:
         yield running
-        running.assert_empty()
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

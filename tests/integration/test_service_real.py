@@ -32,7 +32,6 @@ LIMIT = 256
 def cluster() -> Iterator[ProcessCluster]:
     with ProcessCluster(tiny(max_model_len=LIMIT), prefill=1, decode=2) as running:
         yield running
-        running.assert_empty()
 
 
 @pytest.fixture

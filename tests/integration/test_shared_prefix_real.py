@@ -24,7 +24,6 @@ def cluster():
     router = RouterConfig(probe_workers=False)  # a probe that is repeated hits a block as well
     with ProcessCluster(engine, prefill=1, decode=1, router=router, worker={"heartbeat_interval_s": 0.05}) as running:
         yield running
-        running.assert_empty()
 
 
 def question(number, salt=""):

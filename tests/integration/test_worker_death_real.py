@@ -12,7 +12,6 @@ from real_service import (
     AUTO,
     BOUND_S,
     GREEDY,
-    LONG_OUTPUT,
     LONG_PROMPT,
     QUICK_BEATS,
     TOGETHER,
@@ -32,6 +31,7 @@ from testkit.load import Load
 from testkit.processes import ProcessCluster
 
 MANY = 400  # tokens: half a second of decoding at least
+MORE = 800
 
 pytestmark = pytest.mark.cluster
 
@@ -41,7 +41,6 @@ def cluster() -> Iterator[ProcessCluster]:
     """Four tokens a step: a long prompt takes 450 steps."""
     with ProcessCluster(tiny(max_num_batched_tokens=4), prefill=1, decode=2, worker=QUICK_BEATS) as running:
         yield running
-        running.assert_empty()
 
 
 def ask(cluster: ProcessCluster, placement: common_pb2.Placement) -> Answer:
@@ -165,7 +164,7 @@ def test_sigterm_under_load_drains_both_roles_and_loses_nothing():
     with (
         ProcessCluster(tiny(max_num_batched_tokens=4), prefill=1, decode=1, worker=QUICK_BEATS) as cluster,
         long_prefill(cluster) as prompt,
-        long_stream(cluster, TOGETHER) as answer,
+        long_stream(cluster, TOGETHER, MORE) as answer,
     ):
         wait_prefilling(cluster)
         answer.read(5)
@@ -173,7 +172,7 @@ def test_sigterm_under_load_drains_both_roles_and_loses_nothing():
             cluster.processes[name].popen.terminate()
         cluster.wait_state(lambda state: all(worker.draining for worker in state.workers), BOUND_S)
         assert len(prompt.read(4)) == 4
-        assert len(answer.read(LONG_OUTPUT - 5)) == LONG_OUTPUT - 5
+        assert len(answer.read(MORE - 5)) == MORE - 5
         for name in ("prefill-0", "decode-0"):
             assert cluster.processes[name].popen.wait(BOUND_S) == 0, cluster.processes[name].log()
         cluster.wait_state(lambda state: not state.workers, BOUND_S)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 from kernel_cases import DEVICE
 
 from pdserve.checkpoint.card import ModelCard
@@ -15,6 +17,7 @@ from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine import runner
 from pdserve.engine.models import graphs
 from pdserve.engine.models.graphs import buckets
+from pdserve.engine.models.weights import LlamaWeights, load_llama
 from pdserve.engine.runner import ModelRunner
 
 
@@ -30,19 +33,28 @@ replays: list[int] = []
 
 @pytest.fixture(scope="module", params=["auto", pytest.param("fp8_e4m3", marks=pytest.mark.slow), "int4"])
 def runners(request):
-    """The tiny model by torch, and by Triton with recordings for up to 3 sequences; KV of one dtype."""
+    """The tiny model by torch, and by Triton with recordings for up to 3 sequences; KV of one dtype.
+
+    Its first two layers: the interpreter takes a second for a layer.
+    """
     directory = resolve("tiny")
     settings = {"dtype": "float32", "max_num_seqs": 3, "kv_cache_dtype": request.param}
     config = EngineConfig(device="cpu", kv_cache_memory=4 * MIB, **settings)
-    card = ModelCard.load(directory)
-    torch_runner = ModelRunner.load(directory, card, config)
+    whole = ModelCard.load(directory)
+    card = replace(whole, num_layers=2)
+
+    def load(dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+        weights = load_llama(directory, whole, dtype, device)
+        return replace(weights, layers=weights.layers[: card.num_layers])
+
+    torch_runner = ModelRunner.make(card, config, load)
     if DEVICE.type == "cuda":
         config = EngineConfig(device="cuda", kv_cache_memory=4 * MIB, **settings)
-        return torch_runner, ModelRunner.load(directory, card, config)
+        return torch_runner, ModelRunner.make(card, config, load)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "triton_usable", lambda device: True)
         patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
-        return torch_runner, ModelRunner.load(directory, card, config)
+        return torch_runner, ModelRunner.make(card, config, load)
 
 
 def steps(lengths: list[int], decodes: int, seed: int) -> list[StepPlan]:

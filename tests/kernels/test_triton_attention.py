@@ -14,11 +14,11 @@ from kernel_cases import DEVICE, INTERPRETED, make_pool, make_sequences, poisone
 
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import KvLayout
-from pdserve.engine.attention.reference import ReferenceAttention
 from pdserve.engine.attention.triton import TritonAttention
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.paged import KvFormat, plain_kv
 from pdserve.engine.kv.span import Span
+from tests.reference_attention import ReferenceAttention
 
 DIM, HEADS, KV_HEADS = 64, 6, 2
 

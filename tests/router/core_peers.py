@@ -77,7 +77,7 @@ class Peer:
                 assert longest <= self.hello.max_model_len, "its answer would be cut short"
                 if self.refuse or len(self.jobs) >= self.hello.max_num_seqs:
                     self.refuse = max(0, self.refuse - 1)
-                    self.upward.append(ev.NoRoom(self.link, work.handle, 1, 0))
+                    self.upward.append(ev.NoRoom(self.link, work.handle, 1))
                 else:
                     self.jobs[work.handle] = Job(work, runs=local)
                     self.upward.append(ev.Reserved(self.link, work.handle))
@@ -86,7 +86,7 @@ class Peer:
                 assert len(work.prompt_ids) < self.hello.max_model_len, "it would be refused"
                 self.jobs[work.handle] = Job(work, runs=True)
                 lease = LeaseId(self.hello.incarnation, work.handle)
-                self.upward.append(ev.PrefillStarted(self.link, work.handle, lease, 30.0, b"ticket"))
+                self.upward.append(ev.PrefillStarted(self.link, work.handle, lease, b"ticket"))
             case ev.SendAttach(handle=handle, lease_id=lease_id) if lease_id.incarnation in self.unreadable:
                 if self.jobs.pop(handle, None) is not None:
                     self.upward.append(ev.RequestFailed(self.link, handle, TransferFailed("no route"), pair_failed=True))
@@ -140,6 +140,8 @@ class Stage:
         self.peers: dict[ev.LinkId, Peer] = {}
         self.outcomes: dict[RequestId, Outcome] = {}
         self.effects: list[ev.Effect] = []
+        self.placed: dict[Handle, tuple[RequestId, int]] = {}
+        """Request and attempt that each Bind and Prefill was sent for."""
         self._links = 0
         self._prefills: dict[tuple[Incarnation, int], ev.Work] = {}
 
@@ -149,9 +151,20 @@ class Stage:
             if isinstance(effect, ev.SendBind | ev.SendPrefill):
                 worker = self.core.registry.get(effect.link)
                 assert worker is None or not worker.draining, "placed on a draining worker"
+                self._note(effect)
             self._perform(effect)
         self.effects.extend(effects)
         return effects
+
+    def _note(self, effect: ev.SendBind | ev.SendPrefill) -> None:
+        """The command itself names neither its request nor the attempt: a worker needs none of the two."""
+        worker = self.core.registry.get(effect.link)
+        assert worker is not None
+        request = worker.work[effect.work.handle].request
+        self.placed[effect.work.handle] = (request.request_id, request.machine.attempt)
+
+    def request_of(self, effect: ev.SendBind | ev.SendPrefill) -> RequestId:
+        return self.placed[effect.work.handle][0]
 
     def _perform(self, effect: ev.Effect) -> None:
         match effect:
@@ -175,8 +188,8 @@ class Stage:
             case ev.SendAttach(link=link, handle=handle, lease_id=lease_id):
                 self._check_attach(self.peers[link], handle, lease_id)
                 self.peers[link].obey(effect)
-            case ev.SendBind() | ev.SendPrefill() if effect.work.request_id not in self.outcomes:
-                assert effect.work.request_id.startswith("probe-")
+            case ev.SendBind() | ev.SendPrefill() if self.request_of(effect) not in self.outcomes:
+                assert self.request_of(effect).startswith("probe-")
                 self.peers[effect.link].obey(effect)
             case _:
                 if isinstance(effect, ev.SendBind | ev.SendPrefill):
@@ -191,15 +204,16 @@ class Stage:
         """Nobody is sent to read the KV of another request or attempt."""
         job, lent = peer.jobs.get(handle), self._prefills.get((lease_id.incarnation, lease_id.counter))
         if job is not None and lent is not None:
-            assert (job.work.request_id, job.work.attempt) == (lent.request_id, lent.attempt)
+            assert self.placed[handle] == self.placed[lent.handle]
             assert job.work.prompt_ids == lent.prompt_ids
 
     def _check_replay(self, work: ev.Work) -> None:
         """A worker is told of the prompt and of exactly what the client has."""
-        emitted = self.outcomes[work.request_id].emitted
+        request_id, attempt = self.placed[work.handle]
+        emitted = self.outcomes[request_id].emitted
         assert list(work.prompt_ids[len(work.prompt_ids) - work.resumed :]) == emitted[: work.resumed]
         assert work.resumed <= len(emitted) < work.sampling.max_tokens
-        assert (work.resumed > 0) <= (work.attempt > 1)
+        assert (work.resumed > 0) <= (attempt > 1)
 
     def join(self, worker_id: str, role: ev.Role, **changes: object) -> Peer:
         self._links += 1

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -61,6 +62,7 @@ def test_it_serves_both_protocols_and_ends_cleanly_on_sigterm(tmp_path: Path) ->
     with router_process(tmp_path, *PORTS) as process:
         ready = ready_line(process)
         assert (ready["event"], ready["pid"]) == ("ready", process.pid)
+        assert psutil.Process(process.pid).cmdline()[0] == "pdserve: router"
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(f"http://{ready['http']}/health", timeout=WAIT_S)
         assert caught.value.code == 503

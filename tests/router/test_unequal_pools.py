@@ -184,7 +184,7 @@ def test_a_large_request_at_the_head_holds_up_only_workers_that_it_could_use() -
     stage.submit("first", prompt_len=40)
     head = stage.submit("head", prompt_len=40)
     passing, last = stage.submit("passing"), stage.submit("last")
-    assert [[job.work.request_id for job in peer.jobs.values()] for peer in (small, large)] == [["passing"], ["first"]]
+    assert [[stage.placed[handle][0] for handle in peer.jobs] for peer in (small, large)] == [["passing"], ["first"]]
     while not head.emitted:
         large.progress()
         stage.deliver(large)

@@ -12,12 +12,15 @@ from tests.sim.mutants import MUTANTS, Mutant
 
 SEEDS = range(1, 81)
 """Most are found by the first three; the rarest needs a cancellation within two milliseconds of a grant."""
+FOUND_BY = {"a_repeat_on_a_link_is_taken_for_new": 16, "a_gap_on_a_link_is_ignored": 20}
+"""The first seed that found it when this was written, which saves the seeds before it. All others follow."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_broken_rule_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    assert any(run_seed(seed).problems or run_with_slow_reads(seed).problems for seed in SEEDS)
+    seeds = [FOUND_BY.get(mutant.__name__, SEEDS[0]), *SEEDS]
+    assert any(run_seed(seed).problems or run_with_slow_reads(seed).problems for seed in seeds)
 
 
 def test_reads_that_outlive_their_lease_harm_nobody() -> None:

@@ -14,9 +14,9 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4
 CUTS = st.lists(st.integers(0, 40), max_size=10)
 
 
-def first_match(text: str, stops: list[str]) -> int | None:
-    """Where the match begins that ends first; of two ending together the longer."""
-    for end in range(1, len(text) + 1):
+def first_match(text: str, stops: list[str], free: int = 0) -> int | None:
+    """Where the match begins that ends first after the first `free` characters; of two ending together the longer."""
+    for end in range(free + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             return end - max(map(len, ending))
@@ -26,6 +26,29 @@ def first_match(text: str, stops: list[str]) -> int | None:
 def split(text: str, cuts: list[int]) -> list[str]:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def cuttings(text: str) -> list[list[str]]:
+    """Every way to cut a text into pieces, none of them empty."""
+    counts = range(len(text) or 1)
+    return [split(text, list(cuts)) for count in counts for cuts in itertools.combinations(range(1, len(text)), count)]
+
+
+@given(text=st.text("ab", max_size=7), stops=STOPS, free=st.integers(0, 7))
+@settings(max_examples=200, deadline=None)
+def test_every_cutting_gives_out_what_the_whole_text_does(text, stops, free):
+    """Strings that the first `free` characters complete are ordinary text; the two parts are cut in all ways each."""
+    start = first_match(text, stops, free)
+    for early, late in itertools.product(cuttings(text[:free]), cuttings(text[free:])):
+        scanner = StopScanner(stops)
+        out, stopped = "", False
+        for piece, honour in [(p, False) for p in early] + [(p, True) for p in late]:
+            given_out, stopped = scanner.push(piece, honour=honour)
+            out += given_out
+            if stopped:
+                break
+        assert stopped == (start is not None)
+        assert out + scanner.flush() == text[:start]
 
 
 @given(text=TEXTS, stops=STOPS, cuts=CUTS)
@@ -69,17 +92,9 @@ def test_matches_completed_while_not_honoured_are_text(text, stops, free):
         out += given_out
         if stopped:
             break
-    ends = [(end, s) for end in range(free + 1, len(text) + 1) for s in stops if text[:end].endswith(s)]
-    if ends:
-        end = min(end for end, _ in ends)
-        longest = max(len(s) for e, s in ends if e == end)
-        assert stopped
-        # A part of the match may have been given out as the text of an earlier one that did not count.
-        assert text.startswith(out)
-        assert len(out) >= end - longest
-    else:
-        assert not stopped
-        assert out + scanner.flush() == text
+    start = first_match(text, stops, free)
+    assert stopped == (start is not None)
+    assert out + scanner.flush() == text[:start]
 
 
 def test_a_failed_partial_match_is_released_at_once():
@@ -95,6 +110,12 @@ def test_a_string_that_overlaps_itself_is_found_after_a_near_miss():
     scanner = StopScanner(["aab"])
     assert scanner.push("aaa") == ("a", False)
     assert scanner.push("b") == ("", True)
+
+
+def test_a_string_that_begins_in_text_that_may_not_end_a_request_counts_when_it_is_completed_later():
+    scanner = StopScanner(["ab", "bc"])
+    assert scanner.push("xab", honour=False) == ("xa", False)
+    assert scanner.push("c") == ("", True)
 
 
 def test_of_two_strings_that_end_together_the_longer_takes_its_text_too():

@@ -181,8 +181,7 @@ def test_a_handed_off_request_continues_as_a_colocated_one(router, pair, length)
     assert [row.index for row in first] == [0]
     assert [row.index for row in rows] == [1, 2, 3, 4, 5]
     assert [row.ids[0] for row in first + rows] == colocated(router, decode, prompt)
-    assert committed.blocks == -(-length // BLOCK)
-    assert committed.kv_bytes == committed.blocks * BLOCK * decode.hello.kv_bytes_per_token
+    assert committed.kv_bytes == -(-length // BLOCK) * BLOCK * decode.hello.kv_bytes_per_token
     assert committed.transfer_s > 0, "most of it while prefill computed"
     assert 0 < committed.commit_s <= committed.exposed_transfer_s
 
@@ -260,8 +259,7 @@ def test_a_released_lease_fails_the_handoff_as_gone(router, pair):
 
 def test_a_lease_that_nobody_reads_expires_and_its_blocks_return(router, pair):
     prefill, _ = pair
-    started = prefill.wait("PrefillStarted", router.prefill(prefill, prompt_of(40), GREEDY))
-    assert started.ttl_s == LEASE.ttl_s
+    prefill.wait("PrefillStarted", router.prefill(prefill, prompt_of(40), GREEDY))
     prefill.until(lambda: prefill.heartbeat is not None and prefill.heartbeat.leases_held == 1)
     prefill.wait_empty()
 

@@ -15,6 +15,8 @@ import pytest
 from pdserve.config import MIB, EngineConfig, WorkerConfig, dump
 from testkit.scripted_router import ScriptedRouter
 
+pytestmark = pytest.mark.cluster
+
 WAIT_S = 60
 ENGINE = EngineConfig(model="tiny", kv_cache_memory=MIB, max_model_len=64, threads=1)
 
@@ -43,6 +45,8 @@ def test_it_says_one_line_when_ready_and_exits_0_when_told_to_stop(tmp_path, mod
             assert ready["event"] == "ready"
             assert ready["pid"] == process.pid
             assert router.worker("w").hello.address == ready["address"]
+            assert psutil.Process(process.pid).cmdline()[0] == "pdserve: w"
+            assert psutil.Process(process.pid).environ()["OMP_NUM_THREADS"] == "1", "the environment stays to be read"
             if ending != "parent":
                 process.send_signal(ending)
                 assert process.wait(WAIT_S) == 0

@@ -19,7 +19,7 @@ from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.engine.schedule.outcome import Advance, OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
-from pdserve.sim.channel import FakeServer
+from pdserve.sim.server import FakeServer
 from pdserve.worker.host import Host, Role
 from pdserve.worker.messages import Abort, Command, Lent, ReserveResult, ReturnLease, StepEvents
 from pdserve.worker.output import OutputStream

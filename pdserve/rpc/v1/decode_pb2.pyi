@@ -7,11 +7,9 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Bind(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "bind", "prompt_ids", "sampling", "deadline_s", "priority", "local_prefill", "resumed", "cache_salt")
+    __slots__ = ("handle", "request_id", "prompt_ids", "sampling", "deadline_s", "priority", "local_prefill", "resumed", "cache_salt")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    BIND_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
@@ -21,8 +19,6 @@ class Bind(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
-    attempt: int
-    bind: int
     prompt_ids: bytes
     sampling: _common_pb2.SamplingParams
     deadline_s: float
@@ -30,7 +26,7 @@ class Bind(_message.Message):
     local_prefill: bool
     resumed: int
     cache_salt: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., bind: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., resumed: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., resumed: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("handle",)
@@ -39,39 +35,33 @@ class Reserved(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class NoRoom(_message.Message):
-    __slots__ = ("handle", "blocks_needed", "blocks_free")
+    __slots__ = ("handle", "blocks_needed")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     handle: int
     blocks_needed: int
-    blocks_free: int
-    def __init__(self, handle: _Optional[int] = ..., blocks_needed: _Optional[int] = ..., blocks_free: _Optional[int] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., blocks_needed: _Optional[int] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("handle", "lease_id", "ttl_s", "ticket")
+    __slots__ = ("handle", "lease_id", "ticket")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    TTL_S_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     handle: int
     lease_id: _common_pb2.LeaseId
-    ttl_s: float
     ticket: bytes
-    def __init__(self, handle: _Optional[int] = ..., lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., ttl_s: _Optional[float] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class KvCommitted(_message.Message):
-    __slots__ = ("handle", "kv_bytes", "blocks", "transfer_s", "commit_s", "exposed_transfer_s")
+    __slots__ = ("handle", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     COMMIT_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     handle: int
     kv_bytes: int
-    blocks: int
     transfer_s: float
     commit_s: float
     exposed_transfer_s: float
-    def __init__(self, handle: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ...) -> None: ...

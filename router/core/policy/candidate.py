@@ -1,4 +1,4 @@
-"""A worker as placement sees it: an immutable snapshot."""
+"""A worker as placement sees it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from router.core.events import LinkId
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """An immutable snapshot of one worker."""
+
     link: LinkId
-    kv_tokens: int  # of its whole pool
-    promised_tokens: int  # of it, by the ledger's estimate
+    kv_tokens: int  # tokens whose KV fits its whole pool
+    promised_tokens: int  # tokens of them that are promised, by the ledger's estimate
     free_slots: int  # sequences it takes beyond what this router placed on it
     queued_tokens: int  # prompt tokens not yet computed
     max_model_len: int
-    suspect: bool  # nothing was heard from it for a while
-    refused: bool  # it said no and has not shown since that it would take more
-    claimed: bool = False  # its next room is the router's own
+    suspect: bool  # it is silent, or its engine makes no steps
+    refused: bool  # it refused work and has not shown since that it takes more
+    claimed: bool = False  # its next room goes to a probe

@@ -1,4 +1,4 @@
-"""Where a request's prompt is computed, and why. The reasons are counted in metrics."""
+"""The decision where a request's prompt is computed, and the reason for it. Metrics count the reasons."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pdserve.core.sampling import Placement
 
 
 class Reason(Enum):
+    """The reason for a placement, as reports and metrics name it."""
+
     REQUESTED = "requested"
     CONFIGURED = "configured"
     PREFILL_POOL_EMPTY = "prefill_pool_empty"
@@ -26,7 +28,7 @@ def decide(
     has_prefill: bool,
     has_pair: bool = True,
 ) -> tuple[Placement, Reason]:
-    """Never AUTO. `has_pair`: some prefill worker's KV may go to some decode worker.
+    """Return disaggregated or colocated, never AUTO. `has_pair`: KV may go from some prefill worker to some decode worker.
 
     Raises `Unavailable` when disaggregation is demanded and there is no prefill worker or no pair.
     """

@@ -1,4 +1,4 @@
-"""Which workers may take a request. Each filter is a pure function of a snapshot."""
+"""Filters keep the workers that may take a request. Each is a pure function of a snapshot."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from router.core.policy.candidate import Candidate
 
 
 def alive(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Without those that have fallen silent."""
+    """Keep the workers that make steps and are not silent."""
     return [c for c in candidates if not c.suspect]
 
 
 def long_enough(candidates: Iterable[Candidate], max_len: int) -> list[Candidate]:
-    """Those whose sequences may be `max_len` tokens long."""
+    """Keep the workers whose sequences may be `max_len` tokens long."""
     return [c for c in candidates if c.max_model_len >= max_len]
 
 
 def with_room(candidates: Iterable[Candidate], need_tokens: int) -> list[Candidate]:
-    """Those that would probably reserve. One with nothing promised is always asked: the estimate may be wrong."""
+    """Keep the workers that would probably reserve. A worker with nothing promised is always asked, because the estimate may be
+    wrong."""
     return [
         c
         for c in candidates

@@ -1,4 +1,4 @@
-"""The best of the scored workers."""
+"""The choice among scored workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.core.policy.candidate import Candidate
 
 
 def pick(candidates: Sequence[Candidate], score: Callable[[Candidate], float], turn: int) -> Candidate | None:
-    """The highest score; among equals each in its `turn`. None when there is nobody."""
+    """Return the candidate with the highest score. `turn` chooses among equals. None: there is no candidate."""
     if not candidates:
         return None
     scores = [score(c) for c in candidates]

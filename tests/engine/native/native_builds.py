@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-NATIVE = ROOT / "pdserve" / "engine" / "native"
+NATIVE = ROOT / "pdserve" / "engine" / "native" / "src"
 
 
 def extension() -> dict[str, Any]:

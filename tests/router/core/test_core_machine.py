@@ -143,8 +143,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.stage.tell(
             [
                 ev.Reserved(link, stale),
-                ev.NoRoom(link, stale, 1, 0),
-                ev.PrefillStarted(link, stale, LeaseId(peer.hello.incarnation, 1), 1.0, b""),
+                ev.NoRoom(link, stale, 1),
+                ev.PrefillStarted(link, stale, LeaseId(peer.hello.incarnation, 1), b""),
                 ev.RequestFailed(link, stale, ReplicaLost("stale")),
                 ev.StepRows(link, [row(handle, 0)]),
             ][kind]

@@ -85,7 +85,7 @@ def test_the_queue_is_by_priority_then_arrival_and_bounded() -> None:
         stage.submit("over", max_tokens=2)
     assert caught.value.retry_after_s > 0
     stage.run()
-    assert [e.work.request_id for e in sent(stage, ev.SendBind)] == ["first", "high", "a", "low"]
+    assert [stage.request_of(e) for e in sent(stage, ev.SendBind)] == ["first", "high", "a", "low"]
     assert decode.link
     stage.assert_empty()
 
@@ -126,9 +126,9 @@ def test_the_ledger_keeps_what_would_not_fit_in_the_queue() -> None:
     stage.join("decode-0", ev.Role.DECODE)
     stage.submit("first", prompt_len=35, max_tokens=5)
     stage.submit("second", prompt_len=35, max_tokens=5)
-    assert [e.work.request_id for e in sent(stage, ev.SendBind)] == ["first"]
+    assert [stage.request_of(e) for e in sent(stage, ev.SendBind)] == ["first"]
     stage.run()
-    assert [e.work.request_id for e in sent(stage, ev.SendBind)] == ["first", "second"]
+    assert [stage.request_of(e) for e in sent(stage, ev.SendBind)] == ["first", "second"]
     stage.assert_empty()
 
 

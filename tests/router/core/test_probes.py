@@ -75,7 +75,7 @@ def test_requests_wait_for_workers_that_are_being_probed_and_go_to_no_other() ->
         stage.submit("nobody is linked")
     decode = stage.join("decode-0", ev.Role.DECODE)
     outcome = stage.submit("r")
-    assert [e.work.request_id for e in stage.effects if isinstance(e, ev.SendBind)] != ["r"]
+    assert [stage.request_of(e) for e in stage.effects if isinstance(e, ev.SendBind)] != ["r"]
     assert stage.core.num_requests == 1, "the probe is nobody's request"
     worker = stage.core.registry.get(decode.link)
     assert worker is not None

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
@@ -115,6 +116,7 @@ def test_small_requests_start_no_process() -> None:
             parsed: Parsed = await made.parse(GOOD[2])
             assert parsed.inputs[0].prompt == (ChatMessage("user", PAD),)  # type: ignore[union-attr]
             pid = made.child_pid
+            assert psutil.Process(pid).cmdline()[0] == "pdserve: parse"
             await made.parse(GOOD[0])
             assert made.child_pid == pid
         with pytest.raises(ProcessLookupError):
@@ -153,13 +155,13 @@ def test_a_child_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_a_body_took_is_given_back() -> None:
-    """8 MiB of empty lists take 180 MiB and more while they are read."""
+    """8 MiB of empty lists take 200 MiB while they are read."""
 
     async def story() -> None:
         async with parser_of() as made:
-            lists = b'{"x":[' + b"[]," * ((8 << 20) // 3 - 16) + b"[]]}"
+            lists = b'{"prompt":[' + b"[]," * ((8 << 20) // 3 - 16) + b"[]]}"
             for _ in range(2):
-                with pytest.raises(InvalidRequest, match="prompt: is missing"):
+                with pytest.raises(InvalidRequest, match="prompt: holds 2796187 prompts"):
                     await made.parse(Job(Kind.COMPLETION, lists, LIMIT))
             assert footprint(made.child_pid or 0).rss_bytes < 150 << 20
 
@@ -171,7 +173,7 @@ def test_a_body_that_would_take_all_memory_is_refused() -> None:
         async with parser_of() as made:
             made._command[-1] = "0"  # a process for no bytes at all: what there is, is for Python itself
             with pytest.raises(InvalidRequest, match="body: takes too much memory"):
-                await made.parse(Job(Kind.COMPLETION, b'{"x":[' + b"[]," * (24 << 20) + b"[]]}", LIMIT))
+                await made.parse(Job(Kind.COMPLETION, b'{"prompt":[' + b"[]," * (24 << 20) + b"[]]}", LIMIT))
             assert await made.parse(GOOD[0])
 
     run(story())

@@ -56,7 +56,7 @@ void Model::run(int thread, const Task& task, long layer) {
 void Model::merge_parts(const Task& task, Own& own) {
     AttentionScratch& s = own.attention;
     const long rows = group(), dim = shape_.head_dim;
-    missing_[task.part].store(task.parts, std::memory_order_relaxed);  // for the next layer, which starts after a barrier
+    missing_[task.part].store(task.parts, std::memory_order_relaxed);  // for the next layer, which is a later phase
     for (long r = 0; r < rows; r++) {
         float top = kNone, total = 0;
         std::fill_n(s.merged.begin(), s.dim, 0.0f);

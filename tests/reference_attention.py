@@ -1,4 +1,4 @@
-"""Attention computed literally from its definition, in float64, one token and one head at a time. Only tests use it."""
+"""Attention computed literally from its definition, in float64, one token and one head at a time."""
 
 from __future__ import annotations
 

@@ -1,0 +1,80 @@
+"""The types that settings have, and the check of a section against them.
+
+msgspec converts and compares. `_accepted` says in words what a type takes, so that an error needs nothing from msgspec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, inspect
+
+from pdserve.core.errors import ConfigError
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Bytes = Annotated[int, Meta(ge=1, extra={"unit": "bytes"})]  # a text such as 256MiB is accepted too
+
+_UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_WORDS: Final = {
+    inspect.StrType: "text",
+    inspect.BoolType: "true or false",
+    inspect.NoneType: "null",
+    inspect.DictType: "a section",
+    inspect.DataclassType: "a section",
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that `256MiB`, `1.5 GB` or `1048576` stands for. Raises ValueError that says what is accepted."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write bytes or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def check_types(config: Any, prefix: str = "") -> None:
+    """Convert every setting to its type, or raise `ConfigError` that names the setting with `prefix` before it."""
+    for setting in dataclasses.fields(config):
+        value = _convert(setting.type, getattr(config, setting.name), f"{prefix}{setting.name}")
+        object.__setattr__(config, setting.name, value)
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """Return `value` as the type `hint`: an int becomes a float, a size such as 256MiB becomes bytes."""
+    if hint is Any:
+        return value
+    if typing.get_origin(hint) is dict and isinstance(value, dict):
+        return {str(name): _convert(typing.get_args(hint)[1], item, f"{path}.{name}") for name, item in value.items()}
+    try:
+        if hint in (Bytes, Bytes | None) and isinstance(value, str):
+            value = parse_bytes(value)
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{path} must be {_accepted(inspect.type_info(hint))}, got {value!r}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _accepted(kind: inspect.Type) -> str:
+    """Say in words which values a setting of this type takes."""
+    match kind:
+        case inspect.UnionType(types=kinds):
+            return " or ".join(map(_accepted, kinds))
+        case inspect.LiteralType(values=values):
+            return f"one of {', '.join(map(str, values))}"
+        case inspect.Metadata(type=size):  # `Bytes`
+            return f"a size such as 256MiB or {_accepted(size)} of bytes"
+        case inspect.IntType() | inspect.FloatType():
+            limits = (("over", kind.gt), ("at least", kind.ge), ("at most", kind.le))
+            noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
+            return f"{noun} ({' and '.join(f'{word} {limit}' for word, limit in limits if limit is not None)})"
+        case _:
+            return _WORDS[type(kind)]

@@ -1,0 +1,124 @@
+"""The fields of a request's body and their types. Unknown fields are ignored.
+
+JSON's `null` means absent, as in OpenAI's own clients, which send it for arguments that were not given. A `Raw` field stays
+undecoded JSON, so a large value of a field that is refused anyway costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from msgspec import Raw, Struct
+
+from router.openai.unsupported import unsupported
+
+EMPTY: Final[tuple[Any, ...]] = ([], {}, "", 0, 0.0, False)
+"""The values that ask for nothing. Clients send back an answer's message with them in fields that the answer did not use."""
+
+
+class StreamOptions(Struct):
+    """The options of a streamed answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Part(Struct):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Struct):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[Part] | None = None
+    tool_calls: Raw = unsupported(*EMPTY)
+    function_call: Raw = unsupported(*EMPTY)
+    audio: Raw = unsupported(*EMPTY)
+
+
+class Body(Struct, kw_only=True):
+    """The fields that both endpoints share. Ranges are checked where the values are used."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    deadline_s: float | None = None
+    priority: int | None = None
+    placement: str | None = None
+    cache_salt: str | None = None
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Raw] | None = None
+
+    n: Raw = unsupported(1)
+    best_of: Raw = unsupported(1)
+    prompt_logprobs: Raw = unsupported()
+    echo: Raw = unsupported(False)
+    suffix: Raw = unsupported("")
+    length_penalty: Raw = unsupported(1, 1.0)
+    use_beam_search: Raw = unsupported(False)
+    response_format: Raw = unsupported({"type": "text"})
+    structured_outputs: Raw = unsupported()
+    guided_json: Raw = unsupported()
+    guided_regex: Raw = unsupported()
+    guided_choice: Raw = unsupported()
+    guided_grammar: Raw = unsupported()
+    bad_words: Raw = unsupported([])
+    allowed_token_ids: Raw = unsupported()
+    include_stop_str_in_output: Raw = unsupported(False)
+    skip_special_tokens: Raw = unsupported(True)
+    truncate_prompt_tokens: Raw = unsupported()
+    prompt_embeds: Raw = unsupported()
+    return_token_ids: Raw = unsupported(False)
+
+
+class CompletionBody(Body, kw_only=True):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    """The prompt is "text", [ids], ["text", ...] or [[ids], ...]. `read_prompts` refuses a mixed list."""
+    logprobs: int | bool | None = None
+    """The number of likeliest tokens. Some clients write false for none."""
+
+    add_special_tokens: Raw = unsupported(True)
+    """The chat endpoint ignores this field: the template alone decides for a chat prompt, and vLLM's default is false there."""
+
+
+class ChatBody(Body, kw_only=True):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Message] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    tools: Raw = unsupported([])
+    tool_choice: Raw = unsupported("none", "auto")
+    functions: Raw = unsupported([])
+    function_call: Raw = unsupported("none", "auto")
+    modalities: Raw = unsupported(["text"])
+    audio: Raw = unsupported()
+    reasoning_effort: Raw = unsupported("none")
+    web_search_options: Raw = unsupported()
+    chat_template: Raw = unsupported()
+    chat_template_kwargs: Raw = unsupported({})
+    documents: Raw = unsupported([])
+    add_generation_prompt: Raw = unsupported(True)
+    continue_final_message: Raw = unsupported(False)
