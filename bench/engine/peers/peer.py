@@ -77,7 +77,7 @@ class Peer:
             self._process.stdin.write(json.dumps({"case": asdict(case)}).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as exc:
-            raise PeerFailed(f"ended early: {_last_line(self._log)}") from exc
+            raise PeerFailed(f"its process ended early: {_last_line(self._log)}") from exc
         answer = self._answer(CASE_LIMIT_S)
         if "error" in answer:
             raise PeerFailed(str(answer["error"]))
@@ -90,10 +90,10 @@ class Peer:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._read:
                 if not selector.select(max(0.0, ends_s - time.monotonic())):
-                    raise PeerFailed(f"no answer in {limit_s:.0f} s")
+                    raise PeerFailed(f"it gave no answer in {limit_s:.0f} s")
                 more = os.read(self._process.stdout.fileno(), 65536)
                 if not more:
-                    raise PeerFailed(f"ended early: {_last_line(self._log)}")
+                    raise PeerFailed(f"its process ended early: {_last_line(self._log)}")
                 self._read += more
         line, _, self._read = self._read.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
