@@ -189,7 +189,7 @@ HTTP_BAD: list[tuple[bytes, int, str]] = [
     (b'{"prompt": 3}', 400, "prompt"),
     (b'{"prompt": "a", "max_tokens": "5"}', 400, "max_tokens"),
     (b'{"prompt": "a", "max_tokens": -5}', 400, "max_tokens"),
-    (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "body"),
     (b'{"prompt": "a", "model": "other"}', 404, "model"),
     (b'{"prompt": "' + b"a" * (9 << 20) + b'"}', 413, "8388608"),
 ]
