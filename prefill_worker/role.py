@@ -211,7 +211,7 @@ class PrefillRole:
             prompt_hash=request.prompt_hash,
             checksums=lent.sums is not None,
         )
-        return ticket.sealed(host.ticket_secret)
+        return ticket.with_mac(host.ticket_secret)
 
     def _seal(self, sealed: Sealed) -> None:
         request = self._by_seq.get(sealed.seq_id)

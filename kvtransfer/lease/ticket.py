@@ -7,11 +7,11 @@ worker of another version or layout).
 A ticket belongs to one lease and one prompt. Before decode reads a byte, it compares the prompt's hash with that of the
 prompt that it has to serve. Only the lender can tell that a ticket is the unchanged one that it wrote for the lease:
 
-    lender   seal  = MAC(secret of this incarnation, every other field)       written into the ticket
-    reader   proof = MAC(seal, every other field as it came)                  shown with each call on the lease
+    lender   mac   = MAC(secret of this incarnation, every other field)       written into the ticket
+    reader   proof = MAC(mac, every other field as it came)                  shown with each call on the lease
 
-The lender knows which proof a lease expects. A forged ticket has no right seal, a ticket of another lease has another seal,
-and a changed ticket gives another proof with the right seal.
+The lender knows which proof a lease expects. A forged ticket has no right MAC, a ticket of another lease has another MAC,
+and a changed ticket gives another proof with the right MAC.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdserve.core.ids import BlockId, Incarnation, LeaseId
 from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
 
 VERSION: Final = 2
-SEAL_BYTES: Final = 32
+MAC_BYTES: Final = 32
 """The bytes of a MAC: as many as a hash has for which nobody can find a second text."""
 MAX_TICKET_BYTES: Final = 1 << 20  # 200,000 blocks of 5 bytes: a prompt of three million tokens
 _MAX_ADDRESS_CHARS: Final = 256
@@ -67,7 +67,7 @@ class Ticket:
     prompt_len: int
     prompt_hash: bytes
     checksums: bool
-    seal: bytes = bytes(SEAL_BYTES)
+    mac: bytes = bytes(MAC_BYTES)
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -92,12 +92,12 @@ class Ticket:
     @property
     def proof(self) -> bytes:
         """The proof that the reader shows to the lender with each call, and that the lender expects."""
-        return _mac(self.seal, self._content())
+        return _mac(self.mac, self._content())
 
-    def sealed(self, secret: bytes) -> Ticket:
-        """Return the ticket with its seal, as the lender hands it out. `secret` is the lender's own, at most 64 bytes, and new
+    def with_mac(self, secret: bytes) -> Ticket:
+        """Return the ticket with its MAC, as the lender hands it out. `secret` is the lender's own, at most 64 bytes, and new
         at every process start."""
-        return replace(self, seal=_mac(secret, self._content()))
+        return replace(self, mac=_mac(secret, self._content()))
 
     def check_request(self, lease_id: LeaseId, prompt_hash: bytes) -> None:
         """Check that the ticket belongs to this lease, and to this prompt with its salt. Raises `WrongTicket` if not."""
@@ -133,7 +133,7 @@ class Ticket:
 
     def encode(self) -> bytes:
         """Return the bytes of the ticket (msgpack), at most `MAX_TICKET_BYTES`."""
-        data = cast(bytes, msgpack.packb((*self._fields(), self.seal)))
+        data = cast(bytes, msgpack.packb((*self._fields(), self.mac)))
         assert len(data) <= MAX_TICKET_BYTES
         return data
 
@@ -141,7 +141,7 @@ class Ticket:
         return cast(bytes, msgpack.packb(self._fields()))
 
     def _fields(self) -> tuple[Any, ...]:
-        """Return all fields except the seal."""
+        """Return all fields except the MAC."""
         layout = self.layout
         return (
             self.version,
@@ -165,7 +165,7 @@ class Ticket:
         fields = _unpack(data)
         _check_version(fields)
         _, incarnation, lease, peer_address, layout, address, num_blocks, device, *rest = fields
-        block_ids, prompt_len, prompt_hash, checksums, seal = rest
+        block_ids, prompt_len, prompt_hash, checksums, mac = rest
         num_blocks = _integer("num_blocks", num_blocks, 1, (1 << 31) - 1)
         return cls(
             incarnation=Incarnation(_integer("incarnation", incarnation, 0, _MAX_U64)),
@@ -179,7 +179,7 @@ class Ticket:
             prompt_len=_integer("prompt_len", prompt_len, 1, (1 << 31) - 1),
             prompt_hash=_bytes("prompt_hash", prompt_hash, PROMPT_HASH_BYTES),
             checksums=_flag("checksums", checksums),
-            seal=_bytes("seal", seal, SEAL_BYTES),
+            mac=_bytes("mac", mac, MAC_BYTES),
         )
 
 
@@ -224,7 +224,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _mac(key: bytes, content: bytes) -> bytes:
-    return blake2b(content, key=key, digest_size=SEAL_BYTES).digest()
+    return blake2b(content, key=key, digest_size=MAC_BYTES).digest()
 
 
 def _members(name: str, value: Any, count: int) -> tuple[Any, ...]:

@@ -98,7 +98,7 @@ def ticket_of(
         prompt_hash=PROMPT_HASH,
         checksums=checksums,
     )
-    return ticket.sealed(SECRET)
+    return ticket.with_mac(SECRET)
 
 
 class Lender:

@@ -222,11 +222,11 @@ def test_workers_that_do_not_agree_on_checksums_read_nothing() -> None:
 
 def forged(ticket: Ticket, _: Ticket) -> Ticket:
     """By one who knows everything but the lender's secret."""
-    return ticket.sealed(b"a guess")
+    return ticket.with_mac(b"a guess")
 
 
-def unsealed(ticket: Ticket, _: Ticket) -> Ticket:
-    return replace(ticket, seal=bytes(32))
+def without_mac(ticket: Ticket, _: Ticket) -> Ticket:
+    return replace(ticket, mac=bytes(32))
 
 
 def reordered(ticket: Ticket, _: Ticket) -> Ticket:
@@ -242,8 +242,8 @@ def anothers_blocks(ticket: Ticket, other: Ticket) -> Ticket:
     return replace(ticket, block_ids=other.block_ids)
 
 
-def anothers_seal(ticket: Ticket, other: Ticket) -> Ticket:
-    return replace(ticket, seal=other.seal)
+def anothers_mac(ticket: Ticket, other: Ticket) -> Ticket:
+    return replace(ticket, mac=other.mac)
 
 
 def replayed(ticket: Ticket, other: Ticket) -> Ticket:
@@ -251,7 +251,7 @@ def replayed(ticket: Ticket, other: Ticket) -> Ticket:
     return replace(other, lease_counter=ticket.lease_counter)
 
 
-@pytest.mark.parametrize("change", [forged, unsealed, reordered, moved, anothers_blocks, anothers_seal, replayed])
+@pytest.mark.parametrize("change", [forged, without_mac, reordered, moved, anothers_blocks, anothers_mac, replayed])
 @pytest.mark.parametrize("checksums", [True, False])
 def test_a_ticket_that_was_not_written_for_its_lease_reads_nothing(
     change: Callable[[Ticket, Ticket], Ticket], checksums: bool

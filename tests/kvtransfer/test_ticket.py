@@ -31,10 +31,10 @@ TICKET = Ticket(
     prompt_len=33,
     prompt_hash=prompt_hash(b"a prompt", "a salt"),
     checksums=True,
-).sealed(SECRET)
+).with_mac(SECRET)
 FIELDS = (
     "version", "incarnation", "lease_counter", "peer_address", "layout", "address", "num_blocks", "device", "block_ids",
-    "prompt_len", "prompt_hash", "checksums", "seal",
+    "prompt_len", "prompt_hash", "checksums", "mac",
 )  # fmt: skip
 
 tickets = st.builds(
@@ -50,7 +50,7 @@ tickets = st.builds(
         (len(ids) - 1) * layout.block_size + 1 + tail % layout.block_size,
         bytes([tail % 256]) * 32,
         tail % 2 == 0,
-    ).sealed(bytes([port % 256])),
+    ).with_mac(bytes([port % 256])),
     st.integers(0, (1 << 64) - 1),
     st.sampled_from(["localhost", "10.1.2.3", "[::1]", "worker-0.pool"]),
     st.integers(1, 65535),
@@ -153,7 +153,7 @@ def test_a_damaged_ticket_raises_nothing_else(data: st.DataObject) -> None:
         {"lease_counter": 0},
         {"prompt_hash": b"short"},
         {"checksums": 1},
-        {"seal": b""},
+        {"mac": b""},
     ],
 )
 def test_what_does_not_hold_together_is_refused(changes: dict[str, Any]) -> None:
@@ -229,18 +229,18 @@ CHANGES: dict[str, Any] = {
     "prompt_len": 34,
     "prompt_hash": bytes(32),
     "checksums": False,
-    "seal": bytes(32),
+    "mac": bytes(32),
     "version": 3,
 }
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Ticket)])
-def test_each_field_counts_for_the_seal_and_for_the_proof(name: str) -> None:
+def test_each_field_counts_for_the_mac_and_for_the_proof(name: str) -> None:
     changed = dataclasses.replace(TICKET, **{name: CHANGES[name]})
     assert changed.proof != TICKET.proof
-    assert name == "seal" or changed.sealed(SECRET).seal != TICKET.seal
+    assert name == "mac" or changed.with_mac(SECRET).mac != TICKET.mac
 
 
-def test_only_the_lender_can_seal() -> None:
-    assert TICKET.sealed(SECRET) == TICKET
-    assert TICKET.sealed(b"another").proof != TICKET.proof
+def test_only_the_lender_can_make_the_mac() -> None:
+    assert TICKET.with_mac(SECRET) == TICKET
+    assert TICKET.with_mac(b"another").proof != TICKET.proof

@@ -151,7 +151,7 @@ def test_a_ticket_that_was_changed_on_its_way_activates_nothing(pair):
     prompt = prompt_of(100, seed=5)
     started = pair.compute(prompt)
     ticket = Ticket.decode(started.ticket)
-    for changed in (replace(ticket, block_ids=ticket.block_ids[::-1]), ticket.sealed(b"a guess")):
+    for changed in (replace(ticket, block_ids=ticket.block_ids[::-1]), ticket.with_mac(b"a guess")):
         wrong = type(started)()
         wrong.CopyFrom(started)
         wrong.ticket = changed.encode()
