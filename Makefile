@@ -13,10 +13,10 @@ PYTESTS ?= 3
 .PHONY: $(shell sed -n "s/^\([a-z-]*\):.*/\1/p" Makefile)
 
 
-help:            ## what there is
+help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 16
 
-setup: $(VENV)/.ready  ## make .venv and install everything into it, pinned
+setup: $(VENV)/.ready ## make .venv and install everything into it, pinned
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt requirements/cuda13.txt $(NATIVE)
 	@echo "[1/4] virtual environment in $(VENV)"
@@ -32,19 +32,19 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt requireme
 	@$(BIN)/python -m pdserve.checkpoint default
 	@touch $@
 
-demo: setup      ## a real model through two pools, then stop everything
+demo: setup      ## run a real model on two pools, then stop everything
 	@$(BIN)/python -m pdserve.cli demo
 
-test: setup      ## the tests
+test: setup      ## run the tests
 	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile --no-loadscope-reorder
 
-test-all: test   ## the tests, and then those that take long: the swarm, every state, real faults
+test-all: test   ## run the tests, and then the slow ones: the swarm, every state of the handoff, real faults
 	@$(BIN)/python -m pytest -m slow
 
-sim-swarm: setup ## N seeds of the fault simulation from SEED on, and its matrix of directed faults
+sim-swarm: setup ## run N seeds of the fault simulation, from SEED on, and its matrix of directed faults
 	@$(BIN)/python -m faultsim --count $(N) --first $(SEED) --matrix
 
-check: setup     ## format, lint, types, import contracts, stale stubs and pages
+check: setup     ## check format, lint, types, import contracts, stubs and generated pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
@@ -53,7 +53,7 @@ check: setup     ## format, lint, types, import contracts, stale stubs and pages
 	$(BIN)/python -m tools.state_diagrams --check
 	$(BIN)/python -m tools.errors_doc --check
 
-format: setup    ## rewrite in the project's format
+format: setup    ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -67,57 +67,57 @@ docs: setup      ## generate the pages of docs/ that are made from code
 goldens: setup   ## regenerate tests/goldens from the reference implementation
 	$(BIN)/python tools/make_goldens.py
 
-bench-smoke: setup  ## TTFT, ITL, tokens/s, KV transfer and phases, disaggregated and colocated, beside their floors
+bench-smoke: setup ## measure TTFT, ITL, tokens/s, KV transfer and phases, disaggregated and colocated, beside their floors
 	$(BIN)/python -m bench.service.smoke
 
-bench-idle: setup   ## CPU and memory of an idle cluster
+bench-idle: setup ## measure CPU and memory of an idle cluster
 	$(BIN)/python -m bench.service.idle
 
-bench-transfer: setup ## NIXL reads beside memcpy and a TCP socket
+bench-transfer: setup ## measure NIXL reads beside memcpy and a TCP socket
 	$(BIN)/python -m bench.transfer.reads
 
-bench-handoff: setup ## what of a handoff is exposed when KV is read chunk by chunk, beside whole reads and memcpy
+bench-handoff: setup ## measure how much of a handoff the client waits for, with streamed and with whole reads
 	$(BIN)/python -m bench.transfer.handoff
 
-bench-checksums: setup ## what checksums of KV cost prefill, with and without in turns
+bench-checksums: setup ## measure how much checksums of KV cost prefill, with and without them in turns
 	@$(BIN)/python -m bench.transfer.checksums
 
-bench-engine: setup ## prefill and decode steps beside floors; PEERS=1 installs vLLM, llama.cpp and transformers and runs them too
+bench-engine: setup ## measure prefill and decode steps beside floors; PEERS=1 installs and runs vLLM, llama.cpp and transformers too
 	$(BIN)/python -m bench.engine.rates $(if $(PEERS),--peers --rounds 7 --plot roofline.png)
 
-bench-service: setup ## the service over HTTP beside its bare engine, same prompts, lengths and arrivals
+bench-service: setup ## measure the service over HTTP beside its bare engine
 	@$(BIN)/python -m bench.service.beside_engine
 
-bench-step: setup   ## what a decode step costs besides the model, by phase, and what its streams cost it
+bench-step: setup ## measure what a decode step costs besides the model, phase by phase
 	$(BIN)/python -m bench.engine.step_cost
 
-bench-quality: setup ## what int8 and int4 cost in perplexity and in equal tokens
+bench-quality: setup ## measure what int8 and int4 cost in perplexity and in equal tokens
 	@$(BIN)/python -m bench.engine.quality
 
-bench-invariance: setup ## steps whose bits depend on nothing but each sequence, beside ordinary ones
+bench-invariance: setup ## measure batch-invariant steps beside ordinary ones
 	@$(BIN)/python -m bench.engine.invariance
 
-bench-chunks: setup ## what a prompt of 4,000 tokens costs the streams beside it, by the size of its chunks
+bench-chunks: setup ## measure what a prompt of 4,000 tokens costs the streams beside it, for each size of chunk
 	@$(BIN)/python -m bench.engine.chunks
 
-bench-kv-layout: setup ## one run of bytes for a KV block, on the wire and in attention, beside a pool for each layer
+bench-kv-layout: setup ## measure one run of bytes for a KV block beside a pool for each layer
 	@$(BIN)/python -m bench.engine.kv_layout
 
-bench-sampling: setup ## what it costs to get from logits to a token, beside reading them once and transformers
+bench-sampling: setup ## measure the way from logits to a token, beside one read of the logits and transformers
 	$(BIN)/python -m bench.engine.sampling
 
-bench-router: setup ## CPU that the router takes for a request and for a token, beside its floors
+bench-router: setup ## measure the CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router.cost
 
-bench-disconnect: setup ## how long blocks stay taken after their client has left, beside one engine step
+bench-disconnect: setup ## measure how long blocks stay taken after their client has left
 	$(BIN)/python -m bench.service.disconnect
 
 MINUTES ?= 10
 SEED ?= 1
-soak: setup      ## random load and random faults for MINUTES (SEED), then what was wrong: must be nothing
+soak: setup      ## run random load with random faults for MINUTES, from SEED; the report must find nothing wrong
 	@$(BIN)/python -m bench.soak.run --minutes $(MINUTES) --seed $(SEED)
 
-gpu-check:       ## the GPU path on this GPU: transport, handoff, correctness, floors, peers, in one table within eight minutes; no setup
+gpu-check:       ## check the GPU path on this GPU in eight minutes: transport, handoff, correctness, floors, peers; needs no setup
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu_check
 
 clean:           ## remove the virtual environment and caches

@@ -24,7 +24,9 @@ class Ratio:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
-    """Of what was measured in the same rounds, in order. The interval is had by drawing rounds again and again."""
+    """Return the median of `above / below`, taken round by round. Its interval is a bootstrap: rounds are drawn again 2,000
+    times.
+    """
     of_rounds = [a / b for a, b in zip(above, below, strict=True)]
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(of_rounds, k=len(of_rounds))) for _ in range(DRAWS))

@@ -1,8 +1,8 @@
 """NetworkPolicies of the manifest: who may reach the pods of one cluster. docs/threat-model.md says why it matters.
 
-Workers trust whoever reaches them, and so do Ray's own processes: only pods of this cluster may. Clients reach the router's
-two front ends and nothing else; a client is a pod of the same namespace with the label CLIENT_LABEL: NAME.
-What pods send is not restricted. A cluster whose network plugin does not enforce policies ignores all of this.
+Workers and Ray's own processes trust everybody who reaches them, so only pods of this cluster may reach them. Clients reach
+the router's two front ends and nothing else; a client is a pod of the same namespace with the label CLIENT_LABEL: NAME.
+The traffic that pods send is not restricted. A cluster whose network plugin enforces no policies ignores all of this.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ Manifest = dict[str, Any]
 
 CLIENT_LABEL: Final = "pdserve/client"
 RAY_CLUSTER_LABEL: Final = "ray.io/cluster"
-"""KubeRay gives it to every pod of a RayCluster, with the cluster's name."""
+"""KubeRay gives this label to every pod of a RayCluster; its value is the cluster's name."""
 
 
 def worker_policy(metadata: Manifest, name: str, router_labels: Manifest) -> Manifest:
-    """Ray's head and the workers' pods: from each other and the router, at any port."""
+    """Return the policy of Ray's head and the workers' pods: they accept the cluster's own pods, at any port."""
     return _policy(metadata, _ray_pods(name), [{"from": _own_pods(name, router_labels)}])
 
 
 def router_policy(metadata: Manifest, name: str, router_labels: Manifest) -> Manifest:
-    """The router's pod, which is a Ray node as well: all from the cluster's own pods, its front ends from clients."""
+    """Return the policy of the router's pod, which is a Ray node as well: it accepts the cluster's own pods at any port, and
+    clients at its front ends.
+    """
     clients = {
         "from": [{"podSelector": {"matchLabels": {CLIENT_LABEL: name}}}],
         "ports": [{"protocol": "TCP", "port": port} for port in ("http", "grpc")],

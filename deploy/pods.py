@@ -1,4 +1,4 @@
-"""Containers and pods of the manifest: what each kind of process needs, and how its health is asked."""
+"""Containers and pods of the manifest: what each kind of process needs, and which probes ask for its health."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ from pdserve.config import MIB, EngineConfig, PoolConfig, WorkerConfig
 Manifest = dict[str, Any]
 
 GCS_PORT: Final = 6379
-RAYLET_PORT: Final = 6380  # fixed, so that a probe can find it; Ray would draw one
+RAYLET_PORT: Final = 6380  # fixed, so that a probe can find it; Ray would choose a random one
 PROBE_PERIOD_S: Final = 10
 START_LIMIT_S: Final = 300  # a first start may convert or download a model
 TERMINATION_GRACE_S: Final = 30  # `pdserve up` stops all its processes in less than 10
 RAY_DRAIN_S: Final = "1"
-"""Ray would wait 30 s for a node with an actor to become idle, which it never does; 0 would not even mark the node as
-leaving, and the worker's loss would count as one of its restarts of the hour."""
-_WORKER_DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(WorkerConfig)}  # `pdserve up` sets none
+"""Seconds that Ray waits for a node to become idle. A node with an actor never does, and Ray's default is 30 s. With 0 Ray
+would not even mark the node as leaving, and the worker's loss would count as one of its restarts of the hour."""
+_WORKER_DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(WorkerConfig)}  # `pdserve up` changes none
 DRAIN_GRACE_S: Final = math.ceil(_WORKER_DEFAULTS["drain_timeout_s"]) + TERMINATION_GRACE_S
-"""Of a worker's pod: its preStop hook drains the worker, and counts into this."""
+"""The grace period of a worker's pod. It includes the time of the preStop hook, which drains the worker."""
 
 HEAD_MEMORY_MIB: Final = 2048  # Ray's own processes
 ROUTER_MEMORY_MIB: Final = 2048  # a Ray node without workers, the driver, the router with its tokenizer
 WORKER_BASE_MEMORY_MIB: Final = 4096
-"""Beside the KV pool: a Ray node (1 GiB), torch and its buffers (1 GiB), weights. 2 GiB of weights is four times the
-default model in fp32; a larger model needs more, set it in the manifest."""
+"""Memory of a worker's pod beside the KV pool: a Ray node (1 GiB), torch and its buffers (1 GiB), and weights (2 GiB, which
+is four times the default model in fp32). A larger model needs more; set it in the manifest."""
 
 _SECURITY: Final = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _POD_SECURITY: Final = {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def head_template(image: str) -> Manifest:
-    """Ray's head: control only. It offers no resources, so nothing of ours is placed on it."""
+    """Return the pod of Ray's head, which only controls the cluster. It offers no resources, so Ray places nothing of ours on
+    it.
+    """
     ports = [{"containerPort": GCS_PORT, "name": "gcs"}]
     container = _container("ray-head", image, _resources(cpus=1, memory_mib=HEAD_MEMORY_MIB))
     return _template([{**container, "ports": ports, **_tcp_probes(GCS_PORT)}])
 
 
 def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, router: str, token_secret: str) -> Manifest:
-    """One worker a pod: Ray starts our actor in it because only it offers the pool's resource.
+    """Return the pod of one worker. Ray starts our actor in it because no other pod offers the pool's resource.
 
-    The pod's SIGTERM goes to Ray, which does not pass it on and ends our worker after a while. So the worker is drained
-    before, by a hook that asks `router` (host:port of its administration) and leaves a mark that the node goes: then Ray
-    finds the worker lost with the node and starts it on another pod.
+    The pod's SIGTERM goes to Ray, which does not pass it on and ends our worker after a while. Therefore a hook drains the
+    worker before: it asks `router` (host:port of its administration), and leaves a mark that the node goes. Ray then finds the
+    worker lost with its node, and starts it on another pod.
     """
     on_gpu = pool.num_gpus > 0
-    kv_mib = 0 if on_gpu else math.ceil(engine.cpu_kv_bytes / MIB)  # else it is the device's memory
+    kv_mib = 0 if on_gpu else math.ceil(engine.cpu_kv_bytes / MIB)  # on a GPU it is the device's memory
     resources = _resources(
         cpus=cpus_of(pool, engine),
         memory_mib=WORKER_BASE_MEMORY_MIB + kv_mib,
@@ -71,12 +73,12 @@ def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, route
 
 
 def cpus_of(pool: PoolConfig, engine: EngineConfig) -> int:
-    """Cores that a worker of the pool may count on: as many as Ray sets aside, and as its threads use."""
+    """Return the cores that a worker of the pool may count on: as many as Ray sets aside, and no fewer than its threads."""
     return max(1, math.ceil(pool.num_cpus), engine.threads)
 
 
 def ray_start_params(pool: PoolConfig) -> dict[str, str]:
-    """Arguments of `ray start` on a pool's pods. KubeRay wants the JSON of custom resources quoted once more."""
+    """Return the arguments of `ray start` on a pool's pods. KubeRay wants the JSON of custom resources quoted once more."""
     params = {
         "num-cpus": str(math.ceil(pool.num_cpus)),
         "node-manager-port": str(RAYLET_PORT),
@@ -88,10 +90,10 @@ def ray_start_params(pool: PoolConfig) -> dict[str, str]:
 
 
 def router_template(image: str, *, head: str, token_secret: str, ports: dict[str, int], config_map: str) -> Manifest:
-    """A Ray node without resources that runs the driver, `pdserve up`, which runs the router.
+    """Return the router's pod: a Ray node without resources that runs the driver, `pdserve up`, which runs the router.
 
-    It is no pod of the RayCluster: Ray's head can then stay while the router is rolled, and the driver's signals
-    and exit status are the pod's own. `ray start` leaves its daemons behind and the shell becomes the driver.
+    The pod does not belong to the RayCluster: so Ray's head can stay while the router is rolled, and the driver's signals and
+    exit status are the pod's own. `ray start` leaves its daemons running, and then the driver replaces the shell.
     """
     script = (
         f"ray start --address={head}:{GCS_PORT} --num-cpus=0 --num-gpus=0 && exec pdserve up --config /etc/pdserve/cluster.yaml"
@@ -112,10 +114,10 @@ def router_template(image: str, *, head: str, token_secret: str, ports: dict[str
 
 
 def _router_probes() -> Manifest:
-    """Ready: a request would be served. Alive: the router answers at all.
+    """Return the probes of the router. Ready means that a request would be served; alive means that the router answers at all.
 
-    /health must not decide over life: it is 503 while the last decode worker is being restarted, and killing the
-    router then would kill every worker that is still fine.
+    /health must not decide about life: it is 503 while the last decode worker is being restarted, and killing the router then
+    would kill every worker that is still fine.
     """
     health = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 2}
     alive = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": PROBE_PERIOD_S, "timeoutSeconds": 5}
@@ -128,12 +130,16 @@ def _token(secret: str) -> Manifest:
 
 
 def _cluster_token(secret: str) -> Manifest:
-    """Ray's own token is ours as well: whoever has it can run code on every worker anyway."""
+    """Return the variable with the cluster's token, which is Ray's own: whoever has Ray's can run code on every worker
+    anyway.
+    """
     return {"name": "PDSERVE_CLUSTER_TOKEN", "valueFrom": _token(secret)}
 
 
 def _tcp_probes(port: int) -> Manifest:
-    """KubeRay would ask Ray's dashboard agent, which a plain `pip install ray` does not have."""
+    """Return probes of a TCP port. KubeRay's own probes ask Ray's dashboard agent, which a plain `pip install ray` does not
+    have.
+    """
     probe = {"tcpSocket": {"port": port}, "periodSeconds": PROBE_PERIOD_S, "timeoutSeconds": 5}
     return {
         "readinessProbe": {**probe, "initialDelaySeconds": 5, "failureThreshold": 6},
@@ -152,7 +158,9 @@ def _container(name: str, image: str, resources: Manifest) -> Manifest:
 
 
 def _resources(*, cpus: int, memory_mib: int, gpus: int = 0) -> Manifest:
-    """Memory is requested whole: a worker over its limit would be killed, and all it serves with it."""
+    """Return requests and limits. The request is as large as the memory limit: a worker over its limit would be killed, and all
+    that it serves with it.
+    """
     memory = f"{memory_mib}Mi"
     limits: Manifest = {"memory": memory}
     if gpus:

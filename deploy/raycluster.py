@@ -3,16 +3,16 @@
     python -m deploy.raycluster --config examples/cluster.yaml --image registry.example/pdserve:0.1.0 > manifest.yaml
     kubectl apply -f manifest.yaml
 
-    ConfigMap NAME-config     the configuration, with what Kubernetes decides: address auto, all interfaces
-    RayCluster NAME           the head, and one group of pods for each pool, whose replicas are the pool's
-    Deployment NAME-router    the driver `pdserve up` and the router it runs
+    ConfigMap NAME-config     the configuration, with the settings that Kubernetes decides: address auto, all interfaces
+    RayCluster NAME           the head, and one group of pods for each pool, with one pod for each replica
+    Deployment NAME-router    the driver `pdserve up`, and the router that it runs
     Service NAME              http and grpc, for clients
-    Service NAME-link         where workers dial the router and pods have them drained, ready or not: it is ready only
-                              once they are there
-    NetworkPolicy NAME-workers, NAME-router   nobody else reaches the pods; clients, which are the pods with the label
-                              pdserve/client: NAME, reach http and grpc
+    Service NAME-link         the port that workers dial, and the one that drains them; it reaches the router before it is
+                              ready as well, because the router is ready only once workers are there
+    NetworkPolicy NAME-workers, NAME-router   only the cluster's pods reach each other; clients, which are the pods with the
+                              label pdserve/client: NAME, reach http and grpc
 
-KubeRay 1.5.1 or newer makes the token (Secret NAME) that Ray's processes authenticate with, and ours as well. Workers
+KubeRay 1.5.1 or newer makes the token (Secret NAME) by which Ray's processes authenticate, and ours as well. Workers
 are Ray actors, started by the driver: changing a pool means applying a new manifest, which replaces the router's pod.
 """
 
@@ -41,14 +41,14 @@ FIXED_PORTS: Final = {
     "grpc": 50051,
     "link": 50052,
     "admin": ADMIN_PORT,
-}  # of a configuration that says "any free one"
+}  # they replace a port 0 of the configuration, which means any free one
 LOG_DIR: Final = "/tmp/pdserve-logs"  # the same in every pod, and writable in every pod
-_NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, what a Service may be called
-MAX_NAME: Final = 40  # KubeRay makes longer names from it, and a label ends at 63
+_NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # names that a Service may have, by RFC 1035
+MAX_NAME: Final = 40  # KubeRay makes longer names from it, and a label has at most 63 characters
 
 
 def render(config: ClusterConfig, *, image: str, name: str) -> list[Manifest]:
-    """All objects, in an order that can be applied. Raises `ConfigError` for a name or labels that fit no pod."""
+    """Return all objects, in an order that can be applied. Raises `ConfigError` for a name or labels that fit no pod."""
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
         raise ConfigError(f"--name must be lower-case letters, digits and dashes, at most {MAX_NAME}, got {name!r}")
     config = on_kubernetes(config, name)
@@ -70,7 +70,9 @@ def render(config: ClusterConfig, *, image: str, name: str) -> list[Manifest]:
 
 
 def on_kubernetes(config: ClusterConfig, name: str) -> ClusterConfig:
-    """The configuration with the settings that are Kubernetes's to decide, and ports that a Service can name."""
+    """Return the configuration with the settings that Kubernetes decides, and with ports that a Service can name. Raises
+    `ConfigError` for a pool with labels.
+    """
     router = dataclasses.replace(
         config.router,
         host="0.0.0.0",
@@ -97,12 +99,16 @@ def on_kubernetes(config: ClusterConfig, name: str) -> ClusterConfig:
 
 
 def _on_own_pods(role: str, pool: PoolConfig) -> PoolConfig:
-    """A resource that only the pool's pods offer, each for one worker: Ray knows no other bond between them."""
+    """Give the pool a resource that only its own pods offer, each for one worker. Ray knows no other way to tie them
+    together.
+    """
     return pool if pool.resources else dataclasses.replace(pool, resources={f"pd_{role}": 1.0})
 
 
 def _with_threads(config: ClusterConfig, pool: PoolConfig) -> PoolConfig:
-    """As many threads as the pod asks cores for: left to itself, a worker counts the cores of the whole node."""
+    """Give the pool's workers as many threads as their pods ask cores for. Otherwise a worker counts the cores of the whole
+    node.
+    """
     engine = config.engine_for(pool)
     if engine.threads:
         return pool
@@ -110,7 +116,7 @@ def _with_threads(config: ClusterConfig, pool: PoolConfig) -> PoolConfig:
 
 
 def changed(config: Any) -> Manifest:
-    """What differs from the defaults, as `load` reads it."""
+    """Return the settings that differ from the defaults, in the form that `load` reads."""
     rows: Manifest = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -144,7 +150,7 @@ def _ray_cluster(config: ClusterConfig, image: str, name: str) -> Manifest:
 
 
 def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str, name: str, router: str) -> Manifest:
-    """One pod for each worker, each offering exactly what one worker of the pool asks Ray for."""
+    """Return a group with one pod for each worker. Each pod offers exactly what one worker of the pool asks Ray for."""
     return {
         "groupName": role,
         "replicas": pool.replicas,
@@ -209,7 +215,7 @@ def _labels(name: str, component: str) -> dict[str, str]:
 
 
 def ray_version() -> str:
-    """The pinned one, which is what the image has; KubeRay decides by it what Ray understands."""
+    """Return the pinned version of Ray, which is the one in the image. KubeRay decides by it which options Ray understands."""
     constraints = Path(__file__).resolve().parents[1] / "requirements" / "constraints.txt"
     match = re.search(r"^ray==(\S+)$", constraints.read_text(), re.MULTILINE)
     assert match is not None, "requirements/constraints.txt pins ray"
@@ -217,7 +223,7 @@ def ray_version() -> str:
 
 
 def to_yaml(manifests: Sequence[Manifest]) -> str:
-    """One stream of documents, in plain YAML: shared parts are written out, not anchored."""
+    """Return one stream of YAML documents. Shared parts are written out, without anchors."""
     return yaml.dump_all(manifests, Dumper=_PlainDumper, sort_keys=False, explicit_start=True, width=120)
 
 
@@ -227,7 +233,7 @@ class _PlainDumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """A file inside a manifest is readable only as a block."""
+    """Represent a text of several lines as a block: a file inside a manifest is readable only so."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
@@ -235,9 +241,10 @@ _PlainDumper.add_representer(str, _text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the manifests. Return 0, or 2 when the configuration is wrong."""
     parser = argparse.ArgumentParser(description="Print the Kubernetes manifests of one cluster configuration.")
     parser.add_argument("--config", required=True, help="the YAML that `pdserve up` takes")
-    parser.add_argument("--image", required=True, help="made from deploy/Containerfile")
+    parser.add_argument("--image", required=True, help="the image, built from deploy/Containerfile")
     parser.add_argument("--name", default=DEFAULT_NAME)
     args = parser.parse_args(argv)
     try:

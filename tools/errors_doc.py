@@ -27,6 +27,7 @@ COLUMNS: Final = ("reason", "gRPC", "HTTP", "who retries", "what it means")
 
 
 def render() -> str:
+    """Return the text of the page."""
     rows = [COLUMNS, ("---",) * len(COLUMNS), *(_row(code, TABLE[code]) for code in ErrorCode)]
     return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows), ""])
 

@@ -15,6 +15,7 @@ GENERATED = Path("pdserve/rpc/v1")
 
 
 def generate(into: Path) -> None:
+    """Generate the stubs under the folder `into`. Raises `SystemExit` when protoc fails."""
     well_known = Path(grpc_tools.__file__).parent / "_proto"
     args = ["protoc", f"-I{ROOT / 'proto'}", f"-I{well_known}"]
     args += [f"--python_out={into}", f"--pyi_out={into}", f"--grpc_python_out={into}", *map(str, PROTOS)]
@@ -22,11 +23,11 @@ def generate(into: Path) -> None:
         raise SystemExit("protoc failed")
     for stub in (into / GENERATED).glob("*_pb2_grpc.py"):
         if not (ROOT / "proto" / GENERATED / stub.name.replace("_pb2_grpc.py", ".proto")).read_text().count("\nservice "):
-            stub.unlink()  # protoc writes an empty one for files without a service
+            stub.unlink()  # protoc writes an empty stub for a file without a service
 
 
 def stale() -> list[str]:
-    """Names of generated files that differ from what proto/ gives today, or that nothing generates any more."""
+    """Return the names of generated files that differ from what proto/ gives today, or that nothing generates any more."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         fresh = {p.name: p.read_bytes() for p in (Path(folder) / GENERATED).iterdir()}

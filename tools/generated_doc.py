@@ -1,4 +1,4 @@
-"""What every page under docs/ that is made from code shares: write it, or with --check fail when it is stale."""
+"""The part that all generated pages of docs/ share: write the page, or with --check fail when it is stale."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(name: str, text: str) -> None:
-    """`name` is the file's path under the repository's root."""
+    """Write `text` to the file `name`, a path under the repository's root. With --check, raise `SystemExit` when the file
+    differs.
+    """
     target = ROOT / name
     if "--check" not in sys.argv[1:]:
         target.write_text(text)

@@ -1,11 +1,12 @@
-"""What the GPU path does on this machine's GPU, in one table: correctness, then speed beside floors and peers.
+"""Show what the GPU path does on this machine's GPU, in one table: correctness, then speed beside floors and peers.
 
     python -m tools.gpu_check [--rehearse] [--parts decode prefill]
 
-Needs no installation and no network: torch, Triton and numpy beside a checkout, and NIXL where it is to be had. Each part
-runs in a process of its own with a time limit, all together in under eight minutes, those first that tell most; one that
-cannot run says why, and one that fails spoils no other. Without a GPU every part says so; --rehearse then runs them all
-on CPU with tiny shapes, to see that they run. Exits with 1 when a part failed.
+The check needs no installation and no network: torch, Triton and numpy beside a checkout are enough, and NIXL where it is
+available. Each part runs in a process of its own with a time limit, and all together take less than eight minutes. The parts
+that tell most run first. A part that cannot run says why, and a part that fails does not stop the others. Without a GPU every
+part says so; --rehearse then runs all parts on CPU with tiny shapes, to see that they run. The exit status is 1 when a part
+failed.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ import torch
 from tools.gpu.row import Row, Setup
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGET_S = 455.0  # a command on a borrowed machine often has ten minutes; the table must be printed before
-REHEARSAL_TIMES = 4  # on a CPU in company a part took over 35 s, and 9 s alone
-LEAST_S = 10.0  # importing torch and starting CUDA takes most of it
+BUDGET_S = 455.0  # a command on a borrowed machine often has ten minutes, in which the table must be printed
+REHEARSAL_TIMES = 4  # a part took over 35 s on a CPU with other load, and 9 s without
+LEAST_S = 10.0  # importing torch and starting CUDA take most of it
 NIXL = "nixl|nixl_cu12|nixl_cu13"
 
 
 class Part(NamedTuple):
-    """needs: modules that must be there, alternatives with a bar between. limit_s: after which it is ended."""
+    """One part of the check. `needs` names the modules that it must find, alternatives with a bar between. It is ended after
+    `limit_s`.
+    """
 
     name: str
     module: str
@@ -47,7 +50,7 @@ class Part(NamedTuple):
     environment: tuple[tuple[str, str], ...] = ()
 
 
-GET_BY_IPC = (("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on"),)  # UCX's own default is off where it sees no NVLink
+GET_BY_IPC = (("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on"),)  # UCX's own default is off when it sees no NVLink
 PARTS = (
     Part("machine", "machine", "run", (), 30),
     Part("nixl", "ipc", "run", (NIXL,), 35),
@@ -58,7 +61,7 @@ PARTS = (
     Part("attention", "attention", "run", ("triton",), 45),
     Part("decode", "steps", "run_decode", ("triton", "safetensors"), 40),
     Part("prefill", "steps", "run_prefill", ("triton", "safetensors"), 30),
-    Part("peer", "peers", "run", ("triton", "safetensors", "transformers"), 120),  # of what the others have left
+    Part("peer", "peers", "run", ("triton", "safetensors", "transformers"), 120),  # at most; it gets what the others have left
 )
 OTHER_PROCESSES = (
     Part("lend", "ipc", "lend", (), 60),
@@ -68,7 +71,7 @@ HEADER = Row("part", "case", "ours", "beside", "ratio", "note")
 
 
 def reason_against(part: Part, setup: Setup) -> str:
-    """Why a part cannot run here, or nothing."""
+    """Return the reason why a part cannot run here, or ""."""
     if not setup.rehearsed and not torch.cuda.is_available():
         return "torch sees no CUDA device"
     missing = [names for names in part.needs if not any(map(importlib.util.find_spec, names.split("|")))]
@@ -76,7 +79,7 @@ def reason_against(part: Part, setup: Setup) -> str:
 
 
 def run_part(part: Part, setup: Setup) -> tuple[list[Row], bool]:
-    """The rows that a part printed, the last saying what went wrong, and whether it went well."""
+    """Run a part. Return the rows that it printed, and whether it succeeded. If it failed, the last row says why."""
     command = [sys.executable, "-m", "tools.gpu_check", "--part", part.name, *setup.arguments]
     status, printed, complaints = run_bounded(command, environment_of(part, setup), setup.limit_s)
     rows = [replace(row, part=part.name) for row in rows_of(printed)]
@@ -89,15 +92,16 @@ def run_part(part: Part, setup: Setup) -> tuple[list[Row], bool]:
 
 
 def environment_of(part: Part, setup: Setup) -> dict[str, str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # NIXL may have been brought along there
+    """Return the environment of a part's process."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # NIXL may lie in a folder that it names
     interpreted = {"TRITON_INTERPRET": "1"} if setup.rehearsed else {}
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **interpreted, **dict(part.environment)}
 
 
 def run_bounded(command: list[str], environment: dict[str, str], limit_s: float) -> tuple[int | None, str, str]:
-    """Exit status, or None past the limit, and what was printed to standard output and error.
+    """Run a command. Return its exit status, or None past the limit, and what it printed to standard output and error.
 
-    Whatever the command has started ends with it, also past the limit or when this process is interrupted.
+    All processes that the command started end with it, also past the limit or when this process is interrupted.
     """
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
@@ -113,16 +117,20 @@ def run_bounded(command: list[str], environment: dict[str, str], limit_s: float)
 
 
 def end_group(child: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):  # nobody is left
+    """Kill all processes of the child's group."""
+    with suppress(ProcessLookupError):  # no process is left
         os.killpg(child.pid, signal.SIGKILL)
 
 
 def rows_of(printed: str) -> list[Row]:
+    """Return the rows among the lines that a part printed."""
     return [Row(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"part"')]
 
 
 def run_all(parts: list[Part], setup: Setup, show: Callable[[Row], None]) -> bool:
-    """Whether no part failed. A part that could not run did not fail."""
+    """Run the parts one after the other, and show their rows. Return whether no part failed; a part that could not run did not
+    fail.
+    """
     ends_s = time.monotonic() + BUDGET_S
     went_well = True
     for part in parts:
@@ -140,13 +148,15 @@ def run_all(parts: list[Part], setup: Setup, show: Callable[[Row], None]) -> boo
 
 
 def line(row: Row) -> str:
+    """Return a row as one line of the table."""
     return f"{row.part:<11}{row.case:<40}{row.ours:<20}{row.beside:<24}{row.ratio:<9}{row.note}".rstrip()
 
 
 def main() -> int:
+    """Run the check, or one part in its own process. Return 0, or 1 when a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rehearse", action="store_true", help="on CPU with tiny shapes: times mean nothing")
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="only these")
+    parser.add_argument("--rehearse", action="store_true", help="run on CPU with tiny shapes; times mean nothing")
+    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="run only these parts")
     parser.add_argument("--part", choices=[part.name for part in (*PARTS, *OTHER_PROCESSES)], help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=float, default=BUDGET_S, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -7,7 +7,7 @@ Files, for each MODEL of "tiny" and "default":
     positions_{i}  int32   [p]         which positions of the prompt have logits here; tiny: all; default: the last two
     logits_{i}     float32 [p, vocab]  the reference's logits at those positions
     greedy_{i}     int32   [16]        the greedy continuation; the end of sequence does not stop it
-    margins_{i}    float32 [16]        best minus second-best logit at each of its steps: skip what follows a near tie
+    margins_{i}    float32 [16]        best minus second-best logit at each step; ignore the tokens after a near tie
 
 `MODEL.json`: the prompts' texts, the model's fingerprint, the versions that made it.
 `default_tensors.json`: a digest of all tensors of the default model's GGUF, equal to transformers' own reading of it.
@@ -82,7 +82,7 @@ TEXTS = [
     "a" * 50 + " " * 30 + "!" * 20,
     STORY,
 ]
-NUMERAL_TEXTS = [  # white space before a numeral, numerals of several bytes: where "smollm" and GPT-2's rule part
+NUMERAL_TEXTS = [  # texts that "smollm" and GPT-2's rule split differently: a numeral after white space, or of several bytes
     "½ cup, x² + y², ٣ and ４２ Ⅻ",
     "\n\n1. one\n\n2. two",
     "x  =  12",
@@ -100,7 +100,8 @@ CHATS: list[list[dict[str, str]]] = [
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # one order of sums
+    """Write all files."""
+    torch.set_num_threads(1)  # so that sums are always added in one order
     GOLDENS.mkdir(exist_ok=True)
     write_default_tensors()
     for model in PROMPTS:
@@ -109,6 +110,7 @@ def main() -> None:
 
 
 def write_model(model: str) -> None:
+    """Write `MODEL.npz` and `MODEL.json` of one model."""
     directory = resolve(model)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -133,12 +135,14 @@ def write_model(model: str) -> None:
 
 @torch.inference_mode()
 def logits(reference: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """[len(ids), vocab], float32; the whole sequence at once, without a cache."""
+    """Return the logits, [len(ids), vocab] float32. The whole sequence is computed at once, without a cache."""
     return reference(torch.tensor([ids]), use_cache=False).logits[0].numpy()
 
 
 def continue_greedily(reference: PreTrainedModel, ids: list[int]) -> tuple[list[int], list[float]]:
-    """The next tokens and the margin of each choice; recomputed from the start at every step, as a check on caches."""
+    """Return the next tokens, and the margin of each choice. Every step computes the sequence from its start, as a check on
+    caches.
+    """
     greedy: list[int] = []
     margins: list[float] = []
     for _ in range(GREEDY_TOKENS):
@@ -150,7 +154,9 @@ def continue_greedily(reference: PreTrainedModel, ids: list[int]) -> tuple[list[
 
 
 def write_default_tensors() -> None:
-    """Our reading of the GGUF and transformers' must be the same numbers; theirs takes 18 s, so tests compare digests."""
+    """Write a digest of the default model's tensors. Raises `AssertionError` unless our reading of the GGUF and transformers'
+    have the same numbers. Theirs takes 18 s, so tests compare digests.
+    """
     ours = AutoModelForCausalLM.from_pretrained(resolve("default"), dtype=torch.float32)
     theirs = load_gguf_checkpoint(str(default_gguf()), return_tensors=True, model_to_load=ours)["tensors"]
     state = ours.state_dict()
@@ -163,7 +169,7 @@ def write_default_tensors() -> None:
 
 
 def tensors_digest(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
-    """Of names, shapes and float32 values, in the order given."""
+    """Return the SHA-256 of names, shapes and float32 values, in the order given."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
@@ -172,8 +178,10 @@ def tensors_digest(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
 
 
 def write_default_text() -> None:
-    """transformers does not know the GGUF's splitting rule "smollm" and uses GPT-2's: where they part, the rule that the
-    name means is put into its tokenizer first.
+    """Write texts with their token ids, and chats with their rendered prompts.
+
+    transformers does not know the GGUF's splitting rule "smollm", and uses GPT-2's. Texts that the two rules split differently
+    are tokenised after the rule that the name means was put into its tokenizer.
     """
     path = default_gguf()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -195,14 +203,17 @@ def write_default_text() -> None:
 
 
 def render(tokenizer: Any, chat: list[dict[str, str]]) -> str:
+    """Return the prompt that the chat template makes of a chat."""
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of the libraries that made the files."""
     return {module.__name__: module.__version__ for module in (transformers, torch, tokenizers, np)}
 
 
 def write_json(name: str, value: dict[str, Any]) -> None:
+    """Write one JSON file into the folder of goldens."""
     (GOLDENS / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """Generate docs/state-machines.md from the transition tables, or with --check fail when it is stale.
 
-A module takes part by having `TRANSITIONS: dict[(State, Event), State]`. The first member of its state enum is where
-the machine starts. Nothing is drawn by hand, so a diagram cannot say what the code does not do.
+A module takes part by having `TRANSITIONS: dict[(State, Event), State]`. The first member of its state enum is the state in
+which the machine starts. Nothing is drawn by hand, so a diagram cannot say what the code does not do.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ Table = Mapping[tuple[Enum, Enum], Enum]
 
 
 def render() -> str:
+    """Return the text of the page."""
     tables = {title: (name, transitions_of(name)) for title, name in MACHINES.items()}
     parts = [section(title, name, table) for title, (name, table) in tables.items() if table]
     return "\n".join([HEAD, *parts])
 
 
 def transitions_of(module: str) -> Table:
-    """Empty for a module that has no table."""
+    """Return the transitions of a module; they are empty when it has no table."""
     table: Table = getattr(importlib.import_module(module), "TRANSITIONS", {})
     return table
 
 
 def section(title: str, module: str, table: Table) -> str:
-    """One machine: its diagram, then what a diagram shows badly. A state that no event leads to is the table's mistake."""
+    """Return one machine: its diagram, then notes on what a diagram shows badly. A state that no event leads to is a mistake of
+    the table, and raises `AssertionError`.
+    """
     arrows = grouped(table)
     states = list(type(next(iter(table))[0]))
     reached = {target for source, target in arrows if source is not target}
@@ -58,7 +61,7 @@ def section(title: str, module: str, table: Table) -> str:
 
 
 def grouped(table: Table) -> dict[tuple[Enum, Enum], list[str]]:
-    """(from, to) -> names of the events that lead there, in the table's order."""
+    """Return (from, to) -> names of the events that lead there, in the table's order."""
     arrows: dict[tuple[Enum, Enum], list[str]] = {}
     for (source, event), target in table.items():
         arrows.setdefault((source, target), []).append(event.name.lower())
@@ -66,7 +69,9 @@ def grouped(table: Table) -> dict[tuple[Enum, Enum], list[str]]:
 
 
 def _notes(ends: list[Enum], arrows: Mapping[tuple[Enum, Enum], list[str]]) -> list[str]:
-    """What is absorbed at the end: an arrow from there to itself would only hide the others."""
+    """Return a note for each end state on the events that it absorbs. An arrow from a state to itself would only hide the
+    others.
+    """
     absorbed = {state: events for state in ends if (events := arrows.get((state, state)))}
     lines = [f"- {state.name} absorbs what comes late: {', '.join(events)}." for state, events in absorbed.items()]
     return [*lines, ""] if lines else []

@@ -1,4 +1,4 @@
-"""The clients of `bench.router.cost`: as many streams at once as asked for, each answer checked to be whole."""
+"""The clients of `bench.router.cost`. A client sends one request on each of its streams at once, and checks every answer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,31 @@ _PROMPT: Final = "the of and to in is that for it as was with"
 
 
 class Client(Protocol):
+    """One way to ask a server: gRPC or HTTP."""
+
     async def ask(self, tokens: int, interval_us: int) -> None:
-        """One request on every stream at once, to their ends. Raises AssertionError unless every token came."""
+        """Send one request on every stream at once, and read all answers to their ends. Each asks for `tokens` tokens with
+        `interval_us` between them, where 0 means no pause. Raises `AssertionError` unless every token came.
+        """
 
 
 class GrpcClient:
-    """All streams on one channel. Messages are looked at only after the last: the server should not wait for us."""
+    """All streams on one channel. Messages are parsed only after the last one has come, so that the server does not wait."""
 
     def __init__(self, channel: grpc.aio.Channel, streams: int) -> None:
         self._generate: Any = channel.unary_stream(GENERATE, request_serializer=inference_pb2.GenerateRequest.SerializeToString)
         self._streams = streams
 
     async def ask(self, tokens: int, interval_us: int) -> None:
+        """See `Client.ask`."""
         sampling = common_pb2.SamplingParams(max_tokens=tokens, seed=interval_us, temperature=0.0)
         request = inference_pb2.GenerateRequest(text=_PROMPT, sampling=sampling)
         answers = await asyncio.gather(*(self._one(request) for _ in range(self._streams)))
         for answer in answers:
             parts = [inference_pb2.GenerateResponse.FromString(message) for message in answer]
-            assert [part.index for part in parts] == list(range(tokens)), "not a message a token, in order"
+            assert [part.index for part in parts] == list(range(tokens)), (
+                "the answer is not one message for each token, in order"
+            )
             assert parts[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
 
     async def _one(self, request: inference_pb2.GenerateRequest) -> list[bytes]:
@@ -43,7 +50,7 @@ class GrpcClient:
 
 
 class _HttpStream(asyncio.Protocol):
-    """One kept-alive connection."""
+    """One kept-alive connection, with at most one request under way."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -51,7 +58,7 @@ class _HttpStream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -75,13 +82,14 @@ class _HttpStream(asyncio.Protocol):
 
 
 class HttpClient:
-    """A connection a stream."""
+    """One connection for each stream."""
 
     def __init__(self, streams: list[_HttpStream]) -> None:
         self._streams = streams
 
     @classmethod
     async def connect(cls, address: str, streams: int, stack: contextlib.AsyncExitStack) -> HttpClient:
+        """Open `streams` connections to `address` (host:port). `stack` closes them."""
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
         opened = []
@@ -92,12 +100,13 @@ class HttpClient:
         return cls(opened)
 
     async def ask(self, tokens: int, interval_us: int) -> None:
+        """See `Client.ask`. Raises `ConnectionError` when the server closes a connection, and `TimeoutError` after 60 s."""
         request = _post(tokens, interval_us)
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             answers = await asyncio.gather(*(stream.ask(request) for stream in self._streams))
         for answer in answers:
             assert answer.startswith(b"HTTP/1.1 200"), answer[:1000]
-            assert answer.count(b'"content":') == tokens + 1, "not a chunk a token and one for the role"
+            assert answer.count(b'"content":') == tokens + 1, "the answer is not one chunk for each token and one for the role"
             assert b"data: [DONE]\n\n" in answer[-100:]
 
 

@@ -1,15 +1,15 @@
-"""`make bench-router`: what the router costs, since every token of every request passes it.
+"""`make bench-router` measures what the router costs, since every token of every request passes it.
 
     python -m bench.router.cost [--streams 64] [--rounds 5]
 
-The real router process serves a real client over gRPC and over HTTP (SSE chat), with scripted workers behind it that
-hand every request from prefill to decode. Counted is the CPU time of the router's process alone. Beside each figure
-stands its floor, measured in the same rounds: a bare server on the same library that writes the same answers and
-has nothing behind it.
+The real router process serves a real client over gRPC and over HTTP (SSE chat). Scripted workers behind it hand every
+request from prefill to decode. Only the CPU time of the router's process is counted. Beside each figure stands its
+floor, measured in the same rounds: a bare server on the same library that writes the same answers and has nothing
+behind it.
 
-Per request is the cost of an answer of two tokens, the first from prefill, the second from decode: the whole handoff.
-Per token is what every further one costs: paced, all streams get a token every 50 ms; flooded, tokens come as fast as
-they are taken and pile up before the slowest part.
+The cost of a request is that of an answer of two tokens, the first from prefill and the second from decode: the whole
+handoff. The cost of a token is what each further token adds. Paced means that all streams get a token every 50 ms;
+flooded means that tokens come as fast as they are taken, and pile up before the slowest part.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ REQUEST_TOKENS: Final = 2
 PACED_INTERVAL_US: Final = 50_000
 PACED_TOKENS: Final = 25
 FLOODED_TOKENS: Final = 192
-SETTLE_S: Final = 0.1  # what a process still does after its last answer, such as its log line, is its cost too
+SETTLE_S: Final = 0.1  # the work after the last answer, such as a log line, counts too
 FIELD_US: Final = {"vllm-router": (102, 33, 6.2), "raw asyncio": (31, 20, 2.7)}
-"""HTTP pass-through of others as measured elsewhere, on a machine of this class: a request, a token paced, a token flooded."""
+"""CPU of other HTTP pass-throughs, measured elsewhere on a machine of this class: a request, a paced token, a flooded token."""
 
 
 @dataclass(slots=True)
 class Target:
-    """One server and the CPU time, in us, that it took in each round."""
+    """One server, and the CPU time in us that it took in each round."""
 
     pid: int
     client: Client
@@ -59,13 +59,16 @@ class Target:
     per_token_flooded: list[float] = field(default_factory=list)
 
     async def request(self) -> None:
+        """Measure whole requests for one round."""
         cost_us = await self._cost_us(REQUEST_TOKENS, 0, waves=REQUEST_WAVES)
         self.per_request.append(cost_us / (REQUEST_WAVES * self.streams))
 
     async def paced(self) -> None:
+        """Measure paced tokens for one round. The round's cost of a request is subtracted, so `request` must come first."""
         self.per_token_paced.append(await self._per_token(PACED_TOKENS, PACED_INTERVAL_US))
 
     async def flooded(self) -> None:
+        """Measure flooded tokens for one round, after `request` as well."""
         self.per_token_flooded.append(await self._per_token(FLOODED_TOKENS, 0))
 
     async def _per_token(self, tokens: int, interval_us: int) -> float:
@@ -81,17 +84,17 @@ class Target:
 
 
 Results = dict[str, tuple[Target, Target]]
-"""By front end: the router, its floor."""
+"""The router and its floor, by front end (gRPC, HTTP)."""
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of all threads of another process, to the nanosecond: /proc counts in hundredths of a second."""
-    return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) makes it, which Python lacks
+    """Return the CPU time of all threads of another process, to the nanosecond. /proc counts only hundredths of a second."""
+    return time.clock_gettime((~pid << 3) | 2)  # the clock of clock_getcpuclockid(3), which Python lacks
 
 
 @contextlib.asynccontextmanager
 async def targets(streams: int) -> AsyncIterator[Results]:
-    """The router and its floor, running, for each front end."""
+    """Run the router and its floor for each front end, until the block ends."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-")))
 
@@ -126,9 +129,10 @@ async def targets(streams: int) -> AsyncIterator[Results]:
 
 
 async def measure(streams: int, rounds: int) -> Results:
+    """Measure the router and its floors in `rounds` interleaved rounds."""
     async with targets(streams) as fronts:
         every = [target for pair in fronts.values() for target in pair]
-        for target in every:  # connections, caches and imports on first use are not what is measured
+        for target in every:  # warms up: connections, caches and first imports are not measured
             await target.client.ask(FLOODED_TOKENS, 0)
         for _ in range(rounds):
             for target in every:
@@ -141,6 +145,7 @@ async def measure(streams: int, rounds: int) -> Results:
 
 
 def show(results: Results, streams: int, rounds: int) -> None:
+    """Print the table."""
     title = f"CPU of the router, us; {streams} streams, medians of {rounds} interleaved rounds (lowest to highest)"
     made = table(title, ("front end", "a"), ("router", "floor", "ratio", *FIELD_US))
     kinds = (("request", "per_request"), ("token, paced", "per_token_paced"), ("token, flooded", "per_token_flooded"))
@@ -159,8 +164,11 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the router costs: CPU a request and a token, beside its floor.")
-    parser.add_argument("--streams", type=int, default=64, help="requests at once")
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description="Measure the CPU time of the router for a request and for a token, beside its floor."
+    )
+    parser.add_argument("--streams", type=int, default=64, help="number of requests at once")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     show(uvloop.run(measure(args.streams, args.rounds)), args.streams, args.rounds)

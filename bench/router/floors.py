@@ -1,7 +1,7 @@
-"""The least that the router's two front ends could cost: servers on the same libraries that do nothing but answer.
+"""Bare servers on the libraries of the router's two front ends. They only answer, so a front end cannot cost less.
 
-The gRPC one writes messages that are serialised already, as many and as long as the router's; the HTTP one is an ASGI
-application of its own, without routes or a framework, that writes the same SSE bytes.
+The gRPC server writes messages that are serialised beforehand, as many and as long as the router's. The HTTP server is an ASGI
+application without routes or a framework, which writes the same SSE bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ GENERATE = "/pdserve.rpc.v1.Inference/Generate"
 
 
 def messages(count: int) -> list[bytes]:
+    """Return an answer of `count` tokens as serialised gRPC messages."""
     return [
         inference_pb2.GenerateResponse(
             request_id=REQUEST_ID,
@@ -41,6 +42,7 @@ def messages(count: int) -> list[bytes]:
 
 
 def events(count: int) -> list[bytes]:
+    """Return an answer of `count` tokens as SSE events. The first one also carries the role."""
     call = Call(chat=True, request_id=REQUEST_ID, inputs=(), stream=True, include_usage=False, continuous_usage=False)
     format_ = ChunkFormat(Envelope(call, "tiny"), call, 0)
     made = [format_.chunk(text_of(index), FinishReason.LENGTH if index + 1 == count else None) for index in range(count)]
@@ -50,6 +52,7 @@ def events(count: int) -> list[bytes]:
 
 @contextlib.asynccontextmanager
 async def serve_grpc(config: PeerConfig) -> AsyncIterator[dict[str, Any]]:
+    """Run the bare gRPC server, and yield its address."""
     ticks = Ticks()
     prepared: dict[int, list[bytes]] = {}
 
@@ -77,6 +80,7 @@ async def serve_grpc(config: PeerConfig) -> AsyncIterator[dict[str, Any]]:
 
 @contextlib.asynccontextmanager
 async def serve_http(config: PeerConfig) -> AsyncIterator[dict[str, Any]]:
+    """Run the bare HTTP server, and yield its address."""
     ticks = Ticks()
     prepared: dict[int, list[bytes]] = {}
 

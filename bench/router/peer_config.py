@@ -1,7 +1,8 @@
-"""What the router, its stand-in workers and the bare servers share in `bench.router.cost`.
+"""Settings and timing that the stand-in workers and the bare servers of `bench.router.cost` share.
 
-A request says itself what it is to cost: `max_tokens` tokens, and as its seed the microseconds between two of them. A seed of 0
-means that tokens come as fast as they are taken. So one client asks the router and the bare servers for the same work.
+A request itself says what it shall cost: `max_tokens` is the number of tokens, and `seed` is the number of microseconds between
+two tokens. A seed of 0 means that tokens come as fast as they are taken. So one client asks the router and the bare servers for
+the same work.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
+    """The settings of one stand-in process."""
+
     kind: str  # "workers", "grpc" or "http"
-    streams: int  # requests that come together: their tokens share a step
+    streams: int  # requests at once; their tokens share a step
     model_fingerprint: str = ""
     max_model_len: int = 0
     link: str = ""
@@ -22,12 +25,13 @@ class PeerConfig:
 
 
 class Ticks:
-    """One timer for all streams, as one engine step is for all its requests; it runs while somebody waits."""
+    """One timer for all streams, as one engine step serves all its requests. It runs only while somebody waits."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
 
     def wait(self, interval_us: int) -> Awaitable[None]:
+        """Return a future that the next tick ends. The first caller after a tick sets the next one, `interval_us` later."""
         if self._next is None:
             loop = asyncio.get_running_loop()
             self._next = loop.create_future()
@@ -41,5 +45,5 @@ class Ticks:
 
 
 def text_of(index: int) -> str:
-    """The text of a token: as long as tokens are on average."""
+    """Return the text of a token. It is as long as such texts are on average."""
     return f" w{index % 1000:03}"

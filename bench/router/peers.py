@@ -1,4 +1,4 @@
-"""Runs one of the other processes of `bench.router.cost`: the stand-in workers, or a bare gRPC or HTTP server.
+"""Run one of the other processes of `bench.router.cost`: the stand-in workers, or a bare gRPC or HTTP server.
 
     python -m bench.router.peers --config FILE --exit-with-parent
 
@@ -33,7 +33,8 @@ async def _run(config: PeerConfig) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A peer of `python -m bench.router.cost`, which starts it.")
+    """Run the process until its standard input ends."""
+    parser = argparse.ArgumentParser(description="Run a stand-in process of `python -m bench.router.cost`.")
     parser.add_argument("--config", required=True)
     parser.add_argument("--exit-with-parent", action="store_true", required=True)
     uvloop.run(_run(load(PeerConfig, parser.parse_args().config)))

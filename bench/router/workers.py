@@ -1,8 +1,8 @@
 """A prefill and a decode worker without engines, fast enough to flood a router.
 
-They speak the link as real workers do: a request's token 0 comes from prefill, the rest from decode after its Attach.
-`testkit.fake_worker` computes each token when it is due; here the StepBatches of a whole wave are made and
-serialised before the first is sent, so that a flooded router, and not its worker, is what tokens wait for.
+They speak the link as real workers do: token 0 of a request comes from prefill, the rest from decode after its Attach.
+`testkit.fake_worker` computes each token when it is due. Here the requests of all streams form a wave: all its StepBatches are
+made and serialised before the first one is sent, so that tokens wait for the flooded router and not for its worker.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
 
 HEARTBEAT_S: Final = 1.0
 _CONNECT: Final = "/pdserve.rpc.v1.WorkerLink/Connect"
-_BLOCKS: Final = 1 << 16  # KV is not what is measured: there is always room
+_BLOCKS: Final = 1 << 16  # KV is not measured, so there is always room
 _BLOCK_SIZE: Final = 16
 
 
 class _Worker:
+    """One scripted worker, with its link to the router."""
+
     def __init__(self, config: PeerConfig, role: common_pb2.Role, name: str) -> None:
         self._config = config
         self._role = role
@@ -97,7 +99,7 @@ class _Worker:
         self._binds.pop(cancel.handle, None)
 
     def _attach(self, attach: decode_pb2.Attach, group: asyncio.TaskGroup) -> None:
-        """The last of a wave starts all of it."""
+        """Report the KV as committed. The last Attach of a wave starts the decoding of the whole wave."""
         bind = self._binds.pop(attach.handle, None)
         if bind is None:
             return
@@ -135,6 +137,7 @@ def _row(handle: int, index: int, max_tokens: int) -> link_pb2.StepRow:
 
 @contextlib.asynccontextmanager
 async def serve(config: PeerConfig) -> AsyncIterator[dict[str, Any]]:
+    """Run both workers, and yield once the router has welcomed them. Raises `TimeoutError` after 10 s."""
     workers = [_Worker(config, common_pb2.ROLE_PREFILL, "prefill-0"), _Worker(config, common_pb2.ROLE_DECODE, "decode-0")]
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
     try:

@@ -19,36 +19,43 @@ TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A turn: each stream asks one prompt after the other, and wants so many tokens of each."""
+    """The requests of one turn. Each stream asks its prompts (token ids) one after the other, and wants `tokens` tokens of
+    each.
+    """
 
     streams: tuple[tuple[tuple[int, ...], ...], ...]
     tokens: int
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that all requests of the turn generate."""
         return self.tokens * sum(map(len, self.streams))
 
 
 @dataclass(slots=True)
 class Turn:
-    """Seconds of a turn: the whole; of each request its first token, and the mean time from one to the next."""
+    """The times of one turn in seconds: `wall_s` of the whole turn, and for each request `ttft_s` until its first token and
+    `tpot_s`, the mean time between two tokens.
+    """
 
     wall_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
 
     def add(self, asked_s: float, first_s: float, last_s: float, tokens: int) -> None:
+        """Add a request by the times of its start and of its first and last token. `tokens` must be at least 2."""
         self.ttft_s.append(first_s - asked_s)
         self.tpot_s.append((last_s - first_s) / (tokens - 1))
 
 
 class BareEngine:
-    """As long as `started` is entered."""
+    """The engine in its own process. It can be used inside the block of `started`."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     def run(self, work: Work) -> Turn:
+        """Run one turn, and return its times. Raises `TimeoutError` when the engine is silent for 120 s."""
         self._pipe.send(work)
         if not self._pipe.poll(TIMEOUT_S):
             raise TimeoutError("the bare engine is silent")
@@ -59,6 +66,7 @@ class BareEngine:
 
 @contextmanager
 def started(config: EngineConfig) -> Iterator[BareEngine]:
+    """Run a bare engine until the block ends. Raises `TimeoutError` when it is not ready within 120 s."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, config), daemon=True)
@@ -120,7 +128,7 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
 
 
 def _turn(engine, messages, work: Work, numbers: Iterator[int]) -> Turn:  # type: ignore[no-untyped-def]
-    """A stream's next prompt is asked when the one before has its last token."""
+    """Run one turn. Each stream asks its next prompt once it has the last token of the one before."""
     from pdserve.core.ids import SeqId
     from pdserve.core.sampling import SamplingParams
     from pdserve.worker.messages import Reserve

@@ -1,11 +1,11 @@
-"""`make bench-service`: what the service takes beside its bare engine.
+"""`make bench-service` measures what the service takes beside its bare engine.
 
     python -m bench.service.beside_engine [--streams 1 8] [--prompt-tokens 128] [--tokens 64] [--requests 2] [--rounds 15]
 
-`pdserve up` with one colocated worker, asked over HTTP and streamed, and one engine thread in a process of its own without
-router, HTTP and text: the same prompts, lengths and arrivals (each stream asks its next prompt when it has the last token of
-the one before). Both run all the time and take turns; ratios are of the two turns of a round, with a 95 % interval of their
-median. The clients of the service are this process, which does nothing else.
+The service is `pdserve up` with one colocated worker, asked over HTTP with streaming. The bare engine is one engine thread in
+a process of its own, without router, HTTP and text. Both get the same prompts, lengths and arrivals: each stream asks its next
+prompt when it has the last token of the one before. Both run all the time and take turns; a ratio compares the two turns of a
+round, and has a 95 % interval of its median. The clients of the service run in this process, which does nothing else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _END: Final = b"\r\n0\r\n\r\n"
 
 
 class _Stream(asyncio.Protocol):
-    """One kept-alive connection; when the answer under way began to stream, and when it ended."""
+    """One kept-alive connection. `first_s` and `last_s` are the times of the first and last token of its answer."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -80,6 +80,7 @@ class _Stream(asyncio.Protocol):
 
 
 def post(prompt: Sequence[int], tokens: int) -> bytes:
+    """Return the bytes of an HTTP request for a streamed completion."""
     body: dict[str, Any] = {"model": "bench", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
     encoded = json.dumps(body).encode()
@@ -88,7 +89,7 @@ def post(prompt: Sequence[int], tokens: int) -> bytes:
 
 
 async def serve(address: str, work: Work) -> Turn:
-    """One turn of the service. Raises AssertionError unless every answer is whole."""
+    """Run one turn against the service. Raises `AssertionError` unless every answer is whole."""
     host, _, port = address.rpartition(":")
     loop, turn = asyncio.get_running_loop(), Turn()
     streams = [(await loop.create_connection(_Stream, host, int(port)))[1] for _ in work.streams]
@@ -115,7 +116,7 @@ async def serve(address: str, work: Work) -> Turn:
 
 @contextmanager
 def service(config: EngineConfig) -> Iterator[str]:
-    """`pdserve up`; its HTTP address."""
+    """Run `pdserve up`, and yield its HTTP address. Raises `RuntimeError` when it does not start."""
     flags = ["--prefill", "0", "--decode", "1", "--http-port", "0", "--model", config.model, "--served-model-name", "bench"]
     flags += ["--dtype", config.dtype, "--set", f"engine.threads={config.threads}"]
     process = subprocess.Popen((*PDSERVE, "up", *flags), stdout=subprocess.PIPE, text=True, env=os.environ)
@@ -136,7 +137,7 @@ def service(config: EngineConfig) -> Iterator[str]:
 
 
 def work_of(rng: random.Random, vocab: int, streams: int, requests: int, prompt: int, tokens: int) -> Work:
-    """Random prompts: nothing of them is cached on either side."""
+    """Return work with random prompts, so that neither side has any of them cached."""
 
     def one() -> tuple[int, ...]:
         return tuple(rng.randrange(vocab) for _ in range(prompt))
@@ -152,7 +153,9 @@ MEASURES: Final[dict[str, Callable[[Turn], float]]] = {
 
 
 def report(found: dict[int, list[tuple[Turn, Turn]]], tokens: dict[int, int], title: str) -> Table:
-    """found: by number of streams, the two turns of each round, the service's first."""
+    """Return the table. `found` holds the two turns of each round by number of streams, the service's turn first; `tokens`
+    holds the tokens of one turn by number of streams.
+    """
     made = Table("streams", "", title=title)
     for column in ("service", "bare engine", "service / bare", "95 %", "goal"):
         made.add_column(column, justify="right")
@@ -170,12 +173,13 @@ def report(found: dict[int, list[tuple[Turn, Turn]]], tokens: dict[int, int], ti
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=2, help="of each stream, one after the other")
+    parser.add_argument("--requests", type=int, default=2, help="requests of each stream, one after the other")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -185,7 +189,7 @@ def main() -> None:
     found: dict[int, list[tuple[Turn, Turn]]] = {streams: [] for streams in args.streams}
     tokens: dict[int, int] = {}
     with started(config) as bare, service(config) as address:
-        for number in range(-1, args.rounds):  # the first warms up and is forgotten
+        for number in range(-1, args.rounds):  # the first round warms up and is not counted
             for streams in args.streams:
                 work = work_of(rng, card.vocab_size, streams, args.requests, args.prompt_tokens, args.tokens)
                 tokens[streams] = work.num_tokens

@@ -1,8 +1,8 @@
-"""`make bench-disconnect`: how long blocks stay taken after their client has left, beside the time of one engine step.
+"""`make bench-disconnect` measures how long blocks stay held after their client has left, beside the time of one engine step.
 
-A step that is under way is finished before anything is freed, so a client that leaves at a random moment waits for half
-a step on average and for a whole one at most: that is the floor. What is seen here is later by up to one heartbeat, by
-which workers report their blocks, and by one look at the router's state.
+A step that is under way ends before anything is freed. A client that leaves at a random moment therefore waits for half a step
+on average, and for a whole step at most: that is the floor. This benchmark sees the blocks free later than that, by up to one
+heartbeat, with which workers report their blocks, and by one look at the router's state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEARTBEAT_S: Final = 0.005
 LOOK_S: Final = 0.0005
 TIMEOUT_S: Final = 60.0
 BUDGET_TOKENS: Final = 32
-PROMPT_TOKENS: Final = 900  # 29 steps: there is time to leave in the middle
+PROMPT_TOKENS: Final = 900  # 29 steps, so that there is time to leave in the middle
 OUTPUT_TOKENS: Final = 512
 TOKENS_READ: Final = 8
 SHORT: Final = list(range(100, 116))
@@ -43,7 +43,7 @@ Leave = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When the client leaves, and what one step takes then."""
+    """One moment of a request at which its client leaves."""
 
     name: str
     prompt: Sequence[int]
@@ -57,25 +57,27 @@ PREFILLING: Final = Moment("during its prefill", LONG, 0, frozenset({common_pb2.
 
 
 class Watch:
-    """The router's state over one open connection, so that a look costs little."""
+    """A view of the router's state over one open connection, so that a look costs little."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._stub = admin_pb2_grpc.AdminStub(channel)
 
     def until(self, holds: Callable[[inference_pb2.GetClusterStateResponse], bool]) -> None:
+        """Look at the state until `holds` accepts it. Raises `TimeoutError` after 60 s."""
         end_s = time.monotonic() + TIMEOUT_S
         while not holds(self._stub.GetClusterState(inference_pb2.GetClusterStateRequest(), timeout=TIMEOUT_S)):
             if time.monotonic() > end_s:
-                raise TimeoutError(f"the workers did not get there within {TIMEOUT_S:.0f} s")
+                raise TimeoutError(f"the cluster did not reach the expected state within {TIMEOUT_S:.0f} s")
             time.sleep(LOOK_S)
 
 
 def taken(state: inference_pb2.GetClusterStateResponse, roles: frozenset[int]) -> bool:
+    """Tell whether every worker of these roles holds blocks."""
     return all(worker.blocks.held for worker in state.workers if worker.role in roles)
 
 
 def by_grpc(cluster: ProcessCluster, moment: Moment) -> Leave:
-    """A gRPC stream, read so far; the result cancels it and ends its connection."""
+    """Open a gRPC stream, and read the moment's tokens. The returned function cancels the stream and closes its channel."""
     sampling = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
     channel = grpc.insecure_channel(cluster.grpc)
     call: Any = inference_pb2_grpc.InferenceStub(channel).Generate(
@@ -84,7 +86,7 @@ def by_grpc(cluster: ProcessCluster, moment: Moment) -> Leave:
     for _ in itertools.islice(call, moment.tokens_read):
         pass
 
-    def leave() -> None:  # it also keeps the call: one that nobody holds is cancelled
+    def leave() -> None:  # it also keeps the call alive: gRPC cancels one that nobody holds
         call.cancel()
         channel.close()
 
@@ -92,7 +94,7 @@ def by_grpc(cluster: ProcessCluster, moment: Moment) -> Leave:
 
 
 def by_http(cluster: ProcessCluster, moment: Moment) -> Leave:
-    """An HTTP stream, read so far; the result closes its socket."""
+    """Open an HTTP stream, and read the moment's tokens. The returned function closes its socket."""
     body = {
         "prompt": list(moment.prompt),
         "max_tokens": OUTPUT_TOKENS,
@@ -106,7 +108,7 @@ def by_http(cluster: ProcessCluster, moment: Moment) -> Leave:
     if not moment.tokens_read:
         return connection.close
     response = connection.getresponse()
-    for _ in range(2 * moment.tokens_read):  # a line, then an empty one
+    for _ in range(2 * moment.tokens_read):  # an event is a line and an empty one
         response.readline()
 
     def leave() -> None:
@@ -117,7 +119,7 @@ def by_http(cluster: ProcessCluster, moment: Moment) -> Leave:
 
 
 def measure(cluster: ProcessCluster, watch: Watch, moment: Moment, open_stream: Callable[..., Leave]) -> float:
-    """Seconds from leaving to all blocks of both workers being free."""
+    """Return the seconds from the moment at which the client leaves until all blocks of both workers are free."""
     leave = open_stream(cluster, moment)
     watch.until(lambda state: taken(state, moment.taken_on))
     left_s = time.monotonic()
@@ -127,7 +129,9 @@ def measure(cluster: ProcessCluster, watch: Watch, moment: Moment, open_stream: 
 
 
 def step_s(cluster: ProcessCluster, moment: Moment) -> float:
-    """One step alone: of decoding, or of prefill with the whole token budget."""
+    """Return the seconds of one step of a request that runs alone: a decode step, or a prefill step with the whole token
+    budget.
+    """
     tokens = 2 if moment is PREFILLING else 64
     sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
     message = request(moment.prompt, common_pb2.PLACEMENT_DISAGGREGATED, **sampling)
@@ -138,9 +142,10 @@ def step_s(cluster: ProcessCluster, moment: Moment) -> float:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="default, tiny, or what --model of `pdserve up` takes")
-    parser.add_argument("--times", type=int, default=TIMES, help="disconnects of each kind")
+    parser.add_argument("--model", default="default", help="default, tiny, or any value that `pdserve up --model` takes")
+    parser.add_argument("--times", type=int, default=TIMES, help="number of disconnects of each kind")
     args = parser.parse_args()
     engine = EngineConfig(
         model=args.model,
@@ -148,7 +153,7 @@ def main() -> None:
         max_num_batched_tokens=BUDGET_TOKENS,
         max_model_len=2048,
         threads=1,
-        enable_prefix_caching=False,  # the same prompts again and again
+        enable_prefix_caching=False,  # the prompts repeat, and must be computed each time
     )
     table = Table(title=f"Client leaves -> all blocks free on both workers: {args.model}, {args.times} times each")
     for column in ("leaves", "by", "median ms", "max ms", "one step ms (floor)"):

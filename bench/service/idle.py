@@ -1,10 +1,10 @@
-"""What a cluster costs while nobody uses it: CPU and memory of each of its processes, beside the limits.
+"""Measure what a cluster costs while nobody uses it: CPU and memory of each of its processes, beside the limits.
 
     python -m bench.service.idle [--seconds 30] [flags of `pdserve up`]
 
 CPU is user and system time over the window, in percent of one core. Memory is PSS: a page that n processes share
-counts 1/n in each, so the sum is what the cluster really takes. The driver, this process, is part of it, as `up` is.
-Exits with 1 when a limit is passed.
+counts 1/n in each, so the sum is what the cluster really takes. The driver is counted as well; it is this process here,
+and `pdserve up` otherwise. The exit status is 1 when a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pdserve.observe.title import PREFIX
 
 CPU_LIMIT_PERCENT = 15.0
 MEMORY_LIMIT_BYTES = 5 << 30
-SETTLE_S = 5.0  # Ray's agents and the workers' heartbeats settle
+SETTLE_S = 5.0  # until Ray's agents and the workers' heartbeats have settled
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one process, over the window."""
+    """CPU and memory that one process took during the window."""
 
     name: str
     cpu_percent: float
@@ -46,17 +46,20 @@ class Cost:
 
 
 def tree() -> list[psutil.Process]:
+    """Return this process and all its descendants."""
     this = psutil.Process()
     return [this, *this.children(recursive=True)]
 
 
 def cpu_s(process: psutil.Process) -> float:
+    """Return the user and system time of a process, in seconds."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def name_of(process: psutil.Process, workers: Mapping[int, str]) -> str:
-    """What it is, from its title or its command line: Ray's Python services are known by their script."""
+    """Return a readable name of a process, from its pid, its title or its command line. Ray's services in Python are named by
+    their scripts."""
     if process.pid == os.getpid():
         return "driver"
     if process.pid in workers:
@@ -69,7 +72,9 @@ def name_of(process: psutil.Process, workers: Mapping[int, str]) -> str:
 
 
 def measure(seconds: float, workers: Mapping[int, str], stop: threading.Event) -> list[Cost]:
-    """Of every process that lived through the window; `workers`: pid -> worker id."""
+    """Return the costs of every process that lived through the window. `workers` maps pids to worker ids; `stop` ends the
+    window early.
+    """
     before = {process: cpu_s(process) for process in tree()}
     began = time.monotonic()
     stop.wait(seconds)
@@ -80,12 +85,12 @@ def measure(seconds: float, workers: Mapping[int, str], stop: threading.Event) -
             percent = 100 * (cpu_s(process) - was) / elapsed_s
             costs.append(Cost(name_of(process, workers), percent, process.memory_full_info().pss))
         except psutil.NoSuchProcess:
-            continue  # it ended meanwhile
+            continue  # the process ended meanwhile
     return costs
 
 
 def report(costs: list[Cost]) -> int:
-    """Print the table; 1 when a limit is passed."""
+    """Print the table. Return 1 when a limit is exceeded, else 0."""
     made = table("idle cluster", ("process",), ("CPU, % of a core", "PSS"))
     for cost in sorted(costs, key=lambda cost: -cost.cpu_percent):
         made.add_row(cost.name, f"{cost.cpu_percent:.2f}", size(cost.pss_bytes))
@@ -98,12 +103,13 @@ def report(costs: list[Cost]) -> int:
 
 
 def run(config: ClusterConfig, seconds: float, stop: StopSignals) -> int:
+    """Start the cluster, let it settle, measure it for `seconds`, and return the exit status."""
     view = StartView(make_console(), after_ray=stop.reclaim)
     with Cluster(config, stop=stop.event, listener=view) as cluster:
         stop.at_once = cluster.kill
         with view:
             cluster.start()
-        supervisor = threading.Thread(target=cluster.supervise, daemon=True)  # its ticks are part of the cost
+        supervisor = threading.Thread(target=cluster.supervise, daemon=True)  # the supervisor's ticks are part of the cost
         supervisor.start()
         stop.event.wait(SETTLE_S)
         workers = {worker.pid: worker.worker_id for worker in cluster.reports}
@@ -118,6 +124,7 @@ def run(config: ClusterConfig, seconds: float, stop: StopSignals) -> int:
 @click.option("--seconds", type=float, default=30.0, show_default=True, help="Length of the window.")
 @one_line_errors
 def main(seconds: float, **flags: Any) -> int:
+    """Measure an idle cluster."""
     given = {name: value for name, value in flags.items() if value is not None}
     config = cluster_config(**{"http_port": 0, "prefill": 1, "decode": 2, **given})
     with StopSignals() as stop:

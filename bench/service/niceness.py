@@ -1,7 +1,8 @@
-"""`python -m bench.service.niceness`: one colocated worker at niceness 15 (Ray's) and at 0, beside busy processes.
+"""Compare a colocated worker at niceness 15 (Ray's default) with one at 0, beside busy processes.
 
-Two clusters run at once, each started by `pdserve up` with `RAY_worker_niceness` in its environment, and are asked in
-turns, so that both meet the same machine. The one that is not asked costs about 3 % of a core.
+Run it by `python -m bench.service.niceness`. Two clusters run at once, each started by `pdserve up` with `RAY_worker_niceness`
+in its environment. They are asked in turns, so that both meet the same machine. The cluster that is not asked costs about 3 %
+of a core.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from testkit.client import generate_all, request
 
 NICENESS: Final = (15, 0)
 STREAMS: Final = (1, 8)
-OUTPUT_TOKENS: Final = 32  # short rounds: whatever else the machine does then meets both
+OUTPUT_TOKENS: Final = 32  # short rounds, so that other load on the machine meets both
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 30.0
 UP: Final = ("-m", "pdserve.cli", "up", "--prefill", "0", "--decode", "1", "--port", "0")
@@ -35,7 +36,7 @@ SPIN: Final = "while True: pass"
 
 @contextlib.contextmanager
 def running(niceness: int, folder: Path) -> Iterator[str]:
-    """A cluster whose worker has this niceness; its gRPC address."""
+    """Run a cluster with a worker of this niceness; yield its gRPC address. Raises `RuntimeError` when it does not start."""
     output = folder / f"{niceness}.out"
     environment = {**os.environ, "RAY_worker_niceness": str(niceness)}
     with output.open("wb") as file, subprocess.Popen([sys.executable, *UP], stdout=file, env=environment) as child:
@@ -55,7 +56,7 @@ def running(niceness: int, folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that never rest."""
+    """Run `count` processes that never rest."""
     children = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         yield
@@ -66,6 +67,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def tokens_s(address: str, streams: int) -> float:
+    """Return the tokens a second of `streams` requests at once."""
     messages = [request(list(range(100, 116 + index)), max_tokens=OUTPUT_TOKENS, ignore_eos=True) for index in range(streams)]
     began = time.perf_counter()
     answers = generate_all(address, messages, concurrency=streams)
@@ -75,6 +77,7 @@ def tokens_s(address: str, streams: int) -> float:
 
 
 def main() -> None:
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--busy", type=int, default=1, help="processes that compute beside the worker")

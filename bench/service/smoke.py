@@ -1,8 +1,8 @@
-"""`make bench-smoke`: what one request and eight cost, disaggregated and colocated, beside their floors.
+"""`make bench-smoke` measures one request and eight at once, disaggregated and colocated, beside their floors.
 
-Three clusters of the same total KV run side by side and are asked in turn, so that they share the machine's moods:
-one prefill + one decode worker, two colocated workers (one thread each), one colocated worker with two threads. On a
-machine with two cores disaggregation gains nothing from specialised hardware; the table shows what it costs and where.
+Three clusters with the same total KV run side by side and are asked in turn, so that other load on the machine meets all of
+them: one prefill and one decode worker, two colocated workers (one thread each), and one colocated worker with two threads. On
+a machine with two cores disaggregation gains nothing from specialised hardware; the table shows what it costs, and where.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OUTPUT_TOKENS = 32
 
 @dataclass(slots=True)
 class Setup:
-    """One cluster and what it answered, by concurrency."""
+    """One cluster, with its answers and the seconds of each round, both by concurrency."""
 
     name: str
     prefill: int
@@ -44,6 +44,7 @@ class Setup:
 
 
 def setups(model: str, kv_bytes: int) -> list[Setup]:
+    """Return the three clusters. `kv_bytes` is the KV memory of a worker with one thread."""
     one = EngineConfig(model=model, kv_cache_memory=kv_bytes, threads=1, enable_prefix_caching=False)
     two = replace(one, kv_cache_memory=2 * kv_bytes, threads=2)
     return [
@@ -54,14 +55,14 @@ def setups(model: str, kv_bytes: int) -> list[Setup]:
 
 
 def parameters(card: ModelCard) -> int:
-    """Of the layers and the head, which every token passes; the embedding look-up costs nothing."""
+    """Return the number of weights in the layers and the head: every token passes them. The embedding look-up costs nothing."""
     attention = card.hidden_size * card.head_dim * (2 * card.num_heads + 2 * card.num_kv_heads)
     return card.num_layers * (attention + 3 * card.hidden_size * card.intermediate_size) + card.vocab_size * card.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Seconds and rates that no engine on this machine could beat with so many threads."""
+    """The best TTFT, ITL and rate that any engine could reach on this machine with so many threads."""
 
     ttft_s: float
     itl_s: float
@@ -69,9 +70,10 @@ class Floors:
 
 
 def floors(card: ModelCard, layout: KvLayout, machine: Machine, prompt: int, batch: int, setup: Setup) -> Floors:
-    """Prefill: FLOPs over peak, and the median request waits for half of its worker's others.
+    """Return the floors of `batch` requests at once.
 
-    A decode step: weights and KV read once, or its FLOPs, whichever takes longer.
+    Prefill takes its FLOPs at peak rate, and the median request also waits for half of the other prompts of its worker. A
+    decode step takes the time to read weights and KV once, or the time of its FLOPs, whichever is longer.
     """
     head = card.vocab_size * card.hidden_size
     prefill_s = 2 * ((parameters(card) - head) * prompt + head) / machine.bf16_flops_s
@@ -84,6 +86,7 @@ def floors(card: ModelCard, layout: KvLayout, machine: Machine, prompt: int, bat
 
 
 def run_round(cluster: ProcessCluster, setup: Setup, concurrency: int, prompt: Sequence[Sequence[int]]) -> None:
+    """Send all prompts to the cluster, and add the answers to `setup`."""
     sampling = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
     messages = [request(ids, setup.placement, **sampling) for ids in prompt]
     answers = generate_all(cluster.grpc, messages, concurrency)
@@ -92,14 +95,17 @@ def run_round(cluster: ProcessCluster, setup: Setup, concurrency: int, prompt: S
 
 
 def median(values: Sequence[float]) -> float:
+    """Return the median, or 0 when there are no values."""
     return statistics.median(values) if values else 0.0
 
 
 def itls(answers: Sequence[Answer]) -> list[float]:
+    """Return the times between consecutive tokens of all answers, in seconds."""
     return [b - a for answer in answers for a, b in zip(answer.arrivals_s, answer.arrivals_s[1:], strict=False)]
 
 
 def main_table(all_setups: list[Setup], concurrencies: Sequence[int], floor_of: dict[tuple[str, int], Floors]) -> Table:
+    """Return the table of times and rates as clients see them, beside the floors."""
     table = Table(title="Client's view: median, floor, and the share of the floor reached")
     for column in ("setup", "concurrent", "TTFT ms", "floor", "ITL ms", "floor", "tokens/s", "floor"):
         table.add_column(column, justify="left" if column == "setup" else "right")
@@ -126,6 +132,7 @@ PHASES = ("queue_s", "reserve_s", "prefill_s", "transfer_s", "commit_s", "expose
 
 
 def phase_table(all_setups: list[Setup], concurrencies: Sequence[int]) -> Table:
+    """Return the table of the median time of each phase, as the router reports it."""
     table = Table(title="Router's view: median ms of each phase of a request")
     table.add_column("setup")
     table.add_column("concurrent", justify="right")
@@ -140,6 +147,7 @@ def phase_table(all_setups: list[Setup], concurrencies: Sequence[int]) -> Table:
 
 
 def transfer_lines(setup: Setup, machine: Machine, concurrencies: Sequence[int]) -> list[str]:
+    """Return a line for each concurrency about the rate of KV transfers, beside a memory copy."""
     lines = []
     for concurrency in concurrencies:
         reports = [a.report for a in setup.answers[concurrency]]
@@ -154,7 +162,7 @@ def transfer_lines(setup: Setup, machine: Machine, concurrencies: Sequence[int])
 
 
 def cost_lines(all_setups: list[Setup], concurrencies: Sequence[int]) -> list[str]:
-    """What disaggregation costs here, and where."""
+    """Return a line for each concurrency that says what disaggregation costs here, and where."""
     apart, together = all_setups[0], all_setups[1]
     lines = []
     for concurrency in concurrencies:
@@ -171,12 +179,13 @@ def cost_lines(all_setups: list[Setup], concurrencies: Sequence[int]) -> list[st
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--kv-cache-memory-mib", type=int, default=256, help="a one-thread worker's")
+    parser.add_argument("--kv-cache-memory-mib", type=int, default=256, help="KV memory of a worker with one thread")
     args = parser.parse_args()
     console = Console(width=160)
     card = ModelCard.load(resolve(args.model))
@@ -189,7 +198,7 @@ def main() -> None:
         bar = progress.add_task("starting clusters", total=args.rounds * len(args.concurrency) * len(all_setups))
         clusters = [ProcessCluster(s.engine, prefill=s.prefill, decode=s.decode).__enter__() for s in all_setups]
         try:
-            for round_number in range(-1, args.rounds):  # round -1 warms up and is forgotten
+            for round_number in range(-1, args.rounds):  # round -1 warms up and is not counted
                 for concurrency in args.concurrency:
                     prompts = [[rng.randrange(card.vocab_size) for _ in range(args.prompt_tokens)] for _ in range(concurrency)]
                     for cluster, setup in zip(clusters, all_setups, strict=True):

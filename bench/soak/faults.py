@@ -1,4 +1,4 @@
-"""The faults of a soak: what, to whom and when follow from a seed; the cluster's own speed decides what they hit."""
+"""The faults of a soak. A seed decides their kinds, targets and times; the cluster's own speed decides what they hit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUTER: Final = "router"
 
 
 class Kind(Enum):
-    """What is done to one member."""
+    """One kind of fault of a worker or of the router."""
 
     WORKER_KILL = "worker killed"
     WORKER_LONG_STOP = "worker stopped until it is lost"
@@ -58,13 +58,17 @@ WEIGHTS: Final = {
 
 @dataclass(order=True, slots=True)
 class _Due:
+    """One action, and the time at which it is due."""
+
     at_s: float
     number: int
     action: Callable[[], None] = field(compare=False)
 
 
 class Injector:
-    """Strikes from entering to `stop`, on a thread of its own. Stopped members go on by the time `stop` returns."""
+    """Injects faults on a thread of its own, from entering until `stop`. Every member that it paused runs again when `stop`
+    returns.
+    """
 
     def __init__(self, cluster: ProcessCluster, seed: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -87,6 +91,7 @@ class Injector:
         self.stop()
 
     def stop(self) -> None:
+        """Inject no more faults, and perform at once all actions that are still due, such as resuming a paused member."""
         self._stop.set()
         self._thread.join()
         for due in self._due:
@@ -103,7 +108,7 @@ class Injector:
                 if now_s >= next_s:
                     self._strike()
                     next_s = now_s + self._pause_s()
-        except BaseException as exc:  # noqa: BLE001 - the report must say it
+        except BaseException as exc:  # noqa: BLE001 - the report shows it
             self.error = exc
 
     def _pause_s(self) -> float:
@@ -119,7 +124,9 @@ class Injector:
         self._perform(kind, name)
 
     def _may(self, name: str) -> bool:
-        """It runs, and so does another of its pool: with a whole pool gone nothing is tested but waiting."""
+        """Tell whether the member may be struck: it runs, and so does another one of its pool. A soak without a whole pool
+        would test nothing but waiting.
+        """
         pool = [n for n in self._cluster.worker_names if n.split("-")[0] == name.split("-")[0]]
         others = [n for n in pool if n != name] or [name]
         return self._runs(name) and any(self._runs(n) for n in others)
@@ -159,7 +166,7 @@ class Injector:
 
 
 def _drain(address: str, name: str) -> None:
-    """An operator's call. It may fail with the router it is made to."""
+    """Drain a worker as an operator does. The call may fail, because the router may fail during it."""
     with grpc.insecure_channel(address) as channel:
         try:
             for _ in admin_pb2_grpc.AdminStub(channel).Drain(inference_pb2.DrainRequest(worker_id=name), timeout=60):

@@ -1,4 +1,4 @@
-"""What must be nothing after a soak: blocks that are not free, processes that have grown, complaints in the logs."""
+"""Checks at the end of a soak: no block is held, no process has grown, and no log complains."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from testkit.footprint import Footprint, footprint
 from testkit.processes import ProcessCluster, is_empty
 
 EMPTY_TIMEOUT_S: Final = 60.0
-SETTLED_S: Final = 20.0  # a process this old has imported, loaded and served
-GROWTH_BYTES: Final = 48 << 20  # of a process that went on serving: allocators keep what a peak needed
-GROWTH_FDS: Final = 16  # connections to members that come and go
-GROWTH_THREADS: Final = 8  # pools that grow to their bound
+SETTLED_S: Final = 20.0  # by this age a process has imported, loaded and served
+GROWTH_BYTES: Final = 48 << 20  # no leak up to this: allocators keep the memory of a peak
+GROWTH_FDS: Final = 16  # no leak up to this: connections to members that come and go
+GROWTH_THREADS: Final = 8  # no leak up to this: thread pools grow to their bound
 
-COMPLAINTS: Final = (  # what asyncio says of tasks that were lost, and what we say of our own bugs
+COMPLAINTS: Final = (  # words by which asyncio reports lost tasks, and pdserve its own bugs
     "Task was destroyed but it is pending",
     "exception was never retrieved",
     "was never awaited",
@@ -30,6 +30,8 @@ COMPLAINTS: Final = (  # what asyncio says of tasks that were lost, and what we 
 
 @dataclass(slots=True)
 class _Seen:
+    """One process, with its footprint when it had settled and its last one. Times are seconds of the monotonic clock."""
+
     name: str
     began_s: float
     settled: Footprint | None = None
@@ -38,13 +40,16 @@ class _Seen:
 
 
 class Growth:
-    """Watches every process that lives long enough, also those that a fault ends. `look` now and then, `found` at the end."""
+    """Watches every process that lives long enough, also those that a fault ends. Call `look` now and then, and `found` at the
+    end.
+    """
 
     def __init__(self, cluster: ProcessCluster) -> None:
         self._cluster = cluster
         self._seen: dict[tuple[str, int], _Seen] = {}
 
     def look(self) -> None:
+        """Measure every process that has settled."""
         now_s = time.monotonic()
         for name, process in list(self._cluster.processes.items()):
             seen = self._seen.setdefault((name, process.popen.pid), _Seen(name, now_s))
@@ -54,7 +59,9 @@ class Growth:
                 seen.last, seen.last_s = now, now_s
 
     def rows(self) -> list[tuple[str, Footprint, Footprint]]:
-        """(name, settled, last seen) of the process of each member that was watched for longest."""
+        """Return (name and age, settled footprint, last footprint) of the process of each member that was watched for
+        longest.
+        """
         by_age = sorted(self._watched(), key=lambda seen: seen.last_s - seen.began_s)
         longest = {seen.name: seen for seen in by_age}
         return [
@@ -64,6 +71,7 @@ class Growth:
         ]
 
     def found(self) -> list[str]:
+        """Return a line for each process that has grown beyond the limits."""
         return [
             f"{seen.name} grew from {was} to {now}"
             for seen in self._watched()
@@ -72,6 +80,7 @@ class Growth:
 
     @property
     def num_watched(self) -> int:
+        """Number of processes that were measured at least once."""
         return len(self._watched())
 
     def _watched(self) -> list[_Seen]:
@@ -90,11 +99,11 @@ def _footprint(pid: int) -> Footprint | None:
     try:
         return footprint(pid)
     except psutil.NoSuchProcess:
-        return None  # it has just ended
+        return None  # the process has just ended
 
 
 def complaints(folder: Path) -> list[str]:
-    """The first line of each kind, of each member's log."""
+    """Return a line for each kind of complaint in each member's log: how often it occurs, and its first line."""
     found = []
     for path in sorted(folder.glob("*.log")):
         lines = path.read_text(errors="replace").splitlines()
@@ -106,7 +115,7 @@ def complaints(folder: Path) -> list[str]:
 
 
 def block_leaks(cluster: ProcessCluster) -> list[str]:
-    """Workers that still hold something after the last request has ended."""
+    """Return a line for each worker that still holds blocks, leases or sequences 60 s after the last request has ended."""
     try:
         cluster.assert_empty(EMPTY_TIMEOUT_S)
     except TimeoutError:

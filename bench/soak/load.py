@@ -1,7 +1,7 @@
-"""The load of a soak: random requests in a closed loop, each judged against what it comes to undisturbed.
+"""The load of a soak: random requests in a closed loop. Each answer is compared with that of the same request undisturbed.
 
-A client behaves as clients should: it tries again when it is told to, a bounded number of times. Some leave in the
-middle of their answer and some set a deadline that may pass.
+A client behaves as clients should: it tries again when it is told to, a bounded number of times. Some clients leave in the
+middle of their answer, and some set a deadline that may pass.
 """
 
 from __future__ import annotations
@@ -28,29 +28,31 @@ MAX_PROMPT_TOKENS: Final = 900
 MAX_OUTPUT_TOKENS: Final = 160
 PLAIN_IDS: Final = 256  # token ids that every model has
 PLACEMENTS: Final = (common_pb2.PLACEMENT_AUTO, common_pb2.PLACEMENT_DISAGGREGATED, common_pb2.PLACEMENT_COLOCATED)
-TRIES: Final = 40  # of one client: with the pause below they outlast a router that starts again and probes its workers
+TRIES: Final = 40  # with the pause below they last longer than a router takes to start again and probe its workers
 PAUSE_S: Final = 0.5
 END_TIMEOUT_S: Final = 180.0
-HANGS_AFTER_S: Final = 110.0  # just under the client's own time limit
-MAX_VIOLATIONS: Final = 50  # kept with their words; more are only counted
+HANGS_AFTER_S: Final = 110.0  # just below the client's own time limit
+MAX_VIOLATIONS: Final = 50  # this many are kept as text; all are counted
 
 
 class Manner(Enum):
-    """What a client does, and how often of a hundred times."""
+    """One way in which a client behaves. The value is how often of a hundred times."""
 
     STAYS = 75
     LEAVES = 15
-    HURRIES = 10  # a deadline that may pass
+    HURRIES = 10  # sets a deadline that may pass
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """One request, and the tokens of its undisturbed run."""
+
     message: inference_pb2.GenerateRequest
     expected: tuple[int, ...] = ()
 
 
 def random_cases(rng: random.Random, count: int = CASES) -> list[inference_pb2.GenerateRequest]:
-    """Half greedy, half seeded; prompts and outputs of all lengths, short ones more often."""
+    """Return random requests, half greedy and half seeded. Prompts and outputs have all lengths, short ones more often."""
     asked = []
     for i in range(count):
         prompt = [rng.randrange(PLAIN_IDS) for _ in range(_length(rng, MAX_PROMPT_TOKENS))]
@@ -68,44 +70,48 @@ def _length(rng: random.Random, most: int) -> int:
 
 
 def with_oracle(address: str, asked: Sequence[inference_pb2.GenerateRequest]) -> list[Case]:
-    """What each comes to, colocated and undisturbed."""
+    """Run each request colocated and undisturbed, and return it with the tokens that it gave."""
     answers = generate_all(address, asked, concurrency=16)
     return [Case(message, tuple(answer.ids)) for message, answer in zip(asked, answers, strict=True)]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the requests."""
+    """Counts of how the requests have ended."""
 
     ok: int = 0
     recovered: int = 0
-    """Of those that succeeded: by a retry or rebind within the cluster."""
+    """Requests that succeeded after a retry or rebind within the cluster."""
     tried_again: int = 0
-    """Of those that succeeded: because their client tried again when it was told to."""
+    """Requests that succeeded after their client tried again, as it was told to."""
     left: int = 0
+    """Requests that their client left."""
     late: int = 0
+    """Requests that passed the deadline that they had set."""
     tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """By reason, of each try that failed, also when a later one succeeded."""
+    """Tries that failed, by reason; a later try may have succeeded."""
     given_up: Counter[str] = field(default_factory=Counter)
-    """By the last reason: the client had no tries left."""
+    """Requests whose client had no tries left, by the reason of the last one."""
     violations: list[str] = field(default_factory=list)
     num_violations: int = 0
     ttft_s: list[tuple[float, float]] = field(default_factory=list)
-    """(when since the start, seconds) of each success."""
+    """(time since the start, TTFT) of each success, both in seconds."""
 
     @property
     def total(self) -> int:
+        """Number of requests that have ended without a violation."""
         return self.ok + self.left + self.late + self.given_up.total()
 
     def violated(self, what: str) -> None:
+        """Count a violation. Its text is kept as long as fewer than 50 are."""
         self.num_violations += 1
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(what)
 
 
 class Clients:
-    """So many at once, from entering to `stop`, on a thread of their own."""
+    """Runs `count` clients at once on a thread of its own, from entering until `stop`."""
 
     def __init__(self, address: str, cases: Sequence[Case], *, count: int, seed: int) -> None:
         self.tally = Tally()
@@ -125,7 +131,9 @@ class Clients:
         self.stop()
 
     def stop(self) -> None:
-        """No new requests; waits for those that run. One that never ends is a violation."""
+        """Send no new requests, and wait up to 180 s for those under way. A request that has not ended by then is a
+        violation.
+        """
         self._stopping = True
         self._thread.join(END_TIMEOUT_S)
         if self._thread.is_alive():
@@ -134,7 +142,7 @@ class Clients:
     def _run(self) -> None:
         try:
             asyncio.run(self._all())
-        except BaseException as exc:  # noqa: BLE001 - the report must say it
+        except BaseException as exc:  # noqa: BLE001 - the report shows it
             self.tally.violated(f"the clients died: {exc!r}")
 
     async def _all(self) -> None:
@@ -157,7 +165,7 @@ class Clients:
             await self._ask(stub, Case(message, case.expected), patience_s)
 
     async def _ask(self, stub: inference_pb2_grpc.InferenceStub, case: Case, patience_s: float | None) -> None:
-        """One request, with its client's retries."""
+        """Send one request, and send it again as its client may."""
         for number in range(TRIES):
             outcome = Outcome()
             began_s = time.monotonic()
@@ -175,7 +183,7 @@ class Clients:
         self.tally.given_up[outcome.reason or "connection"] += 1
 
     def _judge(self, case: Case, outcome: Outcome, number: int, took_s: float) -> bool:
-        """Count it. Whether the client tries again."""
+        """Count the outcome of one try. Return whether the client tries again."""
         tally, ids = self.tally, tuple(outcome.answer.ids)
         right = case.expected if outcome.ok else case.expected[: len(ids)]
         tally.tokens += len(ids)
@@ -211,7 +219,7 @@ class Clients:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The longest prefix of both."""
+    """Return the longest prefix that both sequences share."""
     same = []
     for a, b in zip(left, right, strict=False):
         if a != b:

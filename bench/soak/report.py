@@ -1,4 +1,4 @@
-"""What a soak has shown, as tables, and whether that is enough."""
+"""The result of a soak: tables, and the verdict."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from testkit.footprint import Footprint
 
 @dataclass(slots=True)
 class Report:
+    """The result of one soak."""
+
     minutes: float
     seed: int
     tally: Tally
@@ -25,13 +27,15 @@ class Report:
     leaks: list[str] = field(default_factory=list)
     num_watched: int = 0
     broken: list[str] = field(default_factory=list)
-    """What went wrong with the soak itself or with healing."""
+    """Errors of the soak itself, and of healing."""
 
     @property
     def passed(self) -> bool:
+        """Tell whether a request has succeeded and nothing was wrong."""
         return self.tally.ok > 0 and not (self.tally.num_violations or self.leaks or self.broken)
 
     def show(self, console: Console) -> None:
+        """Print the tables, a line for everything that was wrong, and the verdict."""
         console.print(self._requests())
         console.print(self._faults())
         console.print(self._growth())
@@ -91,6 +95,7 @@ class Report:
 
 
 def ended(restart: Restart) -> str:
+    """Say how the process before a restart ended."""
     if restart.aborted:
         return f"died of itself (signal {-restart.status})"
     return f"killed (signal {-restart.status})" if restart.status < 0 else f"exit {restart.status}"

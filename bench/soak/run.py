@@ -1,8 +1,9 @@
-"""`make soak MINUTES=10`: random load and random faults on a real cluster, then what was wrong, which must be nothing.
+"""`make soak MINUTES=10` puts a real cluster under random load and random faults, and reports all that was wrong.
 
-Two prefill and two decode workers, batch-invariant, so that every token can be compared with the same request's
-undisturbed run. Faults and requests follow from `--seed`. Exits with 1 on a wrong token, a hang, an error without a
-reason that a client can act on, a block that is not free at the end, a process that has grown, or a lost task.
+The cluster has two prefill and two decode workers and is batch-invariant, so that every token can be compared with the
+undisturbed run of the same request. Faults and requests follow from `--seed`. The exit status is 1 after a wrong token, a hang,
+an error without a reason that a client can act on, a block that is not free at the end, a process that has grown, or a lost
+task.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ HEAL_TIMEOUT_S: Final = 120.0
 
 
 def engine(model: str) -> EngineConfig:
+    """Return the settings of the engine of all workers."""
     small = model == "tiny"
     return EngineConfig(
         model=model,
@@ -45,12 +47,13 @@ def engine(model: str) -> EngineConfig:
 
 
 def main() -> int:
+    """Run the soak. Return 0 when it passed, else 1."""
     args = parse()
     console = Console()
     rng = random.Random(args.seed)
-    # Here more is lost than a tenth of the requests, on purpose: the bucket that bounds retries must not be the test.
+    # More than a tenth of the requests is lost on purpose. The budget of retries is not tested here, so it must not run out.
     router = RouterConfig(retry_share=1.0, retry_burst=1000)
-    # NIXL over TCP, as between machines: with copies within the host a stopped peer can still be read.
+    # NIXL runs over TCP, as between machines: by CMA (copies within the host) a stopped peer could still be read.
     env = {"UCX_TLS": "tcp,self"} if args.tcp else {}
     with ProcessCluster(engine(args.model), prefill=2, decode=2, router=router, env=env) as cluster:
         console.print(f"the undisturbed runs of {args.cases} requests")
@@ -66,19 +69,22 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", default="tiny", help="tiny, default, or what --model of `pdserve up` takes")
+    parser.add_argument("--model", default="tiny", help="tiny, default, or any value that `pdserve up --model` takes")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--cases", type=int, default=64, help="different requests")
+    parser.add_argument("--cases", type=int, default=64, help="number of different requests")
     parser.add_argument("--tcp", action=argparse.BooleanOptionalAction, default=True, help="KV over TCP instead of CMA")
-    parser.add_argument("--logs", default="soak-logs", help="where the logs go when something was wrong")
+    parser.add_argument("--logs", default="soak-logs", help="folder that gets the logs when something was wrong")
     return parser.parse_args()
 
 
 def soak(cluster: ProcessCluster, cases: list[Case], args: argparse.Namespace, console: Console) -> Report:
-    """Load and faults for so long, then calm: everything must have come back."""
+    """Run load and faults for the given minutes, then let the cluster heal. Return what was found; everything must have come
+    back.
+    """
     growth = Growth(cluster)
     with Supervisor(cluster) as supervisor:
         with (
@@ -103,6 +109,7 @@ def soak(cluster: ProcessCluster, cases: list[Case], args: argparse.Namespace, c
 
 
 def watch(seconds: float, growth: Growth, clients: Clients, injector: Injector, console: Console) -> None:
+    """Show the progress and measure the processes for `seconds`."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("soak", total=seconds)
@@ -118,6 +125,7 @@ def watch(seconds: float, growth: Growth, clients: Clients, injector: Injector, 
 
 
 def serves_as_before(cluster: ProcessCluster, cases: list[Case]) -> list[str]:
+    """Send all requests to the healed cluster again. Return a line when any answer is wrong."""
     answers = generate_all(cluster.grpc, [case.message for case in cases], concurrency=16)
     wrong = sum(tuple(answer.ids) != case.expected for answer, case in zip(answers, cases, strict=True))
     return [f"{wrong} of {len(cases)} requests were wrong after healing"] if wrong else []

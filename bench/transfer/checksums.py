@@ -1,9 +1,9 @@
-"""What checksums cost prefill: the same prompts through the engine with and without, in turns.
+"""Measure what checksums cost prefill: the same prompts pass the engine with and without them, in turns.
 
     python -m bench.transfer.checksums [--tokens 2048] [--rounds 15] [--model default]
 
-One prompt at a time through scheduler, block pool, model and the sums, as an engine thread runs them; every prompt is new.
-Times are CPU seconds of that one thread, so that what else the machine does counts little.
+One prompt at a time passes scheduler, block pool, model and the sums, as in an engine thread; every prompt is new.
+Times are CPU seconds of that one thread, so that other load on the machine matters little.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class Prefill:
+    """The steps of one engine, with checksums or without."""
+
     def __init__(self, runner: ModelRunner, config: EngineConfig, *, checksums: bool) -> None:
         self.runner = runner
         pool = BlockPool(runner.kv.num_blocks)
@@ -45,7 +47,7 @@ class Prefill:
         self.count = 0
 
     def compute(self, prompt: tuple[int, ...]) -> tuple[float, float]:
-        """CPU seconds: of the whole, sums included, and until token 0 was told."""
+        """Compute one prompt. Return the CPU seconds of the whole, sums included, and those until token 0 was told."""
         self.count += 1
         began_s = time.thread_time()
         plan, _ = self.steps.begin([AddLent(SeqId(self.count), prompt, PARAMS, 0)])
@@ -61,6 +63,7 @@ class Prefill:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=15)
@@ -100,7 +103,7 @@ def main() -> None:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """95 % of the medians of resampled rounds."""
+    """Return the 95 % interval of the median, found by resampling the rounds."""
     rng = random.Random(2)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
     return medians[50], medians[1949]

@@ -1,10 +1,10 @@
-"""What a handoff costs the stream when KV is read chunk by chunk: the time from token 0 to usable KV.
+"""Measure what a handoff costs the stream when KV is read chunk by chunk: the time from token 0 to usable KV.
 
     python -m bench.transfer.handoff [--chunks 8] [--chunk-blocks 32] [--block-kib 360] [--chunk-ms 100] [--runs 15]
 
 Lender and reader are two processes with the production lease service, transfer thread and pull over NIXL; prefill is a
 timer that makes a chunk final every `--chunk-ms`. Three prompts take turns in every round, each with checksums and
-without: one read while it is computed, one that becomes final at once, and one of a single chunk. The floor is a plain
+without: one is read while it is computed, one becomes final at once, and one has a single chunk. The floor is a plain
 copy of the same blocks within this process. Every pull is compared bit for bit.
 """
 
@@ -49,26 +49,32 @@ BLOCK_SIZE = 16  # tokens
 
 @dataclass(frozen=True)
 class Shape:
+    """The size of the prompt: `chunks` of `chunk_blocks` blocks, each block of `block_kib` KiB."""
+
     chunks: int
     chunk_blocks: int
     block_kib: int
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the whole prompt."""
         return self.chunks * self.chunk_blocks
 
     @property
     def layout(self) -> KvLayout:
-        """Blocks of the asked size: one head, as many layers as it takes."""
+        """Layout of a block of the asked size: one head, and as many layers as fit."""
         bytes_per_layer = 2 * BLOCK_SIZE * 64 * 2
         return KvLayout(self.block_kib * 1024 // bytes_per_layer, 1, 64, BLOCK_SIZE, "bfloat16")
 
     def pool(self, *, fill: bool) -> Pool:
+        """Make a pool for the whole prompt. `fill` gives it the bytes that all processes share."""
         return Pool(self.num_blocks, self.layout.block_bytes, fill=fill)
 
 
 async def serve(shape: Shape) -> None:
-    """The lender. Each line on stdin is `BLOCKS CHUNK_BLOCKS INTERVAL_S CHECKSUMS`: grant, answer the ticket, advance."""
+    """Run the lender. Each line on stdin is `BLOCKS CHUNK_BLOCKS INTERVAL_S CHECKSUMS`; for each, grant a lease, print its
+    ticket and advance it.
+    """
     pool = shape.pool(fill=True)
     transport = NixlTransport(WorkerId("lender"), PEER_INCARNATION, pool.region)
     loop = asyncio.get_running_loop()
@@ -94,7 +100,7 @@ async def serve(shape: Shape) -> None:
             await asyncio.sleep(float(interval))
             first = FirstToken(1, None) if done == len(ids) else None
             service.publish(table.advance(lease_id, done * BLOCK_SIZE, first, now_s=loop.time()))
-            if summed:  # beside the loop, as in a worker's engine thread
+            if summed:  # on another thread than the loop's, as in a worker
                 final = ids[done - int(step) : done]
                 service.seal(lease_id, done - int(step), await asyncio.to_thread(sum_blocks, final))
     await server.stop(None)
@@ -104,6 +110,7 @@ async def serve(shape: Shape) -> None:
 def ticket_of(
     lease_id: LeaseId, shape: Shape, region: Region, address: str, ids: tuple[BlockId, ...], *, checksums: bool
 ) -> Ticket:
+    """Return the sealed ticket of a lease over the blocks `ids`."""
     ticket = Ticket(
         incarnation=lease_id.incarnation,
         lease_counter=lease_id.counter,
@@ -121,7 +128,7 @@ def ticket_of(
 
 
 class Reader:
-    """The decode worker's half, and the lender's process."""
+    """The decode worker's half of the handoff, which also drives the lender's process."""
 
     def __init__(self, shape: Shape, lender: asyncio.subprocess.Process) -> None:
         self.shape = shape
@@ -134,10 +141,14 @@ class Reader:
         self.binds = 0
 
     async def start(self) -> None:
+        """Start the transfer thread and make the lease client."""
         metadata = await self.thread.start()
         self.client = LeaseClient(READER_INCARNATION, metadata, self.thread, self.config, cluster_token=TOKEN)
 
     async def pull(self, blocks: int, step: int, interval_s: float, *, checksums: bool) -> PullResult:
+        """Let the lender make `blocks` blocks final, `step` at a time every `interval_s`, and pull them. Raises
+        `AssertionError` when a byte differs.
+        """
         assert self.lender.stdin is not None
         assert self.lender.stdout is not None
         self.lender.stdin.write(f"{blocks} {step} {interval_s} {checksums}\n".encode())
@@ -155,20 +166,24 @@ class Reader:
         return pulled
 
     def sum(self, blocks: int) -> float:
+        """Return the seconds that the checksums of `blocks` blocks take."""
         began_s = time.perf_counter()
         BlockSums(torch.from_numpy(self.source.array))(range(blocks))
         return time.perf_counter() - began_s
 
     def copy(self, blocks: int) -> float:
+        """Return the seconds that a copy of `blocks` blocks within this process takes."""
         return copy(self.source, self.pool, list(range(blocks)))
 
     async def close(self) -> None:
+        """Close the lease client and end the transfer thread."""
         await self.client.close()
         await self.thread.close()
 
 
 @asynccontextmanager
 async def started(shape: Shape) -> AsyncIterator[Reader]:
+    """Run a lender and a reader until the block ends."""
     sizes = [str(size) for size in (shape.chunks, shape.chunk_blocks, shape.block_kib)]
     command = ["-m", "bench.transfer.handoff", "--serve"]
     command += ["--chunks", sizes[0], "--chunk-blocks", sizes[1], "--block-kib", sizes[2]]
@@ -185,7 +200,9 @@ async def started(shape: Shape) -> AsyncIterator[Reader]:
 
 
 async def measure(shape: Shape, chunk_s: float, runs: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each run, by row, and the share of bytes exposed when streamed. The first round is not counted."""
+    """Return the seconds of each run, by row, and the share of bytes that were still to be read at token 0 when streamed. The
+    first round is not counted.
+    """
     rounds: list[dict[str, float]] = []
     shares: list[float] = []
     async with started(shape) as reader:
@@ -213,6 +230,7 @@ async def measure(shape: Shape, chunk_s: float, runs: int) -> tuple[dict[str, li
 
 
 def report(times_s: dict[str, list[float]], share: float, shape: Shape) -> Table:
+    """Return the table."""
     chunk_bytes = shape.chunk_blocks * shape.layout.block_bytes
     runs = len(next(iter(times_s.values())))
     size = f"{shape.chunks} chunks of {shape.chunk_blocks} blocks ({chunk_bytes / 1e6:.1f} MB each)"
@@ -229,11 +247,14 @@ def report(times_s: dict[str, list[float]], share: float, shape: Shape) -> Table
 
 
 def main() -> None:
+    """Run the benchmark, or with --serve the lender."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--chunk-blocks", type=int, default=32, help="32: 512 tokens")
-    parser.add_argument("--block-kib", type=int, default=360, help="360: SmolLM2-135M, 16 tokens, bf16")
-    parser.add_argument("--chunk-ms", type=float, default=100.0, help="what prefill takes for a chunk")
+    parser.add_argument("--chunk-blocks", type=int, default=32, help="blocks of a chunk; 32 hold 512 tokens")
+    parser.add_argument(
+        "--block-kib", type=int, default=360, help="size of a block; 360 is that of SmolLM2-135M with 16 tokens in bf16"
+    )
+    parser.add_argument("--chunk-ms", type=float, default=100.0, help="time that prefill takes for a chunk")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

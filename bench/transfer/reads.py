@@ -1,10 +1,10 @@
-"""How fast KV blocks cross between two processes, beside what the machine can do.
+"""Measure how fast KV blocks cross between two processes, beside what the machine can do.
 
     python -m bench.transfer.reads [--blocks 256] [--block-kib 360] [--runs 15]
 
 Four ways move the same scattered blocks, one after the other in every round, so that a busy machine slows all of
 them: a plain copy within this process (the floor), NIXL as the workers use it, NIXL held to TCP, and a raw TCP
-loopback socket (the peer of the latter). Every NIXL read is compared bit for bit.
+loopback socket to compare the latter with. Every NIXL read is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ READER_INCARNATION = Incarnation(2)
 
 
 class Pool:
-    """[num_blocks, block_bytes] uint8; `fill` gives every process the same bytes."""
+    """A pool of blocks: `array` is [num_blocks, block_bytes] uint8. `fill` gives every process the same random bytes."""
 
     def __init__(self, num_blocks: int, block_bytes: int, *, fill: bool) -> None:
         self.array = np.zeros((num_blocks, block_bytes), dtype=np.uint8)
@@ -51,13 +51,15 @@ class Pool:
 
 @dataclass(frozen=True)
 class Peer:
+    """The passive process as a reader sees it: its NIXL metadata, its pool, and the port of its socket."""
+
     metadata: bytes
     region: Region
     port: int
 
 
 def serve(num_blocks: int, block_bytes: int) -> None:
-    """The passive side: prints where it is, sends its pool to whoever asks on the socket, until stdin ends."""
+    """Run the passive process until stdin ends. It prints where its pool is, and sends the pool to the client of its socket."""
     pool = Pool(num_blocks, block_bytes, fill=True)
     transport = NixlTransport(WorkerId("peer"), PEER_INCARNATION, pool.region)
     server = socket.create_server(("127.0.0.1", 0))
@@ -69,7 +71,9 @@ def serve(num_blocks: int, block_bytes: int) -> None:
 
 
 def answer(server: socket.socket, pool: Pool) -> None:
-    """One client; each request is a count of bytes."""
+    """Serve one client. Each request is a count of bytes, as 8 bytes little-endian; the answer is that many bytes of
+    the pool.
+    """
     connection, _ = server.accept()
     with connection:
         while len(request := connection.recv(8)) == 8:
@@ -78,6 +82,7 @@ def answer(server: socket.socket, pool: Pool) -> None:
 
 @contextmanager
 def started_peer(num_blocks: int, block_bytes: int) -> Iterator[Peer]:
+    """Run a passive process until the block ends."""
     command = [sys.executable, "-m", "bench.transfer.reads", "--serve", "--blocks", str(num_blocks)]
     command += ["--block-bytes", str(block_bytes)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -94,7 +99,7 @@ def started_peer(num_blocks: int, block_bytes: int) -> Iterator[Peer]:
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """For processes and agents made inside the block."""
+    """Set environment variables for processes and agents that are made inside the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -108,7 +113,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 class NixlWay:
-    """A reader and its peer. `run` reads the whole pool in scattered order."""
+    """A reader with a passive process of its own. `run` reads the whole pool in scattered order."""
 
     def __init__(self, stack: ExitStack, num_blocks: int, block_bytes: int, source: Pool, order: list[int]) -> None:
         self.peer = stack.enter_context(started_peer(num_blocks, block_bytes))
@@ -120,6 +125,7 @@ class NixlWay:
         self.transport.connect(PEER_INCARNATION, self.peer.metadata)
 
     def run(self) -> float:
+        """Read the pool, and return the seconds. Raises `TimeoutError` after 30 s, and `AssertionError` when a byte differs."""
         self.pool.array[:] = 0
         started_s = time.perf_counter()
         handle = self.transport.post_read(PEER_INCARNATION, self.peer.region, self.order, range(len(self.order)))
@@ -133,6 +139,7 @@ class NixlWay:
 
 
 def copy(source: Pool, target: Pool, order: list[int]) -> float:
+    """Copy the blocks `order` of `source` into `target`, and return the seconds."""
     started_s = time.perf_counter()
     for local, remote in enumerate(order):
         ctypes.memmove(target.region.address_of(local), source.region.address_of(remote), source.region.block_bytes)
@@ -140,6 +147,7 @@ def copy(source: Pool, target: Pool, order: list[int]) -> float:
 
 
 def receive(connection: socket.socket, target: Pool) -> float:
+    """Fill `target` from the socket, and return the seconds."""
     view = target.array.data.cast("B")
     started_s = time.perf_counter()
     connection.sendall(struct.pack("<Q", len(view)))
@@ -149,7 +157,7 @@ def receive(connection: socket.socket, target: Pool) -> float:
 
 
 def measure(num_blocks: int, block_bytes: int, runs: int) -> dict[str, list[float]]:
-    """Seconds of each run, by way. The first round warms up and is not counted."""
+    """Return the seconds of each run, by way. The first round warms up and is not counted."""
     order = [int(block) for block in np.random.default_rng(SEED).permutation(num_blocks)]
     source, target = Pool(num_blocks, block_bytes, fill=True), Pool(num_blocks, block_bytes, fill=False)
     with ExitStack() as stack:
@@ -168,6 +176,7 @@ def measure(num_blocks: int, block_bytes: int, runs: int) -> dict[str, list[floa
 
 
 def report(times_s: dict[str, list[float]], num_blocks: int, block_bytes: int) -> Table:
+    """Return the table."""
     total_bytes = num_blocks * block_bytes
     runs = len(next(iter(times_s.values())))
     title = f"{num_blocks} blocks of {block_bytes // 1024} KiB ({total_bytes / 1e6:.0f} MB), median of {runs} interleaved runs"
@@ -183,9 +192,12 @@ def report(times_s: dict[str, list[float]], num_blocks: int, block_bytes: int) -
 
 
 def main() -> None:
+    """Run the benchmark, or with --serve the passive process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=256)
-    parser.add_argument("--block-kib", type=int, default=360, help="360: SmolLM2-135M, 16 tokens, bf16")
+    parser.add_argument(
+        "--block-kib", type=int, default=360, help="size of a block; 360 is that of SmolLM2-135M with 16 tokens in bf16"
+    )
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--block-bytes", type=int, help=argparse.SUPPRESS)

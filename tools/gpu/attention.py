@@ -1,6 +1,6 @@
-"""The attention kernels beside torch's scaled_dot_product_attention on contiguous K and V, and in every KV format.
+"""The attention kernels beside torch's scaled_dot_product_attention on contiguous K and V, in every KV format.
 
-Llama-3-8B's pool: 32 layers, so that blocks lie as far apart as they do in production, and each layer in its turn.
+The pool is Llama-3-8B's with 32 layers, so that blocks lie as far apart as they do in production. All layers take turns.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tools.gpu.pools import random_pool
 from tools.gpu.row import Row, Setup, replayed_s, rotations
 
 BLOCK_SIZE = 16
-MEMORY_SHARE = 0.4  # of the device, for one pool
-# Beside the one in use; see prefill_tiling. All have as many rows, so they take the same tiles of the query.
+MEMORY_SHARE = 0.4  # one pool may take this share of the device's memory
+# Tilings to compare with the one in use, see prefill_tiling. All have as many rows, so they take the same tiles of the query.
 OTHER_TILINGS = (Tiling(128, 32, 8, 3), Tiling(128, 64, 8, 4), Tiling(128, 128, 8, 3))
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The shape of its attention."""
+    """The shape of one model's attention."""
 
     layers: int
     heads: int
@@ -46,7 +46,7 @@ TINY = Model(2, 4, 2, 64)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`sequences` of `past` positions get `count` tokens each."""
+    """One step of `sequences` sequences. Each has `past` positions and gets `count` tokens."""
 
     model: Model
     sequences: int
@@ -55,14 +55,16 @@ class Case:
 
     @property
     def positions(self) -> int:
+        """Positions of each sequence after the step."""
         return self.past + self.count
 
     def kv_bytes(self, kind: KvFormat) -> float:
-        """Of the numbers of one layer."""
+        """Return the bytes of the numbers in K and V of one layer, without their scales."""
         number_bytes = 2 if kind is KvFormat.PLAIN else kind.stored_dim(self.model.dim) / self.model.dim
         return self.sequences * self.positions * 2 * self.model.kv_heads * self.model.dim * number_bytes
 
     def pool(self, device: torch.device, kind: KvFormat) -> PagedKv:
+        """Return a pool for all sequences, full of random numbers."""
         blocks = self.sequences * ceil_div(self.positions, BLOCK_SIZE)
         model = self.model
         return random_pool(
@@ -71,26 +73,27 @@ class Case:
         )  # fmt: skip
 
     def spans(self) -> tuple[Span, ...]:
-        """On shuffled blocks."""
+        """Return the span of each sequence, on shuffled blocks."""
         blocks = ceil_div(self.positions, BLOCK_SIZE)
         order = torch.randperm(self.sequences * blocks, generator=torch.Generator().manual_seed(0)).tolist()
         tables = [tuple(BlockId(b) for b in order[i * blocks : (i + 1) * blocks]) for i in range(self.sequences)]
         return tuple(Span(i * self.count, self.past, self.count, table) for i, table in enumerate(tables))
 
     def query(self, device: torch.device) -> Tensor:
+        """Return a random query: [sequences * count, heads, dim], bfloat16."""
         shape = (self.sequences * self.count, self.model.heads, self.model.dim)
         return torch.randn(shape, device=device).to(torch.bfloat16)
 
 
 def ours_s(setup: Setup, case: Case, kind: KvFormat) -> float:
-    """Of one layer, as the engine calls it."""
+    """Return the seconds of one layer, called as the engine calls it."""
     backend = TritonAttention(case.pool(setup.device, kind), case.model.heads, torch.bfloat16)
     step, query = backend.prepare(case.spans()), case.query(setup.device)
     return replayed_s([partial(backend.run, step, layer, query) for layer in range(case.model.layers)], setup.device)
 
 
 def torch_s(setup: Setup, case: Case) -> float:
-    """K and V gathered beforehand, without cost."""
+    """Return the seconds of one layer by torch. K and V are gathered beforehand, which costs it nothing."""
     model = case.model
     causal = case.count > 1
     query = torch.randn((case.sequences, model.heads, case.count, model.dim), device=setup.device).to(torch.bfloat16)
@@ -105,6 +108,7 @@ def torch_s(setup: Setup, case: Case) -> float:
 
 
 def run_prefill(setup: Setup, case: Case) -> None:
+    """Compare a prefill with torch, and its tiling with others."""
     operations = 2 * case.model.heads * case.model.dim * case.count * (case.count + 1)
     flops_s = machine(setup).flops_s
     took_s, theirs_s = ours_s(setup, case, KvFormat.PLAIN), torch_s(setup, case)
@@ -120,12 +124,14 @@ def run_prefill(setup: Setup, case: Case) -> None:
 
 
 def tiled(pool: PagedKv, step: TritonStep, query: Tensor, tiling: Tiling) -> list[Callable[[], None]]:
+    """Return a call of the kernel with this tiling for each layer."""
     out = torch.empty_like(query)
     layers = [pool.layer(i) for i in range(pool.num_layers)]
     return [partial(prefill, query, out, pool, layer, step.tables, step.tiles, tiling) for layer in layers]
 
 
 def run_decode(setup: Setup, case: Case) -> None:
+    """Compare a decode step in every KV format with torch. A case whose KV is too large for the device is skipped."""
     model = case.model
     name = f"decode B={case.sequences}, {case.positions}"
     if not setup.rehearsed:
@@ -141,11 +147,13 @@ def run_decode(setup: Setup, case: Case) -> None:
 
 
 def compared(case: str, ours_s: float, theirs_s: float, note: str) -> Row:
+    """Return the row of one comparison."""
     ours, theirs = f"{ours_s * 1e6:.0f} us", f"{theirs_s * 1e6:.0f} SDPA"
     return Row("attention", case, ours, theirs, f"{theirs_s / ours_s:.2f} x", note)
 
 
 def run(setup: Setup) -> None:
+    """Run all cases."""
     if setup.rehearsed:
         run_prefill(setup, Case(TINY, 1, 0, 20))
         run_decode(setup, Case(TINY, 2, 20, 1))

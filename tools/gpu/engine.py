@@ -1,6 +1,7 @@
 """Whole steps on this device beside the same steps by torch in float32 on the CPU: every KV dtype, and drawn tokens.
 
-Both sides have the same weights, exact in bfloat16, and compute the same tokens: two prompts in chunks, then single tokens.
+Both sides have the same weights, which are exact in bfloat16, and compute the same tokens: prompts in chunks, then single
+tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from tools.gpu.row import Row, Setup
 from tools.gpu.shapes import BLOCK_SIZE, card, random_weights
 
 KV_DTYPES = ("auto", "int8", "fp8_e4m3", "int4")
-# Of the logits' own size, as root mean squares of a step: about twice the worst of bfloat16 by torch and by compiled code on
-# a CPU, which were 1.3, 2.5, 5.0 and 12.3 %. A wrong scale or a wrong block is off by the whole size.
+# Largest error of a step, as a share of the logits' size; both are root mean squares. It is about twice the worst error of
+# bfloat16 by torch and by compiled code on a CPU (1.3, 2.5, 5.0 and 12.3 %). A wrong scale or block gives an error as large
+# as the logits.
 LARGEST_ERROR = {"auto": 0.03, "int8": 0.05, "fp8_e4m3": 0.10, "int4": 0.25}
 KINDS = (
     SamplingParams(temperature=0.0),
@@ -37,6 +39,7 @@ KINDS = (
 
 
 def run(setup: Setup) -> None:
+    """Run all checks. Raises `SystemExit` with the names of those that failed."""
     wrong = [kv_cache_dtype for kv_cache_dtype in KV_DTYPES if not check_logits(setup, kv_cache_dtype)]
     if not check_drawn(setup):
         wrong.append("drawing")
@@ -47,6 +50,7 @@ def run(setup: Setup) -> None:
 
 
 def check_logits(setup: Setup, kv_cache_dtype: str) -> bool:
+    """Tell whether the logits of every step are near enough to the CPU's."""
     ours, reference = runner_on(setup, kv_cache_dtype, setup.device.type), runner_on(setup, kv_cache_dtype, "cpu", "float32")
     errors, largest = [], 0
     for plan in plans(setup):
@@ -57,11 +61,11 @@ def check_logits(setup: Setup, kv_cache_dtype: str) -> bool:
     worst, allowed = max(errors), LARGEST_ERROR[kv_cache_dtype]
     note = f"{len(errors)} steps of up to {largest} sequences; at most {allowed:.0%}"
     Row("engine", f"logits, KV {kv_cache_dtype}", f"off by {worst:.2%}", "torch, float32, CPU", note=note).emit()
-    return worst <= allowed  # not so for NaN
+    return worst <= allowed  # False for NaN
 
 
 def check_drawn(setup: Setup) -> bool:
-    """Rows of given logits on the device and on the CPU."""
+    """Tell whether the device draws the same tokens as the CPU from given rows of logits."""
     rows, vocab = (12, 300) if setup.rehearsed else (96, 128_256)
     logits = (torch.randn((rows, vocab), generator=torch.Generator().manual_seed(1)) * 3).round(decimals=2)
     here = sample(logits.to(setup.device, copy=True), specs(rows, vocab))
@@ -73,7 +77,7 @@ def check_drawn(setup: Setup) -> bool:
 
 
 def check_drawn_by_steps(setup: Setup) -> bool:
-    """What a step draws is what the CPU draws from the same step's logits."""
+    """Tell whether whole steps draw the tokens that the CPU draws from the logits of the same steps."""
     runner = runner_on(setup, "auto", setup.device.type)
     equal = total = 0
     for plan in plans(setup):
@@ -92,11 +96,12 @@ def check_drawn_by_steps(setup: Setup) -> bool:
 
 
 def shape_name(setup: Setup) -> str:
+    """Return the name of the shape, as `card` takes it."""
     return "rehearsal" if setup.rehearsed else "small"
 
 
 def specs(rows: int, vocab: int) -> list[SampleSpec]:
-    """All kinds in turn; those with penalties have seen some ids."""
+    """Return a spec for each row, all kinds in turn. Those with penalties have seen some ids."""
     made = []
     for row in range(rows):
         params = KINDS[row % len(KINDS)]
@@ -108,6 +113,7 @@ def specs(rows: int, vocab: int) -> list[SampleSpec]:
 
 
 def runner_on(setup: Setup, kv_cache_dtype: str, device: str, dtype: str = "bfloat16") -> ModelRunner:
+    """Return a runner on `device`. Its random weights are the same on every device."""
     shape, room = card(shape_name(setup)), max(lengths(setup)) + decodes(setup)
     blocks = len(lengths(setup)) * ceil_div(room, BLOCK_SIZE)
     config = EngineConfig(
@@ -123,7 +129,7 @@ def runner_on(setup: Setup, kv_cache_dtype: str, device: str, dtype: str = "bflo
 
 
 def on(weights: LlamaWeights, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """The same numbers in another dtype and place."""
+    """Return the same weights in another dtype and on another device."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype)
@@ -136,15 +142,19 @@ def on(weights: LlamaWeights, dtype: torch.dtype, device: torch.device) -> Llama
 
 
 def lengths(setup: Setup) -> tuple[int, ...]:
+    """Return the number of tokens of each prompt."""
     return (5, 40) if setup.rehearsed else (40, 333, 7)
 
 
 def decodes(setup: Setup) -> int:
+    """Return the number of single tokens that follow each prompt."""
     return 3 if setup.rehearsed else 24
 
 
 def plans(setup: Setup) -> list[StepPlan]:
-    """Prompts in two chunks of whole blocks, then one token of each sequence a step; shuffled blocks."""
+    """Return the steps: prompts in two chunks, of which the first has whole blocks, then one token of each sequence a step.
+    Blocks are shuffled.
+    """
     each, count = lengths(setup), ceil_div(max(lengths(setup)) + decodes(setup), BLOCK_SIZE)
     order = torch.randperm(len(each) * count, generator=torch.Generator().manual_seed(2)).tolist()
     tables = [tuple(BlockId(b) for b in order[i * count : (i + 1) * count]) for i in range(len(each))]

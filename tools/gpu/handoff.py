@@ -1,8 +1,8 @@
-"""Prefill in one process, decode in another, on one GPU: the tokens must be those of one process that does both.
+"""Prefill in one process and decode in another, on one GPU, must give the tokens of one process that does both.
 
-The other process computes the prompts in two chunks, draws token 0 of each and lends its pool. This one reads the blocks
-into other blocks of its own by the worker's transfer thread, and decodes. Then it computes the same prompts by itself.
-Random weights of one seed are the same on both sides.
+The other process computes the prompts in two chunks, draws token 0 of each and lends its pool. This process reads the blocks
+into other blocks of its own by the worker's transfer thread, and decodes. Then it computes the same prompts by itself. Both
+processes have the same random weights, from one seed.
 """
 
 from __future__ import annotations
@@ -27,37 +27,41 @@ KV_DTYPES = ("auto", "int8", "fp8_e4m3", "int4")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """The sizes of a run: the model, its prompts, and the number of tokens of each output."""
+
     model: str
-    prompts: tuple[int, ...]  # tokens of each
+    prompts: tuple[int, ...]  # the number of tokens of each
     output: int
 
     @property
     def room(self) -> int:
-        """Tokens that each sequence has blocks for."""
+        """Number of tokens for which each sequence has blocks."""
         return ceil_div(max(self.prompts) + self.output, BLOCK_SIZE) * BLOCK_SIZE
 
     @property
     def blocks(self) -> int:
+        """Number of blocks that all sequences have together."""
         return len(self.prompts) * self.room // BLOCK_SIZE
 
     def tables(self, first_block: int) -> list[tuple[BlockId, ...]]:
-        """Of each sequence, from `first_block` on and shuffled."""
+        """Return the shuffled blocks of each sequence, from `first_block` on."""
         order = torch.randperm(self.blocks, generator=torch.Generator().manual_seed(first_block)).tolist()
         each = self.room // BLOCK_SIZE
         return [tuple(BlockId(first_block + b) for b in order[i * each : (i + 1) * each]) for i in range(len(self.prompts))]
 
 
 def sizes(setup: Setup) -> Sizes:
+    """Return the sizes, tiny ones for a rehearsal."""
     return Sizes("rehearsal", (5, 18), 4) if setup.rehearsed else Sizes("1b", (700, 33, 512, 1500), 64)
 
 
 def params(sequence: int) -> SamplingParams:
-    """Every second sequence draws, the others take the likeliest."""
+    """Return how a sequence is sampled: every second one draws at random, the others take the likeliest token."""
     return SamplingParams(temperature=0.8, top_p=0.9, seed=sequence) if sequence % 2 else SamplingParams(temperature=0.0)
 
 
 def runner_for(setup: Setup, kv_cache_dtype: str) -> ModelRunner:
-    """With room for all sequences twice: read ones and its own."""
+    """Return a runner with blocks for all sequences twice: for what it reads, and for what it computes itself."""
     torch.manual_seed(1)
     each = sizes(setup)
     return make_runner(
@@ -66,7 +70,7 @@ def runner_for(setup: Setup, kv_cache_dtype: str) -> ModelRunner:
 
 
 def prefill(runner: ModelRunner, each: Sizes, tables: list[tuple[BlockId, ...]]) -> list[int]:
-    """Token 0 of each; each prompt in two chunks, the first of whole blocks."""
+    """Compute each prompt in two chunks, the first of whole blocks, and return token 0 of each."""
     vocab = 128
     firsts = []
     for i, (length, table) in enumerate(zip(each.prompts, tables, strict=True)):
@@ -80,7 +84,7 @@ def prefill(runner: ModelRunner, each: Sizes, tables: list[tuple[BlockId, ...]])
 
 
 def decode(runner: ModelRunner, each: Sizes, tables: list[tuple[BlockId, ...]], firsts: list[int]) -> list[list[int]]:
-    """All tokens of each sequence, drawn in one batch a step."""
+    """Return all tokens of each sequence. Each step computes all sequences in one batch."""
     tokens = [[first] for first in firsts]
     for step in range(1, each.output):
         slices = tuple(
@@ -93,13 +97,13 @@ def decode(runner: ModelRunner, each: Sizes, tables: list[tuple[BlockId, ...]], 
 
 
 def region_of(runner: ModelRunner) -> Region:
-    """As the worker registers its pool."""
+    """Return the runner's pool as the worker registers it."""
     kv = runner.kv
     return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, Device("cuda" if kv.device.type == "cuda" else "cpu"))
 
 
 def lend(setup: Setup) -> None:
-    """The other process: a pool for each dtype of KV."""
+    """Run the other process, which lends a pool for each dtype of KV."""
     from tools.gpu import reader
 
     each, kept = sizes(setup), []
@@ -116,6 +120,7 @@ def lend(setup: Setup) -> None:
 
 
 def run(setup: Setup) -> None:
+    """Compare the tokens for each dtype of KV. Raises `SystemExit` with the dtypes for which they differ."""
     each, wrong = sizes(setup), []
     with other_process(setup, "prefill-side") as said:
         for kv_cache_dtype in KV_DTYPES:
@@ -132,7 +137,7 @@ def run(setup: Setup) -> None:
 
 
 def handed_over(runner: ModelRunner, each: Sizes, lent: dict[str, Any]) -> list[list[int]]:
-    """Read what the other process has computed, and decode."""
+    """Read the KV that the other process has computed, and decode."""
     from tools.gpu import reader
 
     theirs, ours = each.tables(0), each.tables(each.blocks)
@@ -144,5 +149,6 @@ def handed_over(runner: ModelRunner, each: Sizes, lent: dict[str, Any]) -> list[
 
 
 def by_itself(runner: ModelRunner, each: Sizes) -> list[list[int]]:
+    """Compute the prompts and decode, in this process alone."""
     tables = each.tables(0)
     return decode(runner, each, tables, prefill(runner, each, tables))

@@ -1,6 +1,7 @@
-"""NIXL between two processes on one GPU, which should be CUDA IPC, beside a copy on the device.
+"""NIXL between two processes on one GPU, which should use CUDA IPC, beside a copy on the device.
 
-The blocks are Llama-3-8B's, 16 tokens in bfloat16: 2 MiB, scattered. What arrives is compared with what was sent.
+The blocks are scattered and have the size of Llama-3-8B's: 16 tokens in bfloat16, 2 MiB. The bytes that arrive are compared
+with those that were lent.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from tools.gpu import ucx_log
 from tools.gpu.other_process import other_process, say, wait
 from tools.gpu.row import Row, Setup, replayed_s
 
-READS = 4  # the first opens the peer's memory
+READS = 4  # the first one also opens the peer's memory, and is not counted
 WANTED = "cuda_ipc"
 
 
 def make_pool(setup: Setup) -> tuple[torch.Tensor, Region]:
-    """[blocks, block_bytes] uint8: 1,024 blocks of 2 MiB, or 4 of 64 KiB."""
+    """Return a pool [blocks, block_bytes] uint8, and its region: 1,024 blocks of 2 MiB, or 4 of 64 KiB in a rehearsal."""
     blocks, block_bytes = (4, 1 << 16) if setup.rehearsed else (1024, 2 << 20)
     pool = torch.zeros((blocks, block_bytes), dtype=torch.uint8, device=setup.device)
     return pool, Region(pool.data_ptr(), blocks, block_bytes, Device("cpu" if setup.rehearsed else "cuda"))
 
 
 def contents(setup: Setup, blocks: int, block_bytes: int) -> torch.Tensor:
-    """Random bytes, the same in both processes."""
+    """Return random bytes, which are the same in both processes."""
     generator = torch.Generator(device=setup.device).manual_seed(7)
     return torch.randint(0, 256, (blocks, block_bytes), dtype=torch.uint8, device=setup.device, generator=generator)
 
 
 def lend(setup: Setup) -> None:
-    """The other process."""
+    """Run the other process, which lends its pool."""
     from tools.gpu import reader
 
     pool, region = make_pool(setup)
@@ -48,6 +49,7 @@ def lend(setup: Setup) -> None:
 
 
 def run(setup: Setup) -> None:
+    """Read the pool and show the rate. Raises `SystemExit` when the blocks that arrive differ from those that were lent."""
     with tempfile.TemporaryDirectory() as folder:
         ucx_log.ask_for_log(Path(folder))  # before anything loads UCX
         from tools.gpu import reader
@@ -70,5 +72,6 @@ def run(setup: Setup) -> None:
 
 
 def note(setup: Setup, way: str) -> str:
+    """Return a note that says by which way UCX read, and whether it is another than CUDA IPC."""
     by = f"by {way}" if way else "UCX did not say by what"
     return by if setup.rehearsed or WANTED in way else f"{by}: NOT {WANTED}"

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from tools.gpu.row import Row, Setup
 
-# An interpreter takes long: one file is enough to see that the part runs.
+# The interpreter is slow; one file is enough to see that the part runs.
 REHEARSED = ("tests/kernels/test_block_kernels.py",)
-MOST_FAILURES = 8  # rows
-SPARE_S = 8.0  # before the part is ended, to say how far the tests have come
+MOST_FAILURES = 8  # that get a row
+SPARE_S = 8.0  # left before the part is ended, to say how far the tests have come
 _VERDICT = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$")
 
 
 def run(setup: Setup) -> None:
-    """Raises `SystemExit` when a test fails or the time is over; rows say which and how many."""
+    """Run the tests, and show which failed and how many passed. Raises `SystemExit` when a test fails or the time is over."""
     lines, over = tested(command(setup), setup.limit_s - SPARE_S, "1" if setup.rehearsed else "0")
     counts, failures = verdicts(lines)
     for test, why in failures[:MOST_FAILURES]:
@@ -38,16 +38,16 @@ def run(setup: Setup) -> None:
 
 
 def command(setup: Setup) -> list[str]:
-    """Each test is a line; those that fail are told again at the end."""
-    # Without addopts: its strict markers want plugins that are there where the project was installed.
+    """Return the command. It prints a line for each test, and at the end one for each that failed."""
+    # No addopts: its strict markers need plugins that only an installed project has.
     settings = ["-o", "addopts=", "-v", "-rfE", "--tb=short", "-m", "not slow", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist") and not setup.rehearsed:
-        settings += ["-n", str(min(12, os.cpu_count() or 1))]  # each has a CUDA context of its own, and compiles
+        settings += ["-n", str(min(12, os.cpu_count() or 1))]  # each process has a CUDA context of its own, and compiles
     return [sys.executable, "-m", "pytest", *settings, *(REHEARSED if setup.rehearsed else ("tests/kernels",))]
 
 
 def tested(command: list[str], limit_s: float, interpret: str) -> tuple[list[str], bool]:
-    """What the tests printed, and whether they ended by themselves within `limit_s`."""
+    """Run the tests. Return the lines that they printed, and whether they ended by themselves within `limit_s`."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TRITON_INTERPRET": interpret, "COLUMNS": "200"}
         output = Path(folder, "output")
@@ -61,7 +61,7 @@ def tested(command: list[str], limit_s: float, interpret: str) -> tuple[list[str
 
 
 def verdicts(lines: list[str]) -> tuple[Counter[str], list[tuple[str, str]]]:
-    """How many tests ended how, and those that failed with what pytest says of each."""
+    """Return the number of tests for each verdict, and the failed tests with the reasons that pytest gives."""
     counts: Counter[str] = Counter()
     failures = []
     for line in lines:

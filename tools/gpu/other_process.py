@@ -1,4 +1,4 @@
-"""Another process of the check: it says lines of JSON as it gets ready, and ends when its standard input does."""
+"""Another process of the check. It prints lines of JSON as it gets ready, and ends when its standard input ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ END_S = 20.0
 
 @contextmanager
 def other_process(setup: Setup, part: str) -> Iterator[Iterator[dict[str, Any]]]:
-    """What the part `part` says. It inherits the environment, and ends with this process's group at the latest."""
+    """Run the part `part` in another process, and yield the lines that it says. The process inherits the environment, and ends
+    with this process's group at the latest.
+    """
     command = [sys.executable, "-m", "tools.gpu_check", "--part", part, *setup.arguments]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -31,17 +33,19 @@ def other_process(setup: Setup, part: str) -> Iterator[Iterator[dict[str, Any]]]
 
 
 def _said(output: IO[str], part: str) -> Iterator[dict[str, Any]]:
-    """Each waits for as long as the part that asks may take."""
+    """Yield each line of the other process. Each wait is bounded only by the time limit of this part. Raises `SystemExit` when
+    the process ends.
+    """
     while line := output.readline():
         yield json.loads(line)
     raise SystemExit(f"{part}: the other process ended before it was ready")
 
 
 def say(**fields: Any) -> None:
-    """As the other process."""
+    """Print one line of JSON. The other process calls this."""
     print(json.dumps(fields), flush=True)
 
 
 def wait() -> None:
-    """As the other process: until the asker is done."""
+    """Wait until the asking process is done. The other process calls this."""
     sys.stdin.read()

@@ -1,6 +1,6 @@
 """The engine beside transformers' continuous batching: the same shape, prompts and outputs, random weights on both sides.
 
-Ours runs the engine's steps in the scheduler's order, without router and worker around it; theirs is `generate_batch`.
+Our side runs the engine's steps in the scheduler's order, without router and worker; theirs is `generate_batch`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ STEP_TOKENS = 4096
 
 
 def run(setup: Setup) -> None:
+    """Measure both sides and show their rates. A rehearsal measures our side alone."""
     name, requests, prompt, output = ("rehearsal", 2, 12, 3) if setup.rehearsed else ("1b", 64, 512, 128)
     case = f"{name}, {requests} x ({prompt} + {output})"
     ours = ours_tokens_s(setup, name, requests, prompt, output)
@@ -24,13 +25,14 @@ def run(setup: Setup) -> None:
     Row("peer", case, f"{ours:,.0f} tokens/s", note=note).emit()
     if setup.rehearsed:
         return
-    gc.collect()  # graphs and pool of ours: the peer sizes its own by what is free
+    gc.collect()  # frees our graphs and pool: the peer sizes its own by the free memory
     torch.cuda.empty_cache()
     theirs = transformers_tokens_s(setup, name, requests, prompt, output)
     Row("peer", "the same", f"{ours:,.0f} tokens/s", f"{theirs:,.0f} generate_batch", f"{ours / theirs:.2f} x").emit()
 
 
 def ours_tokens_s(setup: Setup, name: str, requests: int, prompt: int, output: int) -> float:
+    """Return the output tokens a second of our engine, in its second run."""
     shape, room = card(name), prompt + output
     runner = make_runner(setup, shape, sequences=requests, room=room)
     a_step = max(1, STEP_TOKENS // prompt)
@@ -48,6 +50,7 @@ def ours_tokens_s(setup: Setup, name: str, requests: int, prompt: int, output: i
 
 
 def transformers_tokens_s(setup: Setup, name: str, requests: int, prompt: int, output: int) -> float:
+    """Return the output tokens a second of transformers, in its second run. Raises `SystemExit` when tokens are missing."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     shape = card(name)

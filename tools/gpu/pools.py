@@ -1,4 +1,4 @@
-"""KV pools full of random numbers: zeros hide wrong addresses, and some products of them are faster."""
+"""KV pools full of random numbers. Zeros would hide wrong addresses, and would make some products faster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.engine.kv.paged import KvFormat, PagedKv, plain_kv, quantised_block
 def random_pool(
     device: torch.device, kind: KvFormat, *, num_blocks: int, num_layers: int, kv_heads: int, block_size: int, dim: int
 ) -> PagedKv:
-    """A pool as the engine lays it out, bfloat16 where it is plain."""
+    """Return a pool in the engine's layout. Its numbers are bfloat16 when `kind` is plain."""
     if kind is KvFormat.PLAIN:
         shape = (num_blocks, num_layers, 2, kv_heads, block_size, dim)
         kv = plain_kv(torch.empty(shape, dtype=torch.bfloat16, device=device))
@@ -23,11 +23,11 @@ def random_pool(
 
 
 def fill(kv: PagedKv) -> None:
-    """Numbers as large as K and V are; in place."""
+    """Fill the pool in place, with numbers as large as those of K and V."""
     if kv.scales is None:
         kv.data.normal_()
         return
     kv.data.random_(0, 256)
     if kv.format is KvFormat.FP8_E4M3:
-        kv.data.bitwise_and_(0xFE)  # 0x7F and 0xFF are no numbers
+        kv.data.bitwise_and_(0xFE)  # 0x7F and 0xFF are NaN
     kv.scales.uniform_(0.5, 1.5).div_(kv.format.largest)

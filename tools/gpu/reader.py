@@ -17,12 +17,12 @@ READ_TIMEOUT_S = 60.0
 
 
 def lend(region: Region, number: int = 0) -> NixlTransport:
-    """Registered for peers to read from, until it is closed: the process's pool `number`."""
+    """Register the process's pool `number`, so that peers can read it until the transport is closed."""
     return NixlTransport(WorkerId("lender"), Incarnation(LENDERS + number), region)
 
 
 def described(transport: NixlTransport, region: Region, number: int = 0) -> dict[str, Any]:
-    """What the reader must know, for `read_all`."""
+    """Return the fields of a lent pool that `read_all` needs."""
     place = {"address": region.address, "num_blocks": region.num_blocks}
     return {"incarnation": LENDERS + number, "metadata": transport.metadata().hex(), **place}
 
@@ -30,7 +30,7 @@ def described(transport: NixlTransport, region: Region, number: int = 0) -> dict
 def read_all(
     pool: Region, lent: dict[str, Any], remote_blocks: Sequence[int], local_blocks: Sequence[int], times: int = 1
 ) -> list[float]:
-    """Seconds of each of `times` reads of the same blocks. Raises `TransferFailed`."""
+    """Read the same blocks `times` times, and return the seconds of each read. Raises `TransferFailed`."""
     return asyncio.run(_read_all(pool, lent, remote_blocks, local_blocks, times))
 
 

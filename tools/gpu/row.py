@@ -1,4 +1,4 @@
-"""What a part of the check prints, and how it measures."""
+"""The rows that a part of the check prints, and the ways in which it measures time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import torch
 from pdserve.core.kv_layout import ceil_div
 
 ROUNDS = 5
-ROUND_S = 0.02  # of replays: long beside the launch of a graph, about 10 us
+ROUND_S = 0.02  # length of a round of replays: long beside the launch of a graph, about 10 us
 ROTATED_BYTES = 256 << 20  # four times the L2 cache of an H200 (60 MB)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `beside`: what `ours` is compared with, in the same unit; `ratio`: of the two, as text."""
+    """One line of the table. `beside` is the figure that `ours` is compared with, in the same unit; `ratio` compares
+    the two.
+    """
 
     part: str
     case: str
@@ -30,15 +32,16 @@ class Row:
     note: str = ""
 
     def emit(self) -> None:
-        """For the parent process, which gathers the rows of all parts."""
+        """Print the row for the parent process, which gathers the rows of all parts."""
         print(json.dumps(asdict(self)), flush=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """rehearsed: on CPU with shapes so small that times mean nothing, to see that every part runs to its end.
+    """The conditions under which a part runs.
 
-    limit_s: after which the part is ended.
+    rehearsed: it runs on CPU with shapes so small that times mean nothing, to see that every part runs to its end. limit_s: the
+    part is ended after this time.
     """
 
     rehearsed: bool
@@ -46,24 +49,28 @@ class Setup:
 
     @property
     def device(self) -> torch.device:
+        """The device that is checked; in a rehearsal the CPU."""
         return torch.device("cpu" if self.rehearsed else "cuda")
 
     @property
     def arguments(self) -> list[str]:
-        """Of the command line, for another process of the same part."""
+        """Command-line arguments for another process of the same part."""
         return ["--limit-s", str(self.limit_s), *(["--rehearse"] if self.rehearsed else [])]
 
 
 def rotations(work_bytes: int) -> int:
-    """How many buffers work that reads `work_bytes` takes turns with, so that it finds none of them in the L2 cache."""
+    """Return the number of buffers between which work takes turns, so that it finds none of them in the L2 cache. The work
+    reads `work_bytes`.
+    """
     return max(1, ceil_div(ROTATED_BYTES, work_bytes))
 
 
 def replayed_s(works: Sequence[Callable[[], Any]], device: torch.device) -> float:
-    """Seconds that one of `works` takes on the device: the same work on buffers of its own each, see `rotations`.
+    """Return the seconds that one of `works` takes on the device. All do the same work, each on its own buffers, see
+    `rotations`.
 
-    They are recorded in one CUDA graph, one after the other, so that a launch costs no time of the host's. The median of
-    ROUNDS rounds of replays. On CPU each runs once, after a first time.
+    The works are recorded in one CUDA graph, one after the other, so that a launch costs no time of the host. The result is the
+    median of ROUNDS rounds of replays. On CPU each work runs once, after a first run that is not counted.
     """
     if device.type != "cuda":
         for work in works:
@@ -78,7 +85,7 @@ def replayed_s(works: Sequence[Callable[[], Any]], device: torch.device) -> floa
 
 
 def recorded(works: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """What repeats all of `works`, as the engine records its decode steps."""
+    """Record all of `works` as the engine records its decode steps, and return the function that repeats them."""
     from pdserve.engine.models.graphs import cuda_recorder
 
     replay, _ = cuda_recorder()(lambda: [work() for work in works][-1])
@@ -97,7 +104,7 @@ def _round_s(replay: Callable[[], None], replays: int) -> float:
 
 
 def wall_s(work: Callable[[], Any], runs: int = 10) -> float:
-    """For work that waits for its own result, seconds as its caller sees them, host included."""
+    """Return the seconds of `work` as its caller sees them, host included. The work must wait for its own result."""
     work()
     found = []
     for _ in range(ROUNDS):

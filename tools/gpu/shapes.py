@@ -20,7 +20,9 @@ BLOCK_SIZE = 16
 
 
 def card(name: str) -> ModelCard:
-    """8b: Llama-3.1-8B; 1b: Llama-3.2-1B; small: for a CPU to check against; rehearsal: smaller still."""
+    """Return a model by name: 8b is Llama-3.1-8B, 1b is Llama-3.2-1B, small can be checked against a CPU, rehearsal is smaller
+    still.
+    """
     hidden, ffn, layers, heads, kv_heads, dim, vocab, tied = {
         "8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
         "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
@@ -35,6 +37,8 @@ def card(name: str) -> ModelCard:
 
 
 def random_weights(shape: ModelCard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+    """Return random weights for a model of this shape."""
+
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn((rows, columns), dtype=dtype, device=device) / columns**0.5
 
@@ -58,9 +62,9 @@ def random_weights(shape: ModelCard, dtype: torch.dtype, device: torch.device) -
 def make_runner(
     setup: Setup, shape: ModelCard, *, sequences: int, room: int, pools: int = 1, kv_cache_dtype: str = "auto"
 ) -> ModelRunner:
-    """For `plan`s of so many sequences with blocks for `room` tokens each, in `pools` parts of the pool.
+    """Return a runner for `plan`s of `sequences` sequences with blocks for `room` tokens each. The pool has `pools` such parts.
 
-    The pool is full of random numbers; decode steps of all batch sizes are recorded.
+    The pool is full of random numbers. Decode steps of all batch sizes are recorded.
     """
     blocks = pools * sequences * ceil_div(room, BLOCK_SIZE)
     config = EngineConfig(
@@ -74,7 +78,9 @@ def make_runner(
 
 
 def plan(shape: ModelCard, sequences: range, *, start: int, count: int, room: int) -> StepPlan:
-    """Tokens [start, start + count) of each sequence, which has blocks for `room` tokens; draws one token for each."""
+    """Return a step with tokens [start, start + count) of each sequence, which has blocks for `room` tokens. It draws one token
+    of each.
+    """
     blocks = ceil_div(room, BLOCK_SIZE)
     slices = []
     for i in sequences:
@@ -85,6 +91,6 @@ def plan(shape: ModelCard, sequences: range, *, start: int, count: int, room: in
 
 
 def matrix_bytes(shape: ModelCard, runner: ModelRunner) -> int:
-    """Of the weights that a step reads whole: all but an embedding that is not the head as well."""
+    """Return the bytes of the weights that a step reads whole: all except an embedding that is not also the head."""
     embedding = 2 * shape.vocab_size * shape.hidden_size
     return runner.weights_bytes - (0 if shape.tie_word_embeddings else embedding)

@@ -1,6 +1,6 @@
-"""A whole engine's decode steps beside the bytes they must read, and its prefill beside the operations it must do.
+"""Decode steps of the whole engine beside the bytes that they must read, and its prefill beside the operations that it must do.
 
-Goals: decode at 75 % of what memory gives, prefill of 2,048 tokens at 55 % of the matrix products' nominal peak.
+The goals are decode at 75 % of the memory's rate, and prefill of 2,048 tokens at 55 % of the nominal peak of matrix products.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ CONTEXT = 2048
 
 
 def run_decode(setup: Setup) -> None:
-    """Steps as the engine's caller sees them: tables, replay, head, drawing, and the wait for the tokens."""
+    """Time decode steps as the engine's caller sees them: tables, replay, head, drawing, and the wait for the tokens."""
     shape = card("rehearsal" if setup.rehearsed else "8b")
     context, batches = (20, (1, 3)) if setup.rehearsed else (CONTEXT, (1, 8, 32, 128))
     room = context + 16
@@ -29,6 +29,7 @@ def run_decode(setup: Setup) -> None:
 
 
 def run_prefill(setup: Setup) -> None:
+    """Time the prefill of one prompt."""
     for name in ("rehearsal",) if setup.rehearsed else ("8b", "1b"):
         shape = card(name)
         tokens = 40 if setup.rehearsed else CONTEXT
@@ -45,4 +46,5 @@ def run_prefill(setup: Setup) -> None:
 
 
 def beside_floor(part: str, case: str, took_s: float, floor_s: float, of: str, note: str) -> Row:
+    """Return the row that compares a time with its floor."""
     return Row(part, case, f"{took_s * 1e3:.2f} ms", f"{floor_s * 1e3:.2f} of {of}", f"{floor_s / took_s:.0%}", note)

@@ -1,6 +1,6 @@
-"""Which of its ways UCX reads a peer's memory by, as it says itself when it has chosen.
+"""Find the way by which UCX reads a peer's memory. UCX itself says which one it has chosen.
 
-Asked to (`UCX_PROTO_INFO`), UCX writes a table for each kind of transfer when it is first made:
+With `UCX_PROTO_INFO` set, UCX writes a table for each kind of transfer when the first one is made:
 
     | reader@2 intra-node cfg#2 | remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda/dev[0] |
     |                    0..inf | zero-copy                                 | cuda_ipc/cuda             |
@@ -21,13 +21,13 @@ _ROW = re.compile(r"\|\s*(?:\d+\.\.)?(?:inf|\d+)\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(
 
 
 def ask_for_log(folder: Path) -> None:
-    """Before UCX is loaded: this process, and those that it starts, write what they chose into `folder`."""
+    """Let this process, and those that it starts, write their choices into `folder`. Call it before UCX is loaded."""
     os.environ.update(UCX_PROTO_INFO="y", UCX_LOG_LEVEL="info", UCX_LOG_FILE=str(folder / "ucx.%p.log"))
 
 
 def read_way(folder: Path) -> str:
-    """How this process reads the longest blocks, such as "cuda_ipc/cuda, zero-copy"; empty where UCX did not say."""
-    ctypes.CDLL(None).fflush(None)  # UCX writes through the C library, which would do so at the end
+    """Return how this process reads the longest blocks, such as "cuda_ipc/cuda, zero-copy"; "" when UCX did not say."""
+    ctypes.CDLL(None).fflush(None)  # the C library would write the log of UCX only at the end of the process
     try:
         text = (folder / f"ucx.{os.getpid()}.log").read_text(errors="replace")
     except OSError:
@@ -36,7 +36,7 @@ def read_way(folder: Path) -> str:
 
 
 def way_in(text: str) -> str:
-    """The last row of the last table of reads; of reads into GPU memory, where there are any."""
+    """Return the last row of the last table of reads into GPU memory, or of other reads when there are none."""
     found: dict[bool, str] = {}
     into_cuda: bool | None = None
     for line in text.splitlines():
