@@ -33,7 +33,7 @@ class SimKv:
     def __init__(self, num_blocks: int, rng: random.Random, *, poison: bool) -> None:
         self.blocks = [[rng.getrandbits(40) for _ in range(BLOCK_SIZE)] for _ in range(num_blocks)]
         self.no_numbers = False
-        """While this is set, the logits of every step are not numbers."""
+        """True: the logits of every step are not finite numbers."""
         self._rng = rng
         self._poison = poison
 

@@ -74,7 +74,7 @@ class World:
         self._world = Waker(self.timeline)
         self._graveyard: list[Process] = []
         self._incarnations = 0
-        self._down: dict[str, float] = {}  # by name of a process that a plan kills: the delay of its restart
+        self._down: dict[str, float] = {}  # delays of restarts, by name of the process that a plan killed
         for name in ("router", *WORKERS):
             self.start(name)
         self._first_router = self.router

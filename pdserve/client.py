@@ -93,7 +93,7 @@ class InferenceClient(_Client):
     """A client of the port for inference."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, "is `pdserve up` running there, and this its gRPC port? (--address HOST:PORT)")
+        super().__init__(address, "is `pdserve up` running there, and is this its gRPC port? (--address HOST:PORT)")
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def generate(self, request: inference_pb2.GenerateRequest) -> Answer:
@@ -112,7 +112,7 @@ class AdminClient(_Client):
 
     def __init__(self, address: str, cluster_token: str = "") -> None:
         """Prepare the connection. `cluster_token` is needed where other machines reach the admin port."""
-        super().__init__(address, "is `pdserve up` running there, and this its admin port? (--address HOST:PORT)")
+        super().__init__(address, "is `pdserve up` running there, and is this its admin port? (--address HOST:PORT)")
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
         self._metadata: Metadata = ((status.CLUSTER_TOKEN_METADATA, cluster_token),) if cluster_token else ()
 

@@ -138,7 +138,7 @@ def _rope_scaling(gguf: GgufFile) -> dict[str, Any] | None:
     for factor in _LLAMA3_FACTORS:
         if np.allclose(stored, _llama3_factors(theta, _head_dim(gguf), factor), rtol=1e-4):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3_REST}
-    raise ConfigError(f"{gguf.path}: its rope factors are those of no known Llama 3 model")
+    raise ConfigError(f"{gguf.path}: its rope factors match no known Llama 3 model")
 
 
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> NDArray[np.float64]:

@@ -35,7 +35,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         if not isinstance(listed, dict):
             raise ConfigError(f"{index} lacks weight_map")
         if not all(isinstance(name, str) for name in listed.values()):
-            raise ConfigError(f"{index}: weight_map holds what is no file's name")
+            raise ConfigError(f"{index}: weight_map holds a value that is not a file name")
         return tuple(directory / name for name in sorted(set(listed.values())))
     return tuple(sorted(directory.glob("*.safetensors")))
 

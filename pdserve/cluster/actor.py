@@ -65,8 +65,8 @@ class WorkerReport:
     pid: int
     memory: MemoryReport
     computes: str
-    niceness: int  # of the worker's process; Ray's default is 15, which yields to every ordinary process of the machine
-    process_s: float  # from the request to Ray until the first line of our code; only right on the same machine's clock
+    niceness: int  # niceness of the process; Ray's default is 15, which yields to every ordinary process of the machine
+    process_s: float  # time from the request to Ray until our code runs; it is right only if both are on one machine
     import_s: float
     load_s: float
 

@@ -50,11 +50,11 @@ class Member:
     actor: Any = None
     pending: Any = None  # reference of the one open call; None while there is no process
     node_id: str | None = None
-    report: WorkerReport | None = None  # of the process that runs
+    report: WorkerReport | None = None  # the report of the process that runs
     first_start: bool = True  # False once it has loaded
     since_s: float = 0.0  # the time at which the state was entered
     again_s: float = 0.0  # the time of the next start, in BACKING_OFF
-    waits_for: str | None = None  # why it had no place at the last look; None: no reason was found
+    waits_for: str | None = None  # the reason why it had no place at the last look; None: no reason was found
     said: str | None = None  # the reason that was told last
     _backoff: Backoff = field(init=False)
 

@@ -31,7 +31,7 @@ from pdserve.core.errors import ConfigError
 
 START_TIMEOUT_S: Final = 300.0  # a first start may convert or download a model
 PLACE_TIMEOUT_S: Final = 900.0  # a machine with GPUs takes minutes to be rented and to start
-LOOK_S: Final = 0.2  # how soon a wish to stop is noticed while waiting
+LOOK_S: Final = 0.2  # a wait notices the wish to stop this soon
 EXPLAIN_S: Final = 1.0  # the pause between looks at the nodes while a worker has no place
 STOP_TIMEOUT_S: Final = 3.0
 

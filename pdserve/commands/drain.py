@@ -76,7 +76,7 @@ def _watch(console: Console, worker: str, call: Stream[inference_pb2.DrainProgre
             elif line != shown:
                 console.print(line)
             shown = line
-    report(f"the router stopped telling how {worker} drains; `pdserve status` shows it", FAILED)
+    report(f"the router stopped reporting how {worker} drains; `pdserve status` shows it", FAILED)
     return False
 
 

@@ -67,7 +67,7 @@ class Network:
         self.digest = 0
         self.messages = 0
         self.breaking: dict[object, Callable[[], None]] = {}
-        """For each open connection, the function that breaks it. Faults that hit only connections call them."""
+        """The functions that break the open connections, one each. Faults that hit only connections call them."""
         self._tap = tap
         self._world = Waker(timeline)
         self._cut: dict[tuple[str, str], int] = {}
