@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with grpc.insecure_channel(args.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             return stream(stub, request)
-    except grpc.RpcError as exc:  # its trailing metadata names the reason for programs
+    except grpc.RpcError as exc:  # the trailing metadata names the reason of the failure for programs
         print(f"failed: {exc.code().name}: {exc.details()}", file=sys.stderr)
         return 1
 

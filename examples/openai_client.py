@@ -1,4 +1,4 @@
-"""Talk to pdserve with the public openai client: the models, one chat, streamed, and how it was served.
+"""Talk to pdserve with the public openai client: list the models, stream one chat, and print how it was served.
 
 python examples/openai_client.py --base-url http://127.0.0.1:8000/v1 "Why is the sky blue?"
 """
@@ -42,7 +42,7 @@ def stream_chat(client: openai.OpenAI, prompt: str, max_tokens: int) -> None:
     for chunk in stream:
         for choice in chunk.choices:
             print(choice.delta.content or "", end="", flush=True)
-        if chunk.usage is not None:  # the last chunk; `pdserve` is our extension of it
+        if chunk.usage is not None:  # this is the last chunk; `pdserve` is our extension of it
             served = (chunk.model_extra or {}).get("pdserve", {})
             print(f"\n[{model}: {chunk.usage.completion_tokens} tokens, {served.get('placement')}]")
 

@@ -1,4 +1,4 @@
-"""`python -m faultsim`: a swarm of seeds, one seed, or the matrix of directed faults."""
+"""`python -m faultsim`: run a swarm of seeds, one seed, or the matrix of directed faults."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from faultsim.tap import Cell
 
 
 def main() -> int:
+    """Run what the command line asks for. Return 1 when a run failed or a cell was never reached, else 0."""
     parser = argparse.ArgumentParser(prog="python -m faultsim", description=__doc__)
-    parser.add_argument("--seed", type=int, help="run this one seed and say what came of it")
-    parser.add_argument("--count", type=int, default=2000, help="seeds in the swarm; 0: none")
-    parser.add_argument("--first", type=int, default=1, help="the first of them")
-    parser.add_argument("--matrix", action="store_true", help="run the matrix as well")
-    parser.add_argument("--cell", type=Cell.parse, help="run this one cell of the matrix")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--seed", type=int, help="run only this seed and print its outcome")
+    parser.add_argument("--count", type=int, default=2000, help="number of seeds in the swarm; 0 runs no swarm")
+    parser.add_argument("--first", type=int, default=1, help="first seed of the swarm")
+    parser.add_argument("--matrix", action="store_true", help="run the matrix before the swarm")
+    parser.add_argument("--cell", type=Cell.parse, help="run only this cell of the matrix")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of processes")
     options = parser.parse_args()
     if options.seed is not None:
         return _one(options.seed)
@@ -59,7 +60,7 @@ def _show_matrix(matrix: MatrixReport) -> None:
 
 
 def _show(swarm: SwarmReport) -> None:
-    """A failure is told at once: a long run that is broken off has said what it found."""
+    """Show the progress. A failure is printed at once, so that an interrupted run has told what it found."""
     if swarm.failed and swarm.failed[-1].seed == swarm.last_seed:
         _end_line()
         print(*failure_lines(swarm.failed[-1]), sep="\n", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What must hold, whatever happened. Each checker answers with sentences; none is good."""
+"""The checks of a finished run. Each checker returns one sentence for each violation; an empty list means that all is well."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pdserve.worker.host import KvDamage
 from prefill_worker.role import PrefillRole
 
 SLACK_S: Final = 3.0
-"""How late an end may be: ticks, a lost message, what waits in a queue when a stopped process goes on."""
+"""A request may end this much after its deadline, because of ticks, a lost message, or the queue of a process that was
+stopped and goes on."""
 
 NEVER: Final = (
     ErrorCode.INTERNAL_BUG,
@@ -25,7 +26,7 @@ NEVER: Final = (
     ErrorCode.INCOMPATIBLE_PEER,
     ErrorCode.UNKNOWN_WORKER,
 )
-"""Errors that no fault of this simulation excuses."""
+"""Errors that no request may get, since no fault of this simulation causes them."""
 
 MAX_STANDING: Final = 24
 _STANDING: Final = (
@@ -46,14 +47,15 @@ _STANDING: Final = (
     "LeaseService._read_subscriptions",
     "RouterService._tick_for_ever",
 )
-"""Tasks that live as long as their process or a connection, not as long as a request."""
+"""The tasks that live as long as their process or a connection. All other tasks must end with their request."""
 
 
 def check_outcome(outcome: Outcome, *, bound_s: float, had_time: bool = False, unequal: bool = False) -> list[str]:
-    """Tokens are the oracle's, whole or as far as they came before a typed error; none lost, none twice, in order.
+    """Check one request: its tokens are the oracle's, in order, none lost and none twice, as far as they came.
 
-    One that `had_time` may fail, but not by its deadline: then it hung. Of `unequal` workers the longest may be away, and
-    then a request that is too long for the others is refused.
+    A request that ends without an error must have all tokens. `bound_s`: the time by which it must have ended. A request
+    that `had_time` may fail, but not by its deadline, because it would have hung. With `unequal` workers, the one that
+    takes the longest requests may be away, so a request that is too long for the others may be refused.
     """
     ask = outcome.ask
     found = []
@@ -96,7 +98,7 @@ def _compare(outcome: Outcome, expected: Answer) -> list[str]:
 
 
 def leftovers(world: World) -> list[str]:
-    """What is still held when nothing is asked for any more. Empty: the cluster is quiet."""
+    """Return what the cluster still holds when no request is left. Empty: it holds nothing."""
     core = world.router.core
     found = []
     if core.num_requests or len(core.ledger) or len(core.waiting):
@@ -125,7 +127,8 @@ def _left_on(worker: SimWorker) -> list[str]:
 
 
 def false_alarms(world: World) -> list[str]:
-    """KV that was called damaged, and was not: no memory rots here, and copies go wrong only where the plan says so."""
+    """Return the workers that report damaged KV without cause: memory never rots here, and reads flip bits only if the plan
+    says so."""
     found = []
     for name, worker in world.workers.items():
         damage = worker.role.damage if worker.role is not None else KvDamage()
@@ -135,7 +138,7 @@ def false_alarms(world: World) -> list[str]:
 
 
 def leftover_tasks(world: World) -> list[str]:
-    """Tasks that outlived what they were for."""
+    """Return the tasks that still run although their request or connection has ended."""
     found = []
     for process in world.processes.values():
         counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What clients ask, how they behave, and what they got."""
+"""The simulated clients: their requests, their behaviour, and the answers that they got."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STOPS: Final = ("ab", "b a", "é", "\n")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. Times in seconds of the timeline."""
+    """One request. All times are seconds of the timeline."""
 
     name: str
     at_s: float
@@ -30,12 +30,12 @@ class Ask:
     deadline_s: float
     placement: Placement | None = None
     priority: int = 0
-    leaves_after_s: float | None = None
+    leaves_after_s: float | None = None  # the client cancels after this time; None: it stays
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What the client saw of one request."""
+    """The answer to one request, as the client saw it. `ended_s` None: it has not ended."""
 
     ask: Ask
     deltas: list[Delta] = field(default_factory=list)
@@ -45,11 +45,12 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
+        """True if the request ended without an error."""
         return self.ended_s is not None and self.error is None
 
 
 class Client:
-    """Sends its request to whichever router answers the address, once. `task` runs on that router's loop."""
+    """A client that sends one request, once, to the router that lives then. `task` runs on that router's loop."""
 
     def __init__(self, ask: Ask, now_s: Callable[[], float]) -> None:
         self.outcome = Outcome(ask)
@@ -57,16 +58,16 @@ class Client:
         self._now_s = now_s
 
     def send(self, router: SimRouter) -> None:
-        """On the router's loop: its front end takes the request."""
+        """Hand the request to the router's front end. It is called on the router's loop."""
         self.task = router.process.loop.create_task(self._serve(router))
         self.task.add_done_callback(self._on_done)
 
     def lost(self) -> None:
-        """The connection to the router broke: an error that says, try again."""
+        """End the request because the connection to the router broke. The error allows the client to try again."""
         self._end(ReplicaLost("the connection to the router broke"))
 
     def leave(self) -> None:
-        """On the router's loop."""
+        """Cancel the request. It is called on the router's loop."""
         if self.task is not None:
             self.task.cancel()
 
@@ -87,7 +88,7 @@ class Client:
             self._end(None)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():  # perhaps before it had begun
+        if task.cancelled():  # it may have been cancelled before it had begun
             self._end(Cancelled("the client left"))
 
     def _end(self, error: PdserveError | None) -> None:
@@ -117,7 +118,7 @@ def _input_of(ask: Ask) -> GenerateInput:
 
 
 def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[int, ...]], *, unruly: bool) -> Ask:
-    """One request of a seed's workload. `unruly`: some clients leave, some are in a hurry."""
+    """Draw one request of a seed's workload. `unruly`: some clients leave early, and some have short deadlines."""
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3, 4, 7, 12, 18, 33, 50))))
     if rng.random() < 0.4:
         prompt = (*rng.choice(prefixes), *prompt)

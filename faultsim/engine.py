@@ -1,7 +1,7 @@
-"""The engine thread without a thread: production scheduler and block pool, a model of tags, steps that take virtual time.
+"""The simulated engine: production scheduler and block pool, a model whose KV is tags, and steps that take virtual time.
 
-Commands queue during a step, as in the real engine thread. The KV of a step is written when the step ends, so whoever
-reads a block too early, or gets one that a step still writes, sees it.
+Commands queue during a step, as in the real engine thread. The KV of a step is written when the step ends. So a read that
+comes too early, or from a block that a step still writes, gets wrong tags.
 """
 
 from __future__ import annotations
@@ -21,34 +21,38 @@ from pdserve.worker.engine_steps import EngineSteps
 from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
 
 BLOCK_SIZE: Final = 4
-STEP_S: Final = 0.004  # of a step, and
-TOKEN_S: Final = 0.0005  # of each of its tokens: chunks of a prompt take longer than decodes, as in a real engine
+STEP_S: Final = 0.004  # a step takes this time, and
+TOKEN_S: Final = 0.0005  # this for each of its tokens, so that chunks of a prompt take longer than decodes, as in a real engine
 _MASK: Final = (1 << 64) - 1
-HAND_OVER_S: Final = 0.002  # at most, from one thread to another: they share the GIL
+HAND_OVER_S: Final = 0.002  # a message from one thread to another takes at most this time, since threads share the GIL
 
 
 class SimKv:
-    """The pool's memory: for each block its tags. Old content stays in a freed block, or is poisoned, by seed."""
+    """The memory of the KV pool: the tags of each block. `poison` overwrites freed blocks; otherwise old tags stay there."""
 
     def __init__(self, num_blocks: int, rng: random.Random, *, poison: bool) -> None:
         self.blocks = [[rng.getrandbits(40) for _ in range(BLOCK_SIZE)] for _ in range(num_blocks)]
         self.no_numbers = False
-        """While this is set, the logits of every step are not numbers."""
+        """True: the logits of every step are not finite numbers."""
         self._rng = rng
         self._poison = poison
 
     def copy_in(self, block: int, tags: list[int]) -> None:
+        """Write the tags of one block."""
         self.blocks[block][:] = tags
 
     def sums(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
+        """Return the checksum of each block."""
         return tuple(BlockSum(hash(tuple(self.blocks[block])) & _MASK) for block in block_ids)
 
     def freed(self, blocks: list[BlockId]) -> None:
+        """Take note of blocks that became free."""
         if self._poison:
             for block in blocks:
                 self.blocks[block][:] = [self._rng.getrandbits(40)] * BLOCK_SIZE
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Compute one step: write the tags of all slices, and return the tokens that are drawn."""
         return [s for piece in plan.slices if (s := self._slice(piece)) is not None]
 
     def _slice(self, piece: SequenceSlice) -> Sampled | None:
@@ -71,7 +75,7 @@ class SimKv:
 
 
 class SimEngine:
-    """`publish` is called on the process' loop thread; `reached` hears of each step as it is about to end."""
+    """The engine of one worker. `publish` is called on the process's loop; `reached` is called when a step is about to end."""
 
     def __init__(
         self,
@@ -113,11 +117,12 @@ class SimEngine:
         self._free: set[BlockId] = set(free_blocks(pool))
 
     def snapshot(self) -> EngineSnapshot:
+        """Return the present counts of blocks and sequences."""
         scheduler = self.scheduler
         return EngineSnapshot(self.pool.counts(), scheduler.num_waiting, scheduler.num_running, scheduler.queued_tokens)
 
     def submit(self, command: Command) -> None:
-        """From the loop thread."""
+        """Queue a command for the next step. The loop thread calls it."""
         self._commands.append(command)
         if not self._busy:
             self._busy = True
@@ -153,13 +158,13 @@ class SimEngine:
             self._process.engine_loop.call_soon(self._begin)
 
     def _tell(self, events: StepEvents) -> None:
-        """Threads wait for each other: what is told arrives in order, and a little later."""
+        """Publish events on the loop, in order and a little later, since threads wait for each other."""
         now_s = self._process.timeline.now_s
         self._told_s = max(self._told_s, now_s + self._rng.random() * HAND_OVER_S)
         self._process.loop.post(self._told_s - now_s, self._publish, events)
 
     def _settle(self) -> None:
-        """Between two halves of a step: what became free may change its content, and the books must balance."""
+        """Poison the blocks that became free, and check the scheduler's invariants. It is called between halves of a step."""
         free = set(free_blocks(self.pool))
         self.kv.freed(sorted(free - self._free))
         self._free = free
@@ -168,5 +173,5 @@ class SimEngine:
 
 
 def free_blocks(pool: BlockPool) -> list[BlockId]:
-    """Blocks whose content means nothing."""
+    """Return the free blocks, whose content means nothing."""
     return list(pool._free)

@@ -1,4 +1,4 @@
-"""What goes wrong, when. A plan is data: drawn from a seed, or made by hand for one cell of the matrix."""
+"""The plan of faults of one run. A plan is data: it is drawn from a seed, or made by hand for one cell of the matrix."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ ALL: Final = (*WORKERS, "router")
 
 
 class FaultKind(Enum):
-    KILL = "kill"  # and restart `lasts_s` later
-    STALL = "stall"  # the whole process
-    STALL_LOOP = "stall_loop"
-    STALL_ENGINE = "stall_engine"
-    HANG_ENGINE = "hang_engine"  # for good: only the worker itself can end it
-    NO_NUMBERS = "no_numbers"  # for `lasts_s` the target's logits are none
-    CUT = "cut"  # both ways between `target` and `other`
-    CUT_ONE_WAY = "cut_one_way"  # from `target` to `other`
-    RESET = "reset"  # connections break, nobody dies; `target` is not used
+    """The kind of a fault, with the use of `Fault.target`, `lasts_s` and `other`."""
+
+    KILL = "kill"  # the target is killed, and restarted `lasts_s` later
+    STALL = "stall"  # the whole target stops for `lasts_s`
+    STALL_LOOP = "stall_loop"  # the target's loop thread stops for `lasts_s`
+    STALL_ENGINE = "stall_engine"  # the target's engine stops for `lasts_s`
+    HANG_ENGINE = "hang_engine"  # the target's engine stops for good; only the worker itself can end the process
+    NO_NUMBERS = "no_numbers"  # for `lasts_s` the target's logits are not finite numbers
+    CUT = "cut"  # for `lasts_s` the paths between `target` and `other` are cut, both ways
+    CUT_ONE_WAY = "cut_one_way"  # for `lasts_s` the path from `target` to `other` is cut
+    RESET = "reset"  # all connections break, and nobody dies; `target` is not used
     DUPLICATE = "duplicate"  # for `lasts_s` a second process runs under the target's worker_id
-    DRAIN = "drain"  # the worker ends when it is empty, and is restarted; `other` is who asks for it, if not a signal
+    DRAIN = "drain"  # the worker ends when it is empty, and is restarted; `other` "router" asks for it, "" is a signal
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
+    """One fault of a plan. `target` and `other` are names of processes."""
+
     at_s: float
     kind: FaultKind
     target: str
@@ -39,13 +43,13 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """`clock_rates` by process name; faults and bad weather are over at `until_s`."""
+    """All that goes wrong in one run."""
 
     faults: tuple[Fault, ...]
     weather: Weather
     reads: ReadFaults
-    clock_rates: dict[str, float]
-    until_s: float
+    clock_rates: dict[str, float]  # by name of the process; 1.0 is an exact clock
+    until_s: float  # faults and bad weather are over at this time
 
 
 _KINDS: Final = (
@@ -61,7 +65,7 @@ _KINDS: Final = (
 
 
 def draw_plan(rng: random.Random, *, until_s: float) -> FaultPlan:
-    """A third of the seeds have few faults, so that long stretches of ordinary work are seen as well."""
+    """Draw a plan of 0 to 10 faults. Half of the plans have at most 2, so that long stretches of ordinary work occur too."""
     count = rng.choice((0, 1, 2, 4, 7, 10))
     faults = tuple(sorted((_fault(rng, until_s) for _ in range(count)), key=lambda fault: fault.at_s))
     weather = Weather(
@@ -86,7 +90,7 @@ def draw_plan(rng: random.Random, *, until_s: float) -> FaultPlan:
 
 
 def with_lost_numbers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
-    """In a third of the plans the logits of some workers are not numbers, for a few steps or for a while."""
+    """Add, to a third of the plans, workers whose logits are not numbers, for a few steps or for some time."""
     count = rng.choice((0, 0, 0, 0, 1, 3))
     faults = [
         Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.NO_NUMBERS, rng.choice(WORKERS), rng.choice((0.02, 0.3, 2.0)))
@@ -96,7 +100,7 @@ def with_lost_numbers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
 
 
 def with_duplicates(plan: FaultPlan, rng: random.Random) -> FaultPlan:
-    """In a third of the plans, processes that were started with an id that is in use."""
+    """Add, to a third of the plans, processes that are started with a worker id that is in use."""
     count = rng.choice((0, 0, 0, 0, 1, 2))
     faults = []
     for _ in range(count):
@@ -107,7 +111,7 @@ def with_duplicates(plan: FaultPlan, rng: random.Random) -> FaultPlan:
 
 
 def with_hung_engines(plan: FaultPlan, rng: random.Random) -> FaultPlan:
-    """In a third of the plans."""
+    """Add engines that hang for good to a third of the plans."""
     count = rng.choice((0, 0, 0, 0, 1, 2))
     faults = [Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.HANG_ENGINE, rng.choice(WORKERS)) for _ in range(count)]
     return replace(plan, faults=(*plan.faults, *faults))

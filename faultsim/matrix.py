@@ -1,7 +1,8 @@
-"""The directed matrix: every step of the protocol, every actor in it, killed, stalled, or its message dropped or repeated.
+"""The matrix of directed faults. At each step of the protocol each actor is killed or stalled, or its message is dropped or
+repeated.
 
 A first run without faults counts the steps. Each cell is then a run of its own, with the same few requests, in which one
-thing happens once. Requests of such a run must all succeed, except where the fault is more than one loss can be hidden.
+fault happens once. All requests of a calm cell must succeed, but for those that lose the router, which nothing can hide.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ ROUGH_FAULTS: Final = (
     Fault(2.0, FaultKind.DRAIN, "prefill1", other="router"),
 )
 NOT_A_STEP: Final = ("end_of_stream",)
-"""How a connection closes: an end that is lost is a connection that broke, which is what `kill` shows."""
+"""The step that closes a connection gets no cells. If it were lost, the connection would be broken, and KILL tests that."""
 
 
 @dataclass(slots=True)
 class CellReport:
+    """The result of one cell. `hits` 0: the run did not reach the step, so the fault did not happen."""
+
     cell: Cell
     hits: int
     run: RunReport
@@ -45,22 +48,25 @@ class CellReport:
 
 @dataclass(slots=True)
 class MatrixReport:
+    """The results of all cells."""
+
     cells: list[CellReport] = field(default_factory=list)
 
     @property
     def failed(self) -> list[CellReport]:
+        """The cells whose runs had problems."""
         return [report for report in self.cells if report.run.problems]
 
     @property
     def missed(self) -> list[Cell]:
-        """Cells of which no occurrence was hit: their steps were not reached."""
+        """The cells whose step was reached in no run, for any occurrence `nth`."""
         hits: Counter[tuple[str, str, Act]] = Counter()
         for report in self.cells:
             hits[_key(report.cell)] += report.hits
         return [report.cell for report in self.cells if not hits[_key(report.cell)]]
 
     def lines(self) -> list[str]:
-        """A table: steps and actors down, faults across, and in each field how often it was hit."""
+        """Write a table of the hits, with a row for each step and actor and a column for each fault, and then the failures."""
         hits: Counter[tuple[str, str, Act]] = Counter()
         outcomes: Counter[str] = Counter()
         for report in self.cells:
@@ -82,7 +88,10 @@ class MatrixReport:
 
 
 def cells_of(*, nths: tuple[int, ...]) -> list[Cell]:
-    """Every fault that each step can meet, at those of its occurrences. Of the rough scenario only what is its own."""
+    """Return a cell for each step, actor, possible fault and occurrence of `nths` (from 0).
+
+    Cells of the rough scenario are only for steps and actors that the calm one lacks.
+    """
     calm, rough = _steps(rough=False), _steps(rough=True)
     cells = []
     for (step, actor), acts in {**rough, **calm}.items():
@@ -92,7 +101,7 @@ def cells_of(*, nths: tuple[int, ...]) -> list[Cell]:
 
 
 def _steps(*, rough: bool) -> dict[tuple[str, str], tuple[Act, ...]]:
-    """By step and actor, from a run in which nothing is done to them."""
+    """Return the faults that are possible at each (step, actor). A run without directed faults finds the steps."""
     census = Census()
     report = _run(census, rough=rough)
     assert not report.problems, report.problems
@@ -104,6 +113,7 @@ def _steps(*, rough: bool) -> dict[tuple[str, str], tuple[Act, ...]]:
 
 
 def run_cell(cell: Cell) -> CellReport:
+    """Run one cell of the matrix and check that its requests succeed."""
     census = Census(cell)
     report = _run(census, rough=cell.rough)
     if not report.problems:
@@ -118,7 +128,7 @@ def run_matrix(
     jobs: int = 1,
     progress: Callable[[MatrixReport], None] = lambda _: None,
 ) -> MatrixReport:
-    """`every`: only each so many-th cell, for a quick look."""
+    """Run the matrix in `jobs` processes. `every` N runs only each N-th cell, for a quick look."""
     matrix = MatrixReport()
     with mapped(jobs) as apply:
         for report in apply(run_cell, cells_of(nths=nths)[::every]):
@@ -142,13 +152,13 @@ def _run(census: Census, *, rough: bool) -> RunReport:
 
 
 def _must_succeed(cell: Cell, report: RunReport) -> list[str]:
-    """One fault is hidden from every client, unless it is the router's, which the clients are connected to."""
+    """Check that clients notice nothing of a single fault, unless it hits the router, to which they are connected."""
     if cell.rough:
-        return []  # its other faults may use up what is allowed
+        return []  # the other faults of the rough scenario may use up the attempts
     bad = {name: count for name, count in report.outcomes.items() if name != "ok"}
     if cell.actor == "router" and cell.act not in (Act.DROP, Act.DUPLICATE):
         bad.pop(ErrorCode.REPLICA_LOST.value, None)  # a broken connection: the client tries again
-        bad.pop(ErrorCode.UNAVAILABLE.value, None)  # asked before the workers were found, or found again
+        bad.pop(ErrorCode.UNAVAILABLE.value, None)  # the request came before the workers had joined
     return [f"{count} requests ended with {name}, of a single fault" for name, count in bad.items()]
 
 

@@ -1,8 +1,8 @@
-"""What a request must answer: a function of its prompt and parameters, and of nothing that a cluster does.
+"""The oracle: the right answer to a request, computed from its prompt and parameters only, without a cluster.
 
-The fake model's KV of a token is its *tag*: a chain over all tokens up to it. A token is drawn from the tags of the
-whole sequence, read through the block table, so one stale, foreign or missing block changes everything after it. The
-oracle computes the tags from the token ids alone.
+The fake model's KV of a token is its *tag*, a chained hash of all tokens up to it. A token is drawn from the tags of the
+whole sequence, which are read through the block table. So one stale, foreign or missing block changes all later tokens.
+The oracle computes the tags from the token ids alone.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ MAX_MODEL_LEN: Final = 160
 _CHAIN_START: Final = 0x5EED
 _MASK: Final = (1 << 61) - 1
 
-_PIECES: Final = ("a", "b ", "ab", "é", "€", "\n")  # some are split into bytes below: text must survive that
+_PIECES: Final = ("a", "b ", "ab", "é", "€", "\n")  # some tokens are parts of these bytes, which the text must survive
 
 
 class SimTokenizer:
-    """Gives out bytes, some of them halves of characters; prompts come as ids."""
+    """A tokenizer for output only, since prompts come as ids. Some of its tokens are parts of characters."""
 
     has_chat_template = False
     vocab_size = VOCAB_SIZE
 
     def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to the text."""
         piece = _PIECES[token_id % len(_PIECES)].encode()
         return piece[: 1 + token_id % len(piece)] if token_id % 7 == 0 else piece
 
     def stream(self) -> Utf8Stream:
+        """Return a decoder for the bytes of one output."""
         return Utf8Stream()
 
 
@@ -64,11 +66,12 @@ CARD: Final = ModelCard(
 
 
 def chain(tag: int | None, token_id: int) -> int:
-    """The tag of a token after one with `tag`; None: it is the first. Integers only: the same in every process."""
+    """Return the tag of the token that follows one with `tag`; None: it is the first. It is the same in every process."""
     return hash((_CHAIN_START if tag is None else tag, token_id)) & _MASK
 
 
 def tags_of(ids: Iterable[int]) -> list[int]:
+    """Return the tags of a sequence of tokens."""
     tags: list[int] = []
     for token_id in ids:
         tags.append(chain(tags[-1] if tags else None, token_id))
@@ -76,7 +79,7 @@ def tags_of(ids: Iterable[int]) -> list[int]:
 
 
 def draw(tags: Sequence[int], params: SamplingParams, index: int, banned_ids: Sequence[int]) -> int:
-    """Output token `index`, from the KV of everything before it."""
+    """Draw output token `index` from the tags of all tokens before it. It is none of `banned_ids`."""
     token_id = int(uniform(hash((params.seed, *tags)) & _MASK, index) * VOCAB_SIZE)
     while token_id in banned_ids:
         token_id = (token_id + 1) % VOCAB_SIZE
@@ -85,13 +88,15 @@ def draw(tags: Sequence[int], params: SamplingParams, index: int, banned_ids: Se
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The right answer to a request."""
+
     ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
 
 
 def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
-    """The whole of it. Written apart from scheduler and output code: only the fold from ids to text is shared."""
+    """Compute the whole answer. The code is separate from the scheduler's; only `OutputText` is shared with production."""
     stop_ids = (*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids)
     text = OutputText(TOKENIZER, stop=params.stop, min_tokens=params.min_tokens)
     ids: list[int] = []

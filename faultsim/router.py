@@ -25,11 +25,11 @@ MODEL: Final = ServedModel("sim", CARD, TOKENIZER, LAYOUT.dtype, LAYOUT, MAX_MOD
 CONFIG: Final = RouterConfig(
     heartbeat_interval_s=HEARTBEAT_S, heartbeat_lost_s=LOST_S, recovery_wait_s=5.0, pair_aside_s=0.5, pair_aside_max_s=4.0
 )
-"""Waits are shorter than in production, in the same relations."""
+"""Shorter times than in production, in the same proportions."""
 
 
 class SimRouter:
-    """One incarnation."""
+    """One incarnation of the router."""
 
     def __init__(self, process: Process, network: Network, rng: random.Random, config: RouterConfig | None = None) -> None:
         self.process = process
@@ -40,12 +40,14 @@ class SimRouter:
 
     @property
     def core(self) -> RouterCore:
+        """The router's core. `run` makes it."""
         assert self.service is not None
         return self.service._core
 
     async def run(self) -> None:
+        """Start the service and its links, on the process's loop."""
         service = RouterService(self._config, MODEL, clock=self.process.loop.time)
-        service.incarnation = self._incarnation  # drawn from the seed
+        service.incarnation = self._incarnation  # this one comes from the seed
         server = FakeServer()
         assert isinstance(service.links, LinkService)
         link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, server)

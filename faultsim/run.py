@@ -1,4 +1,4 @@
-"""One run: a cluster, a workload, faults; then calm, and the books are looked at."""
+"""One run: a cluster with a workload and faults. Then the faults end, and the checkers look for problems."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from pdserve.sim.network import Weather
 
 FAULTS_S: Final = 12.0
 SETTLE_S: Final = 20.0
-"""Longer than a lease, a stuck read with its restart, and every retry of a call."""
+"""The cluster must be quiet after this time. It is longer than a lease, a stuck read with its restart, and all retries."""
 NOTICED_S: Final = 0.5
-"""How late a deadline may be noticed: a tick, on a clock that may be slow."""
+"""A deadline may be noticed this much too late: after one tick, on a clock that may be slow."""
 REDO_S: Final = 7.0
-"""More than a silent link, a lease, a read or the wait for a worker may take before its request starts over."""
+"""A request starts over within this time, whatever it waits for: a silent link, a lease, a read, or a worker."""
 FRESH_DEADLINE_S: Final = 10.0
 KV_DTYPES: Final = (("float32", "float32"), ("bfloat16", "float32"))
-"""Of the prefill and the decode pool: reads go straight into the pool, or through staging blocks."""
+"""The dtypes of the prefill and the decode pool. Equal ones read straight into the pool, others use staging blocks."""
 
 
 @dataclass(slots=True)
 class RunReport:
+    """The result of one run. The run failed if `problems` is not empty. `digest` is equal for equal runs."""
+
     seed: int
     problems: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -44,11 +46,11 @@ class RunReport:
     messages: int = 0
     virtual_s: float = 0.0
     attempts: int = 0
-    """Beyond the first of each request that ended well."""
+    """The number of further attempts, after the first, of requests that ended well."""
 
 
 def run_seed(seed: int) -> RunReport:
-    """A run whose workload, cluster and faults all come from the seed."""
+    """Make a run whose workload, cluster and faults all come from the seed."""
     rng = random.Random(f"{seed} plan")
     plan = with_duplicates(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} duplicates"))
     plan = with_hung_engines(plan, random.Random(f"{seed} hung"))
@@ -62,7 +64,7 @@ def run_seed(seed: int) -> RunReport:
 
 
 def run_with_slow_reads(seed: int) -> RunReport:
-    """Reads that outlive their lease: KV travels apart from messages, and decode cannot renew for a while."""
+    """Make a run whose reads outlive their leases: KV has a network of its own, and decode cannot renew for some time."""
     cuts = tuple(Fault(1.0, FaultKind.CUT, f"prefill{i}", 5.0, f"decode{j}") for i in range(2) for j in range(2))
     rates = {"decode0": 0.7, "decode1": 0.7}
     plan = FaultPlan(cuts, Weather(), ReadFaults(slow=0.7, slow_s=6.0, own_network=True), rates, FAULTS_S)
@@ -72,8 +74,11 @@ def run_with_slow_reads(seed: int) -> RunReport:
 
 
 def _with_unequal_workers(shape: Shape, rng: random.Random) -> Shape:
-    """In a third of the runs one worker of each pool is smaller, shorter or has fewer slots than the other; in a third both
-    decode workers have so few that whoever joins finds them full."""
+    """Change the workers of two thirds of the runs.
+
+    In one third, one worker of each pool has fewer blocks or slots, or takes shorter requests, than the other. In another
+    third, both decode workers have only two slots, so that new requests find them full.
+    """
     kind = rng.choice(("equal", "unequal", "narrow"))
     if kind == "equal":
         return shape
@@ -104,24 +109,26 @@ def _with_kv_dtypes(shape: Shape, prefill: str, decode: str) -> Shape:
 
 
 def _with_patient_reads(shape: Shape) -> Shape:
-    """A read may take longer than a lease lasts: then only Commit stands between a late read and its use."""
+    """Let a read take longer than a lease lasts. Then only Commit keeps decode from using the KV of a late read."""
     lease = replace(LEASE, transfer_deadline_floor_s=2 * LEASE.ttl_s)
     return replace(shape, prefill=replace(shape.prefill, lease=lease), decode=replace(shape.decode, lease=lease))
 
 
 def calm_plan(until_s: float) -> FaultPlan:
+    """Return a plan without faults."""
     return FaultPlan((), Weather(), ReadFaults(), {}, until_s)
 
 
 def draw_asks(rng: random.Random, count: int, *, until_s: float, unruly: bool) -> list[Ask]:
+    """Draw the requests of a run. `unruly`: some clients leave early, and some have short deadlines."""
     prefixes = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in (8, 13, 24)]
     span_s = until_s * rng.choice((0.1, 0.5, 0.9))
     return [draw_ask(f"r{i}", 0.3 + rng.random() * span_s, rng, prefixes, unruly=unruly) for i in range(count)]
 
 
 def simulate(seed: int, shape: Shape, plan: FaultPlan, asks: list[Ask], census: Census) -> RunReport:
-    """Everything that is wrong comes back in `problems`; nothing is raised."""
-    logging.disable(logging.CRITICAL)  # a run is told by its checkers; lines about faults are formatted in vain
+    """Run a cluster. `RunReport.problems` tells everything that is wrong; nothing is raised."""
+    logging.disable(logging.CRITICAL)  # the checkers judge a run; formatting log lines would only take time
     gc_was_on = gc.isenabled()
     gc.disable()
     world = World(seed, shape, plan, census, census.reached)
@@ -132,7 +139,7 @@ def simulate(seed: int, shape: Shape, plan: FaultPlan, asks: list[Ask], census: 
     except Exception:  # noqa: BLE001 - a failed run is a result
         report.problems.append(traceback.format_exc(limit=-4))
     finally:
-        errors = world.timeline.errors[:5]  # before the burial, whose noise means nothing
+        errors = world.timeline.errors[:5]  # copied before `end`, whose own errors mean nothing
         world.end()
         if gc_was_on:
             gc.enable()
@@ -172,7 +179,10 @@ def _drive(world: World, asks: list[Ask], report: RunReport) -> None:
 
 
 def _bound_s(world: World, ask: Ask) -> float:
-    """The deadline runs on the router's clock; while faults last, the router may be stopped."""
+    """Return the time by which a request must have ended.
+
+    Its deadline runs on the router's clock. A router that was disturbed may notice it only after the faults.
+    """
     end_s = _deadline_s(world, ask)
     if world.router_undisturbed:
         return end_s + NOTICED_S
@@ -180,7 +190,7 @@ def _bound_s(world: World, ask: Ask) -> float:
 
 
 def _had_time(world: World, ask: Ask) -> bool:
-    """Even what the last fault hit could be done again before the deadline."""
+    """Tell whether a request that the last fault hit can be done again before its deadline."""
     return _deadline_s(world, ask) > world.plan.until_s + REDO_S
 
 
@@ -189,7 +199,10 @@ def _deadline_s(world: World, ask: Ask) -> float:
 
 
 def _settle(world: World, report: RunReport) -> None:
-    """An engine that hangs while nothing is asked of it is not noticed before something is: that one is ended here."""
+    """Wait until all processes are up and hold nothing, and report what they still hold after `SETTLE_S`.
+
+    Processes with a hung engine are killed first, since an idle worker does not notice that its engine hangs.
+    """
     for process in list(world.processes.values()):
         if process.hung:
             process.kill()
@@ -203,7 +216,10 @@ def _settle(world: World, report: RunReport) -> None:
 
 
 def _wait_for_tasks(world: World) -> None:
-    """A call that nobody waits for any more, such as a handshake with a peer that has gone, ends by its own bound."""
+    """Wait until no task is left over, for at most `SETTLE_S`.
+
+    A call for which nobody waits, such as a handshake with a peer that has gone, ends only by its own limit.
+    """
     end_s = world.timeline.now_s + SETTLE_S
     while leftover_tasks(world) and world.timeline.now_s < end_s:
         world.timeline.run(lambda: False, until_s=world.timeline.now_s + 1.0)
@@ -214,7 +230,7 @@ def _all_pairs_usable(world: World) -> bool:
 
 
 def _ask_afresh(world: World, report: RunReport) -> None:
-    """A cluster that survived its faults serves as ever, both ways, and then holds nothing."""
+    """Check that the cluster serves new requests after the faults, by both placements, and then holds nothing."""
     if report.problems:
         return
     rng = random.Random(f"{world.seed} afresh")

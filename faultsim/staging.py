@@ -1,7 +1,7 @@
-"""The production staging over tags: the converter is a thread on virtual time, staging blocks keep what others left there.
+"""The production staging over blocks of tags. The converter runs on virtual time, and staging blocks keep their old content.
 
-A conversion happens some time after it was asked for, so a staging block that is used again too
-early is seen, and so is a block of the pool.
+A conversion happens some time after it was asked for. So a staging block, or a block of the pool, that is used again too
+early leads to wrong tags.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pdserve.sim.process import Process
 
 T = TypeVar("T")
 
-NUM_BLOCKS: Final = 4  # so few that a block is used again as soon as it is given back
+NUM_BLOCKS: Final = 4  # few, so that a block is used again as soon as it is given back
 CHUNK_BLOCKS: Final = 2
 CONVERT_S: Final = 0.002
-"""At most, of a chunk: as long as it takes to read, or twice."""
+"""The conversion of a chunk takes at most this time, which is once or twice the time of its read."""
 _ADDRESS: Final = 1 << 40
 
 
 class SimStaged:
-    """See `kvtransfer.staging.staging.StagingBlocks`."""
+    """The simulated staging blocks of one layout; see `kvtransfer.staging.staging.StagingBlocks`."""
 
     def __init__(self, layout: KvLayout, pool: SimKv, staged: SimKv) -> None:
         self._layout = layout
@@ -38,31 +38,35 @@ class SimStaged:
 
     @property
     def region(self) -> LocalRegion:
+        """The region of the staging blocks."""
         return Region(_ADDRESS, len(self._staged.blocks), self._layout.block_bytes)
 
     def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
+        """Return the checksum of each staging block."""
         return self._staged.sums(staged)
 
     def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
+        """Copy the first `tokens` tokens of the staging blocks to blocks of the pool. The rest of the last block is 0."""
         for i, (source, target) in enumerate(zip(staged, local, strict=True)):
             tags = self._staged.blocks[source][: tokens - i * BLOCK_SIZE]
             self._pool.copy_in(target, tags + [0] * (BLOCK_SIZE - len(tags)))
 
 
 class SimConverter:
-    """See `kvtransfer.staging.converter.Converter`."""
+    """The simulated converter thread; see `kvtransfer.staging.converter.Converter`."""
 
     def __init__(self, process: Process, rng: random.Random) -> None:
         self._process = process
         self._rng = rng
 
     async def run(self, work: Callable[[], T]) -> T:
+        """Do the work on the transfer thread after a random delay, and return its result."""
         done: asyncio.Future[T] = self._process.loop.create_future()
         self._process.transfer_loop.call_later(self._rng.random() * CONVERT_S, self._run, work, done)
         return await done
 
     def close(self) -> None:
-        pass
+        """Do nothing: there is no thread."""
 
     def _run(self, work: Callable[[], T], done: asyncio.Future[T]) -> None:
         result = work()
@@ -72,6 +76,8 @@ class SimConverter:
 def make_staging(
     process: Process, transfer: SimTransfer, kv: SimKv, converter: SimConverter, rng: random.Random, *, poison: bool
 ) -> Staging:
+    """Make the production staging over simulated blocks, which `transfer` can read into."""
+
     def make_blocks(layout: KvLayout, num_blocks: int) -> SimStaged:
         memory = SimKv(num_blocks, rng, poison=poison)
         staged = SimStaged(layout, kv, memory)

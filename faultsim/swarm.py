@@ -1,4 +1,4 @@
-"""Many seeds over several processes, and what came of them."""
+"""The swarm: runs of many seeds in several processes, and a report of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from faultsim.run import RunReport, run_seed
 
 @dataclass(slots=True)
 class SwarmReport:
+    """The sums over all runs of a swarm, and the reports of the runs that failed."""
+
     failed: list[RunReport] = field(default_factory=list)
     runs: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -27,6 +29,7 @@ class SwarmReport:
     last_seed: int = -1
 
     def add(self, report: RunReport) -> None:
+        """Add one run."""
         self.runs += 1
         self.last_seed = report.seed
         self.outcomes += report.outcomes
@@ -38,6 +41,7 @@ class SwarmReport:
             self.failed.append(report)
 
     def lines(self) -> list[str]:
+        """Write the report as lines of text."""
         total = sum(self.outcomes.values())
         ended = ", ".join(f"{name} {count}" for name, count in self.outcomes.most_common())
         wall_s = max(self.wall_s, 1e-9)
@@ -51,6 +55,7 @@ class SwarmReport:
 
 
 def failure_lines(report: RunReport) -> list[str]:
+    """Describe a failed run: the command that repeats it, and its first problems."""
     return [
         f"seed {report.seed} failed; again: python -m faultsim --seed {report.seed}",
         *(f"    {problem}" for problem in report.problems[:5]),
@@ -58,7 +63,7 @@ def failure_lines(report: RunReport) -> list[str]:
 
 
 def run_swarm(first: int, count: int, *, jobs: int, progress: Callable[[SwarmReport], None] = lambda _: None) -> SwarmReport:
-    """Seeds [first, first + count). A report does not depend on `jobs`, but for the times and the order of failures."""
+    """Run the seeds [first, first + count) in `jobs` processes. Of the report, only the times depend on `jobs`."""
     began_s = time.monotonic()
     swarm = SwarmReport()
     with mapped(jobs) as apply:
@@ -72,11 +77,11 @@ def run_swarm(first: int, count: int, *, jobs: int, progress: Callable[[SwarmRep
 
 @contextmanager
 def mapped(jobs: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """`map` in this process for one job, else over processes."""
+    """Give a `map` that works in this process for one job, and in `jobs` processes for more."""
     if jobs <= 1:
         yield map
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # one that fails to start is told
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # a process that cannot start raises
         try:
             yield lambda work, items: pool.map(work, items, chunksize=4)
         finally:

@@ -1,4 +1,4 @@
-"""Sees every protocol step of a run, and does one thing at one of them when it was asked to."""
+"""The observer of every protocol step of a run. For a cell of the matrix it makes one fault happen at one of the steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from faultsim.world import World
 
 STALL_S: Final = 1.2
-"""Shorter than what makes a silent process lost, longer than every other wait of the protocol but a lease's."""
+"""A stall that is too short to make the process lost. Of the protocol's other waits, only a lease is longer."""
 LONG_STALL_S: Final = 4.0
-"""Longer than that, and than a lease."""
+"""A stall that makes the process lost and lets its leases expire."""
 
 
 class Act(Enum):
-    """What is done at a step."""
+    """The fault that happens at a step."""
 
     KILL = "kill"
     STALL = "stall"
@@ -31,10 +31,10 @@ class Act(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of the matrix: at occurrence `nth` (from 0) of `step`, `act` befalls the `actor` (a role).
+    """One cell of the matrix: at occurrence `nth` (from 0) of `step`, the fault `act` hits the `actor` (a role).
 
-    For a message, its sender acts before it is sent and its receiver before it is handled. Drop and duplicate befall
-    the message itself, on its way from `actor`.
+    For a message, a fault hits the sender before it sends and the receiver before it handles the message. DROP and
+    DUPLICATE hit the message itself, on its way from `actor`.
     """
 
     step: str
@@ -42,20 +42,21 @@ class Cell:
     act: Act
     nth: int = 0
     rough: bool = False
-    """In the scenario of refusals, cancellations and a drain, which has the steps that calm days lack."""
+    """True: the scenario with refusals, cancellations and drains, which has steps that the calm one lacks."""
 
     def __str__(self) -> str:
-        """As the command line takes it."""
+        """Write the cell as the command line takes it."""
         return f"{self.step}:{self.actor}:{self.act.name}:{self.nth}:{'rough' if self.rough else 'calm'}"
 
     @classmethod
     def parse(cls, text: str) -> Cell:
+        """Read the form that `str` writes."""
         step, actor, act, nth, scenario = text.split(":")
         return cls(step, actor, Act[act], int(nth), scenario == "rough")
 
 
 class Census:
-    """Counts steps by actor. With a `cell`, makes its fault happen."""
+    """The count of steps by actor. With a `cell`, it also makes the fault of that cell happen, once."""
 
     def __init__(self, cell: Cell | None = None) -> None:
         self.world: World | None = None
@@ -67,6 +68,7 @@ class Census:
         self._seen = 0
 
     def sending(self, step: str, src: Process, dst: Process) -> Fate:
+        """Count a message that is about to be sent, and decide its fate."""
         self.sent[step, src.role] += 1
         act = self._act(step, src)
         if act is Act.DROP:
@@ -74,12 +76,13 @@ class Census:
         return Fate.DUPLICATE if act is Act.DUPLICATE else Fate.PASS
 
     def arriving(self, step: str, src: Process, dst: Process) -> None:
+        """Count a message that is about to be handled."""
         self.arrived[step, dst.role] += 1
         if self._cell is not None and self._cell.act not in (Act.DROP, Act.DUPLICATE):
             self._act(step, dst)
 
     def reached(self, step: str, process: Process) -> None:
-        """A step that is not a message."""
+        """Count a step that is not a message."""
         self.sent[step, process.role] += 1
         self._act(step, process)
 

@@ -1,7 +1,7 @@
-"""The transfer thread without a thread: the production loop half, over reads that copy tags block by block.
+"""The simulated transfer thread: the production code of the loop's side, over reads that copy tags block by block.
 
-Each block is copied at a moment of its own, so a block that is freed and written again during a read is seen. A read
-may be slow, may fail cleanly, may fail while it goes on writing, or never come back.
+Each block is copied at a time of its own, so a block that is freed and written again during a read gives wrong tags. A read
+may be slow, may fail cleanly, may fail while it goes on writing, or may never end.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from pdserve.sim.network import GIVE_UP_S, Network
 from pdserve.sim.process import Process
 
 BLOCK_S: Final = 0.0005
-LOOK_AGAIN_S: Final = 0.05  # at a path that is cut
+LOOK_AGAIN_S: Final = 0.05  # the pause between two looks at a path that is cut
 
 
 @dataclass(slots=True)
 class ReadFaults:
-    """Shares of reads."""
+    """The faults of reads, as shares of all reads from 0 to 1."""
 
-    slow: float = 0.0  # takes up to `slow_s`
+    slow: float = 0.0  # these reads take up to `slow_s` longer
     slow_s: float = 0.0
-    failed: float = 0.0  # fails, and writes no more
-    adrift: float = 0.0  # fails, and goes on writing
-    stuck: float = 0.0  # never ends
-    flipped: float = 0.0  # of blocks: arrives with a bit that was not sent
-    own_network: bool = False  # KV travels apart from messages, so a cut path does not stop it
+    failed: float = 0.0  # these fail and write nothing more
+    adrift: float = 0.0  # these fail and go on writing
+    stuck: float = 0.0  # these never end
+    flipped: float = 0.0  # this share of blocks arrives with one wrong bit
+    own_network: bool = False  # KV has a network of its own, so a cut path does not stop it
 
 
 @dataclass(slots=True)
 class Pools:
-    """Whose memory is whose, and what may befall a read of it."""
+    """The KV pool of each worker's incarnation, and the faults of reads from them."""
 
     by_incarnation: dict[Incarnation, tuple[Process, SimKv]] = field(default_factory=dict)
     faults: ReadFaults = field(default_factory=ReadFaults)
 
 
 class SimTransfer(TransferThread):
-    """`reached` hears of each step of a read, at its reader and at its peer."""
+    """The transfer thread of one worker. `reached` is called for each step of a read, at the reader and at the peer."""
 
     def __init__(
         self,
@@ -71,9 +71,10 @@ class SimTransfer(TransferThread):
         self._commands = cast(Any, _Inbox(process, self._on_command))
         self._stopped = False
         self.staged: dict[LocalRegion, SimKv] = {}
-        """Memory that is read into besides the pool."""
+        """The staging memory of each region. Reads go there or into the pool."""
 
     async def start(self) -> bytes:
+        """Start without a thread, and return the agent's metadata."""
         self._loop = asyncio.get_running_loop()
         self._thread = cast(Any, _NoThread())
         self._metadata = self._loop.create_future()
@@ -81,7 +82,7 @@ class SimTransfer(TransferThread):
         self._ended = self._loop.create_future()
         return await self._metadata
 
-    # In the transfer thread.
+    # The methods below run on the transfer thread's loop.
 
     def _on_command(self, command: Command) -> None:
         match command:
@@ -128,12 +129,12 @@ class SimTransfer(TransferThread):
         self._copy(post, pairs, self._spread(span_s, len(pairs)), end)
 
     def _spread(self, span_s: float, count: int) -> list[float]:
-        """So many waits that make up `span_s`."""
+        """Draw `count` waits whose sum is `span_s`."""
         cuts = sorted(self._rng.random() for _ in range(count - 1))
         return [(b - a) * span_s for a, b in zip([0.0, *cuts], [*cuts, 1.0], strict=True)]
 
     def _copy(self, post: Post, pairs: list[tuple[int, int]], waits_s: list[float], end: Event | None) -> None:
-        """One block after the other; then `end` is told."""
+        """Copy one block after the other, then emit `end`; None: emit nothing."""
         if not pairs:
             if end is not None:
                 self._reached("read_done", self._process)
@@ -185,7 +186,7 @@ class SimTransfer(TransferThread):
 
 
 class _Inbox:
-    """The command queue: what is put is handled in the transfer thread."""
+    """The queue of commands. The transfer thread's loop handles each command that is put into it."""
 
     def __init__(self, process: Process, handle: Callable[[Command], None]) -> None:
         self._process = process

@@ -1,6 +1,6 @@
 """One worker: a production role, link and lease services around a simulated engine, transfer thread and network.
 
-What `pdserve.worker.runtime` does with threads is restated here without: the start and the end.
+The start and the end repeat those of `pdserve.worker.runtime`, without threads.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ LAYOUT: Final = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BL
 HEARTBEAT_S: Final = 0.5
 LOST_S: Final = 2.5
 ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
-STUCK_S: Final = 8.0  # a read
-STEP_TIMEOUT_S: Final = 3.0  # a step takes 20 ms at most
+STUCK_S: Final = 8.0  # a read that takes longer counts as stuck
+STEP_TIMEOUT_S: Final = 3.0  # a step takes at most 20 ms
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerShape:
+    """The sizes and limits of one worker."""
+
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -48,11 +50,11 @@ class WorkerShape:
     prefix_caching: bool = False
     max_model_len: int = MAX_MODEL_LEN
     kv_dtype: str = "float32"
-    """Workers of another one convert what they read from this one."""
+    """The dtype of the worker's KV. A worker with another one converts the KV that it reads from this worker."""
 
 
 class SimWorker:
-    """One incarnation. `run` on its process' loop; `ended` is called when it stops by itself (drained, or unhealthy)."""
+    """One incarnation of a worker. `run` runs on the loop of its process."""
 
     def __init__(
         self,
@@ -67,7 +69,10 @@ class SimWorker:
         check_steps: bool,
         worker_id: str = "",
     ) -> None:
-        """`worker_id`: the process' name, unless it has another's."""
+        """Build the worker and make it known to the network. `worker_id` empty: the name of the process.
+
+        `reached` is called at each step that is not a message, with the step's name and the process.
+        """
         self.process = process
         self.worker_id = worker_id or process.name
         self.shape = shape
@@ -110,9 +115,11 @@ class SimWorker:
 
     @property
     def address(self) -> str:
+        """The address of the worker's services."""
         return f"{self.process.name}:1"
 
     async def run(self, ended: Callable[[], None]) -> None:
+        """Run the worker until it has drained or is unhealthy, or its link ends; then call `ended`."""
         host = self._make_host(await self.transfer.start())
         self.member.start(host, PrefillRole if self.process.role == "prefill" else DecodeRole)
         assert self.member.role is not None
@@ -128,6 +135,7 @@ class SimWorker:
 
     @property
     def role(self) -> Role | None:
+        """The worker's role; None before the start."""
         return self.member.role
 
     def _make_host(self, agent_metadata: bytes) -> Host:

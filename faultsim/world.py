@@ -1,4 +1,4 @@
-"""A whole cluster on one timeline: starts its processes, restarts them, sends the requests, lets the faults happen."""
+"""A whole cluster on one timeline. It starts and restarts the processes, sends the requests and makes the faults happen."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pdserve.sim.clock import Timeline, bury
 from pdserve.sim.network import Network, Tap, Weather
 from pdserve.sim.process import Process, Waker
 
-RESTART_S: Final = 0.5  # of a process that was killed outside a plan, or ended by itself
-CLIENT_DELAY_S: Final = 0.001  # clients stand beside the router
+RESTART_S: Final = 0.5  # the delay before the restart of a process that ended without a planned kill
+CLIENT_DELAY_S: Final = 0.001  # clients are on the router's machine
 CHECK_EVERY_S: Final = 0.2
 
 LEASE: Final = LeaseConfig(
@@ -29,7 +29,7 @@ LEASE: Final = LeaseConfig(
     commit_tries=3,
     stalled_s=8.0,
 )
-"""A tenth of the production values, in the same relations: a run then sees expiry and every deadline."""
+"""About a tenth of the production values, in the same proportions, so that leases expire and deadlines pass within a run."""
 
 
 PREFILL: Final = WorkerShape(num_blocks=40, max_num_seqs=6, max_num_batched_tokens=16, lease=LEASE)
@@ -38,7 +38,7 @@ DECODE: Final = WorkerShape(num_blocks=48, max_num_seqs=8, max_num_batched_token
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the cluster; small, so that pools fill and blocks are used again at once."""
+    """The sizes of the cluster. They are small, so that pools fill and blocks are used again at once."""
 
     prefill: WorkerShape = PREFILL
     decode: WorkerShape = DECODE
@@ -46,14 +46,17 @@ class Shape:
     check_steps: bool = True
     router: RouterConfig | None = None
     unequal: Mapping[str, WorkerShape] = field(default_factory=dict)
-    """Workers that differ from the rest of their pool, by name."""
+    """The workers that differ from the rest of their pool, by name."""
 
     def of(self, name: str, role: str) -> WorkerShape:
+        """Return the shape of one worker."""
         return self.unequal.get(name) or (self.prefill if role == "prefill" else self.decode)
 
 
 @dataclass(eq=False)
 class World:
+    """One cluster with its network, clients and faults. `tap` and `reached` see every step of the protocol."""
+
     seed: int
     shape: Shape
     plan: FaultPlan
@@ -71,7 +74,7 @@ class World:
         self._world = Waker(self.timeline)
         self._graveyard: list[Process] = []
         self._incarnations = 0
-        self._down: dict[str, float] = {}  # planned kills that last: who restarts the process later
+        self._down: dict[str, float] = {}  # delays of restarts, by name of the process that a plan killed
         for name in ("router", *WORKERS):
             self.start(name)
         self._first_router = self.router
@@ -83,6 +86,7 @@ class World:
     # Processes -------------------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
+        """Start a new incarnation of the process `name`."""
         self._incarnations += 1
         rng = self._rng(f"{name} {self._incarnations}")
         role = name.rstrip("0123456789")
@@ -112,7 +116,7 @@ class World:
         return worker
 
     def _died(self, process: Process) -> None:
-        """Started again after a while, under the same name and address."""
+        """Plan the restart of a process that died, under the same name and address."""
         self._graveyard.append(process)
         self.restarts += 1
         wait_s = self._down.pop(process.name, None)
@@ -124,6 +128,7 @@ class World:
     # Requests --------------------------------------------------------------------------------------------------------
 
     def ask(self, ask: Ask) -> Client:
+        """Add a client that sends its request at `ask.at_s`, or now if that has passed."""
         client = Client(ask, lambda: self.timeline.now_s)
         self.clients.append(client)
         self._world.post(max(0.0, ask.at_s - self.timeline.now_s), self._send, client)
@@ -143,6 +148,7 @@ class World:
     # Faults ----------------------------------------------------------------------------------------------------------
 
     def inject(self, fault: Fault) -> None:
+        """Make a fault happen now."""
         process = self.processes[fault.target]
         match fault.kind:
             case FaultKind.KILL:
@@ -174,7 +180,7 @@ class World:
                 self._drain(fault)
 
     def _duplicate(self, fault: Fault) -> None:
-        """A process at an address of its own; nobody starts it again."""
+        """Start a second process with the target's worker id, at an address of its own. It is not restarted."""
         self._incarnations += 1
         name = f"{fault.target}-duplicate{self._incarnations}"
         process = Process(self.timeline, name, self.processes[fault.target].role)
@@ -183,7 +189,7 @@ class World:
         self._world.post(fault.lasts_s, process.kill)
 
     def _drain(self, fault: Fault) -> None:
-        """By a signal to the worker, or asked for at the router."""
+        """Drain the target: ask the router if `other` is the router and knows the worker, else signal the worker."""
         service, router = self.router.service, self.router.process
         if (
             fault.other == router.name
@@ -200,7 +206,7 @@ class World:
             self._world.post(fault.lasts_s, self.network.heal, src, dst)
 
     def _calm(self) -> None:
-        """Faults are over: the network is whole and well, reads work, nobody is stopped any more."""
+        """End the faults: all paths are whole, and neither messages nor reads are lost or late any more."""
         self.network.weather = Weather()
         self.pools.faults = ReadFaults()
         self.network.heal_all()
@@ -217,17 +223,17 @@ class World:
 
     @property
     def router_undisturbed(self) -> bool:
-        """It has run without a break since the start."""
+        """True if the router has run since the start, and was neither killed nor stopped."""
         return self.router is self._first_router and not self.router.process.disturbed
 
     def everybody_up(self) -> bool:
-        """And in service: a worker that was looked for KV to pass is ready by then."""
+        """Tell whether all processes live and all workers are linked and take requests, their probes included."""
         linked = list(self.router.core.registry)
         alive = all(self.processes[name].alive for name in ALL)
         return alive and len(linked) == len(WORKERS) and all(worker.serves for worker in linked)
 
     def end(self) -> None:
-        """Nothing of this world runs any more, and asyncio says nothing about it."""
+        """End all tasks of this world, without warnings from asyncio."""
         for process in [*self._graveyard, *self.processes.values()]:
             for thread in process.threads:
                 bury(thread)

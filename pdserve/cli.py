@@ -1,4 +1,4 @@
-"""The `pdserve` command. Kept light: what a command needs is imported when it runs."""
+"""The `pdserve` command. Each command imports its heavy modules only when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A blocking client of the gRPC API, for the command line and for whoever waits for a cluster to be ready.
+"""A blocking client of the gRPC API, for the command line and for code that waits until a cluster is ready.
 
 A failed call raises `CallFailed` with one line that a person can act on.
 """
@@ -18,9 +18,10 @@ from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 Message = TypeVar("Message")
 Metadata = tuple[tuple[str, str], ...]
 
-CALL_TIMEOUT_S: Final = 10.0  # of calls that only look something up
-# A generation has no deadline of its own here: a router that hangs is found by pings. Its transport answers them
-# however busy it is. While gRPC's own bandwidth probe is unanswered no keep-alive is sent, so that has the same limit.
+CALL_TIMEOUT_S: Final = 10.0  # the limit of calls that only look something up
+# The client sets no deadline for a generation, because pings find a router that hangs: the transport of a living router
+# answers them even when it is busy. gRPC sends no ping while its bandwidth probe is unanswered, so the probe has the
+# same limit.
 OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 10_000),
@@ -32,7 +33,7 @@ NOTHING_LISTENS: Final = ("failed to connect", "Connection refused", "DNS resolu
 
 
 class CallFailed(PdserveError):
-    """A call did not succeed. `status` is its gRPC status, `reason` our own name of it when the server gave one."""
+    """A call failed. `status` is its gRPC status. `reason` is our name of the error, or None when the server gave none."""
 
     def __init__(self, message: str, *, status: grpc.StatusCode, reason: str | None) -> None:
         super().__init__(message)
@@ -41,7 +42,7 @@ class CallFailed(PdserveError):
 
 
 class Stream(Generic[Message]):
-    """One streaming call. Iterate it to its end or `cancel` it, from any thread."""
+    """One streaming call. Iterate over it to its end, or `cancel` it. Any thread may do so."""
 
     def __init__(self, call: Any, address: str, hint: str) -> None:
         self._call = call
@@ -55,6 +56,7 @@ class Stream(Generic[Message]):
             raise _explain(exc, self._address, self._hint) from exc
 
     def cancel(self) -> None:
+        """End the call. Idempotent."""
         self._call.cancel()
 
 
@@ -62,10 +64,10 @@ Answer = Stream[inference_pb2.GenerateResponse]
 
 
 class _Client:
-    """One connection to a port of a router, at host:port. Thread-safe; close it."""
+    """One connection to a port of a router, at host:port. It is safe for threads. The caller closes it."""
 
     def __init__(self, address: str, hint: str) -> None:
-        """`hint`: what to do when nothing answers there, or something else."""
+        """Prepare the connection; the first call opens it. `hint`: advice for the case that no router answers there."""
         self.address = address
         self._hint = hint
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
@@ -77,7 +79,7 @@ class _Client:
         self.close()
 
     def close(self) -> None:
-        """Cancel what is still running."""
+        """Cancel the calls that still run, and close the connection."""
         self._channel.close()
 
     def _look_up(self, method: Any, request: Any, timeout_s: float, metadata: Metadata = ()) -> Any:
@@ -88,36 +90,39 @@ class _Client:
 
 
 class InferenceClient(_Client):
-    """Calls on the port for clients."""
+    """A client of the port for inference."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, "is `pdserve up` running there, and this its gRPC port? (--address HOST:PORT)")
+        super().__init__(address, "is `pdserve up` running there, and is this its gRPC port? (--address HOST:PORT)")
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def generate(self, request: inference_pb2.GenerateRequest) -> Answer:
+        """Start a request. The answer streams its tokens and raises `CallFailed` when the request fails."""
         return Answer(self._stub.Generate(request), self.address, self._hint)
 
     def model_info(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetModelInfoResponse:
+        """Ask which model is served, and with which limits. Raises `CallFailed`."""
         request = inference_pb2.GetModelInfoRequest()
         response: inference_pb2.GetModelInfoResponse = self._look_up(self._stub.GetModelInfo, request, timeout_s)
         return response
 
 
 class AdminClient(_Client):
-    """Calls on the port for administration."""
+    """A client of the port for administration."""
 
     def __init__(self, address: str, cluster_token: str = "") -> None:
-        """`cluster_token`: needed where the router listens for others than its own machine."""
-        super().__init__(address, "is `pdserve up` running there, and this its admin port? (--address HOST:PORT)")
+        """Prepare the connection. `cluster_token` is needed where other machines reach the admin port."""
+        super().__init__(address, "is `pdserve up` running there, and is this its admin port? (--address HOST:PORT)")
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
         self._metadata: Metadata = ((status.CLUSTER_TOKEN_METADATA, cluster_token),) if cluster_token else ()
 
     def drain(self, worker_id: str) -> Stream[inference_pb2.DrainProgress]:
-        """Begins with the call; ending the stream does not end the drain."""
+        """Start to drain a worker and stream the progress. Ending the stream does not end the drain."""
         request = inference_pb2.DrainRequest(worker_id=worker_id)
         return Stream(self._stub.Drain(request, metadata=self._metadata), self.address, self._hint)
 
     def cluster_state(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetClusterStateResponse:
+        """Ask for the present state of the workers and queues. Raises `CallFailed`."""
         request = inference_pb2.GetClusterStateRequest()
         response: inference_pb2.GetClusterStateResponse = self._look_up(
             self._stub.GetClusterState, request, timeout_s, self._metadata
@@ -126,7 +131,7 @@ class AdminClient(_Client):
 
 
 def _explain(exc: Any, address: str, hint: str) -> CallFailed:
-    """One line out of a gRPC error (a `grpc.Call` as well), with the hint where it helps."""
+    """Make one line out of a gRPC error, with the hint where it helps. `exc` is also the call that failed."""
     code: grpc.StatusCode = exc.code()
     details = " ".join((exc.details() or "").split())
     trailing = dict(exc.trailing_metadata() or ())

@@ -13,7 +13,10 @@ from pdserve.core.errors import ConfigError
 @click.command()
 @click.argument("model", default="default")
 def main(model: str) -> None:
-    """MODEL: "default", "tiny", a directory, a .gguf file, or a Hugging Face id."""
+    """Make MODEL ready and print its directory.
+
+    MODEL is "default", "tiny", a directory, a .gguf file, or a Hugging Face id.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         bar = bars.add_task(model, total=None)

@@ -1,7 +1,7 @@
 """Directories that are made once and then only read, on a disk that several processes share.
 
-A directory appears under its final name whole or not at all: it is built beside it and renamed. When two processes
-build the same one, the first rename wins and the other discards its own copy, which is equal.
+A directory appears under its final name complete or not at all: it is built under another name and then renamed. When two
+processes build the same directory, the first rename wins, and the other process discards its copy, which is equal.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 
-STALE_S: Final = 3600.0  # a conversion takes seconds to minutes; what is older was left by a process that died
+STALE_S: Final = 3600.0  # a conversion takes seconds to minutes; an older folder was left by a process that died
 _BUILDING: Final = ".building-"
 
 
 def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME/pdserve, else ~/.cache/pdserve."""
+    """Return $XDG_CACHE_HOME/pdserve, or ~/.cache/pdserve when the variable is not set."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pdserve"
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """`target`, filled by `build` if it is not there yet.
+    """Return `target`. If it does not exist yet, `build` first fills an empty directory that becomes `target`.
 
-    `build` gets an empty directory. What it raises passes through, but for `OSError`, and nothing is left behind.
-    Raises `ConfigError` when the cache cannot be written.
+    Errors of `build` pass through, and nothing is left behind. An `OSError`, which means that the cache cannot be
+    written, becomes a `ConfigError`.
     """
     if target.is_dir():
         return target
@@ -45,7 +45,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
         build(scratch)
         _make_readable(scratch)
         _publish(scratch, target)
-    except OSError as exc:  # a full disk, most of all
+    except OSError as exc:  # most often a full disk
         raise _cannot_write(target.parent, exc) from exc
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -57,7 +57,7 @@ def _cannot_write(folder: Path, exc: OSError) -> ConfigError:
 
 
 def _make_readable(folder: Path) -> None:
-    """For other users too: temporary folders and mapped files are made private, but a cache may be shared."""
+    """Let other users read the folder, since a cache may be shared. Temporary folders and mapped files are private."""
     folder.chmod(0o755)
     for path in folder.iterdir():
         path.chmod(0o644)
@@ -67,16 +67,16 @@ def _publish(scratch: Path, target: Path) -> None:
     try:
         scratch.rename(target)
     except OSError:
-        if not target.is_dir():  # not a lost race: a real failure
+        if not target.is_dir():  # no other process was faster, so the rename failed
             raise
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what builders that were killed left behind."""
+    """Remove the folders that killed processes left behind."""
     for path in folder.glob(f"{_BUILDING}*"):
         try:
             age_s = time.time() - path.stat().st_mtime
-        except FileNotFoundError:  # its owner was faster
+        except FileNotFoundError:  # its owner has removed or renamed it
             continue
         if age_s > STALE_S:
             shutil.rmtree(path, ignore_errors=True)

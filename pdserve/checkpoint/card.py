@@ -1,4 +1,4 @@
-"""What everyone needs to know of a model without loading it."""
+"""The facts about a model that are read without loading its weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pdserve.core.kv_layout import KvLayout
 _ARCHITECTURES: Final = ("LlamaForCausalLM",)
 _DTYPES: Final = ("bfloat16", "float32")
 KV_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
-"""How KV may be stored: by the configured name, the one in a layout."""
+"""The dtypes in which KV may be stored: the name in the configuration, and the name in a `KvLayout`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A Llama-family decoder: its shape, its special ids, its identity."""
+    """A decoder of the Llama family: its shape, its special ids, its identity."""
 
     name: str
     architecture: str
@@ -44,7 +44,7 @@ class ModelCard:
 
     @classmethod
     def load(cls, directory: Path) -> ModelCard:
-        """Read a directory in Hugging Face layout. Raises `ConfigError` naming file and setting."""
+        """Read a directory in Hugging Face layout. Raises `ConfigError` that names the file and the setting."""
         check_directory(directory)
         path = directory / "config.json"
         config = read_json(path)
@@ -61,16 +61,16 @@ class ModelCard:
             raise exc if str(directory) in exc.message else ConfigError(f"{path}: {exc.message}") from exc
 
     def kv_layout(self, block_size: int, dtype: str, kv_cache_dtype: str = "auto") -> KvLayout:
-        """Of the KV cache with blocks of `block_size` tokens; both dtypes as in the configuration.
+        """Return the layout of KV blocks of `block_size` tokens. Both dtypes have the names of the configuration.
 
-        Raises `ConfigError` for a dtype that is unknown, or whose blocks of this model are not whole words.
+        Raises `ConfigError` for an unknown dtype, or for one in which a block of this model is not a whole number of words.
         """
         stored = resolve_kv_dtype(kv_cache_dtype, dtype)
         return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, stored)
 
 
 def resolve_dtype(dtype: str) -> str:
-    """The dtype that a configured one means: "auto" is bfloat16. Raises `ConfigError` for an unknown one."""
+    """Return the dtype that a configured name means: "auto" is bfloat16. Raises `ConfigError` for an unknown name."""
     if dtype == "auto":
         return "bfloat16"
     if dtype not in _DTYPES:
@@ -79,7 +79,10 @@ def resolve_dtype(dtype: str) -> str:
 
 
 def resolve_kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
-    """The dtype of KV that configured ones mean: "auto" is the model's. Raises `ConfigError` for an unknown one."""
+    """Return the dtype of KV that the configured names mean. `kv_cache_dtype` "auto" takes the model's `dtype`.
+
+    Raises `ConfigError` for an unknown name.
+    """
     computed = resolve_dtype(dtype)
     if kv_cache_dtype == "auto":
         return computed
@@ -113,7 +116,7 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_plain(config: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` naming what the engine would get wrong rather than serve wrong tokens."""
+    """Raise `ConfigError` for a feature that the engine lacks, because it would otherwise serve wrong tokens."""
     architectures = config.get("architectures") or ["(none)"]
     if architectures[0] not in _ARCHITECTURES:
         raise ConfigError(f"architecture {architectures[0]} is not supported; supported: {', '.join(_ARCHITECTURES)}")
@@ -126,7 +129,7 @@ def _check_plain(config: Mapping[str, Any]) -> None:
 
 
 def _ids(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Ids that end a request: those of config.json and of generation_config.json, which may name more."""
+    """Return the special ids. The ids that end a request are those of config.json and of generation_config.json together."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     eos = {index for source in (config, generation) for index in _as_list(source.get("eos_token_id"))}

@@ -1,8 +1,8 @@
-"""One short string that tells whether two workers serve the same model.
+"""The fingerprint of a model: one short string that is equal on two workers if they serve the same model.
 
-It covers config.json, tokenizer.json, and of each weight file its size, its header (names, dtypes, shapes, offsets) and
-a few samples of its bytes: two fine-tunes of one base differ in nothing else. It does not cover paths, names or times,
-and reads at most 64 KiB of each file's values, however large the file is.
+It covers config.json, tokenizer.json, and the size, the header (names, dtypes, shapes, offsets) and a few samples of each
+weight file. The samples are needed because two fine-tunes of one base differ in nothing else. It does not cover paths,
+names or times. It reads at most 64 KiB of each file's values, however large the file is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version"})
 
 
 def fingerprint(directory: Path, config: Mapping[str, Any]) -> str:
-    """32 hex digits. Raises `ConfigError` when a weight file cannot be read."""
+    """Return 32 hex digits. Raises `ConfigError` when a weight file or the tokenizer cannot be read."""
     digest = hashlib.sha256()
     stable = {key: value for key, value in config.items() if key not in _VOLATILE}
     digest.update(json.dumps(stable, sort_keys=True).encode())
@@ -37,7 +37,10 @@ def fingerprint(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def _weights(path: Path) -> bytes:
-    """A safetensors file is: 8 bytes header length (little-endian), the header as JSON, the values."""
+    """Hash one weight file.
+
+    A safetensors file holds 8 bytes with the length of the header (little-endian), the header as JSON, and the values.
+    """
     digest = hashlib.sha256()
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""GGUF -> a directory in Hugging Face layout, dequantised to float32.
+"""The conversion of a GGUF file to a directory in Hugging Face layout, dequantised to float32.
 
-Reading SmolLM2-135M takes 2 s and dequantising it 1.3 s; its safetensors copy (538 MB) loads in 0.05-0.3 s. So a file
-is converted once (see `resolve`), and the engine knows one format.
+Reading SmolLM2-135M takes 2 s and dequantising it 1.3 s, while its safetensors copy (538 MB) loads in 0.05-0.3 s. So a
+file is converted once (see `resolve`), and the engine knows only one format.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pdserve.checkpoint.progress import Progress, silent
 from pdserve.checkpoint.shards import size_bytes, write_shards
 from pdserve.core.errors import ConfigError
 
-CONVERTER_VERSION: Final = 1  # raise it when what is written changes: old copies are then not used
+CONVERTER_VERSION: Final = 1  # raise it when the converter's output changes, so that old copies are not used any more
 
 _QUANTISATION_SUFFIX: Final = re.compile(r"[.\-_](?:IQ|Q|TQ)\d\w*$|[.\-_](?:BF|F|FP)(?:16|32)$", re.IGNORECASE)
 
 
 def convert(source: Path, directory: Path, progress: Progress = silent) -> None:
-    """Fill the empty `directory`. Raises `ConfigError` for a file that is not a byte-level-BPE Llama."""
+    """Convert the file `source` into the empty `directory`. Raises `ConfigError` unless it is a byte-level-BPE Llama."""
     progress("reading " + source.name, 0, 1)
     gguf = GgufFile(source)
     try:
         _convert(gguf, directory, progress)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as exc:  # of values that contradict each other
+    except (ArithmeticError, LookupError, TypeError, ValueError) as exc:  # values of the file contradict each other
         raise ConfigError(f"{source} does not fit together: {type(exc).__name__}: {exc}") from exc
 
 
@@ -46,12 +46,12 @@ def _convert(gguf: GgufFile, directory: Path, progress: Progress) -> None:
 
 
 def model_name(source: Path) -> str:
-    """What clients call the model: the file's name without extension and quantisation."""
+    """Return the name by which clients call the model: the file's name without extension and quantisation."""
     return _QUANTISATION_SUFFIX.sub("", source.stem) or source.stem
 
 
 def _generation_config(gguf: GgufFile) -> dict[str, Any]:
-    """The end of a turn can differ from the end of the text: both end a request."""
+    """Return generation_config.json. The tokens that end a text, a turn and a message can differ; each ends a request."""
     eos = [gguf.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return {"bos_token_id": gguf.get("tokenizer.ggml.bos_token_id"), "eos_token_id": sorted({i for i in eos if i is not None})}
 

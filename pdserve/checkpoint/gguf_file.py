@@ -1,6 +1,6 @@
-"""A GGUF file's metadata and tensors, typed. The only file that imports `gguf`.
+"""The metadata and tensors of a GGUF file, with types. Only this module imports `gguf`.
 
-`gguf` is not imported before a file is read: it takes a while, and most starts find the converted copy.
+It imports `gguf` only when a file is read: the import takes a while, and most starts find the converted copy.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MAGIC = b"GGUF"
 
 
 class GgufFile:
-    """Memory-mapped; tensors are dequantised when asked for, one at a time."""
+    """One GGUF file, mapped into memory. A tensor is dequantised when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` when the file is not a readable GGUF."""
+        """Open the file. Raises `ConfigError` when it is not a readable and complete GGUF file."""
         self.path = path
         try:
             with path.open("rb") as head:
@@ -30,20 +30,24 @@ class GgufFile:
             self._reader = _open(path)
         except OSError as exc:
             raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
-        except (ArithmeticError, LookupError, TypeError, ValueError) as exc:  # what numpy raises where it is cut short
+        except (ArithmeticError, LookupError, TypeError, ValueError) as exc:  # numpy raises these when the file is cut short
             raise ConfigError(f"{path} is not a complete GGUF file: {exc}") from exc
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
+        """The names of all tensors, in the file's order."""
         return tuple(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Outermost dimension first, as numpy and torch write it (GGUF itself says innermost first)."""
+        """Return a tensor's shape, outermost dimension first, as in numpy and torch. GGUF itself writes innermost first."""
         return tuple(int(n) for n in reversed(self._tensors[name].shape))
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """Dequantised, float32, C-contiguous, of `shape(name)`. Raises `ConfigError` for an unknown quantisation."""
+        """Return a dequantised tensor: `shape(name)`, float32, C-contiguous.
+
+        Raises `ConfigError` for an unknown quantisation.
+        """
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
@@ -54,11 +58,12 @@ class GgufFile:
         return np.ascontiguousarray(values, dtype=np.float32).reshape(self.shape(name))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value as plain Python (str, int, float, bool or a list of them)."""
+        """Return a metadata value as plain Python: str, int, float, bool or a list of them. `default`: the key is missing."""
         field = self._reader.get_field(key)
         return default if field is None else field.contents()
 
     def require(self, key: str) -> Any:
+        """Return a metadata value, as `get` does. Raises `ConfigError` when the key is missing."""
         value = self.get(key)
         if value is None:
             raise ConfigError(f"{self.path} lacks the metadata {key}")
@@ -66,7 +71,10 @@ class GgufFile:
 
 
 def _open(path: Path) -> Any:
-    """gguf's own reader goes on past the end, where numbers have no bytes: a damaged count made it loop for ever."""
+    """Open the file with a reader that stops at the end of the file.
+
+    gguf's own reader goes on past the end, where it reads empty numbers; a damaged count made it loop for ever.
+    """
     from gguf import GGUFReader
 
     class Reader(GGUFReader):

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a Llama model, in Hugging Face terms: config.json and the tensors' names and layout."""
+"""The Llama model of a GGUF file in Hugging Face's terms: config.json, and the names and layout of the tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LLAMA3_REST: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "origina
 
 
 def check_supported(gguf: GgufFile) -> None:
-    """Raises `ConfigError` naming what this file has that is not a plain Llama decoder."""
+    """Raise `ConfigError` that names the feature, if the file has one that a plain Llama decoder lacks."""
     architecture = gguf.require("general.architecture")
     if architecture != "llama":
         raise ConfigError(f"{gguf.path}: architecture {architecture!r} is not supported; supported: 'llama'")
@@ -48,23 +48,26 @@ def check_supported(gguf: GgufFile) -> None:
 
 
 def tensor_map(gguf: GgufFile) -> dict[str, str]:
-    """Hugging Face name -> GGUF name, in the file's order. Raises `ConfigError` for missing or unknown tensors."""
+    """Return the GGUF name of each Hugging Face name, in the file's order.
+
+    Raises `ConfigError` for missing or unknown tensors.
+    """
     expected = dict(_GLOBAL)
     for layer in range(gguf.require("llama.block_count")):
         expected |= {f"blk.{layer}.{name}": f"model.layers.{layer}.{hf}" for name, hf in _LAYER.items()}
     present = [name for name in gguf.tensor_names if name != _ROPE_FACTORS]
     unknown = [name for name in present if name not in expected]
-    missing = sorted(set(expected) - set(present) - {"output.weight"})  # absent where the head is tied
+    missing = sorted(set(expected) - set(present) - {"output.weight"})  # it is absent where the head is tied
     if unknown or missing:
         raise ConfigError(f"{gguf.path} is not a plain Llama: unknown tensors {unknown[:3]}, missing {missing[:3]}")
     return {expected[name]: name for name in present}
 
 
 def read_tensor(gguf: GgufFile, name: str) -> NDArray[np.float32]:
-    """One tensor in Hugging Face's layout.
+    """Return one tensor in Hugging Face's layout.
 
-    llama.cpp rotates neighbouring rows (2i, 2i+1) of a head, Hugging Face the halves (i, i + head_dim/2): the rows of
-    q and k are stored interleaved and put back here.
+    llama.cpp rotates neighbouring rows (2i, 2i+1) of a head, while Hugging Face rotates rows (i, i + head_dim/2) of its
+    halves. So GGUF stores the rows of q and k interleaved, and this function puts them back.
     """
     weight = gguf.tensor(name)
     if name.endswith("attn_q.weight"):
@@ -75,14 +78,14 @@ def read_tensor(gguf: GgufFile, name: str) -> NDArray[np.float32]:
 
 
 def _halves(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """weight: [num_heads * head_dim, in], rows interleaved in each head -> the same with halves apart."""
+    """Sort the interleaved rows of each head into two halves. weight and result: [num_heads * head_dim, in]."""
     rows, columns = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)
 
 
 def hf_config(gguf: GgufFile) -> dict[str, Any]:
-    """config.json. The older spelling of the rope keys, which every reader knows."""
+    """Return config.json, with the older names of the rope settings, which every reader knows."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -118,14 +121,15 @@ def _head_dim(gguf: GgufFile) -> int:
 
 
 def _shortest(value: float) -> float:
-    """The number that was meant: 1e-5 is stored as the float32 9.999999747378752e-06."""
+    """Return the shortest number with the same float32: the file stores 1e-5 as 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _rope_scaling(gguf: GgufFile) -> dict[str, Any] | None:
-    """Llama 3.1's scaling, which a GGUF holds only as its result: one factor for each frequency.
+    """Return the parameters of Llama 3.1's rope scaling; None: the model has none.
 
-    The parameters are found by trying those that were published. Raises `ConfigError` when none gives the factors.
+    A GGUF file holds only the result of the scaling, one factor for each frequency. So all published parameters are
+    tried. Raises `ConfigError` when none of them gives the factors.
     """
     if _ROPE_FACTORS not in gguf.tensor_names:
         return None
@@ -134,13 +138,16 @@ def _rope_scaling(gguf: GgufFile) -> dict[str, Any] | None:
     for factor in _LLAMA3_FACTORS:
         if np.allclose(stored, _llama3_factors(theta, _head_dim(gguf), factor), rtol=1e-4):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3_REST}
-    raise ConfigError(f"{gguf.path}: its rope factors are those of no known Llama 3 model")
+    raise ConfigError(f"{gguf.path}: its rope factors match no known Llama 3 model")
 
 
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> NDArray[np.float64]:
-    """[head_dim / 2]: what each rotation frequency is divided by (Llama 3.1: long wavelengths only, a ramp between)."""
+    """Return the divisor of each rotation frequency: [head_dim / 2], float64.
+
+    Llama 3.1 divides the frequencies of long wavelengths by `factor`, keeps those of short ones, with a ramp between.
+    """
     low, high = _LLAMA3_REST["low_freq_factor"], _LLAMA3_REST["high_freq_factor"]
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    turns = _LLAMA3_REST["original_max_position_embeddings"] / wavelength  # within the context first trained on
+    turns = _LLAMA3_REST["original_max_position_embeddings"] / wavelength  # turns within the context of the first training
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return np.asarray(1.0 / ((1.0 - smooth) / factor + smooth))

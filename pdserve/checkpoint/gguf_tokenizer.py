@@ -1,10 +1,10 @@
 """The tokenizer inside a GGUF file, written as tokenizer.json and tokenizer_config.json.
 
-GGUF stores the vocabulary, the merges and, in `tokenizer.ggml.pre`, only the *name* of the rule that splits text into
-words before merging. The rules behind the names are those of the models' own tokenizer.json. The name matters:
-SmolLM isolates digits before it looks at white space, so that in "\\n\\n1" the two line ends are one token; with GPT-2's
-rule alone they are two, ids that the model has hardly seen. (transformers 5.23, reading a GGUF, knows
-most of the names but not this one, and takes GPT-2's.)
+GGUF stores the vocabulary and the merges. Of the rule that splits text into words before merging it stores only the *name*,
+in `tokenizer.ggml.pre`. The rules here are those of the models' own tokenizer.json. The right rule matters: SmolLM isolates
+digits before it looks at white space, so that in "\\n\\n1" the two line ends are one token. With GPT-2's rule they would be
+two tokens, which the model has hardly seen there. (transformers 5.23, when it reads a GGUF, knows most of the names but not
+SmolLM's, and takes GPT-2's rule.)
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pdserve.checkpoint.gguf_file import GgufFile
 from pdserve.core.errors import ConfigError
 
-_CONTROL: Final = 3  # tokenizer.ggml.token_type: special, never part of text
-_USER_DEFINED: Final = 4  # added to the vocabulary, but ordinary text
+_CONTROL: Final = 3  # a value of tokenizer.ggml.token_type: a special token, which is never part of the text
+_USER_DEFINED: Final = 4  # another value: a token that was added to the vocabulary but is ordinary text
 
 _LLAMA3_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,12 +30,12 @@ _QWEN2_SPLIT: Final = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How one family splits text. `split` None: the rule of GPT-2, which is the byte-level step's own."""
+    """The rule by which one family of models splits text. `split` None: GPT-2's rule, which the byte-level step has."""
 
     split: str | None = None
     isolate_digits: bool = False
     nfc: bool = False
-    ignore_merges: bool = False  # a word that is in the vocabulary whole is taken without merging
+    ignore_merges: bool = False  # a word that is one token of the vocabulary is taken without merging
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         steps: list[pre_tokenizers.PreTokenizer] = []
@@ -57,7 +57,10 @@ _RULES: Final = {
 
 
 def write_tokenizer(gguf: GgufFile, directory: Path) -> None:
-    """Raises `ConfigError` for a tokenizer that is not byte-level BPE or whose rule is not known."""
+    """Write both files into `directory`.
+
+    Raises `ConfigError` for a tokenizer that is not byte-level BPE, or whose rule is not known.
+    """
     tokenizer = _build(gguf)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(_config(gguf), indent=2, ensure_ascii=False))
@@ -100,7 +103,7 @@ def _assemble(
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """ "left right"; a symbol of the byte-level alphabet is never a space itself."""
+    """Split a merge, written as "left right". The byte-level alphabet has no space, so the first space is the border."""
     left, _, right = merge.partition(" ")
     return left, right
 
@@ -115,7 +118,10 @@ def _added(gguf: GgufFile, tokens: list[str]) -> list[AddedToken]:
 
 
 def _bos(gguf: GgufFile, tokens: list[str]) -> tuple[str, int] | None:
-    """The token that every prompt begins with, if the model wants one. Unset: only Llama 3's family does."""
+    """Return the token, as (text, id), with which every prompt begins; None: the model wants none.
+
+    If the file lacks the setting, only models with the rule of Llama 3 want one.
+    """
     wanted = gguf.get("tokenizer.ggml.add_bos_token", gguf.get("tokenizer.ggml.pre") == "llama-bpe")
     bos_id = gguf.get("tokenizer.ggml.bos_token_id")
     return (tokens[bos_id], bos_id) if wanted and bos_id is not None else None

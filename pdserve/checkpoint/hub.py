@@ -1,4 +1,5 @@
-"""Models by Hugging Face id, through huggingface_hub: its cache, its HF_ENDPOINT, HF_HUB_OFFLINE and tokens."""
+"""The download of models by Hugging Face id. huggingface_hub does it, with its cache, HF_ENDPOINT, HF_HUB_OFFLINE and
+tokens."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 
 _FILES: Final = ("*.json", "*.safetensors", "*.jinja")
-_SUBFOLDERS: Final = "*/*"  # the weights again, in other formats
+_SUBFOLDERS: Final = "*/*"  # these hold the same weights in other formats
 _INSTEAD: Final = "Give a directory in Hugging Face layout or a GGUF file instead"
 
 
 def download(model_id: str) -> Path:
-    """The directory of the newest snapshot, downloaded as far as it is not in huggingface_hub's own cache.
+    """Return the directory of the newest snapshot. Files that are not in huggingface_hub's cache are downloaded first.
 
-    Raises `ConfigError` that says whether the id is wrong, needs a login, or the hub cannot be reached.
+    Raises `ConfigError` that says whether the id is wrong, a login is needed, or the hub cannot be reached.
     """
-    from huggingface_hub import constants, errors, snapshot_download  # slow to import and seldom needed
+    from huggingface_hub import constants, errors, snapshot_download  # a slow import that is seldom needed
 
-    transport_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever HTTP client it uses
+    transport_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # the error of its HTTP client
 
     try:
         away = not _answers(model_id)
@@ -45,17 +46,18 @@ def download(model_id: str) -> Path:
 
 
 def _answers(model_id: str) -> bool:
-    """Whether the hub says anything of this model, in HF_HUB_ETAG_TIMEOUT seconds: `snapshot_download` asks the same
-    without any bound, and would wait for ever for a server that takes the question and never answers.
+    """Tell whether the hub answers a question about this model within HF_HUB_ETAG_TIMEOUT seconds.
+
+    `snapshot_download` asks the same question without a limit, and would wait for ever for a server that never answers.
     """
     from huggingface_hub import HfApi, constants, errors, get_session
 
     wait_s = constants.HF_HUB_ETAG_TIMEOUT
-    get_session().timeout = wait_s  # of what it asks next, the list of files
+    get_session().timeout = wait_s  # the limit of the next question, the list of files
     try:
         HfApi().model_info(model_id, timeout=wait_s)
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled):
-        return True  # an answer, which `snapshot_download` gets too
-    except errors.HTTPError:  # type: ignore[attr-defined]  # of whichever HTTP client it uses
+        return True  # this is an answer, which `snapshot_download` gets too
+    except errors.HTTPError:  # type: ignore[attr-defined]  # the error of its HTTP client
         return False
     return True

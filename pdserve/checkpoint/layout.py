@@ -1,4 +1,4 @@
-"""What a model's directory must hold, and which of its files are weights."""
+"""The files that a model's directory must hold, and those of them that are weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REQUIRED: Final = ("config.json", "tokenizer.json")
 
 
 def check_directory(directory: Path) -> None:
-    """Raises `ConfigError` naming everything that is missing."""
+    """Raise `ConfigError` that names every missing file."""
     missing = [name for name in REQUIRED if not (directory / name).is_file()]
     files = weight_files(directory)
     if not files:
@@ -24,9 +24,10 @@ def check_directory(directory: Path) -> None:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files that hold the weights, sorted; empty when there are none.
+    """Return the safetensors files that hold the weights, sorted; empty when there are none.
 
-    As the index lists them, whether they exist or not; without an index every *.safetensors of the directory.
+    An index lists them, and they need not exist. Without an index, they are all *.safetensors of the directory.
+    Raises `ConfigError` for an index that cannot be read.
     """
     index = directory / INDEX
     if index.is_file():
@@ -34,13 +35,13 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         if not isinstance(listed, dict):
             raise ConfigError(f"{index} lacks weight_map")
         if not all(isinstance(name, str) for name in listed.values()):
-            raise ConfigError(f"{index}: weight_map holds what is no file's name")
+            raise ConfigError(f"{index}: weight_map holds a value that is not a file name")
         return tuple(directory / name for name in sorted(set(listed.values())))
     return tuple(sorted(directory.glob("*.safetensors")))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises `ConfigError` when the file cannot be read or holds no JSON object."""
+    """Read a JSON object. Raises `ConfigError` when the file cannot be read or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:

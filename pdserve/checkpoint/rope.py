@@ -1,4 +1,4 @@
-"""How rotary positions are scaled, read from config.json in either of its spellings."""
+"""The scaling of rotary positions, read from config.json in its older or newer spelling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pdserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1: frequencies whose wavelength exceeds the first training context are slowed by `factor`."""
+    """The scaling of Llama 3.1. Frequencies with long wavelengths, compared with the first training context, are divided
+    by `factor`."""
 
     factor: float
     low_freq_factor: float
@@ -20,10 +21,10 @@ class Llama3Scaling:
 
 
 def read_rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> tuple[float, Llama3Scaling | None]:
-    """(theta, scaling). Raises `ConfigError` for a scaling that is not known.
+    """Return (theta, scaling); scaling None: positions are not scaled. Raises `ConfigError` for an unknown scaling.
 
-    transformers 5 writes both under `rope_parameters`; before, `rope_theta` stood alone and `rope_scaling` held the
-    rest, with `type` as the oldest name of `rope_type`.
+    transformers 5 writes both under `rope_parameters`. Before, `rope_theta` stood alone, and `rope_scaling` held the rest,
+    with `type` as the oldest name of `rope_type`.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):

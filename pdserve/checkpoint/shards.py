@@ -1,4 +1,4 @@
-"""Writing weights as safetensors, a bounded part in memory at a time."""
+"""The writer of weights as safetensors. It keeps only a bounded part of them in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from pdserve.core.errors import ConfigError
 
-SHARD_BYTES: Final = 1 << 30  # the writer copies a shard once: up to 2 GiB of memory
+SHARD_BYTES: Final = 1 << 30  # the writer copies a shard once, so it needs up to 2 GiB of memory
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
@@ -25,9 +25,10 @@ Read = Callable[[str], NDArray[np.float32]]
 def write_shards(
     directory: Path, shapes: Mapping[str, tuple[int, ...]], read: Read, done: Callable[[int], None], *, limit: int = SHARD_BYTES
 ) -> None:
-    """Write float32 tensors `shapes`, each got from `read(name)`, in order; `done(bytes)` after each tensor.
+    """Write the float32 tensors of `shapes` in order. `read(name)` gets each one, and `done(bytes)` is called after it.
 
-    One file when they fit `limit` bytes, else numbered files and an index, as Hugging Face names them.
+    Tensors that fit `limit` bytes become one file. Others become numbered files and an index, named as on Hugging Face.
+    Raises `ConfigError` when a file cannot be written.
     """
     shards = _plan(shapes, limit)
     where: dict[str, str] = {}
@@ -39,7 +40,7 @@ def write_shards(
             done(tensors[name].nbytes)
         try:
             save_file(tensors, directory / file, metadata={"format": "pt"})
-        except SafetensorError as exc:  # how the library says that the disk is full
+        except SafetensorError as exc:  # the library raises this when the disk is full
             raise ConfigError(f"cannot write {directory / file}: {exc}; set XDG_CACHE_HOME to a folder with room") from exc
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -48,12 +49,12 @@ def write_shards(
 
 
 def size_bytes(shape: tuple[int, ...]) -> int:
-    """Of a tensor in float32."""
+    """Return the size of a float32 tensor."""
     return 4 * math.prod(shape)
 
 
 def _plan(shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[list[str]]:
-    """Names in order, cut before the tensor that would exceed the limit; a larger tensor stands alone."""
+    """Divide the names, in order, into shards of at most `limit` bytes. A tensor that is larger than that stands alone."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():

@@ -1,8 +1,8 @@
 """A tiny Llama with seeded random weights, for tests: the real architecture at 1/600 of the size.
 
-Its text is noise, but its tokens depend on the whole prompt, so one wrong KV block shows. It is the same on every
-machine, bit for bit: weights come straight from the raw integers of a PCG64 generator, scaled by single float32
-multiplications (no normal distribution, whose logarithms differ between C libraries).
+Its text is noise, but its tokens depend on the whole prompt, so one wrong KV block changes them. It is the same on every
+machine, bit for bit: the weights are raw integers of a PCG64 generator, scaled by single float32 multiplications. A normal
+distribution would need logarithms, which differ between C libraries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from pdserve.checkpoint.origin import write_origin
 from pdserve.checkpoint.shards import write_shards
 
-VERSION: Final = 1  # raise it when anything written here changes; the goldens follow
+VERSION: Final = 1  # raise it when the written files change; the golden tokens of the tests then change too
 NAME: Final = "tiny"
 _SEED: Final = 20240229
 
@@ -46,7 +46,7 @@ _TEMPLATE: Final = (
 
 
 def write_tiny(directory: Path) -> None:
-    """Fill the empty `directory` in Hugging Face layout; 0.6 MB."""
+    """Write the model, 0.6 MB in Hugging Face layout, into the empty `directory`."""
     _write_json(directory / "config.json", _config())
     _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": _EOS})
     _write_json(directory / "tokenizer_config.json", _tokenizer_config())
@@ -98,7 +98,7 @@ def _tokenizer_config() -> dict[str, Any]:
 
 
 def _tokenizer() -> Tokenizer:
-    """Ids: 3 specials, the 256 bytes, then prefixes of common words: every id decodes to something."""
+    """Make the tokenizer. Its ids are 3 special tokens, the 256 bytes, then prefixes of common words, so no id is unused."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = _merges(_VOCAB - len(_SPECIALS) - len(alphabet))
     tokens = [*_SPECIALS, *alphabet, *(left + right for left, right in merges)]
@@ -112,10 +112,10 @@ def _tokenizer() -> Tokenizer:
 
 
 def _merges(count: int) -> list[tuple[str, str]]:
-    """The first `count` growing prefixes of the words, each with its leading space, in order and once."""
+    """Return the first `count` merges that build the words, with their leading spaces, letter by letter, each one once."""
     merges: dict[tuple[str, str], None] = {}
     for word in _WORDS:
-        spaced = "Ġ" + word  # how the byte-level alphabet writes a space
+        spaced = "Ġ" + word  # the byte-level alphabet writes a space as Ġ
         for end in range(1, len(spaced)):
             merges[spaced[:end], spaced[end]] = None
     assert len(merges) >= count
@@ -123,7 +123,10 @@ def _merges(count: int) -> list[tuple[str, str]]:
 
 
 def _weights() -> dict[str, NDArray[np.float32]]:
-    """Scales keep the residual stream and the logits at a few units, attention neither flat nor on one token."""
+    """Draw the weights. Their scales keep the residual stream and the logits at a few units.
+
+    Attention is then neither flat nor on a single token.
+    """
     draw = _Uniform(_SEED)
     weights = {"model.embed_tokens.weight": draw(1.0, _VOCAB, _HIDDEN)}
     for layer in range(_LAYERS):
@@ -145,7 +148,7 @@ def _weights() -> dict[str, NDArray[np.float32]]:
 
 
 class _Uniform:
-    """Uniform float32 in [-scale, scale): 24 random bits each, exact in every step."""
+    """A source of uniform float32 numbers in [-scale, scale), each from 24 random bits. Every step is exact."""
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.PCG64(seed)

@@ -1,8 +1,8 @@
-"""What runs inside a worker's Ray process: the worker itself, a watch over it, and its log file.
+"""The Ray actor of one worker. Its process holds the worker, the guard that watches the worker, and the log file.
 
-Imported by the process that Ray spawns; torch and NIXL are imported only by the worker's own module, after that.
-Making the actor does little, so that its first answer tells that it has a place; `load` then starts the worker. A worker
-that died gets a new actor, hence a new incarnation, which dials the router by itself.
+The process that Ray spawns imports this module. Only the worker's own module, imported later, loads torch and NIXL.
+The constructor does little, so the actor's first answer soon tells that it has a place; `load` then starts the worker. A
+worker that died gets a new actor, and so a new incarnation, which dials the router by itself.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ log = logging.getLogger(__name__)
 
 
 class RunningWorker(Protocol):
-    """What `start(config)` of `prefill_worker.main` and `decode_worker.main` returns."""
+    """A started worker. `start(config)` of `prefill_worker.main` and of `decode_worker.main` return one."""
 
     address: str
     memory: MemoryReport
     computes: str
 
     @property
-    def healthy(self) -> bool: ...
+    def healthy(self) -> bool:
+        """False once the worker can no longer do its work."""
 
     def wait(self, timeout_s: float | None) -> int | None:
-        """None while it runs; 0 once it has drained or was stopped."""
+        """Return the exit status: None while the worker runs, 0 once it has drained or was stopped."""
 
-    def stop(self, timeout_s: float) -> object: ...
+    def stop(self, timeout_s: float) -> object:
+        """Stop the worker without draining it, within `timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where Ray put a worker, once its process runs there."""
+    """The node on which the process of a worker runs."""
 
     node_id: str
     host: str
@@ -55,7 +57,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """A started worker as its process describes it; `*_s` say where its start went."""
+    """The description that a worker's process gives after the start. The `*_s` fields are the parts of the start's time."""
 
     worker_id: str
     role: str
@@ -63,16 +65,16 @@ class WorkerReport:
     pid: int
     memory: MemoryReport
     computes: str
-    niceness: int  # of its process; Ray's own default is 15, which yields to every ordinary process of the machine
-    process_s: float  # asked of Ray to our first line (same machine's clock only)
+    niceness: int  # niceness of the process; Ray's default is 15, which yields to every ordinary process of the machine
+    process_s: float  # time from the request to Ray until our code runs; it is right only if both are on one machine
     import_s: float
     load_s: float
 
 
 class WorkerActor:
-    """A plain actor: the worker starts its own threads. `watch` blocks one of Ray's; see `CONCURRENCY`."""
+    """The Ray actor. The worker starts its own threads. Each call blocks one of Ray's threads, `watch` until the end."""
 
-    CONCURRENCY = 3  # watch, load, stop
+    CONCURRENCY = 3  # watch, load and stop may run at the same time
 
     def __init__(self, plan: WorkerPlan, asked_at: float) -> None:
         self._process_s = time.time() - asked_at
@@ -85,10 +87,11 @@ class WorkerActor:
             log.warning("%s", niced([plan.worker_id], self._niceness))
 
     def place(self) -> Place:
+        """Tell on which node this process runs."""
         return Place(ray.get_runtime_context().get_node_id(), _node_host())
 
     def load(self) -> WorkerReport:
-        """Start the worker, or only describe it once it is started: a caller who lost the connection asks again."""
+        """Start the worker and describe it. A worker that has started is only described: a caller may have to ask again."""
         with self._loading:
             if self._report is None:
                 self._report = self._load()
@@ -105,12 +108,14 @@ class WorkerActor:
         return self._describe(imported - began, time.time() - imported)
 
     def watch(self) -> bool:
-        """Return once the worker has drained (True) or was told to stop. If the process dies first, the caller's call
-        fails: that is the signal."""
+        """Wait for the worker's end. True: it has drained. False: it was told to stop.
+
+        When the process dies first, Ray fails the caller's call, which tells the caller of the death.
+        """
         return self._guard.wait()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop the worker without draining it. The process is ended by Ray afterwards."""
+        """Stop the worker without draining it. Ray ends the process afterwards."""
         self._guard.stop()
         self._worker.stop(timeout_s)
 
@@ -130,7 +135,7 @@ class WorkerActor:
 
 
 def _start(start: Any, config: WorkerConfig) -> RunningWorker:
-    """Run the worker's entry; its failure is also written to its log, where an operator looks first."""
+    """Start the worker. A failure is also written to the worker's log, where an operator looks first."""
     try:
         return cast(RunningWorker, start(config))
     except BaseException:
@@ -143,7 +148,7 @@ def _node_host() -> str:
 
 
 def _log_to(path: Path) -> None:
-    """Everything this process writes goes to `path`, native libraries' output too."""
+    """Append everything that this process writes to `path`, the output of native libraries too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()

@@ -1,18 +1,18 @@
-"""How often, and how soon, a process that died is started again. Pure: time is passed in."""
+"""The delays before a process that died is started again, and the limit of restarts. Pure: time is passed in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Final
 
-MOST_DOUBLINGS: Final = 40  # far beyond any bound of a wait; a float holds no more than 1023
+MOST_DOUBLINGS: Final = 40  # this passes every `longest_s`; a float would overflow after 1023 doublings
 
 
 @dataclass(slots=True)
 class Backoff:
-    """At most `tries` restarts within any `window_s`; each waits twice as long as the one before, at most `longest_s`.
+    """The restarts of one process: at most `tries` within any `window_s`. The delay doubles each time, up to `longest_s`.
 
-    A process that dies less often than that is started again for ever: what is older than the window is forgotten.
+    Restarts older than the window are forgotten, so a process that dies less often is started again for ever.
     """
 
     tries: int = 6
@@ -22,7 +22,7 @@ class Backoff:
     _starts: list[float] = field(default_factory=list)
 
     def next_delay_s(self, now_s: float) -> float | None:
-        """The wait before the next start; None when the tries of the window are used up."""
+        """Return the delay before the next start and count the restart; None when the tries of the window are used up."""
         self._starts = [start for start in self._starts if now_s - start < self.window_s]
         if len(self._starts) >= self.tries:
             return None
@@ -32,5 +32,5 @@ class Backoff:
 
     @property
     def used(self) -> int:
-        """Restarts that the window held when it was last asked."""
+        """Number of restarts in the window at the last call of `next_delay_s`."""
         return len(self._starts)

@@ -1,4 +1,4 @@
-"""What can go wrong while a cluster is brought up or held up. Each is one line for the operator."""
+"""The errors of starting a cluster and keeping it up. The message of each is one line for the operator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pdserve.core.errors import PdserveError, Unavailable
 
 
 class ClusterError(Unavailable):
-    """The cluster could not be started, or can no longer be kept up; the message says what to look at."""
+    """The cluster could not be started, or can no longer be kept up. The message says where to look for the cause."""
 
 
 class Interrupted(PdserveError):

@@ -1,4 +1,4 @@
-"""What a cluster tells whoever watches it. Plain data: the command line draws it, tests compare it."""
+"""The events that a cluster sends to its listener. They are plain data: the command line draws them, tests compare them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Part(Enum):
-    """What starts by itself; `WORKERS` also covers their joining of the router."""
+    """One part of a cluster that is started separately. `WORKERS` is ready when all workers have joined the router."""
 
     RAY = "Ray"
     ROUTER = "router"
@@ -16,24 +16,28 @@ class Part(Enum):
 
 
 class WorkerPhase(Enum):
+    """The phase of one worker's life, as the operator sees it."""
+
     STARTING = "starting"  # Ray has been asked for its process
-    WAITING = "waiting for a node"  # none has room for it now; the detail says what is missing
-    LOADING = "loading"  # its process runs
+    WAITING = "waiting for a node"  # no node has room for it now; the detail says what is missing
+    LOADING = "loading"  # its process runs and starts the worker
     LOADED = "loaded"  # the model is in memory and the services are up
     READY = "ready"  # the router may place requests on it
-    RESTARTING = "restarting"  # its process died; another follows after a wait
-    DRAINED = "drained and left"  # an operator asked for it: nobody starts it again
-    DEAD = "dead"  # for good
+    RESTARTING = "restarting"  # its process died; another is started after a delay
+    DRAINED = "drained and left"  # an operator drained it, so it is not started again
+    DEAD = "dead"  # it died too often and is not started again
 
 
 @dataclass(frozen=True, slots=True)
 class PartStarted:
+    """The start of a part has begun."""
+
     part: Part
 
 
 @dataclass(frozen=True, slots=True)
 class PartReady:
-    """`seconds` since its start; parts start side by side, so these do not add up."""
+    """A part is ready, `seconds` after its start. Parts start at the same time, so the sum means nothing."""
 
     part: Part
     seconds: float
@@ -41,6 +45,8 @@ class PartReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChanged:
+    """A worker entered a phase. `detail` adds the reason or the place; it may be empty."""
+
     worker_id: str
     phase: WorkerPhase
     detail: str = ""
@@ -48,7 +54,7 @@ class WorkerChanged:
 
 @dataclass(frozen=True, slots=True)
 class RouterLost:
-    """The router's process died; it comes back at the same addresses after `delay_s`."""
+    """The router's process died. It is started again at the same addresses after `delay_s`."""
 
     detail: str
     delay_s: float
@@ -56,12 +62,14 @@ class RouterLost:
 
 @dataclass(frozen=True, slots=True)
 class RouterBack:
+    """The router runs again, as process `pid`."""
+
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class LogsKept:
-    """A failure: its logs stay in a folder that was made for them, which nobody would find unless told."""
+    """The cluster failed, and its logs stay in a temporary folder. Nobody would find that folder without this event."""
 
     folder: str
 
@@ -71,4 +79,4 @@ Listener = Callable[[Event], None]
 
 
 def ignore(_event: Event) -> None:
-    """The listener of those who do not care."""
+    """Do nothing with the event."""

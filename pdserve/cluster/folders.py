@@ -18,14 +18,16 @@ LOG_PREFIX = "pdserve-logs-"
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    private: Path  # removed in every case
+    """The two folders of one cluster, and the janitor that removes the private one if this process is killed."""
+
+    private: Path  # always removed at the end
     logs: Path
-    logs_are_ours: bool  # made here: removed after a clean stop, kept after a failure
+    logs_are_ours: bool  # the log folder was made here: it is removed after a clean stop and kept after a failure
     janitor: Janitor
 
     @classmethod
     def create(cls, log_dir: str | None) -> Folders:
-        """Raises `ConfigError` when a folder cannot be made."""
+        """Make the folders. `log_dir` None makes a temporary one. Raises `ConfigError` when a folder cannot be made."""
         private = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_parent()))
         try:
             return cls(private, _logs(log_dir), log_dir is None, Janitor(private))
@@ -34,12 +36,13 @@ class Folders:
             raise ConfigError(f"log_dir: cannot make {log_dir}: {exc.strerror}; give another with --log-dir") from exc
 
     def remove(self, *, keep_logs: bool) -> None:
-        """Idempotent. Logs that were never written to are not worth keeping."""
+        """Remove the private folder, and the logs as `remove_logs` does. Idempotent."""
         shutil.rmtree(self.private, ignore_errors=True)
         self.janitor.close()
         self.remove_logs(keep_logs)
 
     def remove_logs(self, keep_logs: bool) -> None:
+        """Remove the log folder if it was made here. `keep_logs` keeps it, unless all its files are empty."""
         if self.logs_are_ours and not (keep_logs and any(file.stat().st_size for file in self.logs.glob("*"))):
             shutil.rmtree(self.logs, ignore_errors=True)
 
@@ -53,7 +56,10 @@ def _logs(log_dir: str | None) -> Path:
 
 
 def _short_parent() -> Path:
-    """The temporary folder, or /tmp where its path is too long for the sockets that Ray puts deep below it."""
+    """Return the temporary folder, or /tmp when the path of Ray's sockets below it would be too long.
+
+    Raises `ConfigError` when /tmp is missing as well.
+    """
     for parent in (Path(tempfile.gettempdir()), Path("/tmp")):
         if len(str(parent)) + len(f"/{PREFIX}xxxxxxxx") + RAY_SUFFIX <= SOCKET_PATH_LIMIT and parent.is_dir():
             return parent

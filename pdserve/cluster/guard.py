@@ -1,12 +1,12 @@
-"""The watch over one worker inside its Ray process: who ends the process, and whether another one follows.
+"""The guard of one worker inside its Ray process. It decides whether the process ends, and whether another one follows.
 
-A process that ends by itself is taken for a worker that died, and another is started. So a worker that broke ends its
-process, and one that has drained only says so: whoever started it then removes it for good.
+A process that ends by itself counts as a worker that died, and `pdserve up` starts another. So the guard ends the process
+of a worker that broke, and keeps the process of one that has drained: `pdserve up` then removes that process for good.
 
 A node that gets SIGTERM does not pass it on: Ray tells its scheduler that the node drains, waits for a while, then ends
 the processes, whatever they do (measured with Ray 2.60). On Kubernetes the pod's preStop hook therefore drains the
-worker before that, and leaves a mark, `NODE_LEAVING`: the node goes, the worker is still wanted. Its process then stays
-as it is, empty, so that Ray finds it lost with the node and starts it on another one.
+worker before that, and leaves a mark, `NODE_LEAVING`: the node goes, but the worker is still wanted. The empty process
+then stays, so that Ray reports it lost together with its node, and the worker is started on another node.
 """
 
 from __future__ import annotations
@@ -20,26 +20,32 @@ from typing import Final, Protocol
 
 HEALTH_INTERVAL_S: Final = 1.0
 NODE_LEAVING: Final = Path("/tmp/pdserve-node-leaving")
-"""Made by the preStop hook of a worker's pod, whose /tmp is its own."""
+"""The preStop hook of a worker's pod makes this file. Each pod has its own /tmp."""
 log = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
+    """A worker, as far as the guard needs it."""
+
     @property
-    def healthy(self) -> bool: ...
+    def healthy(self) -> bool:
+        """False once the worker can no longer do its work."""
 
     def wait(self, timeout_s: float | None) -> int | None:
-        """None while it runs; 0 once it has drained or was stopped."""
+        """Return the exit status: None while the worker runs, 0 once it has drained or was stopped."""
 
 
 def end_process() -> None:
-    """At once: the transport of an unhealthy worker may still write to its memory, and unloading it can hang."""
+    """End this process at once, with status 1 and without clean-up.
+
+    The transport of an unhealthy worker may still write to the worker's memory, and unloading the transport can hang.
+    """
     logging.shutdown()
     os._exit(1)
 
 
 class Guard:
-    """A thread that looks at the worker every `interval_s` until it has ended or `stop` was called."""
+    """A thread that looks at the worker every `interval_s`, until the worker has ended or `stop` was called."""
 
     def __init__(
         self,
@@ -59,12 +65,12 @@ class Guard:
         self._thread.start()
 
     def wait(self) -> bool:
-        """Until there is nothing to guard any more. True: the worker has drained. False: `stop` was called."""
+        """Block until the guard is over. True: the worker has drained. False: `stop` was called."""
         self._over.wait()
         return self._drained
 
     def stop(self) -> None:
-        """What happens to the worker from now on is meant. Idempotent."""
+        """End the watch, because the worker's end is wanted from now on. Idempotent."""
         self._over.set()
         self._thread.join(self._interval_s)
 

@@ -1,7 +1,7 @@
-"""A shell that outlives us by a moment and removes our folder, however we end.
+"""A shell that removes our folder when this process has ended, however it ends.
 
-A killed process cannot clean up after itself, and one that ends in the middle of starting Ray has a thread that still
-writes. The shell sleeps in a read of its standard input, whose other end is ours: at the end of the file we are gone.
+A killed process cannot clean up, and a process that ends while it starts Ray has a thread that still writes. The shell
+waits in a read of its standard input. This process holds the other end, so the read ends when this process does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Janitor:
-    """Owned by whoever owns the folder; `close` after removing it, or let it be done by dying."""
+    """The shell of one folder. The owner of the folder removes the folder and calls `close`; if it dies, the shell acts."""
 
     def __init__(self, folder: Path) -> None:
         self._child = subprocess.Popen(
@@ -30,11 +30,11 @@ class Janitor:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's signals are not for it
+            start_new_session=True,  # the signals of a terminal do not reach the shell
         )
 
     def close(self) -> None:
-        """Let it do its work and wait for it. Idempotent."""
+        """Let the shell remove the folder, and wait for the shell to end. Idempotent."""
         assert self._child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.close()

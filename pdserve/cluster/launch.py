@@ -1,7 +1,7 @@
-"""A whole cluster from one configuration: router, Ray, both pools. It starts, is kept up, and leaves nothing behind.
+"""A whole cluster from one configuration: router, Ray, both pools. It is started, kept up, and stopped without leftovers.
 
-Everything happens in the one thread that calls; a wish to stop arrives through an event and is looked at between
-and during all waits. What takes long starts side by side: the router loads its tokenizer while Ray starts.
+Everything happens in the thread of the caller. An event asks it to stop; every wait looks at that event. Slow parts start
+at the same time: the router loads its tokenizer while Ray starts.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from pdserve.cluster.router_process import Endpoints, RouterProcess
 from pdserve.config import ClusterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
 
-JOIN_TIMEOUT_S: Final = 60.0  # a worker that is loaded dials the router at once and proves itself with one round trip
+JOIN_TIMEOUT_S: Final = 60.0  # a loaded worker dials the router at once, so joining takes about one round trip
 JOIN_LOOK_S: Final = 0.1
-TICK_S: Final = 0.5  # how soon a death is noticed: two system calls and one look at Ray's memory
+TICK_S: Final = 0.5  # a death is noticed this soon; each look costs two system calls and one look at Ray's memory
 
 
 class Cluster:
-    """Use as a context manager: leaving it stops everything. `stop` set by anyone ends `start` and `supervise`."""
+    """One cluster, as a context manager: leaving it stops everything. Setting `stop` ends `start` and `supervise`."""
 
     def __init__(
         self,
@@ -56,7 +56,10 @@ class Cluster:
         entries: Mapping[str, str] = plan.WORKER_ENTRIES,
         cluster_token: str = "",
     ) -> None:
-        """`cluster_token`: known also to those who administer the cluster from elsewhere; empty: a secret of this process."""
+        """Prepare the cluster without starting anything.
+
+        cluster_token: the secret that administrators on other machines share. Empty makes a secret of this process.
+        """
         self.config = config
         self._stop = stop
         self._listener = listener
@@ -74,26 +77,30 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
-        # nobody has to look into the logs for a wrong setting, and a closed output (SystemExit) is nobody's failure
+        # a wrong setting needs no look into the logs, and a closed output (SystemExit) is not a failure
         self.close(failed=isinstance(exc, Exception) and not isinstance(exc, (Interrupted, ConfigError)))
 
     @property
     def folders(self) -> Folders:
+        """The folders of the cluster. `start` makes them."""
         assert self._folders is not None, "start() first"
         return self._folders
 
     @property
     def reports(self) -> tuple[WorkerReport, ...]:
-        """Of the workers that run."""
+        """The reports of the workers that run."""
         return self._pool.reports if self._pool else ()
 
     def start(self) -> Endpoints:
-        """Return once every worker takes requests. Raises `Interrupted`, `ConfigError` or `ClusterError`; then `close`."""
+        """Start everything, and return once every worker takes requests.
+
+        Raises `Interrupted`, `ConfigError` or `ClusterError`. The caller then calls `close`.
+        """
         self._folders = Folders.create(self.config.log_dir)
         if self.config.address == "local":
             router = self._start_router(LOCAL_HOST)
             session = self._connect_ray()
-        else:  # joining takes no time, and only then is this node's address known
+        else:  # joining takes no time, and the address of this node is known only after it
             session = self._connect_ray()
             router = self._start_router(session.node_host)
         self.endpoints = router.wait_ready(self._stop)
@@ -102,7 +109,7 @@ class Cluster:
         return self.endpoints
 
     def _start_router(self, node_host: str) -> RouterProcess:
-        """Spawn it; it gets ready by itself."""
+        """Spawn the router without waiting until it is ready."""
         self._begin(Part.ROUTER)
         self._router = RouterProcess(
             plan.router_config(self.config, self._token, node_host),
@@ -136,7 +143,7 @@ class Cluster:
         self._listener(PartReady(Part.WORKERS, time.monotonic() - self._began[Part.WORKERS]))
 
     def _wait_joined(self, address: str, expected: Sequence[str]) -> None:
-        """Until the router calls every worker ready."""
+        """Wait until the router reports every worker ready. Raises `ClusterError` after `JOIN_TIMEOUT_S`."""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         waiting = list(expected)
         with AdminClient(reachable(address), self._token) as client:
@@ -151,7 +158,7 @@ class Cluster:
                     raise Interrupted
 
     def supervise(self) -> None:
-        """Keep the cluster up until `stop`. Raises `ClusterError` when it cannot be kept up any more."""
+        """Keep the cluster up until `stop` is set. Raises `ClusterError` when it cannot be kept up any more."""
         assert self._router is not None
         assert self._pool is not None
         backoff = Backoff()
@@ -164,7 +171,10 @@ class Cluster:
                 raise ClusterError(f"no decode worker is left, so nothing can be served; see {self.folders.logs}")
 
     def _restart_router(self, router: RouterProcess, status: int, backoff: Backoff) -> None:
-        """A new router at the same addresses; the workers dial it again by themselves."""
+        """Start a new router at the same addresses. The workers dial it again by themselves.
+
+        Raises `ClusterError` when the router died too often or hangs.
+        """
         delay = backoff.next_delay_s(time.monotonic())
         if delay is None:
             raise ClusterError(f"the router died too often (last status {status}); see {self.folders.logs / 'router.log'}")
@@ -178,13 +188,16 @@ class Cluster:
         except Interrupted:
             return
         except ClusterError:
-            if router.exit_status() is None:  # it hangs: nothing that starting it once more would cure
+            if router.exit_status() is None:  # the router hangs, and another start would not cure that
                 raise
-            return  # the next look finds it dead and counts it
+            return  # the router died; the next look finds it dead and counts the death
         self._listener(RouterBack(self.endpoints.pid))
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop everything that was started, in reverse; each step has its bound. Keeps, and names, the logs of a failure."""
+        """Stop everything that was started, in reverse order, each part within its own time limit.
+
+        After a failure (`failed`) the logs are kept, and the listener is told where.
+        """
         pool, session, router = self._pool, self._ray, self._router
         self._pool = self._ray = None  # the router stays known: `kill` may come while it is being stopped
         try:
@@ -203,9 +216,9 @@ class Cluster:
                         self._listener(LogsKept(str(self._folders.logs)))
 
     def kill(self) -> None:
-        """End everything now, from any thread; for the second wish to stop, after which this process ends as well.
+        """End all processes now. Any thread may call it. It serves the second signal, after which this process ends as well.
 
-        Then the janitor removes the private folder: until then a thread that is starting Ray may still write to it.
+        The janitor removes the private folder after that, since a thread that starts Ray may write to it until then.
         """
         if self._folders is None:
             return
@@ -220,13 +233,13 @@ class Cluster:
 
 
 def reachable(address: str) -> str:
-    """host:port as we dial it ourselves: a wildcard host is this machine."""
+    """Return the host:port that this machine dials for a bound address. A wildcard host becomes 127.0.0.1."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in plan.WILDCARD_HOSTS else address
 
 
 def _ready_workers(client: AdminClient) -> set[str]:
-    """Ids of the workers that take requests; none while the router does not answer."""
+    """Return the ids of the workers that take requests. The set is empty while the router does not answer."""
     try:
         return {worker.worker_id for worker in client.cluster_state().workers if worker.ready}
     except CallFailed:

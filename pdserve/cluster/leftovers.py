@@ -1,4 +1,4 @@
-"""Looks whether a stopped cluster left anything on this machine: processes, folders, ports, shared memory."""
+"""A check whether a stopped cluster left anything on this machine: processes, folders, ports, shared memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONNECT_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """One line for each thing that was left; none is what we want."""
+    """One line for each thing that was left. A clean stop leaves none."""
 
     found: tuple[str, ...]
 
@@ -29,17 +29,22 @@ class Leftovers:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """This machine's state before the cluster was started, as far as it matters."""
+    """The child processes and the shared memory segments that existed before the cluster was started."""
 
     children: frozenset[psutil.Process]
     segments: frozenset[str]
 
     @classmethod
     def now(cls) -> Before:
+        """Record the present state."""
         return cls(frozenset(processes.descendants(os.getpid())), frozenset(_segments()))
 
     def compare(self, folders: Sequence[Path], addresses: Sequence[str], known: Sequence[psutil.Process]) -> Leftovers:
-        """What is there now and was not before. `known` are processes seen while the cluster ran, orphans by now or not."""
+        """Return what exists now and did not exist before. Processes get `END_TIMEOUT_S` to end.
+
+        folders, addresses: must be gone, and must not answer. known: processes seen while the cluster ran, which may have
+        lost their parents since.
+        """
         ours = [process for process in {*processes.descendants(os.getpid()), *known} if process not in self.children]
         left = processes.wait_gone(ours, END_TIMEOUT_S)
         found = [f"process {process.pid}: {processes.command(process)[:80]}" for process in left]
@@ -54,7 +59,7 @@ def _segments() -> list[str]:
 
 
 def _abandoned(names: frozenset[str]) -> list[str]:
-    """Of new segments, those that no living process maps: other programs of this machine make some too, and use them."""
+    """Return the segments that no living process maps. Other programs of this machine make segments too, and map them."""
     if not names:
         return []
     used = "".join(map(_maps, psutil.pids()))
@@ -62,10 +67,13 @@ def _abandoned(names: frozenset[str]) -> list[str]:
 
 
 def _maps(pid: int) -> str:
-    """`Process.memory_maps` reads `smaps` instead, which counts every page of every process and takes ten times as long."""
+    """Return the memory maps of a process; empty when it has ended or belongs to another user.
+
+    psutil's `Process.memory_maps` reads `smaps`, which counts every page and takes ten times as long.
+    """
     try:
         return Path(f"/proc/{pid}/maps").read_text(errors="replace")
-    except OSError:  # it ended, or belongs to somebody else
+    except OSError:
         return ""
 
 

@@ -1,7 +1,7 @@
-"""One worker of a pool over all its processes: the one that is asked for, starts or runs now, and when the next is due.
+"""One worker of a pool over all its processes: the state of the present process, and the time of the next start.
 
-PLACING -> LOADING -> RUNNING -> BACKING_OFF -> PLACING ..., and GONE from wherever it dies too often, or drains. It calls
-the actor that it is handed, and nothing else of Ray.
+PLACING -> LOADING -> RUNNING -> BACKING_OFF -> PLACING ... A worker that dies too often, or has drained, is GONE. Of Ray,
+this module calls only the actor that it is handed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ SETTING: Final = "max_restarts_per_hour"
 
 
 class State(Enum):
-    NEW = "new"
+    """The state of a worker's present process."""
+
+    NEW = "new"  # Ray was not asked yet
     PLACING = "placing"  # Ray was asked for a process
-    LOADING = "loading"
+    LOADING = "loading"  # the process starts the worker
     RUNNING = "running"
-    BACKING_OFF = "backing off"  # it died; another is asked for at `again_s`
-    GONE = "gone"  # for good
+    BACKING_OFF = "backing off"  # the process died; another is asked for at `again_s`
+    GONE = "gone"  # no other process follows
 
 
 _NEXT: Final = {
     State.NEW: {State.PLACING},
     State.PLACING: {State.LOADING, State.BACKING_OFF, State.GONE},
     State.LOADING: {State.RUNNING, State.BACKING_OFF, State.GONE},
-    State.RUNNING: {State.RUNNING, State.BACKING_OFF, State.GONE},  # itself: asked again after a lost connection
+    State.RUNNING: {State.RUNNING, State.BACKING_OFF, State.GONE},  # `load` is asked again after a lost connection
     State.BACKING_OFF: {State.PLACING},
     State.GONE: set[State](),
 }
@@ -42,17 +44,19 @@ _NEXT: Final = {
 
 @dataclass(slots=True)
 class Member:
+    """One worker of a pool. All times are seconds of a monotonic clock that the caller passes in."""
+
     plan: WorkerPlan
     state: State = State.NEW
     actor: Any = None
     pending: Any = None  # reference of the one open call; None while there is no process
     node_id: str | None = None
-    report: WorkerReport | None = None  # of the process that runs
-    first_start: bool = True  # until it has loaded once
-    since_s: float = 0.0  # in this state
-    again_s: float = 0.0
-    waits_for: str | None = None  # at the last look, while it has no place
-    said: str | None = None  # of that
+    report: WorkerReport | None = None  # the report of the process that runs
+    first_start: bool = True  # False once it has loaded
+    since_s: float = 0.0  # the time at which the state was entered
+    again_s: float = 0.0  # the time of the next start, in BACKING_OFF
+    waits_for: str | None = None  # the reason why it had no place at the last look; None: no reason was found
+    said: str | None = None  # the reason that was told last
     _backoff: Backoff = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,45 +65,55 @@ class Member:
 
     @property
     def worker_id(self) -> str:
+        """The worker's id, the same for all its processes."""
         return self.plan.worker_id
 
     @property
     def restarts_used(self) -> str:
-        """Of this hour, as it was at the last death."""
+        """A phrase for the operator: the restarts used within the hour, counted at the last death."""
         return (
             f"{self._backoff.used} of {self.plan.max_restarts_per_hour} restarts within the hour ({self.plan.role}.{SETTING})"
         )
 
     def asked(self, actor: Any, node_id: str | None, now_s: float) -> None:
+        """Enter PLACING: Ray was asked for `actor`. `node_id` None lets Ray choose the node."""
         self._to(State.PLACING, now_s)
         self.actor, self.node_id, self.waits_for, self.said = actor, node_id, None, None
         self.pending = actor.place.remote()
 
     def waits_for_now(self, why: str | None) -> bool:
-        """Whether to say it: it is new, and was so at the look before, since a look may be late by a moment."""
+        """Note why the worker has no place (None: no reason), and tell whether the operator should hear it now.
+
+        A reason is told once, and only when two looks in a row gave it, since a look may show an old state.
+        """
         news = why is not None and why == self.waits_for and why != self.said
         self.waits_for = why
         self.said = why if news else self.said
         return news
 
     def placed(self, place: Place, now_s: float) -> None:
+        """Enter LOADING: the process runs at `place`. Its actor is asked to start the worker."""
         self._to(State.LOADING, now_s)
         self.node_id = place.node_id
         self.pending = self._named(self.actor.load)
 
     def loaded(self, report: WorkerReport, now_s: float) -> None:
+        """Enter RUNNING: the worker has started. Its actor is asked to watch it."""
         self._to(State.RUNNING, now_s)
         self.report, self.first_start = report, False
         self.pending = self._named(self.actor.watch)
 
     def ask_again(self) -> None:
-        """The call failed, and perhaps not the process: `place` and `load` give the same answer twice."""
+        """Repeat the open call after a lost connection, since the process may still live.
+
+        `place` and `load` give the same answer twice. In RUNNING `load` is asked, and `watch` follows its answer.
+        """
         self.pending = self.actor.place.remote() if self.state is State.PLACING else self._named(self.actor.load)
 
     def died(self, now_s: float, *, counts: bool) -> float | None:
-        """Returns how long to wait before its next process, or None when it is gone for good.
+        """Enter BACKING_OFF and return the seconds until the next start, or enter GONE and return None.
 
-        counts: whether this death counts against its restarts of the hour.
+        counts: True counts this death as one of the restarts that an hour allows.
         """
         delay_s = self._backoff.next_delay_s(now_s) if counts else FIRST_WAIT_S
         self._without_process(State.GONE if delay_s is None else State.BACKING_OFF, now_s)
@@ -107,7 +121,7 @@ class Member:
         return delay_s
 
     def gone(self, now_s: float) -> None:
-        """It has drained, or is stopped."""
+        """Enter GONE: the worker has drained."""
         self._without_process(State.GONE, now_s)
 
     def _named(self, method: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Which nodes of a Ray cluster suit a worker, and what a worker that has no place yet waits for. Pure.
+"""The choice of nodes of a Ray cluster for workers, and the reason why a worker has no place yet. Pure.
 
-Ray says nothing about an actor that it cannot place: it waits, as it should where an autoscaler or a person may add a
-node. So the same rules are applied here, to be able to tell what is missing and which command brings it.
+Ray says nothing about an actor that it cannot place. It waits, which is right where an autoscaler or a person may add a
+node. So this module applies Ray's rules itself, to tell what is missing and which command brings it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 from pdserve.core.labels import LabelSelector, match_all
 
-CPU: Final = "CPU"  # Ray's names of what `ray start --num-cpus` and `--num-gpus` offer
+CPU: Final = "CPU"  # Ray's names of the resources that `ray start --num-cpus` and `--num-gpus` offer
 GPU: Final = "GPU"
 _FLAGS: Final = {CPU: "--num-cpus", GPU: "--num-gpus"}
 _SETTINGS: Final = {CPU: "num_cpus", GPU: "num_gpus"}
@@ -23,12 +23,12 @@ ROUNDING: Final = 1e-4  # Ray counts resources in ten-thousandths
 
 
 Request = tuple[frozenset[tuple[str, float]], frozenset[tuple[str, LabelSelector]]]
-"""What a worker asks for, in a form that can be compared with what Ray says is asked for."""
+"""The request of one worker: (resource, amount) pairs and (label, selector) pairs. It equals what Ray reports as pending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one worker asks of its node: amounts by Ray's names, none of them 0, and selectors of labels."""
+    """The needs of one worker: amounts of Ray's resources by name, none of them 0, and selectors of a node's labels."""
 
     amounts: Mapping[str, float]
     labels: Mapping[str, str]
@@ -40,13 +40,14 @@ class Needs:
 
     @property
     def request(self) -> Request:
+        """The needs in the form of Ray's pending requests."""
         selectors = {(name, LabelSelector.parse(text)) for name, text in self.labels.items()}
         return frozenset(self.amounts.items()), frozenset(selectors)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A living node as Ray describes it: what it offers in all, and what of that nobody uses now."""
+    """A living node as Ray describes it: all resources that it has (`total`), and those that nobody uses now (`free`)."""
 
     node_id: str
     host: str
@@ -57,26 +58,27 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A Ray cluster at one moment. `pending`: requests that have no node yet, one for each worker; `autoscaled`: something
-    adds nodes; `coming`: the kinds of nodes it starts; `hopeless`: the amounts of requests for which it has no kind."""
+    """A Ray cluster at one moment."""
 
-    address: str
+    address: str  # host:port of Ray's control service
     nodes: tuple[Node, ...]
-    pending: tuple[Request, ...] = ()
-    autoscaled: bool = False
-    coming: tuple[str, ...] = ()
-    hopeless: tuple[Mapping[str, float], ...] = ()
+    pending: tuple[Request, ...] = ()  # the requests that have no node yet, one for each worker
+    autoscaled: bool = False  # an autoscaler adds nodes
+    coming: tuple[str, ...] = ()  # the kinds of nodes that the autoscaler starts now
+    hopeless: tuple[Mapping[str, float], ...] = ()  # the amounts of requests for which the autoscaler has no kind of node
     takes_token: bool = False
 
 
 def covers(offered: Mapping[str, float], amounts: Mapping[str, float]) -> bool:
+    """Tell whether the offered resources hold all amounts, up to Ray's rounding."""
     return all(offered.get(name, 0.0) + ROUNDING / 2 >= amount for name, amount in amounts.items())
 
 
 def spread(workers: Sequence[Needs], nodes: Sequence[Node], there: Iterable[str] = ()) -> list[str | None]:
-    """The node of each worker if they are spread evenly over those that suit them; None: none has room for it.
+    """Return a node id for each worker, so that workers are spread evenly over the nodes that suit them.
 
-    there: node ids of the workers that have a place already, one for each.
+    None stands for a worker for which no node has room. there: node ids of the workers that have a place already, one
+    for each worker.
     """
     left = {node.node_id: dict(node.free) for node in nodes}
     counts = Counter(there)
@@ -92,19 +94,22 @@ def spread(workers: Sequence[Needs], nodes: Sequence[Node], there: Iterable[str]
 
 
 def without_node(asked: Sequence[Needs], view: View) -> list[bool]:
-    """Which of these have no node yet. What a worker whose process is being started takes is used already, by itself."""
+    """Tell for each worker whether Ray still looks for its node.
+
+    False means that its process is being started: the resources that it takes are then already in use, by itself.
+    """
     left = Counter(view.pending)
     waits = []
-    for needs in reversed(asked):  # of workers that ask alike, the first get a node first
+    for needs in reversed(asked):  # among workers with equal needs, the first get a node first
         waits.append(left[needs.request] > 0)
         left[needs.request] -= 1
     return waits[::-1]
 
 
 def waits_for(role: str, needs: Needs, view: View, *, placed: Sequence[tuple[str, Needs]], waiting: int) -> str | None:
-    """Why a worker has no place, and what mends it; None: there is room, its process is being started.
+    """Return why a worker has no place and what mends that; None when a node has room, so Ray is starting the process.
 
-    placed: (node id, needs) of our workers that have one. waiting: how many workers of the role have none.
+    placed: (node id, needs) of our workers that have a place. waiting: the number of workers of the role that have none.
     """
     if not view.nodes:
         return "the Ray cluster has no living node"
@@ -124,7 +129,10 @@ def waits_for(role: str, needs: Needs, view: View, *, placed: Sequence[tuple[str
 
 
 def start_command(needs: Needs, view: View, workers: int) -> str:
-    """The command that makes a machine a node with room for so many such workers, which has the token, if one is taken."""
+    """Return the command that makes a machine a node with room for `workers` workers with these needs.
+
+    The command sends the token where the cluster takes one.
+    """
     words = ["RAY_worker_niceness=0", *(["RAY_AUTH_MODE=token"] if view.takes_token else [])]
     words += ["ray", "start", f"--address={view.address}"]
     words += [f"{flag}={needs.amounts[name] * workers:g}" for name, flag in _FLAGS.items() if name in needs.amounts]
@@ -138,7 +146,7 @@ def start_command(needs: Needs, view: View, workers: int) -> str:
 
 
 def _settings(role: str, needs: Needs) -> str:
-    """The names of the settings that ask for it."""
+    """Return the names of the settings from which the needs come."""
     names = [_SETTINGS[name] for name in _FLAGS if name in needs.amounts]
     names += ["resources"] if needs.amounts.keys() - _FLAGS.keys() else []
     names += ["labels"] if needs.labels else []
@@ -146,7 +154,7 @@ def _settings(role: str, needs: Needs) -> str:
 
 
 def _without(node: Node, placed: Sequence[tuple[str, Needs]]) -> dict[str, float]:
-    """What the node would offer us if nobody but us used it."""
+    """Return the resources that the node would have free if only our placed workers used it."""
     left = dict(node.total)
     for node_id, needs in placed:
         if node_id == node.node_id:

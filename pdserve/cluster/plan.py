@@ -1,4 +1,4 @@
-"""From one configuration to the processes it asks for. Pure, apart from looking at this machine's cores."""
+"""The plan of a cluster: one configuration becomes the processes that it asks for. Pure, but for the count of cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECODE: Final = "decode"
 WORKER_ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
     {PREFILL: "prefill_worker.main:start", DECODE: "decode_worker.main:start"}
 )
-"""MODULE:FUNCTION that starts a worker from its `WorkerConfig`; imported only in the worker's own process."""
+"""MODULE:FUNCTION that starts a worker from its `WorkerConfig`. Only the worker's own process imports the module."""
 
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 WILDCARD_HOSTS: Final = ("", "0.0.0.0", "::", "[::]")
@@ -29,7 +29,7 @@ WILDCARD_HOSTS: Final = ("", "0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker: what it is started with, and what Ray must set aside for it."""
+    """One worker: the settings for its start, and the resources that Ray must set aside for it."""
 
     role: str
     entry: str
@@ -38,18 +38,20 @@ class WorkerPlan:
     num_cpus: float
     num_gpus: float
     resources: dict[str, float]
-    labels: dict[str, str]  # selectors of the node's; none for a private Ray, which has one node
+    labels: dict[str, str]  # selectors of the node's labels; empty for a private Ray, which has one node
     env: dict[str, str]
     log_dir: str
     node_address: bool  # bind and advertise the node's own address, which only the worker's process can know
-    share: int  # workers on its node, over which the cores are divided
+    share: int  # the number of workers on its node, which divide the cores
 
     @property
     def worker_id(self) -> str:
+        """The worker's id, such as "prefill-0"."""
         return self.config.worker_id
 
     @property
     def needs(self) -> Needs:
+        """The resources and labels that the worker needs of its node."""
         amounts = {CPU: self.num_cpus, GPU: self.num_gpus, **self.resources}
         return Needs({name: amount for name, amount in amounts.items() if amount}, self.labels)
 
@@ -63,7 +65,7 @@ def plan_workers(
     nodes: Sequence[Node] = (),
     entries: Mapping[str, str] = WORKER_ENTRIES,
 ) -> tuple[WorkerPlan, ...]:
-    """Every worker of both pools, prefill first. `nodes` are those they spread over; none: a private Ray's only one."""
+    """Plan every worker of both pools, prefill first. They spread over `nodes`; empty stands for the one of a private Ray."""
     local = config.address == "local"
     plans = []
     for role, pool in ((PREFILL, config.prefill), (DECODE, config.decode)):
@@ -99,14 +101,17 @@ def plan_workers(
 
 
 def shares_of(workers: Sequence[Needs], nodes: Sequence[Node]) -> list[int]:
-    """How many workers are expected on the node of each. For one that has no node yet: as if all were spread evenly."""
+    """Return, for each worker, the number of workers that are expected on its node.
+
+    For a worker that has no node yet, it is the number that each node would have in an even spread.
+    """
     chosen = spread(workers, nodes)
     even = -(-len(workers) // max(1, len(nodes)))
     return [even if node_id is None else chosen.count(node_id) for node_id in chosen]
 
 
 def local_resources(config: ClusterConfig) -> dict[str, float]:
-    """What a private Ray must offer so that every worker fits."""
+    """Return the custom resources that a private Ray must offer so that every worker fits."""
     total: dict[str, float] = {}
     for pool in (config.prefill, config.decode):
         for name, amount in pool.resources.items():
@@ -115,10 +120,11 @@ def local_resources(config: ClusterConfig) -> dict[str, float]:
 
 
 def router_config(config: ClusterConfig, cluster_token: str, node_host: str) -> RouterProcessConfig:
-    """The router judges a request by the workers that hold fewer tokens: it must fit wherever it may be placed. A pool that
-    its workers measure is known once they join.
+    """Return the settings of the router's process.
 
-    Workers on other machines cannot dial a loopback address, so there the link listens at the node's own.
+    Its engine settings have the KV pool of the role whose workers hold fewer tokens, since a request must fit wherever it
+    may be placed. A pool that its workers measure becomes known when they join. Workers on other machines cannot dial a
+    loopback address, so outside a private Ray the link listens at this node's address.
     """
     router = config.router
     if config.address != "local" and router.link_host is None and router.host in LOOPBACK_HOSTS:
@@ -131,14 +137,19 @@ def router_config(config: ClusterConfig, cluster_token: str, node_host: str) -> 
 
 
 def _kv_numbers(engine: EngineConfig) -> tuple[bool, float]:
-    """How many a worker's KV pool holds, but for the scales of quantised ones. Pools that only their workers will know come
-    last, and among themselves as if they were of equal bytes."""
+    """Return a sort key: the number of KV values that a worker's pool holds, where scales of quantised KV are not counted.
+
+    Pools whose bytes only their workers will measure come last. Among themselves they count as pools of equal bytes.
+    """
     numbers = engine.cpu_kv_bytes * 8 / DTYPE_BITS[resolve_kv_dtype(engine.kv_cache_dtype, engine.dtype)]
     return engine.known_kv_bytes is None, numbers
 
 
 def dial_address(bound: str, router: RouterConfig, node_host: str) -> str:
-    """Where workers find the router: the bound port at the configured host, or at this node's when it binds all."""
+    """Return the host:port at which workers dial the router: the port of `bound`, at the configured host.
+
+    A wildcard host becomes this node's.
+    """
     _, _, port = bound.rpartition(":")
     host = router.advertise_host or router.link_host or router.host
     if host in WILDCARD_HOSTS:
@@ -147,7 +158,10 @@ def dial_address(bound: str, router: RouterConfig, node_host: str) -> str:
 
 
 def threads_of(engine: EngineConfig, *, num_cpus: float, share: int) -> int:
-    """Threads of one worker. Workers that together spin more threads than there are cores slow down many times."""
+    """Return the number of threads of one worker, at least 1.
+
+    Workers that together spin more threads than there are cores slow down many times.
+    """
     if engine.threads:
         return engine.threads
     if num_cpus >= 1:
@@ -156,9 +170,9 @@ def threads_of(engine: EngineConfig, *, num_cpus: float, share: int) -> int:
 
 
 def on_this_node(plan: WorkerPlan, node_host: str) -> WorkerConfig:
-    """The worker's configuration with what only its own machine knows: address and cores.
+    """Return the worker's configuration with the facts that only its own machine knows: address and cores.
 
-    Whoever joins a Ray cluster spreads workers over its nodes and so has them reached from other machines.
+    In a Ray cluster that was joined, workers are spread over nodes, so other machines must reach them.
     """
     engine = dataclasses.replace(
         plan.config.engine, threads=threads_of(plan.config.engine, num_cpus=plan.num_cpus, share=plan.share)
@@ -170,7 +184,10 @@ def on_this_node(plan: WorkerPlan, node_host: str) -> WorkerConfig:
 
 
 def _environment(local: bool) -> dict[str, str]:
-    """OpenMP threads that wait passively leave the core to the neighbours; on one machine workers run this very code."""
+    """Return the environment of a worker's process. Threads of OpenMP that wait passively leave the core to other workers.
+
+    In a private Ray the workers import the same code as this process does.
+    """
     env = {"OMP_WAIT_POLICY": "PASSIVE"}
     if local:
         root = str(Path(__file__).resolve().parents[2])

@@ -13,16 +13,16 @@ from pdserve.cluster.nodes import Node, Request, View
 from pdserve.core.labels import LabelSelector
 
 LOOK_TIMEOUT_S: Final = 5.0
-_PROTOCOL: Final[Any] = autoscaler_pb2  # neither these nor the compiled part of Ray has type stubs
+_PROTOCOL: Final[Any] = autoscaler_pb2  # these modules and the compiled part of Ray have no type stubs
 _COMMON: Final[Any] = common_pb2
 _COMPILED: Final[Any] = _raylet
 _NOT_IN: Final = _COMMON.LABEL_OPERATOR_NOT_IN
-MOST_PENDING: Final = 1000  # of one kind: other users of the cluster may have any number
+MOST_PENDING: Final = 1000  # requests that are alike and kept at most; other users of the cluster may have any number
 _USABLE: Final = (_PROTOCOL.RUNNING, _PROTOCOL.IDLE)  # neither dead nor draining
 
 
 def look() -> View | None:
-    """None: Ray does not answer now, which is not the time to complain about its nodes."""
+    """Ask Ray for its nodes. None means that Ray does not answer now, so nothing can be said about them."""
     address = str(ray.get_runtime_context().gcs_address)
     reply = _PROTOCOL.GetClusterStatusReply()
     try:
@@ -33,7 +33,7 @@ def look() -> View | None:
 
 
 def view_of(reply: Any, address: str) -> View:
-    """From a `GetClusterStatusReply` of Ray's control service."""
+    """Translate a `GetClusterStatusReply` of Ray's control service."""
     state = reply.autoscaling_state
     return View(
         address=address,
@@ -47,7 +47,7 @@ def view_of(reply: Any, address: str) -> View:
         coming=tuple(
             sorted({each.ray_node_type_name for each in (*state.pending_instances, *state.pending_instance_requests)})
         ),
-        takes_token=os.environ.get("RAY_AUTH_MODE", "").lower() == "token",  # Ray says so there, or was told
+        takes_token=os.environ.get("RAY_AUTH_MODE", "").lower() == "token",  # Ray or the operator has set it
         hopeless=tuple(dict(request.resources_bundle) for request in state.infeasible_resource_requests),
     )
 
@@ -55,7 +55,7 @@ def view_of(reply: Any, address: str) -> View:
 def _request(request: Any) -> Request:
     selectors = {
         (rule.label_key, LabelSelector(rule.operator == _NOT_IN, tuple(sorted(rule.label_values))))
-        for selector in request.label_selectors[:1]  # the others are fallbacks, which ours have not
+        for selector in request.label_selectors[:1]  # the others are fallbacks, and our requests have none
         for rule in selector.label_constraints
     }
     return frozenset(request.resources_bundle.items()), frozenset(selectors)

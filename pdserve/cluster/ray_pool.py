@@ -1,11 +1,12 @@
-"""The workers of both pools as Ray actors: started together, watched without polling them, started again, stopped.
+"""The workers of both pools as Ray actors. They are started together, watched without polling, restarted and stopped.
 
 One call to each worker stays open: `place` until its process runs, `load` while it starts, then `watch` for as long as it
-lives. Ray fails the call when the process dies. When `watch` returns, the worker has drained: its process is ended for
-good, its node's place is free.
+lives. Ray fails the call when the process dies. When `watch` returns True, the worker has drained: its process is ended
+for good, and its place on the node becomes free.
 
-Ray itself starts no worker again: it would count deaths over the worker's whole life, and at once. Here each worker has
-so many restarts an hour, with waits that double (docs/design/0017-joining-a-ray-cluster.md).
+Ray itself restarts no worker, because it would restart without a delay, and would count deaths over the worker's whole
+life. Here each worker has a number of restarts an hour, with delays that double
+(docs/design/0017-joining-a-ray-cluster.md).
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from pdserve.core.errors import ConfigError
 
 START_TIMEOUT_S: Final = 300.0  # a first start may convert or download a model
 PLACE_TIMEOUT_S: Final = 900.0  # a machine with GPUs takes minutes to be rented and to start
-LOOK_S: Final = 0.2  # how soon a wish to stop is noticed while waiting
-EXPLAIN_S: Final = 1.0  # between looks at the nodes, while a worker has no place
+LOOK_S: Final = 0.2  # a wait notices the wish to stop this soon
+EXPLAIN_S: Final = 1.0  # the pause between looks at the nodes while a worker has no place
 STOP_TIMEOUT_S: Final = 3.0
 
 
 class WorkerPool:
-    """Owned and called by one thread, the one that joined Ray. `look` at the nodes; None: a private Ray, where all fit."""
+    """All workers of one cluster. Only the thread that joined Ray calls it.
+
+    look: returns a view of Ray's nodes. None stands for a private Ray, where every worker fits.
+    """
 
     def __init__(
         self, plans: Sequence[WorkerPlan], listener: Listener, *, look: Callable[[], View | None] | None = None
@@ -47,7 +51,7 @@ class WorkerPool:
         self._explained_s = 0.0
 
     def launch(self) -> None:
-        """Ask Ray for every worker; returns at once."""
+        """Ask Ray for every worker, without waiting for it."""
         for member, node_id in zip(self._members, self._nodes_of(self._members), strict=True):
             self._ask(member, node_id)
 
@@ -61,22 +65,22 @@ class WorkerPool:
             self._look_once(LOOK_S)
 
     def check(self) -> None:
-        """Look once, without waiting, whether a worker died, came back or left; tells the listener."""
+        """Look once, without waiting, whether a worker died, came back or left, and tell the listener."""
         self._look_once(0.0)
 
     @property
     def reports(self) -> tuple[WorkerReport, ...]:
-        """Of the workers that run, in the order of their plans."""
+        """The reports of the workers that run, in the order of their plans."""
         return tuple(member.report for member in self._members if member.report is not None)
 
     @property
     def all_gone(self) -> tuple[str, ...]:
-        """Roles of which no worker will come back."""
+        """The roles of which every worker is gone for good."""
         roles = dict.fromkeys(member.plan.role for member in self._members)
         return tuple(role for role in roles if all(m.state is State.GONE for m in self._members if m.plan.role == role))
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop all at once, within the bound, then end their processes for good. Idempotent."""
+        """Stop all workers at the same time, within `timeout_s`, then end their processes for good. Idempotent."""
         members, self._members = self._members, []
         calls = [member.actor.stop.remote(timeout_s) for member in members if member.state is State.RUNNING]
         if calls:
@@ -96,7 +100,10 @@ class WorkerPool:
             self._explain([member for member in self._members if member.state is State.PLACING])
 
     def _nodes_of(self, asked: Sequence[Member]) -> list[str | None]:
-        """Nodes for workers that ask for nothing that Ray counts, which it would put anywhere; None: Ray's choice."""
+        """Return a node id for each worker, or None to let Ray choose.
+
+        A node is chosen here only for a worker that asks for no resources, which Ray would put anywhere.
+        """
         view = self._look() if self._look is not None else None
         if view is None:
             return [None] * len(asked)
@@ -121,7 +128,7 @@ class WorkerPool:
         try:
             answer = ray.get(member.pending)
         except ActorUnavailableError:
-            member.ask_again()  # the connection was lost; Ray will tell when the process is
+            member.ask_again()  # only the connection was lost; if the process is lost too, Ray fails the next call
         except RayError as exc:
             self._lost(member, exc)
         else:
@@ -134,13 +141,17 @@ class WorkerPool:
         elif isinstance(answer, WorkerReport):
             member.loaded(answer, time.monotonic())
             self._tell(member, WorkerPhase.LOADED)
-        elif answer:  # it has drained; its process is still there, empty
+        elif answer:  # the worker has drained; its empty process is still there
             _end(member)
             member.gone(time.monotonic())
             self._tell(member, WorkerPhase.DRAINED)
 
     def _lost(self, member: Member, exc: RayError) -> None:
-        """A worker that cannot even start once is a wrong setting or machine, which starting it again would not mend."""
+        """Plan the restart of a worker whose process died, or give it up.
+
+        A worker that has never started has a wrong setting or machine, which a restart would not mend. It raises
+        `ConfigError` or `ClusterError`, unless its node left.
+        """
         node_left = isinstance(exc, ActorUnschedulableError) or (isinstance(exc, RayActorError) and exc.preempted)
         if member.first_start and not node_left:
             raise _failed_start(member.plan, exc) from exc
@@ -154,7 +165,7 @@ class WorkerPool:
             self._tell(member, WorkerPhase.RESTARTING, f"in {delay_s:g} s, {why}; {log}")
 
     def _explain(self, placing: Sequence[Member]) -> None:
-        """Tell what those wait for that have no place, whenever it changes."""
+        """Tell the listener why workers have no place, whenever a reason changes."""
         view = self._look() if self._look is not None and placing else None
         if view is None:
             return
@@ -180,20 +191,20 @@ def _options(plan: WorkerPlan, node_id: str | None, *, spread: bool) -> dict[str
         **({"label_selector": plan.labels} if plan.labels else {}),
         **({"scheduling_strategy": strategy} if spread else {}),
         "max_restarts": 0,
-        "max_task_retries": 0,  # a `watch` that were retried would hide the death it waits for
+        "max_task_retries": 0,  # a retried `watch` would hide the death that it waits for
         "max_concurrency": WorkerActor.CONCURRENCY,
         "runtime_env": {"env_vars": plan.env},
     }
 
 
 def _end(member: Member) -> None:
-    """Its process, if it still runs: one whose worker could not start does."""
+    """End the process if it still runs. The process of a worker that could not start does."""
     if member.actor is not None:
         ray.kill(member.actor, no_restart=True)
 
 
 def _check_time(member: Member) -> None:
-    """Raises `ClusterError` for a worker that waits too long for a place, or loads for too long."""
+    """Raise `ClusterError` for a worker that waits too long for a place, or loads for too long."""
     limit_s = PLACE_TIMEOUT_S if member.state is State.PLACING else START_TIMEOUT_S
     if time.monotonic() - member.since_s > limit_s:
         why = member.waits_for or f"see {member.plan.log_dir}"
@@ -201,7 +212,7 @@ def _check_time(member: Member) -> None:
 
 
 def _failed_start(plan: WorkerPlan, exc: RayError) -> ConfigError | ClusterError:
-    """One line out of Ray's report, whose last line is the worker's own error when its start raised."""
+    """Make one line out of Ray's report. Its last line is the worker's own error if the worker's start raised one."""
     if isinstance(exc, (RayActorError, RayTaskError)):
         lines = [line for line in str(exc).splitlines() if line.strip()]
         match = re.match(r"\s*(?:[\w.]+\.)?(\w+): (.*)", lines[-1]) if lines else None

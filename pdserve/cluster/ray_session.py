@@ -1,8 +1,8 @@
-"""Our connection to Ray: a private one that lives and dies with us, or a running cluster that we only visit.
+"""Our connection to Ray: a private Ray that lives and dies with us, or a running Ray cluster that we only join.
 
-A private Ray is bound to the thread that starts it: the kernel kills its processes when that thread ends, so this
-thread must outlive the cluster (and nothing is left when our process is killed). Nothing per token passes through
-Ray, so its object store gets the least it accepts.
+A private Ray is bound to the thread that starts it: the kernel kills its processes when that thread ends, so that thread
+must outlive the cluster. Nothing is left even when our process is killed. Nothing per token passes through Ray, so its
+object store gets the smallest size that Ray accepts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LOCAL_HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 STOP_TIMEOUT_S = 5.0
 DIAL_TIMEOUT_S = 5.0
-NICENESS: Final = "RAY_worker_niceness"  # read by Ray's node when it starts; its default is 15
+NICENESS: Final = "RAY_worker_niceness"  # a node of Ray reads it when it starts; the default is 15
 
 
 class RaySession:
-    """Made by `connect`; `close` it in the same thread."""
+    """One connection to Ray. `connect` makes it, and the same thread must `close` it."""
 
     def __init__(self, private: Path | None, restore: ExitStack) -> None:
         self._private = private
@@ -45,7 +45,7 @@ class RaySession:
 
     @classmethod
     def connect(cls, config: ClusterConfig, private: Path) -> RaySession:
-        """Start or join Ray. `private` is the folder of a Ray of our own. Raises `ClusterError`."""
+        """Start or join Ray. `private` is the folder for a private Ray. Raises `ClusterError` when neither succeeds."""
         local = config.address == "local"
         session = cls(private if local else None, ExitStack())
         session._set_environment(local)
@@ -60,11 +60,12 @@ class RaySession:
         return session
 
     def _set_environment(self, local: bool) -> None:
-        """No usage statistics; for a private Ray a token of its own, or Ray would leave one in the home folder, and workers
-        that share the cores as any other process does, unless the operator says otherwise.
+        """Set the environment variables that Ray reads. `close` restores them, but for the token.
 
-        Ray reads its token once in a process, so ours stays until the process ends. Its mode, which Ray writes into the
-        environment, does not.
+        They turn usage statistics off. A private Ray also gets a token of its own, since Ray would otherwise leave one in
+        the home folder, and its workers get the niceness of ordinary processes, unless the operator has set another.
+        Ray reads its token once in a process, so the token stays until the process ends. RAY_AUTH_MODE, which Ray itself
+        writes into the environment, is restored.
         """
         wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         if local:
@@ -78,20 +79,21 @@ class RaySession:
 
     @property
     def look(self) -> Callable[[], View | None] | None:
-        """At the nodes of the cluster that was joined; a private Ray has one, where every worker fits."""
+        """A function that looks at the nodes of the joined cluster. None for a private Ray, where every worker fits."""
         return None if self._private else ray_nodes.look
 
     def nodes(self) -> tuple[Node, ...]:
+        """Return the nodes of the joined cluster; none for a private Ray, or when Ray does not answer."""
         view = self.look() if self.look else None
         return view.nodes if view else ()
 
     @property
     def node_host(self) -> str:
-        """This machine as the other nodes of the Ray cluster reach it; loopback for a Ray of our own."""
+        """The address at which other nodes of the Ray cluster reach this machine; loopback for a private Ray."""
         return LOCAL_HOST if self._private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Leave Ray; end a private one, wait for its processes and remove its folder. Idempotent."""
+        """Leave Ray. A private Ray is ended: its processes are waited for, and its folder is removed. Idempotent."""
         ours = self._processes()
         ray.shutdown()
         processes.kill(processes.wait_gone(ours, STOP_TIMEOUT_S))
@@ -101,7 +103,10 @@ class RaySession:
         self._restore.close()
 
     def _processes(self) -> list[psutil.Process]:
-        """Of a private Ray: all that name its session's folder, and what these started; the router lives beside it."""
+        """Return the processes of a private Ray: all that name its session's folder, and all that these started.
+
+        The router's process is none of them: its settings lie beside that folder.
+        """
         return processes.with_argument(str(self._private / "session_"), os.getpid()) if self._private else []
 
 
@@ -113,9 +118,9 @@ def _set(name: str, value: str | None) -> None:
 
 
 def _own(config: ClusterConfig, private: Path) -> dict[str, Any]:
-    """Arguments of `ray.init` for a Ray that offers exactly what the workers ask for.
+    """Return the arguments of `ray.init` for a private Ray that offers exactly what the workers ask for.
 
-    Ray starts an idle process for each CPU that it offers, so it offers none that nobody asked for.
+    Ray starts an idle process for each CPU that it offers, so it offers no more CPUs than that.
     """
     pools = (config.prefill, config.decode)
     cpus = math.ceil(sum(pool.num_cpus * pool.replicas for pool in pools))
@@ -136,7 +141,7 @@ def _own(config: ClusterConfig, private: Path) -> dict[str, Any]:
 
 
 def _visit(config: ClusterConfig) -> dict[str, Any]:
-    """`auto` becomes the address that Ray itself would take, so that both kinds are joined in the same way."""
+    """Return the arguments of `ray.init` for joining a cluster. `auto` becomes the address that Ray itself would take."""
     address = services.canonicalize_bootstrap_address(config.address)
     if address is None:
         raise ConnectionError("no Ray runs on this machine")
@@ -146,7 +151,7 @@ def _visit(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _dial(address: str) -> None:
-    """Ray itself would try an address that nobody answers for more than a minute, deaf to signals."""
+    """Connect once, to fail early: Ray would try an address where nobody answers for over a minute and ignore signals."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), DIAL_TIMEOUT_S).close()
 
@@ -159,7 +164,7 @@ def _explain(config: ClusterConfig, exc: Exception) -> str:
     said = f"cannot join Ray at {address}"
     if any(
         isinstance(each, ray.exceptions.AuthenticationError) for each in (exc, exc.__cause__)
-    ):  # Ray hides it behind another
+    ):  # Ray hides this error behind another one
         return f"{said}: it wants its token; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
     if "when trying to resolve node to connect to" in reason:
         return f"{said}: this machine is none of its nodes; make it one with `ray start --address={address}`"

@@ -1,7 +1,7 @@
-"""Whether a Ray cluster takes a token, asked of it before it is joined, and ours sent exactly where it does.
+"""The token of a Ray cluster. The cluster is asked before it is joined, and gets our token only if it wants one.
 
-Left to itself, Ray sends a token only where a visitor names no address at all, needs 20 s to say that one is missing,
-and loses every actor of a visitor who sends one to a cluster that takes none (measured with Ray 2.60).
+Ray alone sends a token only when no address is named, needs 20 s to say that a token is missing, and loses every actor
+when a token goes to a cluster that takes none (measured with Ray 2.60).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 from pdserve.cluster.errors import ClusterError
 
 ASK_TIMEOUT_S: Final = 5.0
-METHOD: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # an empty request; any Ray answers it
-_COMPILED: Final[Any] = _raylet  # it has no type stubs
+METHOD: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # its request is empty, and every Ray answers it
+_COMPILED: Final[Any] = _raylet  # this module has no type stubs
 WHERE: Final = "on a node of that cluster `ray get-auth-token` prints it"
 
 
 def send_token_if_asked(address: str) -> None:
-    """Prepare this process for joining Ray at `address` (host:port). Raises `ClusterError` saying what to set."""
+    """Prepare this process for joining Ray at `address` (host:port). Raises `ClusterError` that says what to set."""
     takes_none = _admits(address, {})
-    if takes_none is None:  # it does not answer as Ray does without encryption: joining will tell
+    if takes_none is None:  # no answer of Ray without encryption came; joining will tell why
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         return
     mode = os.environ.get("RAY_AUTH_MODE", "")
@@ -46,7 +46,7 @@ def send_token_if_asked(address: str) -> None:
 
 
 def _admits(address: str, headers: Mapping[str, str]) -> bool | None:
-    """Whether it takes this token; None: it cannot be told."""
+    """Tell whether Ray at `address` accepts a call with these headers. None: the answer does not tell."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         metadata = tuple((name.lower(), value) for name, value in headers.items())
         try:
@@ -57,7 +57,7 @@ def _admits(address: str, headers: Mapping[str, str]) -> bool | None:
 
 
 def _source() -> str:
-    """Where Ray took the token from, in its order."""
+    """Return the place from which Ray took the token. Ray looks in this order."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"

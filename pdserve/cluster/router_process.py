@@ -1,7 +1,7 @@
-"""The router as a child process: started, waited for, started again at the same ports, stopped.
+"""The router as a child process. It is started, restarted at the same ports, and stopped.
 
-It leaves our process group, so that Ctrl-C on a terminal reaches us alone and we stop things in order; and it reads
-our end of its standard input, so that it dies with us however we end.
+The child has a process group of its own, so that Ctrl-C on a terminal reaches only us and we stop things in order. The
+child also reads a pipe whose other end we hold, so it ends when we do, however we end.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pdserve.core.errors import ConfigError
 COMMAND = (sys.executable, "-m", "router")
 READY_TIMEOUT_S = 300.0  # the first start may convert or download a model
 STOP_TIMEOUT_S = 6.0  # the router itself takes less than 5
-LOOK_S = 0.1  # how soon a wish to stop is noticed while waiting
+LOOK_S = 0.1  # a wait notices the wish to stop this soon
 USAGE_ERROR = 2  # exit status of a process that was started with wrong settings
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """host:port of what the router listens on."""
+    """The addresses (host:port) at which the router listens, and the pid of its process."""
 
     http: str
     grpc: str
@@ -44,12 +44,12 @@ class Endpoints:
 
 
 class RouterProcess:
-    """One router; `start` again after its death. Owned and called by one thread."""
+    """One router. `start` may be called again after `stop`. Only one thread calls it."""
 
     def __init__(
         self, settings: config.RouterProcessConfig, *, folder: Path, log: Path, command: Sequence[str] = COMMAND
     ) -> None:
-        self.settings = settings  # with the real ports once it is ready
+        self.settings = settings  # these have the real ports once the router is ready
         self._file = folder / "router.yaml"
         self._log = log
         self._command = tuple(command)
@@ -58,13 +58,13 @@ class RouterProcess:
         self._lines: queue.SimpleQueue[tuple[float, str | None]] = queue.SimpleQueue()
         self._log_start = 0
         self._began = 0.0
-        self.start_s = 0.0  # of the last start, until its line came
+        self.start_s = 0.0  # seconds that the last start took until the router was ready
 
     def start(self) -> None:
-        """Spawn it; returns at once. Raises `ClusterError` when it cannot be run at all."""
+        """Spawn the process, without waiting for it. Raises `ClusterError` when it cannot be run at all."""
         assert self._child is None
         self._began = time.monotonic()
-        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds the cluster's token
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # the file holds the cluster's token
         with os.fdopen(descriptor, "w") as file:
             file.write(config.dump(self.settings))
         self._lines = queue.SimpleQueue()
@@ -86,7 +86,11 @@ class RouterProcess:
         self._reader.start()
 
     def wait_ready(self, stop: threading.Event, timeout_s: float = READY_TIMEOUT_S) -> Endpoints:
-        """Wait for its one line. Raises `Interrupted`, `ConfigError` (its settings are wrong) or `ClusterError`."""
+        """Wait for the one line that the ready router prints, and return its addresses.
+
+        Raises `Interrupted` when `stop` is set, `ConfigError` when the router refuses its settings, and `ClusterError` when
+        the router ends otherwise or is not ready after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if stop.is_set():
@@ -109,7 +113,7 @@ class RouterProcess:
         return endpoints
 
     def _failure(self) -> ConfigError | ClusterError:
-        """Why it ended before it was ready: its own `error:` line when there is one."""
+        """Return the reason why the router ended before it was ready: its own `error:` line when there is one."""
         status = self.exit_status(wait_s=STOP_TIMEOUT_S)
         with self._log.open("rb") as log:
             log.seek(self._log_start)
@@ -120,7 +124,7 @@ class RouterProcess:
         return ClusterError(said[-1] if said else f"the router exited with status {status} while starting; see {self._log}")
 
     def exit_status(self, wait_s: float = 0.0) -> int | None:
-        """None while it runs."""
+        """Wait for at most `wait_s` and return the exit status; None while the router runs."""
         assert self._child is not None
         try:
             return self._child.wait(wait_s)
@@ -129,10 +133,11 @@ class RouterProcess:
 
     @property
     def pid(self) -> int | None:
+        """The pid of the child; None while there is none."""
         return None if self._child is None else self._child.pid
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """End it: politely, then not. Idempotent."""
+        """End the router with SIGTERM, and after `timeout_s` with SIGKILL. Idempotent."""
         child = self._child
         if child is None:
             return
@@ -158,7 +163,7 @@ class RouterProcess:
 
 
 def _read_lines(stream: IO[bytes], lines: queue.SimpleQueue[tuple[float, str | None]]) -> None:
-    """Hand over what it prints until it closes its output, then None. Keeps the pipe from filling up."""
+    """Queue each line of the router's output with the time it came, and None at the end. So the pipe never fills up."""
     with stream:
         for line in stream:
             lines.put((time.monotonic(), line.decode(errors="replace").strip()))
@@ -166,7 +171,7 @@ def _read_lines(stream: IO[bytes], lines: queue.SimpleQueue[tuple[float, str | N
 
 
 def _at_ports(router: config.RouterConfig, endpoints: Endpoints) -> config.RouterConfig:
-    """So that a router started anew listens where clients and workers know it."""
+    """Return the settings with the real ports, so that a restarted router listens where clients and workers expect it."""
     ports: dict[str, Any] = {
         f"{name}_port": int(getattr(endpoints, name).rpartition(":")[2]) for name in ("http", "grpc", "link", "admin")
     }
@@ -174,6 +179,6 @@ def _at_ports(router: config.RouterConfig, endpoints: Endpoints) -> config.Route
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with this very pdserve importable whatever the working directory."""
+    """Return our environment, extended so that the child imports this very pdserve from any working directory."""
     root = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -1,1 +1,1 @@
-"""One module per command of `pdserve`. Modules import Ray, gRPC and rich only when their command runs."""
+"""The commands of `pdserve`, one module each. A module imports Ray, gRPC and rich only when its command runs."""

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 @click.command()
 @address_option
 @request_options
-@click.option("--system", help="The system's message.")
+@click.option("--system", help="Begin the conversation with this system message.")
 @one_line_errors
 def chat(address: str, system: str | None, **fields: Any) -> int:
-    """Talk with the model. Ctrl-C cancels the current answer; at the prompt it leaves, as Ctrl-D does."""
+    """Talk with the model. Ctrl-C cancels the current answer. At the prompt, Ctrl-C and Ctrl-D end the conversation."""
     from pdserve.client import InferenceClient
 
     history: Messages = [("system", system)] if system else []
@@ -34,7 +34,7 @@ def chat(address: str, system: str | None, **fields: Any) -> int:
 
 
 def _ask() -> str | None:
-    """What the person says; None when they leave."""
+    """Return the line that the person types; None when they leave."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
@@ -43,9 +43,9 @@ def _ask() -> str | None:
 
 
 def _turn(client: InferenceClient, history: Messages, text: str, fields: dict[str, Any]) -> None:
-    """One question and its answer, which joins the history even when it was cut short.
+    """Send one question and print its answer. Both join the history, even when the answer was cancelled.
 
-    A question that could not be answered does not join it: the next one would fail for the same reason.
+    A question that failed does not join the history, since the next one would fail for the same reason.
     """
     from pdserve.client import CallFailed
 

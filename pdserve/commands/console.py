@@ -6,9 +6,9 @@ import sys
 
 from rich.console import Console
 
-WIDTH_OF_A_FILE = 160  # no terminal to fit: tables keep their columns, lines are not broken
+WIDTH_OF_A_FILE = 160  # columns, where there is no terminal: tables keep all columns, and lines are not broken
 
 
 def make_console() -> Console:
-    """Plain text when standard output is not a terminal; numbers are never coloured by guesswork."""
+    """Return a console that prints plain text unless standard output is a terminal. It never colours numbers by itself."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)

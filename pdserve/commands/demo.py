@@ -1,4 +1,4 @@
-"""`pdserve demo`: a real model through two pools on free ports, then everything is stopped and looked after."""
+"""`pdserve demo`: a real model answers through two pools on free ports. Then all is stopped and checked for leftovers."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ DEFAULTS: Final = {
 
 @dataclass(slots=True)
 class Seen:
-    """What the demonstration must find gone at its end."""
+    """The things that must be gone at the end of the demonstration."""
 
     folders: list[Path] = field(default_factory=list)
-    logs: list[Path] = field(default_factory=list)  # kept when something failed
+    logs: list[Path] = field(default_factory=list)  # log folders; after a failure they are kept and not listed here
     addresses: list[str] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class Seen:
 @cluster_options
 @one_line_errors
 def demo(**flags: Any) -> int:
-    """Start one prefill and two decode workers, stream a few prompts through them, stop and check that nothing is left."""
+    """Start one prefill worker and two decode workers, stream a few prompts, stop, and check that nothing is left."""
     given = {name: value for name, value in flags.items() if value is not None}
     config = cluster_config(**{**DEFAULTS, **given})
     from pdserve.commands.stopping import StopSignals
@@ -70,7 +70,7 @@ def demo(**flags: Any) -> int:
 
 
 def _demonstrate(config: ClusterConfig, stop: StopSignals) -> int:
-    """Run and clean up; the exit status says what went wrong first."""
+    """Run the demonstration and check what it left. Return the exit status; an earlier failure wins over leftovers."""
     from pdserve.cluster.errors import Interrupted
     from pdserve.cluster.leftovers import Before
     from pdserve.cluster.processes import age_s
@@ -88,14 +88,17 @@ def _demonstrate(config: ClusterConfig, stop: StopSignals) -> int:
     except PdserveError:
         seen.logs.clear()
         raise
-    finally:  # also when starting failed: what that leaves matters as much
+    finally:  # a start that failed must leave nothing either
         left = before.compare(seen.folders + seen.logs, seen.addresses, seen.processes)
         _say_left(console, left.found, seen)
     return FAILED if left and not status else status
 
 
 def _run(config: ClusterConfig, stop: StopSignals, console: Console, seen: Seen, begun: float) -> None:
-    """Raises `ClusterError` when a request failed or moved no KV, `Interrupted` when asked to stop."""
+    """Start the cluster, stream the prompts and print the tables.
+
+    Raises `ClusterError` when a request failed or moved no KV, and `Interrupted` when a signal asked to stop.
+    """
     from pdserve.client import InferenceClient
     from pdserve.cluster.errors import ClusterError
     from pdserve.cluster.launch import Cluster, reachable
@@ -131,14 +134,14 @@ def _requests() -> dict[str, tuple[str, Any]]:
 
 
 def _problem(stream: Stream) -> str | None:
-    """A request counts only when it was served whole and its KV crossed between workers."""
+    """Return why a request does not count as served; None when it was served whole and its KV crossed between workers."""
     if stream.problem or stream.last is None:
         return stream.problem
     return None if stream.last.report.kv_bytes else "no KV bytes were moved between workers"
 
 
 def _remember(cluster: Cluster, seen: Seen) -> None:
-    """Note what exists now, so that its absence can be checked later."""
+    """Note the folders, addresses and processes that exist now, so that their absence can be checked later."""
     from pdserve.cluster.launch import reachable
     from pdserve.cluster.processes import descendants
 
@@ -163,7 +166,7 @@ def _say_start(
     begun: float,
     streams: Sequence[Stream],
 ) -> None:
-    """Where the time to the first token went. Parts overlap: router and Ray, and the workers among themselves."""
+    """Print the parts of the time to the first token. They overlap: router and Ray start together, and so do workers."""
     from pdserve.commands import tables
 
     firsts = [stream.first_token_at - begun for stream in streams if stream.first_token_at is not None]

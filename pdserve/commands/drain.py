@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("worker", required=False)
 @admin_options
-@click.option("--on-host", metavar="HOST", help="Instead of WORKER: all workers at this address; none is fine too.")
+@click.option(
+    "--on-host", metavar="HOST", help="Drain all workers at this address instead of WORKER; no worker there is no error."
+)
 @click.option("--no-wait", is_flag=True, help="Return as soon as the drain has begun.")
 @one_line_errors
 def drain(worker: str | None, address: str, cluster_token: str, on_host: str | None, no_wait: bool) -> int:
-    """Drain WORKER: it takes nothing new, finishes what it has, hands over the KV it lent, and leaves.
+    """Drain WORKER: it takes no new requests, finishes those that it has, hands over the KV that it lent, and leaves.
 
-    Ends when the worker has left. Ctrl-C ends only the watching: the worker goes on draining.
+    The command ends when the worker has left. Ctrl-C ends only the command; the worker goes on draining.
     """
     from pdserve.client import AdminClient
     from pdserve.commands.console import make_console
@@ -35,7 +37,7 @@ def drain(worker: str | None, address: str, cluster_token: str, on_host: str | N
     console = make_console()
     with AdminClient(address, cluster_token) as client:
         names = [worker] if worker is not None else _on_host(client, on_host or "")
-        calls = {name: client.drain(name) for name in names}  # all at once; then one after the other is watched
+        calls = {name: client.drain(name) for name in names}  # all drain together, and are watched one after the other
         try:
             left = [_begun(console, name, call) if no_wait else _watch(console, name, call) for name, call in calls.items()]
         except KeyboardInterrupt:
@@ -50,7 +52,7 @@ def _on_host(client: AdminClient, host: str) -> list[str]:
 
 
 def _begun(console: Console, worker: str, call: Stream[inference_pb2.DrainProgress]) -> bool:
-    """The first message says that the router has told the worker."""
+    """Wait for the first message of progress: the router has then told the worker. Return True."""
     next(iter(call))
     call.cancel()
     console.print(f"{worker} is draining; `pdserve status` shows it")
@@ -58,7 +60,10 @@ def _begun(console: Console, worker: str, call: Stream[inference_pb2.DrainProgre
 
 
 def _watch(console: Console, worker: str, call: Stream[inference_pb2.DrainProgress]) -> bool:
-    """A line that is drawn anew on a terminal, a line for each change elsewhere. False: the stream ended too early."""
+    """Show the progress until the worker has left: one live line on a terminal, a line for each change elsewhere.
+
+    False: the stream ended before the worker had left.
+    """
     shown = ""
     with console.status(f"{worker}: draining") as status:
         for progress in call:
@@ -71,12 +76,12 @@ def _watch(console: Console, worker: str, call: Stream[inference_pb2.DrainProgre
             elif line != shown:
                 console.print(line)
             shown = line
-    report(f"the router stopped telling how {worker} drains; `pdserve status` shows it", FAILED)
+    report(f"the router stopped reporting how {worker} drains; `pdserve status` shows it", FAILED)
     return False
 
 
 def _still(progress: inference_pb2.DrainProgress) -> str:
-    """What it waits for."""
+    """Name the work for which the worker still waits."""
     parts = (
         (progress.requests_placed, "requests"),
         (progress.running_sequences, "sequences"),

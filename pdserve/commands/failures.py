@@ -1,4 +1,4 @@
-"""Every error of a command is one line, `error: ...`, and an exit status: 2 for wrong settings, 1 otherwise."""
+"""The errors of commands. Each error is one line, `error: ...`, and an exit status: 2 for wrong settings, 1 otherwise."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ P = ParamSpec("P")
 
 FAILED: Final = 1
 BAD_SETTING: Final = 2
-INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
+INTERRUPTED: Final = 130  # 128 + SIGINT, which is how shells report it
 
 
 def one_line_errors(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Turn what a command raises, or returns, into the process's end."""
+    """Let the command end the process: with the status that it returns (None: 0), or with the error that it raises."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -35,5 +35,6 @@ def one_line_errors(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def report(message: str, status: int) -> int:
+    """Print the error on standard error and return `status`."""
     click.echo(f"error: {message}", err=True)
     return status

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 @address_option
 @request_options
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message through the model's chat template.")
-@click.option("--system", help="With --chat: the system's message.")
-@click.option("--request-id", default="", help="What you call it, to find it in the router's log; need not be unique.")
-@click.option("--logprobs", type=UINT32, help="With --json: log-probabilities, and those of the N likeliest tokens (up to 20).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
-@click.option("--stats", is_flag=True, help="A summary on standard error.")
+@click.option("--system", help="With --chat: begin with this system message.")
+@click.option("--request-id", default="", help="Your own name of the request in the router's log; need not be unique.")
+@click.option("--logprobs", type=UINT32, help="With --json: add log-probabilities, also of the N likeliest tokens (up to 20).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line instead of text.")
+@click.option("--stats", is_flag=True, help="Print a summary on standard error.")
 @one_line_errors
 def generate(
     prompt: str | None, address: str, chat: bool, system: str | None, as_json: bool, stats: bool, **fields: Any
 ) -> int:
-    """Generate from PROMPT, or from standard input when it is not given."""
+    """Generate text from PROMPT, or from standard input when PROMPT is not given."""
     from pdserve.client import InferenceClient
 
     if fields["logprobs"] is not None and not as_json:
@@ -53,7 +53,7 @@ def generate(
 
 
 def _stream(answer: Answer, as_json: bool) -> inference_pb2.GenerateResponse | None:
-    """Write as it comes; the last message, which has a finish reason, or None when there was none."""
+    """Write the answer as it comes. Return the message that has the finish reason; None when no message had one."""
     last = None
     for message in answer:
         click.echo(to_json(message) if as_json else message.text, nl=as_json)
@@ -65,14 +65,14 @@ def _stream(answer: Answer, as_json: bool) -> inference_pb2.GenerateResponse | N
 
 
 def to_json(message: inference_pb2.GenerateResponse) -> str:
-    """A message as one line, with the proto's own field names."""
+    """Write a message as one line of JSON, with the field names of the proto."""
     from google.protobuf.json_format import MessageToDict
 
     return json.dumps(MessageToDict(message, preserving_proto_field_name=True), ensure_ascii=False)
 
 
 def summary(message: inference_pb2.GenerateResponse) -> str:
-    """How the request was served, in one line."""
+    """Describe in one line how the request was served: tokens, workers, times, KV bytes."""
     from pdserve.commands.tables import millis, size
 
     report, usage = message.report, message.usage

@@ -1,4 +1,4 @@
-"""What a person sees while a cluster starts and runs: a live list on a terminal, a line per change elsewhere."""
+"""The view of a cluster that starts and runs: a live list on a terminal, and one line for each change elsewhere."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ REFRESHES_S = 8
 
 
 class StartView:
-    """A listener of `Cluster`. While entered on a terminal it draws the start; afterwards it prints what changes."""
+    """A listener of `Cluster`. Inside `with`, on a terminal, it draws the start. Otherwise it prints a line for each event."""
 
     def __init__(self, console: Console, after_ray: Callable[[], None]) -> None:
+        """Prepare the view. `after_ray` is called when Ray is ready."""
         self._after_ray = after_ray
         self._console = console
         self._live: Live | None = None

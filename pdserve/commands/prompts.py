@@ -1,4 +1,4 @@
-"""Several requests at once over one connection, drawn as their tokens come."""
+"""Several requests at the same time over one connection. Their tokens are shown as they come."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from pdserve.rpc.v1 import inference_pb2
 
 LOOK_S = 0.1
 REFRESHES_S = 10
-SHOWN_CHARS = 400  # the tail of an answer that fits a panel
+SHOWN_CHARS = 400  # a panel shows at most these last characters of an answer
 
 
 @dataclass(slots=True)
 class Stream:
-    """One request: what it has said so far, and how it ended. Written by its own thread only."""
+    """One request: its text so far, and its end. Only its own thread writes to it."""
 
     name: str
     prompt: str
     text: str = ""
     first_token_at: float | None = None  # time.monotonic()
-    last: inference_pb2.GenerateResponse | None = None
+    last: inference_pb2.GenerateResponse | None = None  # the message that has the finish reason
     error: str | None = None
 
     @property
     def problem(self) -> str | None:
-        """Why it does not count as served; None when it does."""
+        """The reason why the request was not served; None when it was."""
         if self.error:
             return self.error
         return None if self.last else "the stream ended before the request did"
 
 
 class StreamView:
-    """All streams: panels on a terminal; elsewhere each answer as a line once it is complete."""
+    """The view of all streams: panels on a terminal, and one line for each message elsewhere."""
 
     def __init__(self, console: Console, streams: Sequence[Stream]) -> None:
         self._console = console
@@ -59,7 +59,7 @@ class StreamView:
             self._live.stop()
 
     def piece(self, stream: Stream, message: inference_pb2.GenerateResponse) -> None:
-        """Called with every message. Without a terminal the tokens are lines, so that a log shows them coming."""
+        """Show one message of a stream. Without a terminal each message is a line, so that a log shows tokens as they come."""
         if self._live is None and (message.text or message.finish_reason):
             self._console.print(f"{stream.name} +{message.index:<3d} {message.text!r}", markup=False, highlight=False)
 
@@ -78,7 +78,10 @@ def run(
     console: Console,
     stop: threading.Event,
 ) -> list[Stream]:
-    """Send all at once (name -> shown prompt, request) and wait for their ends. Raises `Interrupted` once `stop` is set."""
+    """Send all requests at the same time and wait until they have ended. Raises `Interrupted` once `stop` is set.
+
+    requests: (prompt to show, request) by name.
+    """
     streams = [Stream(name, shown) for name, (shown, _) in requests.items()]
     answers = [client.generate(request) for _, request in requests.values()]
     with StreamView(console, streams) as view:

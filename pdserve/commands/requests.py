@@ -1,4 +1,4 @@
-"""From command-line flags to a `GenerateRequest`. Flags carry the names of the API's fields."""
+"""The flags of a request, and the `GenerateRequest` that they make. Flags have the names of the API's fields."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Messages = list[tuple[str, str]]  # (role, content)
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_ADMIN_ADDRESS: Final = f"127.0.0.1:{ADMIN_PORT}"
 UINT32: Final = click.IntRange(0, (1 << 32) - 1)
-BIAS_HELP: Final = "Added to the logit of this token id (-100 to 100); may be repeated."
+BIAS_HELP: Final = "Add BIAS (-100 to 100) to the logit of the token ID; may be repeated."
 SCALARS: Final[tuple[tuple[str, Any, str], ...]] = (
-    ("max_tokens", UINT32, "Most output tokens (default: as many as fit)."),
-    ("temperature", float, "0 is greedy (default 1)."),
-    ("top_k", UINT32, "Only the k likeliest tokens; 0: off."),
-    ("top_p", float, "Only the likeliest tokens that make up this probability."),
-    ("min_p", float, "Only tokens at least this likely, relative to the likeliest."),
-    ("seed", click.IntRange(0, (1 << 64) - 1), "Same seed, same tokens (default: drawn)."),
-    ("min_tokens", UINT32, "No stop before that many tokens."),
+    ("max_tokens", UINT32, "Generate at most this number of tokens (default: as many as fit)."),
+    ("temperature", float, "Randomness of the tokens; 0 always takes the likeliest (default 1)."),
+    ("top_k", UINT32, "Choose among the k likeliest tokens; 0 chooses among all."),
+    ("top_p", float, "Choose among the likeliest tokens whose probabilities add up to this."),
+    ("min_p", float, "Choose among tokens whose probability is at least this share of the likeliest token's."),
+    ("seed", click.IntRange(0, (1 << 64) - 1), "The same seed gives the same tokens (default: a random seed)."),
+    ("min_tokens", UINT32, "Do not stop before this number of tokens."),
     ("presence_penalty", float, "Make tokens that are in the output less likely (-2 to 2)."),
-    ("frequency_penalty", float, "The same, for each time they are there (-2 to 2)."),
-    ("repetition_penalty", float, "Make tokens of prompt and output less likely; 1: off (up to 2)."),
+    ("frequency_penalty", float, "Make a token less likely for each time it is in the output (-2 to 2)."),
+    ("repetition_penalty", float, "Make tokens of prompt and output less likely (up to 2); 1 turns it off."),
 )
 
 
 def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, float], ...]:
-    """ID=BIAS, each as (token id, bias)."""
+    """Parse each ID=BIAS to (token id, bias)."""
     biases = []
     for value in values:
         token_id, _, bias = value.partition("=")
@@ -47,18 +47,19 @@ def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 
 
 def address_option(command: Command) -> Command:
+    """Add `--address`, the address of the router's gRPC port."""
     text = "gRPC address of the router."
     return click.option("--address", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT", help=text)(command)
 
 
 def admin_options(command: Command) -> Command:
-    """Options for the router's admin port: its address, and the token that it asks for when it is not on loopback."""
+    """Add `--address`, the address of the admin port, and `--cluster-token`, which that port wants outside loopback."""
     command = click.option(
         "--cluster-token",
         default="",
         envvar="PDSERVE_CLUSTER_TOKEN",
         show_envvar=True,
-        help="Needed where the admin port is not on loopback. Other users see arguments: better set the variable.",
+        help="Needed where the admin port is not on loopback. Better set the variable: other users can see arguments.",
     )(command)
     text = "Admin address of the router."
     return click.option(
@@ -67,18 +68,18 @@ def admin_options(command: Command) -> Command:
 
 
 def request_options(command: Command) -> Command:
-    """Every field of a request that is not its prompt, as keyword arguments of the same names."""
+    """Add one option for each field of a request but the prompt. The command gets keyword arguments of the same names."""
     placement = click.option("--placement", type=PLACEMENTS, help="Where the prompt is computed (default: the cluster's).")
     decorators = [
         *(click.option(_flag(name), name, type=kind, help=text) for name, kind, text in SCALARS),
-        click.option("--stop", multiple=True, help="The text ends before this string; may be repeated."),
+        click.option("--stop", multiple=True, help="End the text before this string; may be repeated."),
         click.option("--stop-token-ids", multiple=True, type=UINT32, help="Stop at this token id; may be repeated."),
         click.option("--logit-bias", multiple=True, metavar="ID=BIAS", callback=_biases, help=BIAS_HELP),
-        click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence."),
-        click.option("--deadline-s", type=float, help="Give up after that many seconds."),
-        click.option("--priority", type=click.IntRange(-100, 100), default=0, help="Larger is served first."),
-        click.option("--cache-salt", default="", help="Share KV only with requests of the same salt."),
-        click.option("--model", default="", help="Refuse to be served by another model."),
+        click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
+        click.option("--deadline-s", type=float, help="Give the request up after this number of seconds."),
+        click.option("--priority", type=click.IntRange(-100, 100), default=0, help="Requests with a larger one go first."),
+        click.option("--cache-salt", default="", help="Share KV only with requests that have the same salt."),
+        click.option("--model", default="", help="Fail if the cluster serves another model (default: accept any)."),
         placement,
     ]
     for decorator in reversed(decorators):
@@ -106,7 +107,10 @@ def build(
     request_id: str = "",
     **scalars: Any,
 ) -> inference_pb2.GenerateRequest:
-    """A request with a text or a chat prompt; flags that were not given stay unset, so the server's defaults hold."""
+    """Build a request with a text prompt, or with a chat prompt when `messages` is given.
+
+    Flags that were not given stay unset, so the server's defaults hold.
+    """
     from pdserve.core.sampling import Placement
     from pdserve.rpc import codec
     from pdserve.rpc.v1 import common_pb2, inference_pb2

@@ -1,4 +1,4 @@
-"""The flags that override the YAML, each beside the setting it writes. Names are those that vLLM's users know."""
+"""The flags that override the YAML, each beside the setting that it sets. The names are those that users of vLLM know."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Bytes(click.ParamType[int]):
-    """A size: bytes, or a number with a unit."""
+    """A size in bytes: a number, or a number with a unit such as MiB."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number of bytes. click reports a text that is not a size."""
         if isinstance(value, int):
             return value
         try:
@@ -37,34 +38,69 @@ PLACEMENTS: Final = click.Choice([placement.value for placement in Placement])
 
 # (flags, setting, type, help)
 FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
-    (("--prefill",), "prefill.replicas", NOT_NEGATIVE, "Workers of the prefill pool; 0: all requests run colocated."),
-    (("--decode",), "decode.replicas", POSITIVE, "Workers of the decode pool."),
+    (("--prefill",), "prefill.replicas", NOT_NEGATIVE, "Number of prefill workers; 0 runs all requests colocated."),
+    (("--decode",), "decode.replicas", POSITIVE, "Number of decode workers."),
     (("--model",), "engine.model", str, "default, tiny, a directory, a GGUF file or a Hugging Face id."),
-    (("--served-model-name",), "engine.served_model_name", str, "What clients call the model."),
-    (("--host",), "router.host", str, "Where clients connect (default 127.0.0.1)."),
-    (("--http-port", "--port"), "router.http_port", PORT, "HTTP (default 8000); 0: any, and then gRPC takes any as well."),
-    (("--grpc-port",), "router.grpc_port", PORT, "gRPC (default 50051); 0: any."),
-    (("--admin-port",), "router.admin_port", PORT, "For `pdserve status` and `drain` (default 50053); 0: any."),
-    (("--link-port",), "router.link_port", PORT, "Where workers dial the router (default 0: any)."),
-    (("--max-model-len",), "engine.max_model_len", POSITIVE, "Prompt and output tokens of one request."),
-    (("--max-num-seqs",), "engine.max_num_seqs", POSITIVE, "Sequences that one worker runs at once."),
+    (("--served-model-name",), "engine.served_model_name", str, "Name by which clients call the model."),
+    (("--host",), "router.host", str, "Address at which clients connect (default 127.0.0.1)."),
+    (
+        ("--http-port", "--port"),
+        "router.http_port",
+        PORT,
+        "Port for HTTP (default 8000); 0 takes any free port, for gRPC as well.",
+    ),
+    (("--grpc-port",), "router.grpc_port", PORT, "Port for gRPC (default 50051); 0 takes any free port."),
+    (
+        ("--admin-port",),
+        "router.admin_port",
+        PORT,
+        "Port for `pdserve status` and `drain` (default 50053); 0 takes any free port.",
+    ),
+    (("--link-port",), "router.link_port", PORT, "Port at which workers connect to the router (default 0: any free port)."),
+    (("--max-model-len",), "engine.max_model_len", POSITIVE, "Limit of the tokens of one request, prompt and output."),
+    (("--max-num-seqs",), "engine.max_num_seqs", POSITIVE, "Limit of the sequences that one worker runs at the same time."),
     (
         ("--max-num-batched-tokens",),
         "engine.max_num_batched_tokens",
         POSITIVE,
-        "Token budget of one step (CPU: 512, GPU: 8192).",
+        "Limit of the tokens of one step (default 512 on a CPU, 8192 on a GPU).",
     ),
-    (("--block-size",), "engine.block_size", POSITIVE, "Tokens in one KV block."),
-    (("--kv-cache-memory",), "engine.kv_cache_memory", Bytes(), "KV pool of each worker; CPU: default 256MiB; GPU: measured."),
-    (("--gpu-memory-utilization",), "engine.gpu_memory_utilization", SHARE, "Of a GPU for its worker (default 0.9)."),
-    (("--kv-cache-dtype",), "engine.kv_cache_dtype", click.Choice(KV_CACHE_DTYPES), "Of KV (default auto: as --dtype)."),
-    (("--dtype",), "engine.dtype", click.Choice(DTYPES), "Of weights and, unless set apart, KV."),
-    (("--quantization",), "engine.quantization", click.Choice(QUANTIZATIONS), "Of weights and what meets them; KV stays."),
-    (("--device",), "engine.device", click.Choice(DEVICES), "auto: cuda where there is one, else cpu."),
-    (("--placement",), "router.placement", PLACEMENTS, "Where prompts are computed unless the request says."),
-    (("--colocate-below-tokens",), "router.colocate_below_tokens", NOT_NEGATIVE, "auto: shorter prompts stay on decode."),
+    (("--block-size",), "engine.block_size", POSITIVE, "Number of tokens in one KV block."),
+    (
+        ("--kv-cache-memory",),
+        "engine.kv_cache_memory",
+        Bytes(),
+        "Size of each worker's KV pool (default 256MiB on a CPU, measured on a GPU).",
+    ),
+    (
+        ("--gpu-memory-utilization",),
+        "engine.gpu_memory_utilization",
+        SHARE,
+        "Share of a GPU's memory that its worker uses (default 0.9).",
+    ),
+    (
+        ("--kv-cache-dtype",),
+        "engine.kv_cache_dtype",
+        click.Choice(KV_CACHE_DTYPES),
+        "dtype of the KV (default auto: the same as --dtype).",
+    ),
+    (("--dtype",), "engine.dtype", click.Choice(DTYPES), "dtype of the weights, and of the KV unless --kv-cache-dtype is set."),
+    (
+        ("--quantization",),
+        "engine.quantization",
+        click.Choice(QUANTIZATIONS),
+        "Quantisation of the weights; int8 also rounds the activations that they multiply. KV stays as it is.",
+    ),
+    (("--device",), "engine.device", click.Choice(DEVICES), "auto takes a GPU (cuda) where there is one, else the CPU."),
+    (("--placement",), "router.placement", PLACEMENTS, "Where prompts are computed, unless the request names a placement."),
+    (
+        ("--colocate-below-tokens",),
+        "router.colocate_below_tokens",
+        NOT_NEGATIVE,
+        "With placement auto: prompts shorter than this are computed on the decode worker.",
+    ),
     (("--log-dir",), "log_dir", click.Path(file_okay=False), "Folder of the logs (default: a temporary one)."),
-    (("--address",), "address", str, "Ray cluster: local (its own), auto, or HOST:PORT."),
+    (("--address",), "address", str, "Ray cluster: local (a private Ray), auto (this node's cluster), or HOST:PORT."),
 )
 SETTING_OF: Final = {flags[0].removeprefix("--").replace("-", "_"): setting for flags, setting, _, _ in FLAGS}
 
@@ -77,23 +113,23 @@ def cluster_options(command: Command) -> Command:
     command = click.option(
         "--batch-invariant/--no-batch-invariant",
         default=None,
-        help="Same bits in every batch. [default: where it is free: bfloat16 and int8 in compiled steps]",
+        help="A request's output does not depend on its batch. [default: on where it is free: compiled bfloat16 and int8]",
     )(command)
     command = click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
         default=None,
-        help="Prompts that begin alike share KV. [default: enabled]",
+        help="Let prompts that begin alike share KV. [default: enabled]",
     )(command)
     command = click.option(
         "--kv-checksum/--no-kv-checksum",
         default=None,
-        help="Use KV only if it was read as it was written. [default: on]",
+        help="Verify by checksum that KV was read as it was written. [default: on]",
     )(command)
-    command = click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Any setting of the YAML; last word.")(
-        command
-    )
+    command = click.option(
+        "--set", "overrides", multiple=True, metavar="A.B=C", help="Set any setting of the YAML; wins over flags."
+    )(command)
     file = click.Path(dir_okay=False)
-    return click.option("--config", "config_file", type=file, default=None, help="YAML of the whole cluster.")(command)
+    return click.option("--config", "config_file", type=file, default=None, help="YAML file with all settings.")(command)
 
 
 def cluster_config(
@@ -105,7 +141,7 @@ def cluster_config(
     kv_checksum: bool | None = None,
     **flags: Any,
 ) -> ClusterConfig:
-    """The YAML, then the flags, then --set. Raises `ConfigError` naming the setting."""
+    """Read the YAML, then apply the flags, then each --set. Raises `ConfigError` that names the setting."""
     settings = {SETTING_OF[name]: value for name, value in flags.items() if value is not None}
     if batch_invariant is not None:
         settings["engine.batch_invariant"] = batch_invariant

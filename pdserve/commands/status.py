@@ -1,4 +1,4 @@
-"""`pdserve status`: the pools, their KV and their queues, once or continuously."""
+"""`pdserve status`: show the pools, their KV and their queues, once or continuously."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ INTERVAL_S = 1.0  # workers report once a second
 @click.command()
 @admin_options
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
-@click.option("--json", "as_json", is_flag=True, help="The state as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the state as one JSON object.")
 @one_line_errors
 def status(address: str, cluster_token: str, watch: bool, as_json: bool) -> int:
-    """Show what the cluster is doing."""
+    """Show the workers, their queues and their use of KV."""
     from pdserve.client import AdminClient
     from pdserve.commands import tables
     from pdserve.commands.console import make_console
@@ -46,7 +46,7 @@ def status(address: str, cluster_token: str, watch: bool, as_json: bool) -> int:
 
 
 def _watch(client: AdminClient, console: Console) -> None:
-    """Draw anew every second, in place on a terminal; Ctrl-C is the way out, so it is not an error."""
+    """Draw the state every second, in place on a terminal. Ctrl-C ends it and is not an error."""
     from rich.live import Live
 
     from pdserve.commands import tables

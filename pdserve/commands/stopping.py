@@ -1,7 +1,7 @@
-"""Wishes to stop: the first SIGINT or SIGTERM asks for a clean end, the second ends at once.
+"""Signals to stop. The first SIGINT or SIGTERM asks for a clean end, the second ends the process at once.
 
-Signals only ever set an event; nothing is raised in the middle of starting Ray or of cleaning up. The work runs in
-a thread of its own, so that the main thread is always free to take the second signal.
+The first signal only sets an event, so nothing is raised while Ray starts or while things are cleaned up. The work runs
+in a thread of its own, so that the main thread is always free to handle the second signal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopSignals:
-    """While entered, `event` is set by the first signal; the second calls `at_once` and ends the process."""
+    """The handler of the signals inside `with`. The first sets `event`; the second calls `at_once` and ends the process."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -39,7 +39,7 @@ class StopSignals:
         return {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def reclaim(self) -> None:
-        """Take the signals again, from any thread: Ray's core puts a handler of its own before ours when it starts."""
+        """Install the handlers again. Any thread may call it. Ray's core replaces them by its own when it starts."""
         self._wake.put(False)
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
@@ -59,21 +59,21 @@ class StopSignals:
             os._exit(INTERRUPTED)
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in a thread and return, or raise, what it does."""
+        """Run `work` in a thread, and return its result or raise its error."""
         outcome: list[Result] = []
         failure: list[BaseException] = []
 
         def body() -> None:
             try:
                 outcome.append(work())
-            except BaseException as exc:  # noqa: BLE001  handed to the caller, whole
+            except BaseException as exc:  # noqa: BLE001  the caller gets every error
                 failure.append(exc)
             finally:
                 self._wake.put(True)
 
         thread = threading.Thread(target=body, name="cluster")
         thread.start()
-        while not self._wake.get():  # handlers run meanwhile; the work's own waits are bounded
+        while not self._wake.get():  # the handlers run during this wait; every wait of the work is bounded
             self._install()
         thread.join()
         if failure:

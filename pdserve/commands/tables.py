@@ -1,4 +1,4 @@
-"""Tables and units, as a person reads them. Built from plain reports; prints nothing itself."""
+"""Tables and units for people to read. They are built from plain reports; nothing is printed here."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from pdserve.cluster.actor import WorkerReport
 
 BAR_CELLS = 20
-WIDE = 140  # columns that the whole status takes
+WIDE = 140  # columns of a terminal that the whole status needs
 RARE = ("cached", "quarantined", "unaccounted")
-_INEXACT = "exact: false; workers hold weights or KV in different numbers, so tokens may depend on where a request runs"
+_INEXACT = "exact: false; workers store weights or KV in different formats, so tokens may depend on where a request runs"
 SHORT = {"quarantined": "quar", "unaccounted": "unacc", "heartbeat": "beat"}  # headings on a narrow terminal
 
 
 def size(count: float) -> str:
-    """Bytes in binary units."""
+    """Write a number of bytes in binary units."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -35,35 +35,37 @@ def size(count: float) -> str:
 
 
 def millis(seconds: float) -> str:
+    """Write seconds as milliseconds."""
     return f"{seconds * 1000:.1f} ms"
 
 
 def role(wire: int) -> str:
+    """Return the role of the wire's enum in lower case: "prefill" or "decode"."""
     return common_pb2.Role.Name(wire).removeprefix("ROLE_").lower()
 
 
 def bar(used: float, total: float) -> str:
-    """A bar of fixed width, and the share in percent."""
+    """Draw the used share as a bar of `BAR_CELLS` cells, followed by percent. A total of 0 is drawn as 0 %."""
     share = used / total if total else 0.0
     full = round(share * BAR_CELLS)
     return f"{'█' * full}{'░' * (BAR_CELLS - full)} {share:4.0%}"
 
 
 def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """A table whose `left` columns hold words and whose `right` columns hold numbers; fits 80 columns where it can."""
+    """Make a table. The `left` columns hold words, the `right` ones numbers. It fits 80 columns of a terminal if it can."""
     made = Table(
         title=title, title_justify="left", header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD
     )
     for name in left:
         made.add_column(name, no_wrap=True)
     for name in right:
-        made.add_column(name, justify="right", overflow="fold")  # a long header wraps before a number does; none is cut
+        made.add_column(name, justify="right", overflow="fold")  # a long header wraps first, and no number is cut
     return made
 
 
 def pool(reports: Sequence[WorkerReport]) -> Group:
-    """The workers as they started: where they are, where their memory goes (MiB), what the KV pools hold, and how steps
-    are computed."""
+    """Describe the started workers: their addresses, the use of their memory, the size of the KV pools, and the code that
+    computes steps."""
     nice = any(report.niceness > 0 for report in reports)
     sizes = ("weights", "largest step", "KV pool", "rest")
     made = table("", ("worker", "role", "address"), (*sizes, "nice") if nice else sizes)
@@ -77,7 +79,7 @@ def pool(reports: Sequence[WorkerReport]) -> Group:
 
 
 def _niced(workers: Iterable[WorkerReport | inference_pb2.WorkerState]) -> list[Text]:
-    """A line for all workers of the same niceness that yield to ordinary processes."""
+    """Make one line for all workers of the same niceness above 0: these yield to ordinary processes."""
     alike: dict[int, list[str]] = {}
     for worker in workers:
         if worker.niceness > 0:
@@ -86,7 +88,7 @@ def _niced(workers: Iterable[WorkerReport | inference_pb2.WorkerState]) -> list[
 
 
 def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str], of_several: str = "") -> list[Text]:
-    """A line for each role, or for the workers of a role that say the same."""
+    """Make one line for each role, or one for each group of workers of a role for which `said` gives the same words."""
     alike: dict[tuple[str, str], list[str]] = {}
     for report in reports:
         alike.setdefault((report.role, said(report)), []).append(report.worker_id)
@@ -98,9 +100,9 @@ def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str
 
 
 def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
-    """The pools, then why a worker takes nothing, which ones are niced, and which pairs are not used for a while.
+    """Draw the pools, then the reasons why workers are not ready, damaged KV, niced workers, and pairs set aside.
 
-    A wide terminal also shows how many tokens each pool holds.
+    width: columns of the terminal. A wide terminal also shows how many tokens each pool holds.
     """
     why = [
         Text(f"{worker.worker_id} is not ready: {worker.not_ready_reason}")
@@ -114,7 +116,7 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
 
 
 def _damage(worker: inference_pb2.WorkerState) -> Text | None:
-    """What was damaged of the KV that this worker lent; none of it was used."""
+    """Tell how much of the KV that this worker lent was damaged; None for no damage. Damaged KV is never used."""
     if not worker.kv_corrupt_blocks:
         return None
     said = f"{worker.worker_id}: {worker.kv_corrupt_blocks} lent KV blocks were not read as they were written"
@@ -122,7 +124,7 @@ def _damage(worker: inference_pb2.WorkerState) -> Text | None:
 
 
 def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
-    """Between these KV did not pass; the reason comes last, since it may be long."""
+    """Draw the pairs of workers between which KV did not pass. The reason comes last, since it may be long."""
     made = table("pairs set aside", ("prefill", "decode"), ("failures", "tried again in"))
     made.add_column("reason", overflow="fold")
     for pair in pairs:
@@ -132,7 +134,10 @@ def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
 
 
 def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
-    """Pools, queues and KV use at this moment. On less than `WIDE` columns: no bar, no role, no rare blocks that are all 0."""
+    """Draw the pools, their queues and their use of KV.
+
+    A terminal below `WIDE` columns shows no bar, no role, and no column of rare blocks that are all 0.
+    """
     title = f"router: {state.queued_requests} queued, {state.running_requests} running"
     counts = {
         "free": [str(worker.blocks.free) for worker in state.workers],
@@ -174,7 +179,7 @@ def _alarming(count: int) -> str:
 
 
 def requests(reports: Mapping[str, Any]) -> Table:
-    """One row per finished request: name -> `RequestReport` and `Usage`, as (report, usage)."""
+    """Draw one row for each finished request. `reports`: (`RequestReport`, `Usage`) by name."""
     numbers = ("tokens", "TTFT ms", "TPOT ms", "KV moved", "exposed ms")
     made = table("", ("request", "prefill", "decode"), numbers)
     for name, (report, usage) in reports.items():

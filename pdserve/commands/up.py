@@ -1,4 +1,4 @@
-"""`pdserve up`: bring a cluster up, say where it is, keep it up until a signal."""
+"""`pdserve up`: start a cluster, print its addresses, and keep it up until a signal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     default="",
     envvar="PDSERVE_CLUSTER_TOKEN",
     show_envvar=True,
-    help="Secret of the router, its workers, and whoever administers it off loopback (default: a new one).",
+    help="Secret of the router, its workers, and administrators on other machines (default: a new one).",
 )
 @one_line_errors
 def up(cluster_token: str, **flags: Any) -> int:
-    """Start a router and both pools; run until SIGINT or SIGTERM (a second one stops at once).
+    """Start a router and both pools, and run until SIGINT or SIGTERM. A second signal stops at once.
 
-    Stopping cancels what still runs; to take workers out one by one without losing anything, use `pdserve drain`.
+    Stopping cancels all running requests. `pdserve drain` takes a worker out of service without losing anything.
     """
     config = cluster_config(**flags)
     from pdserve.commands.stopping import StopSignals
@@ -45,7 +45,7 @@ def up(cluster_token: str, **flags: Any) -> int:
 
 
 def _serve(config: ClusterConfig, stop: StopSignals, cluster_token: str) -> int:
-    """Start, supervise, close. 0 also when the wish to stop came while starting."""
+    """Start the cluster, supervise it and close it. Return 0, also when a signal came during the start."""
     from pdserve.cluster.errors import Interrupted
     from pdserve.cluster.launch import Cluster
     from pdserve.commands.console import make_console

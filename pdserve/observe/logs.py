@@ -1,4 +1,4 @@
-"""How every process of pdserve logs: one line format, to stderr, set up once by its main."""
+"""Logging of every process of pdserve: one line format, written to stderr, set up once by the main of the process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 class OneLine(logging.Formatter):
-    """A message from outside may hold line breaks; escaped, it cannot forge a line of its own. Tracebacks stay."""
+    """A formatter that escapes line breaks, so that a message from outside cannot forge a line. Tracebacks keep theirs."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Format the message as one line."""
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
 def setup_logging(level: str = "info", *, stream: TextIO | None = None) -> None:
-    """Send the whole process's log to `stream` (stderr). Replaces earlier handlers. Raises `ConfigError`."""
+    """Send the log of the whole process to `stream`; None: stderr. Earlier handlers are replaced.
+
+    Raises `ConfigError` for an unknown level.
+    """
     if level.lower() not in LEVELS:
         raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, got {level!r}")
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)

@@ -1,5 +1,5 @@
-"""The router's Prometheus metrics. Counters and histograms are fed once a finished request; the state of the cluster
-is read when it is scraped, so it costs nothing in between."""
+"""The router's Prometheus metrics. Each finished request updates counters and histograms once. The state of the cluster
+is read when Prometheus scrapes it, so it costs nothing in between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRANSFER_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25,
 
 
 class Metrics:
-    """Has a registry of its own, so that two routers in one process do not meet."""
+    """The metrics of one router. They have a registry of their own, so that two routers in one process stay apart."""
 
     def __init__(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -31,9 +31,9 @@ class Metrics:
         self._output_tokens = Counter("pdserve_generation_tokens", "Output tokens.", registry=registry)
         self._kv_bytes = Counter("pdserve_kv_transfer_bytes", "KV moved from prefill to decode.", registry=registry)
         self._extra_binds = Counter("pdserve_extra_binds", "Binds after the first of a request.", registry=registry)
-        self._retries = Counter("pdserve_retries", "Attempts after the first, by why.", ["reason"], registry=registry)
+        self._retries = Counter("pdserve_retries", "Attempts after the first, by reason.", ["reason"], registry=registry)
         self._rebinds = Counter("pdserve_rebinds", "Handoffs taken over by another decode worker.", registry=registry)
-        self._broken = Counter("pdserve_router_invariant_failures", "Checks of the router's books.", registry=registry)
+        self._broken = Counter("pdserve_router_invariant_failures", "Failed checks of the router.", registry=registry)
         self._ttft = _histogram(registry, "time_to_first_token", "Arrival to token 0 leaving the router.", LATENCY_S)
         self._tpot = _histogram(registry, "time_per_output_token", "(last - first) / (tokens - 1).", TOKEN_S)
         self._total = _histogram(registry, "e2e_request_latency", "Arrival to the last token.", LATENCY_S)
@@ -42,6 +42,7 @@ class Metrics:
         self._exposed = _histogram(registry, "kv_transfer_exposed", "Prefill known done to KV usable.", TRANSFER_S)
 
     def finished(self, record: RequestRecord) -> None:
+        """Count one finished request."""
         self._requests.labels(record.outcome).inc()
         self._prompt_tokens.inc(record.prompt_tokens)
         self._output_tokens.inc(record.output_tokens)
@@ -64,14 +65,15 @@ class Metrics:
             self._exposed.observe(record.exposed_transfer_s)
 
     def rejected(self, reason: str) -> None:
-        """`reason` is an error code."""
+        """Count one request that was refused at submit. `reason` is an error code."""
         self._rejected.labels(reason).inc()
 
     def invariant_broken(self) -> None:
+        """Count one failed check of the router's invariants."""
         self._broken.inc()
 
     def render(self) -> bytes:
-        """Prometheus text."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
 
@@ -80,11 +82,13 @@ def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple
 
 
 class _ClusterCollector(Collector):
+    """The metrics of the cluster's state. Each scrape takes one snapshot."""
+
     def __init__(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
         self._snapshot = snapshot
 
     def describe(self) -> list[Metric]:
-        """Nothing: else registering would already take a snapshot."""
+        """Return nothing. Without this method, registering would take a snapshot."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -108,25 +112,25 @@ class _ClusterCollector(Collector):
 
 
 _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
-    ("kv_corrupt_blocks", "Lent blocks that a reader had not read as they were written.", lambda w: w.kv_corrupt_blocks),
+    ("kv_corrupt_blocks", "Lent blocks that were not read as they were written.", lambda w: w.kv_corrupt_blocks),
     ("kv_rotted_blocks", "Lent blocks that had changed in the worker's memory.", lambda w: w.kv_rotted_blocks),
 )
 
 
 _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
-    ("ready", "1: takes requests.", lambda w: float(w.ready)),
-    ("draining", "1: takes nothing new, and leaves when it is done.", lambda w: float(w.draining)),
+    ("ready", "1: the worker takes requests.", lambda w: float(w.ready)),
+    ("draining", "1: the worker takes nothing new and leaves when it is done.", lambda w: float(w.draining)),
     ("queued_requests", "Requests that wait inside the worker.", lambda w: w.queued_requests),
     ("queued_tokens", "Prompt tokens not yet computed.", lambda w: w.queued_tokens),
     ("running_sequences", "Sequences in the engine.", lambda w: w.running_sequences),
     ("prefix_queried_tokens", "Tokens of sequences that got their blocks.", lambda w: w.prefix_queried_tokens),
-    ("prefix_hit_tokens", "Of those, tokens whose KV was there already.", lambda w: w.prefix_hit_tokens),
+    ("prefix_hit_tokens", "Those of prefix_queried_tokens whose KV was cached.", lambda w: w.prefix_hit_tokens),
     ("leases_held", "Leases over lent blocks.", lambda w: w.leases_held),
-    ("requests_placed", "Placed by this router and not finished.", lambda w: w.requests_placed),
-    ("heartbeat_age_seconds", "Since the worker was last heard.", lambda w: w.heartbeat_age_s),
-    ("engine_stalled_seconds", "Without a step of its engine while work waits.", lambda w: w.engine_stalled_s),
-    ("numerical_errors", "Sequences whose logits were not finite numbers, since its start.", lambda w: w.numerical_errors),
-    ("loop_lag_ms", "How late the worker's loop runs.", lambda w: w.loop_lag_ms),
+    ("requests_placed", "Requests that this router placed and that have not ended.", lambda w: w.requests_placed),
+    ("heartbeat_age_seconds", "Time since the worker's last message.", lambda w: w.heartbeat_age_s),
+    ("engine_stalled_seconds", "Time without a step of the engine while work waits.", lambda w: w.engine_stalled_s),
+    ("numerical_errors", "Sequences whose logits were not finite, since the worker's start.", lambda w: w.numerical_errors),
+    ("loop_lag_ms", "Delay of the worker's event loop.", lambda w: w.loop_lag_ms),
 )
 
 

@@ -1,4 +1,4 @@
-"""One finished request, as logs and metrics see it. Plain values: knows neither the router nor the wire."""
+"""The record of one finished request, for logs and metrics. It holds plain values and knows neither router nor wire."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Durations in seconds. `outcome` is a finish reason ("stop", "length") or an error code ("replica_lost")."""
+    """One finished request. All durations are seconds."""
 
     request_id: str
-    outcome: str
+    outcome: str  # a finish reason ("stop", "length") or an error code ("replica_lost")
     placement: str
-    placement_reason: str  # empty: never placed
-    prefill_worker: str  # empty: colocated, or never got so far
+    placement_reason: str  # empty: the request was never placed
+    prefill_worker: str  # empty: the request was colocated, or ended before it had a prefill worker
     decode_worker: str
     prompt_tokens: int
     output_tokens: int
@@ -26,13 +26,13 @@ class RequestRecord:
     exposed_transfer_s: float
     attempts: int
     binds: int
-    message: str = ""  # of the error
-    retry_reasons: tuple[str, ...] = ()  # error codes: why each attempt but the first was needed
-    correlation_id: str = ""  # what the client called it
-    rebinds: int = 0  # decode workers lost in the handoff, whose lease another one took over
+    message: str = ""  # the error's message; empty: no error
+    retry_reasons: tuple[str, ...] = ()  # the error code that made each further attempt necessary
+    correlation_id: str = ""  # the client's own name of the request
+    rebinds: int = 0  # how many times a decode worker was lost in the handoff and another one took over the lease
 
     def line(self) -> str:
-        """For the log: one line, `name=value`."""
+        """Write the record as one line of `name=value` pairs for the log."""
         workers = "+".join(w for w in (self.prefill_worker, self.decode_worker) if w) or "-"
         text = (
             f"request={self.request_id} outcome={self.outcome} placement={self.placement} "

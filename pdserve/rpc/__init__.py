@@ -1,1 +1,1 @@
-"""Protocol code: generated stubs (`v1`), codecs between wire and core types, and the one error table."""
+"""Protocol code: generated stubs (`v1`), codecs between wire and core types, and errors on the wire."""

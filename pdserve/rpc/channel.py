@@ -1,4 +1,4 @@
-"""grpc.aio between workers and router: options, the cluster token, and one translation of failed calls."""
+"""grpc.aio between workers and router: options, the cluster token, and the translation of failed calls to our errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.rpc.status import CLUSTER_TOKEN_METADATA, REASON_METADATA, from_rea
 Options = list[tuple[str, Any]]
 Metadata = tuple[tuple[str, str], ...]
 
-MAX_MESSAGE_BYTES: Final = 16 << 20  # a prompt of a million ids is 4 MiB, its ticket below 1 MiB
+MAX_MESSAGE_BYTES: Final = 16 << 20  # a prompt of a million ids has 4 MiB, and its ticket less than 1 MiB
 KEEPALIVE_MS: Final = 10_000
 KEEPALIVE_TIMEOUT_MS: Final = 5_000
 
@@ -24,12 +24,15 @@ _COMMON: Final[Options] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.max_pings_without_data", 0),  # a quiet stream may be pinged for as long as it lives
+    ("grpc.http2.max_pings_without_data", 0),  # a stream without messages is pinged for as long as it lives
 ]
 
 
 def channel_options() -> Options:
-    """No proxy (peers are addressed directly), no sharing of connections or of their back-off between channels."""
+    """Return the options of a channel.
+
+    It uses no proxy, since peers are addressed directly. Channels share neither connections nor the back-off of these.
+    """
     return [
         *_COMMON,
         ("grpc.enable_http_proxy", 0),
@@ -41,7 +44,7 @@ def channel_options() -> Options:
 
 
 def server_options() -> Options:
-    """Accepts the pings that `channel_options` asks for: by default a server hangs up on them."""
+    """Return the options of a server. It accepts the pings of `channel_options`, at which a default server hangs up."""
     return [
         *_COMMON,
         ("grpc.so_reuseport", 0),  # two processes on one port would share its calls
@@ -51,17 +54,17 @@ def server_options() -> Options:
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """To `host:port`. The caller closes it. Connects at the first call."""
+    """Open a channel to `host:port`. It connects at the first call. The caller closes it."""
     return grpc.aio.insecure_channel(address, options=channel_options())
 
 
 def token_metadata(cluster_token: str) -> Metadata:
-    """What every internal call carries."""
+    """Return the metadata that every internal call carries."""
     return ((CLUSTER_TOKEN_METADATA, cluster_token),)
 
 
 async def require_token(context: Any, cluster_token: str) -> None:
-    """Ends a grpc.aio call with UNAUTHENTICATED, which raises, unless it carries the token of this cluster."""
+    """Abort a grpc.aio call with UNAUTHENTICATED, which raises, unless the call carries the token of this cluster."""
     presented = _as_dict(context.invocation_metadata()).get(CLUSTER_TOKEN_METADATA, "")
     presented_bytes = presented if isinstance(presented, bytes) else presented.encode()
     if not hmac.compare_digest(presented_bytes, cluster_token.encode()):
@@ -69,9 +72,9 @@ async def require_token(context: Any, cluster_token: str) -> None:
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PdserveError:
-    """What the failure of a call to `peer` (host:port) means to us.
+    """Translate the failure of a call to `peer` (host:port) to one of our errors.
 
-    A reason in the trailing metadata is the peer's own word and wins; else the status decides.
+    The reason in the trailing metadata, which the peer itself gave, decides. Without one the gRPC status decides.
     """
     status = error.code()
     message = f"{peer}: {error.details() or status.name}"
@@ -84,7 +87,7 @@ def translate(error: grpc.aio.AioRpcError, peer: str) -> PdserveError:
 
 
 def _as_dict(metadata: Any) -> dict[str, Any]:
-    """Of call metadata, pairs of key and value or None; of a repeated key, the last."""
+    """Return the metadata of a call as a dict. `metadata` is pairs of key and value, or None. The last of equal keys wins."""
     return dict(metadata or ())
 
 
@@ -92,12 +95,12 @@ _S = grpc.StatusCode
 
 _BY_STATUS: Final[dict[grpc.StatusCode, type[PdserveError]]] = {
     _S.UNAVAILABLE: errors.ReplicaLost,
-    _S.CANCELLED: errors.ReplicaLost,  # by the peer, which is shutting down; our own cancellation is CancelledError
+    _S.CANCELLED: errors.ReplicaLost,  # the peer cancelled, because it shuts down; our own cancellation is CancelledError
     _S.ABORTED: errors.ReplicaLost,
-    _S.DEADLINE_EXCEEDED: errors.TransferFailed,  # of this call, not of the client's request: worth a retry
+    _S.DEADLINE_EXCEEDED: errors.TransferFailed,  # the deadline of this call, not of the client's request: retry
     _S.UNAUTHENTICATED: errors.IncompatiblePeer,
     _S.PERMISSION_DENIED: errors.IncompatiblePeer,
     _S.UNIMPLEMENTED: errors.IncompatiblePeer,
     _S.FAILED_PRECONDITION: errors.IncompatiblePeer,
 }
-"""Any other status is a bug on one of the two sides."""
+"""The error for each gRPC status. Any other status is a bug of one of the two sides."""

@@ -1,4 +1,4 @@
-"""Between wire messages and core types. Everything that comes from a peer or a client is checked here."""
+"""The translation between wire messages and core types. Values that come from a peer or a client are checked here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLACEMENT_TO_WIRE = {placement: wire for wire, placement in _PLACEMENT_FROM_WIR
 
 
 def pack_ids(ids: tuple[int, ...] | list[int]) -> bytes:
-    """Token ids as little-endian uint32: a tenth of the cost of a varint field for long prompts."""
+    """Pack token ids as little-endian uint32. For long prompts it costs a tenth of a varint field."""
     packed = array("I", ids)
     assert packed.itemsize == 4
     if sys.byteorder == "big":
@@ -34,7 +34,7 @@ def pack_ids(ids: tuple[int, ...] | list[int]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> tuple[int, ...]:
-    """Raises ValueError when the length is not a multiple of 4."""
+    """Unpack token ids from little-endian uint32. Raises ValueError when the length is not a multiple of 4."""
     packed = array("I")
     packed.frombytes(data)
     if sys.byteorder == "big":
@@ -43,24 +43,27 @@ def unpack_ids(data: bytes) -> tuple[int, ...]:
 
 
 def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
+    """Return the number of a finish reason. None, not finished, becomes UNSPECIFIED."""
     return _FINISH_TO_WIRE[reason]
 
 
 def finish_from_wire(wire: int) -> FinishReason | None:
-    """Raises KeyError for a number that is not in the enum."""
+    """Return the finish reason of a number; None: not finished. Raises KeyError for a number that is not in the enum."""
     return FINISH_BY_NUMBER[wire]
 
 
 def placement_from_wire(wire: int) -> Placement | None:
-    """None: the cluster's default. Raises KeyError for a number that is not in the enum."""
+    """Return the placement of a number; None: the cluster's default. Raises KeyError for a number not in the enum."""
     return _PLACEMENT_FROM_WIRE[wire]  # type: ignore[index]
 
 
 def placement_to_wire(placement: Placement | None) -> common_pb2.Placement:
+    """Return the number of a placement. None, the cluster's default, becomes UNSPECIFIED."""
     return _PLACEMENT_TO_WIRE[placement]
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Write sampling parameters as a message in which every field is set, but `logprobs` when it is None."""
     return common_pb2.SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -81,7 +84,7 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
-    """Of a message in which every field is set (router to worker). Raises `InvalidRequest`."""
+    """Read the sampling parameters that a router sends to a worker, with every field set. Raises `InvalidRequest`."""
     return SamplingParams(
         max_tokens=wire.max_tokens,
         temperature=wire.temperature,
@@ -95,14 +98,14 @@ def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=wire.ignore_eos,
         presence_penalty=wire.presence_penalty,
         frequency_penalty=wire.frequency_penalty,
-        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0,  # of an older router
+        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0,  # older routers lack it
         logit_bias=tuple(sorted(wire.logit_bias.items())),
         logprobs=wire.logprobs if wire.HasField("logprobs") else None,
     )
 
 
 def logprobs_to_wire(tokens: Sequence[TokenLogprobs]) -> common_pb2.Logprobs | None:
-    """Of consecutive tokens with the same number of likeliest ones each; None of no tokens."""
+    """Write the log-probabilities of consecutive tokens. Each has the same number of likeliest tokens. No tokens: None."""
     if not tokens:
         return None
     return common_pb2.Logprobs(
@@ -113,22 +116,27 @@ def logprobs_to_wire(tokens: Sequence[TokenLogprobs]) -> common_pb2.Logprobs | N
 
 
 def lease_id_to_wire(lease_id: LeaseId) -> common_pb2.LeaseId:
+    """Write a lease id as a message."""
     return common_pb2.LeaseId(incarnation=lease_id.incarnation, counter=lease_id.counter)
 
 
 def lease_id_from_wire(wire: common_pb2.LeaseId) -> LeaseId:
+    """Read a lease id."""
     return LeaseId(Incarnation(wire.incarnation), wire.counter)
 
 
 def reader_id_to_wire(reader_id: ReaderId) -> common_pb2.ReaderId:
+    """Write a reader id as a message."""
     return common_pb2.ReaderId(incarnation=reader_id.incarnation, counter=reader_id.counter)
 
 
 def reader_id_from_wire(wire: common_pb2.ReaderId) -> ReaderId:
+    """Read a reader id."""
     return ReaderId(Incarnation(wire.incarnation), wire.counter)
 
 
 def lease_view_to_wire(view: LeaseView) -> peer_pb2.LeaseStatus:
+    """Write the status of a lease as a message."""
     first = view.first_token
     return peer_pb2.LeaseStatus(
         lease_id=lease_id_to_wire(view.lease_id),
@@ -141,6 +149,7 @@ def lease_view_to_wire(view: LeaseView) -> peer_pb2.LeaseStatus:
 
 
 def lease_view_from_wire(wire: peer_pb2.LeaseStatus) -> LeaseView:
+    """Read the status of a lease. Raises KeyError for a finish reason that is not in the enum."""
     first = None
     if wire.HasField("first_token"):
         first = FirstToken(wire.first_token.id, finish_from_wire(wire.first_token.finish_reason))

@@ -1,4 +1,4 @@
-"""Numbers of a link's messages: what tells a loss or a repeat from silence. Pure; one pair for each stream."""
+"""The numbers of a link's messages, which reveal lost and repeated messages. Pure; each stream has one pair of counters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pdserve.core.errors import ReplicaLost
 
 
 class Incoming:
-    """What the peer numbers, from 1."""
+    """The numbers of the messages that the peer sends, from 1."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def is_new(self, number: int) -> bool:
-        """False: a repeat, to be ignored. Raises `ReplicaLost` when a message before this one was lost.
+        """Tell whether the message is new. False: it is a repeat, which the caller ignores.
 
-        0 is a peer that does not number.
+        The number 0 comes from a peer that does not number. Raises `ReplicaLost` when an earlier message was lost.
         """
         if number == 0:
             return True
@@ -27,11 +27,12 @@ class Incoming:
 
 
 class Outgoing:
-    """What we number, in the order of writing."""
+    """The numbers of the messages that we send, in the order of writing."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def next(self) -> int:
+        """Return the number of the next message; the first is 1."""
         self._last += 1
         return self._last

@@ -1,4 +1,4 @@
-"""Starting a gRPC server on a port of its own."""
+"""The start and the end of a gRPC server on a port of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc.aio
 from pdserve.core.errors import ConfigError
 
 _KEEPALIVE: Final = (
-    # A client that vanished without a word is noticed within half a minute.
+    # A client that vanished without closing its connection is noticed within half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -22,15 +22,15 @@ STOP_GRACE_S: Final = 0.5
 
 
 CALLS_PER_CONNECTION: Final = 4
-"""Calls of one connection, on average over all: a busy client multiplexes, many hold one stream. Calls beyond that are
-refused before their message is read."""
-MAX_STREAMS: Final = 1024  # of one connection: as many as the queue holds by default
-MAX_METADATA_BYTES: Final = 16 << 10  # twice gRPC's default; ours take 200 bytes
-IDLE_MS: Final = 300_000  # a connection without a call; clients connect again by themselves
+"""The number of calls that a connection may have on average over all connections. A busy client has many calls on one
+connection, and most clients have one. Further calls are refused before their message is read."""
+MAX_STREAMS: Final = 1024  # the calls that one connection may have, as many as the router's queue holds by default
+MAX_METADATA_BYTES: Final = 16 << 10  # twice gRPC's default; our metadata has 200 bytes
+IDLE_MS: Final = 300_000  # a connection without a call is closed after this; clients connect again by themselves
 
 
 def client_options(max_connections: int) -> list[tuple[str, int]]:
-    """Options of a gRPC server whose callers are not trusted, at least not before they have shown a token."""
+    """Return the options of a gRPC server whose callers are not trusted, at least not before they have shown a token."""
     return [
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
@@ -48,9 +48,13 @@ def make_server(
     options: Sequence[tuple[str, int]] = (),
     max_calls: int | None = None,
 ) -> grpc.aio.Server:
-    """Messages that are sent have no limit: they are ours. `max_calls` at a time; None: any number."""
+    """Make a server.
+
+    Messages that it receives have at most `max_receive_bytes`; messages that it sends have no limit, since they are ours.
+    It runs at most `max_calls` calls at a time; None: any number.
+    """
     all_options = [
-        ("grpc.so_reuseport", 0),  # else two routers would share a port and each get half of the calls
+        ("grpc.so_reuseport", 0),  # otherwise two routers would share a port, and each would get half of the calls
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
         *_KEEPALIVE,
@@ -60,7 +64,7 @@ def make_server(
 
 
 def bind_port(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
-    """The bound port; `port` 0 takes any free one. Raises `ConfigError` naming the flag."""
+    """Bind the server and return the port. `port` 0 takes any free one. Raises `ConfigError` that names the flag."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         return int(server.add_insecure_port(address))
@@ -73,17 +77,18 @@ def bind_port(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
 
 
 def _refused_host(host: str) -> str | None:
-    """Why no port of this host can be listened on; gRPC's own error names neither host nor port as the culprit."""
+    """Return why no port of this host can be bound; None when one can. gRPC's error does not tell whether host or port
+    is wrong."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
-    except OSError as exc:  # gaierror too
+    except OSError as exc:  # it includes socket.gaierror
         return exc.strerror or str(exc)
     return None
 
 
 async def stop_server(server: grpc.aio.Server) -> None:
-    """Running calls get a short grace, then are cancelled. Bounded."""
+    """Stop the server. Running calls get `STOP_GRACE_S`, then they are cancelled. Raises TimeoutError if that takes long."""
     async with asyncio.timeout(STOP_GRACE_S + 2.0):
         await server.stop(STOP_GRACE_S)

@@ -1,5 +1,5 @@
-"""Deterministic fault simulation: the production router, roles, leases, scheduler and links on a virtual clock.
+"""The base of the deterministic fault simulation: a virtual clock, processes that fail, and a network between them.
 
-Only what touches the world is replaced: time, sockets, the transport and the model. One seed decides everything, so a
-failure is reproduced by its seed and the commit.
+`faultsim` runs the production router, roles, leases, scheduler and links on it. Only time, sockets, the transport and the
+model are replaced. One seed decides everything, so the seed and the commit reproduce a failure.
 """

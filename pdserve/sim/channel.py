@@ -1,8 +1,8 @@
-"""grpc.aio as our code uses it, over the fake network: a channel for stubs, and a server that collects handlers.
+"""A simulated channel of grpc.aio over the fake network, with the methods that our code uses.
 
-Messages cross as bytes. What grpc.aio does at the edges was tried out and is kept: a reader whose own side cancels the
-call gets CancelledError, writing to a finished call raises InvalidStateError, a server whose client has gone reads EOF
-and its handler is cancelled.
+Messages cross as bytes. Experiments with grpc.aio showed its behaviour at the end of a call, which is the same here: a
+reader whose own side cancels the call gets CancelledError; a write to a finished call raises InvalidStateError; a server
+whose client has gone reads EOF, and its handler is cancelled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 
 
 class FakeChannel:
-    """From one process to one address. What is under way when it is closed is cancelled."""
+    """A channel from one process to one address. Closing it cancels the calls that still run."""
 
     def __init__(self, network: Network, client: Process, address: str) -> None:
         self._network = network
@@ -39,6 +39,7 @@ class FakeChannel:
         await self.close(None)
 
     async def close(self, grace: float | None) -> None:
+        """Cancel all open calls at once; `grace` is not used."""
         for cancel in list(self._open.values()):
             cancel()
         self._open.clear()
@@ -46,6 +47,8 @@ class FakeChannel:
     def unary_unary(
         self, path: str, request_serializer: Any, response_deserializer: Any, _registered_method: bool
     ) -> Callable[..., Any]:
+        """Return the function that makes one call with one answer. It raises `AioRpcError` as grpc.aio does."""
+
         async def call(request: Any, *, timeout: float, metadata: Any) -> Any:
             answer: asyncio.Future[bytes] = self._client.loop.create_future()
             timer = self._client.loop.call_later(timeout, _late, answer)
@@ -62,6 +65,8 @@ class FakeChannel:
     def stream_stream(
         self, path: str, request_serializer: Any, response_deserializer: Any, _registered_method: bool
     ) -> Callable[..., StreamCall]:
+        """Return the function that opens one bidirectional stream."""
+
         def call(*, metadata: Any) -> StreamCall:
             stream = StreamCall(self._client.loop, request_serializer, response_deserializer)
             self._open[stream] = stream.cancel
@@ -83,7 +88,7 @@ class FakeChannel:
 
 
 class _Call:
-    """One unary call: a request, perhaps twice, and an answer, perhaps none."""
+    """One unary call. Its request or its answer may be lost or come twice."""
 
     def __init__(
         self, network: Network, client: Process, address: str, path: str, metadata: Any, answer: asyncio.Future[bytes]
@@ -119,7 +124,7 @@ class _Call:
         except Aborted as exc:
             error = rpc_error(exc.code, exc.details, exc.trailing)
             self._carry(step, process, self._client, b"", lambda _: _fail(self._answer, error))
-        except Exception as exc:  # noqa: BLE001 - a handler that raises is a bug
+        except Exception as exc:  # noqa: BLE001 - a handler that raises has a bug
             self._network.timeline.errors.append(f"{process.name}: {self._method} raised {exc!r}")
         else:
             self._carry(step, process, self._client, handler.response_serializer(response), self._resolve)

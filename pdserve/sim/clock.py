@@ -1,8 +1,8 @@
-"""Virtual time. One timeline; on it an event loop for each simulated thread, each with a clock of its own.
+"""Virtual time: one timeline, and on it one event loop for each simulated thread, with a clock of its own.
 
 Nothing sleeps: when no callback is ready, time jumps to the next timer. A loop may be skewed (its seconds are longer or
-shorter), frozen (what is due for it waits, as for a stopped process) or dead (nothing of it ever runs again, no clean-up
-either, as after SIGKILL). Production asyncio code runs on these loops unchanged.
+shorter), frozen (its due callbacks wait, as in a stopped process) or dead (its callbacks never run again, not even for
+clean-up, as after SIGKILL). Production asyncio code runs on these loops unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 MAX_AT_ONCE: Final = 100_000
-"""Callbacks at one moment: more is a loop that never waits."""
+"""The most callbacks at one moment. More of them mean a loop that never waits."""
 
 
 class Livelock(AssertionError):
@@ -24,28 +24,31 @@ class Livelock(AssertionError):
 
 
 class Timeline:
-    """The order of everything. Owner of `now_s`, which no simulated code sees but through its loop's clock."""
+    """The order of all callbacks. It owns `now_s`, which simulated code sees only through the clock of its loop."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.callbacks = 0
         self.errors: list[str] = []
-        """Exceptions that nobody caught: each is a bug."""
+        """Exceptions that nobody caught. Each one is a bug."""
         self._timers: list[tuple[float, int, SimLoop, events.Handle]] = []
         self._count = 0
         self._ready: deque[tuple[SimLoop, events.Handle]] = deque()
 
     def soon(self, loop: SimLoop, handle: events.Handle) -> None:
+        """Run the callback of `loop` at the present moment, after those that are ready already."""
         self._ready.append((loop, handle))
 
     def at(self, due_s: float, loop: SimLoop, handle: events.Handle) -> None:
+        """Run the callback of `loop` at the moment `due_s` of the timeline, or now if that has passed."""
         self._count += 1
         heapq.heappush(self._timers, (max(due_s, self.now_s), self._count, loop, handle))
 
     def run(self, done: Callable[[], bool], *, until_s: float) -> bool:
-        """Until `done` (looked at whenever time is about to move), or until that moment. True: done.
+        """Run callbacks until `done` returns True, or until the moment `until_s`. Tell whether `done` did.
 
-        Without timers nothing can ever happen again, which is also an end.
+        `done` is asked whenever time is about to move. The run also ends when no timer is left, since nothing can happen
+        any more. Raises `Livelock` when more than `MAX_AT_ONCE` callbacks run at one moment.
         """
         at_once = 0
         while True:
@@ -74,19 +77,19 @@ class Timeline:
         self.callbacks += 1
         events._set_running_loop(loop)
         try:
-            handle._run()  # what BaseEventLoop calls; errors go to the loop's handler
+            handle._run()  # BaseEventLoop calls it too; errors go to the loop's handler
         finally:
             events._set_running_loop(None)
 
 
-if TYPE_CHECKING:  # a loop lacks on purpose what would touch the world: sockets, processes, signals
+if TYPE_CHECKING:  # a loop here lacks sockets, processes and signals on purpose, since they would touch the real world
     _Base = asyncio.SelectorEventLoop
 else:
     _Base = asyncio.AbstractEventLoop
 
 
 class SimLoop(_Base):
-    """One simulated thread's loop. Its clock shows `offset_s + rate * now_s`."""
+    """The event loop of one simulated thread. Its clock shows `offset_s + rate * now_s`."""
 
     def __init__(self, timeline: Timeline, name: str, *, rate: float = 1.0, offset_s: float = 0.0) -> None:
         assert rate > 0
@@ -99,24 +102,26 @@ class SimLoop(_Base):
         self._offset_s = offset_s
 
     def thaw(self) -> None:
-        """What was due meanwhile runs now, in the order in which it became due."""
+        """End the freeze. The callbacks that became due in it run now, in the order in which they became due."""
         self.frozen = False
         backlog, self.backlog = self.backlog, []
         for handle in backlog:
             self._timeline.soon(self, handle)
 
     def post(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> events.Handle:
-        """From outside the thread, in seconds of the timeline: an arrival, not a timer of its own."""
+        """Let a callback arrive from outside the thread after `delay_s` seconds of the timeline, not of the loop's clock."""
         handle = events.Handle(callback, args, self)
         self._timeline.at(self._timeline.now_s + delay_s, self, handle)
         return handle
 
-    # What asyncio asks of a loop.
+    # The methods that asyncio calls on a loop.
 
     def time(self) -> float:
+        """Return the time of this loop's clock, in seconds."""
         return self._offset_s + self._rate * self._timeline.now_s
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> events.Handle:  # type: ignore[override]
+        """Run the callback at the present moment. A dead loop drops it."""
         handle = events.Handle(callback, args, self, context)
         if not self.dead:
             self._timeline.soon(self, handle)
@@ -127,47 +132,56 @@ class SimLoop(_Base):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> events.TimerHandle:
+        """Run the callback after `delay` seconds of this loop's clock."""
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> events.TimerHandle:
+        """Run the callback when this loop's clock shows `when`. A dead loop drops it."""
         handle = events.TimerHandle(when, callback, args, self, context)
         if not self.dead:
             self._timeline.at((when - self._offset_s) / self._rate, self, handle)
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
+        """Make a future of this loop."""
         return asyncio.Future(loop=self)
 
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
+        """Make a task of this loop."""
         return asyncio.Task(coro, loop=self, name=name, context=context)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
+        """Raise AssertionError, since a real thread would break the simulation."""
         raise AssertionError("a thread in the simulation")
 
     def get_debug(self) -> bool:
+        """Return False: asyncio's debug mode is off."""
         return False
 
     def is_running(self) -> bool:
+        """Tell whether the loop is alive."""
         return not self.dead
 
     def is_closed(self) -> bool:
+        """Return False: loops are never closed here."""
         return False
 
     def _timer_handle_cancelled(self, handle: events.TimerHandle) -> None:
-        pass  # it is skipped when its time comes
+        pass  # the timeline skips a cancelled timer when its time comes
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Note an exception that nobody caught in `Timeline.errors`. Those of a dead loop are dropped."""
         error = context.get("exception")
         if not self.dead and error is not None:
             self._timeline.errors.append(f"{self.name} at {self._timeline.now_s:.3f} s: {context['message']}: {error!r}")
 
 
 def bury(loop: SimLoop) -> None:
-    """End the tasks of a loop that will never run again, without a word from asyncio."""
+    """End the tasks of a loop that will never run again, without warnings from asyncio."""
     loop.dead = True
     events._set_running_loop(loop)
     try:
@@ -179,11 +193,11 @@ def bury(loop: SimLoop) -> None:
 
 
 def _close(coro: Any) -> None:
-    for _ in range(16):  # each await in a clean-up is refused once
+    for _ in range(16):  # each await in a clean-up raises RuntimeError once
         try:
             coro.close()
         except RuntimeError:
             continue
-        except BaseException:  # noqa: BLE001 - what a dead process would say, nobody hears
+        except BaseException:  # noqa: BLE001 - nobody would see the errors of a dead process
             pass
         return

@@ -8,7 +8,7 @@ from pdserve.sim.clock import SimLoop, Timeline
 
 
 class Process:
-    """`name` stays over restarts, as an address does; the object is one incarnation of it."""
+    """One incarnation of a process. Its `name` stays the same over restarts, as an address does."""
 
     def __init__(self, timeline: Timeline, name: str, role: str, *, rate: float = 1.0, offset_s: float = 0.0) -> None:
         self.name = name
@@ -18,23 +18,25 @@ class Process:
         self.engine_loop = SimLoop(timeline, f"{name} engine", rate=rate, offset_s=offset_s)
         self.transfer_loop = SimLoop(timeline, f"{name} transfer", rate=rate, offset_s=offset_s)
         self.on_death: dict[object, Callable[[], None]] = {}
-        """What the rest of the world does when this process dies, in order."""
+        """The functions that are called, in order, when this process dies."""
         self.disturbed = False
-        """Was killed or stopped."""
+        """True once the process was killed, or it or its loop was stopped."""
         self.hung = False
-        """Its engine hangs, and its loop goes on."""
+        """True while the engine hangs; the loop goes on."""
         self._stops = 0
 
     @property
     def alive(self) -> bool:
+        """True until the process is killed."""
         return not self.loop.dead
 
     @property
     def threads(self) -> tuple[SimLoop, ...]:
+        """The loops of the three threads."""
         return (self.loop, self.engine_loop, self.transfer_loop)
 
     def kill(self) -> None:
-        """SIGKILL: from here on nothing that its code still does has an effect. Idempotent."""
+        """Kill the process, as SIGKILL does: its code has no effect any more. Idempotent."""
         if not self.alive:
             return
         self.disturbed = True
@@ -45,7 +47,7 @@ class Process:
             watcher()
 
     def stop(self, stop_s: float) -> None:
-        """SIGSTOP, and SIGCONT later. Overlapping ones add up to the longest."""
+        """Stop all threads, as SIGSTOP does, and continue after `stop_s`. Of stops that overlap, the last end counts."""
         self.disturbed = True
         self._stops += 1
         for thread in self.threads:
@@ -53,16 +55,16 @@ class Process:
         Waker(self.timeline).post(stop_s, self._go_on)
 
     def stop_engine(self, stop_s: float) -> None:
-        """A device that hangs for a while; the loop goes on."""
+        """Stop only the engine for `stop_s`, as a device that hangs does. The loop goes on."""
         self.engine_loop.frozen = True
         Waker(self.timeline).post(stop_s, self._thaw_engine)
 
     def hang_engine(self) -> None:
-        """A device that never answers again."""
+        """Stop the engine for good, as a device that never answers again does."""
         self.engine_loop.frozen = self.hung = True
 
     def stop_loop(self, stop_s: float) -> None:
-        """The loop thread does not get to run; reads and the engine go on without anybody who renews a lease."""
+        """Stop only the loop thread for `stop_s`. Reads and the engine go on, but nobody renews a lease."""
         self.disturbed = True
         self.loop.frozen = True
         Waker(self.timeline).post(stop_s, self._thaw_loop)
@@ -84,7 +86,7 @@ class Process:
 
 
 class Waker(SimLoop):
-    """The world's own timers, of which no process is the owner."""
+    """A loop for timers that belong to no process."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__(timeline, "world")

@@ -18,11 +18,12 @@ Trailing = tuple[tuple[str, str], ...]
 
 
 def rpc_error(code: grpc.StatusCode, details: str, trailing: Trailing = ()) -> grpc.aio.AioRpcError:
+    """Make the error that grpc.aio raises for a call that ended with this status."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details, details)
 
 
 class Aborted(Exception):
-    """Raised by `ServerContext.abort`, as grpc.aio does: the call ends with this status."""
+    """The end of a call with an error status. `ServerContext.abort` raises it, as grpc.aio does."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing: Trailing) -> None:
         super().__init__(details)
@@ -32,7 +33,7 @@ class Aborted(Exception):
 
 
 class Inbox:
-    """What one end has received and not read. `None` at its end; then `error`, if there was one."""
+    """The messages that one end has received and not yet read. `error` says why the stream ended; None: regularly."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
@@ -42,11 +43,13 @@ class Inbox:
         self.error: BaseException | None = None
 
     def push(self, data: bytes) -> None:
+        """Add a message, unless the stream has ended."""
         if not self.ended:
             self._messages.append(data)
             self._wake()
 
     def end(self, error: BaseException | None = None, *, discard: bool = False) -> None:
+        """End the stream, once. `discard` drops the messages that were not read yet."""
         if not self.ended:
             self.ended, self.error = True, error
             if discard:
@@ -54,6 +57,7 @@ class Inbox:
             self._wake()
 
     async def take(self) -> bytes | None:
+        """Wait for the next message; None: the stream has ended."""
         while not self._messages:
             if self.ended:
                 return None
@@ -67,7 +71,7 @@ class Inbox:
 
 
 class StreamCall:
-    """The client's end. What is written before the connection stands goes out when it does."""
+    """The client's end. Messages that are written before the connection stands are sent when it does."""
 
     def __init__(self, loop: SimLoop, serialize: Callable[[Any], bytes], deserialize: Callable[[bytes], Any]) -> None:
         self.inbox = Inbox(loop)
@@ -89,6 +93,7 @@ class StreamCall:
         raise StopAsyncIteration
 
     async def write(self, message: Any) -> None:
+        """Send a message. Raises InvalidStateError when the call has ended."""
         if self.inbox.ended:
             raise asyncio.InvalidStateError("RPC already finished.")
         step, data = step_of(message), self._serialize(message)
@@ -98,6 +103,7 @@ class StreamCall:
             self._connection.up.send(step, data)
 
     def cancel(self) -> bool:
+        """End the call from the client's side. False: it had ended already."""
         if self.inbox.ended:
             return False
         self.cancelled = True
@@ -107,16 +113,18 @@ class StreamCall:
         return True
 
     def connected(self, connection: Connection) -> None:
+        """Take the connection that was opened, and send the messages that waited for it."""
         self._connection = connection
         for step, data in self._early:
             connection.up.send(step, data)
 
     def broke(self, error: BaseException) -> None:
+        """End the call with an error; unread messages are lost."""
         self.inbox.end(error, discard=True)
 
 
 class ServerContext:
-    """The server's end, as a handler sees it."""
+    """The server's end of a call, as the handler sees it. A unary call has no connection, handler and loop."""
 
     def __init__(
         self, metadata: Any, connection: Connection | None = None, handler: Any = None, loop: SimLoop | None = None
@@ -127,33 +135,39 @@ class ServerContext:
         self.inbox = Inbox(loop) if loop is not None else None
 
     def invocation_metadata(self) -> Any:
+        """Return the metadata that the client sent."""
         return self._metadata
 
     def peer(self) -> str:
+        """Return a name for the client; all have the same."""
         return "simulated"
 
     async def read(self) -> Any:
+        """Wait for the client's next message; EOF: the client has ended its side."""
         assert self.inbox is not None
         data = await self.inbox.take()
         return grpc.aio.EOF if data is None else self._handler.request_deserializer(data)  # type: ignore[attr-defined]
 
     async def send_initial_metadata(self, metadata: Any) -> None:
-        """The metadata is dropped: nothing in the simulation reads it."""
+        """Drop the metadata, since nothing in the simulation reads it."""
 
     async def write(self, message: Any) -> None:
+        """Send a message to the client."""
         assert self._connection is not None
         self._connection.down.send(step_of(message), self._handler.response_serializer(message))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        """End the call with an error status. Always raises `Aborted`."""
         raise Aborted(code, details, tuple(trailing_metadata))
 
     async def requests(self) -> AsyncIterator[Any]:
+        """Yield the client's messages until EOF."""
         while (message := await self.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             yield message
 
 
 class Pipe:
-    """One direction: in order, unless a message meets its fate."""
+    """One direction of a connection. Messages keep their order, but for those whose fate is REORDER."""
 
     def __init__(
         self, network: Network, src: Process, dst: Process, loss: Callable[[], float], receive: Callable[[bytes], None]
@@ -166,6 +180,7 @@ class Pipe:
         self._last_s = 0.0
 
     def send(self, step: str, data: bytes) -> None:
+        """Send a message of the step, which the network may drop, repeat or delay. A dead process sends nothing."""
         if not self._src.alive:
             return
         if step == "step_batch":
@@ -173,14 +188,14 @@ class Pipe:
         fate = self._network.fate(step, self._src, self._dst, self._loss())
         if not self._src.alive or fate is Fate.DROP:
             return
-        if fate is Fate.REORDER:  # those behind it overtake
+        if fate is Fate.REORDER:  # the later messages overtake this one
             self._network.carry(step, self._src, self._dst, data, self._network.delay_s() + 0.01, self._receive)
             return
         for _ in range(2 if fate is Fate.DUPLICATE else 1):
             self._network.carry(step, self._src, self._dst, data, self._in_order_s(), self._receive)
 
     def close(self, callback: Callable[[], None]) -> None:
-        """Comes after everything that was sent."""
+        """Let the end of the stream arrive, after all messages that were sent; then call back."""
         self._network.carry("end_of_stream", self._src, self._dst, b"", self._in_order_s(), lambda _: callback())
 
     def _in_order_s(self) -> float:
@@ -190,7 +205,10 @@ class Pipe:
 
 
 class Connection:
-    """Joins the two ends and the server's handler. Ends once, by hanging up, an answer, a break or a death."""
+    """The connection between the two ends and the server's handler.
+
+    It ends once: the client hangs up, the handler returns, the connection breaks, or a process dies.
+    """
 
     def __init__(
         self,
@@ -220,17 +238,17 @@ class Connection:
         self._watch()
 
     def start(self) -> None:
-        """On the server's loop."""
+        """Start the handler. It is called on the server's loop."""
         if not self._over and self._server.alive:
             self._task = self._server.loop.create_task(self._serve())
 
     def hang_up(self) -> None:
-        """By the client."""
+        """End the connection from the client's side. The server reads EOF, and its handler is cancelled."""
         self.up.close(self._client_gone)
         self._forget()
 
     def break_off(self) -> None:
-        """The connection is reset: both ends hear of it."""
+        """Reset the connection. Both ends learn it after a delay of the network."""
         if not self._over:
             self._client.loop.post(self._network.delay_s(), self._lost)
             self._server.loop.post(self._network.delay_s(), self._client_gone)
@@ -244,7 +262,7 @@ class Connection:
             status = (exc.code, exc.details, exc.trailing)
         except asyncio.CancelledError:
             return
-        except Exception as exc:  # noqa: BLE001 - a handler that raises is a bug
+        except Exception as exc:  # noqa: BLE001 - a handler that raises has a bug
             self._network.timeline.errors.append(f"{self._server.name}: a stream's handler raised {exc!r}")
             status = (grpc.StatusCode.UNKNOWN, repr(exc), ())
         finally:
@@ -269,7 +287,7 @@ class Connection:
         self._call.broke(rpc_error(grpc.StatusCode.UNAVAILABLE, "connection reset"))
 
     def _watch(self) -> None:
-        """Gives the connection up when its path stays cut."""
+        """Look at the path from time to time, and give the connection up when the path stays cut."""
         if self._over:
             return
         if self._network.joined(self._client, self._server):
@@ -293,6 +311,7 @@ class Connection:
 def open_stream(
     network: Network, call: StreamCall, client: Process, server: Process, handler: Any, path: str, metadata: Any
 ) -> None:
+    """Connect a call with the server's handler, unless the call has ended. Links and watches lose messages differently."""
     if call.inbox.ended:
         return
     is_link = path.endswith("/Connect")
@@ -303,7 +322,7 @@ def open_stream(
 
 
 def step_of(message: Any) -> str:
-    """The name of a message in the fault matrix: the body of a link's, the type of any other."""
+    """Return the name of a message in the fault matrix: the body's name for a link's message, else the type's name."""
     if "body" in message.DESCRIPTOR.oneofs_by_name:
         return str(message.WhichOneof("body"))
     return str(message.DESCRIPTOR.name).lower()

@@ -1,8 +1,8 @@
-"""Chat messages to a prompt, with the checkpoint's Jinja template.
+"""The prompt of chat messages, made by the checkpoint's Jinja template.
 
-A template is code that came with the weights, fed with clients' words: it runs in a sandbox, which can neither reach
-Python's internals nor change its inputs, and is bounded in time and size. Settings and helpers are those that templates
-are written for, transformers' `apply_chat_template`.
+A template is code that came with the weights, and its input comes from clients. So it runs in a sandbox, which can neither
+reach Python's internals nor change its inputs, and which limits time and size. Settings and helpers are those of
+transformers' `apply_chat_template`, for which templates are written.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pdserve.text.sandbox import MAX_CHARS, Sandbox, check_weight, started
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# What an expression of a template can raise beside Jinja's own errors, given data it was not written for.
+# An expression of a template can raise these, beside Jinja's own errors, on data for which it was not written.
 _EXPRESSION_ERRORS: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens it may name. Immutable; may be used from several threads."""
+    """One compiled template and the special tokens that it may name. Immutable, so several threads may use it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises `ConfigError` when the template is not valid Jinja."""
+        """Compile the template. Raises `ConfigError` when it is not valid Jinja."""
         try:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as exc:
@@ -41,7 +41,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
-        """From chat_template.jinja, else from tokenizer_config.json; None when neither holds one."""
+        """Read chat_template.jinja, or else tokenizer_config.json. None: neither holds a template. Raises `ConfigError`."""
         config = _read_config(directory / "tokenizer_config.json")
         file = directory / "chat_template.jinja"
         source = _read_text(file) if file.is_file() else _default_source(config.get("chat_template"))
@@ -51,9 +51,9 @@ class ChatTemplate:
         return cls(source, tokens)
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """(role, content) pairs, with the opening of the assistant's next turn at the end.
+        """Render (role, content) pairs to a prompt that ends with the opening of the assistant's next turn.
 
-        Raises `InvalidRequest` on "messages" for what the template refuses, and over the limits.
+        Raises `InvalidRequest` on "messages" when the template refuses them or a limit is passed.
         """
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise InvalidRequest(f"must hold 1 to {MAX_MESSAGES} messages, got {len(messages)}", field="messages")
@@ -83,7 +83,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """{% generation %}...{% endgeneration %} marks the assistant's words for training; here it only shows its body."""
+    """The tag {% generation %}...{% endgeneration %}. It marks the assistant's words for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -107,7 +107,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes HTML, which prompts are not."""
+    """Write `value` as JSON. Jinja's own filter also escapes HTML, which would change prompts."""
     check_weight(value)
     if indent is not None and indent > 16:
         raise jinja2.TemplateRuntimeError(f"it indents JSON by {indent}")
@@ -144,12 +144,12 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _default_source(value: Any) -> str | None:
-    """`chat_template` is a template, or a list of named ones of which "default" is for plain chats."""
+    """Return the template for plain chats: `chat_template` itself, or the one named "default" in a list of templates."""
     if isinstance(value, list):
         return next((str(entry["template"]) for entry in value if entry.get("name") == "default"), None)
     return None if value is None else str(value)
 
 
 def _content(token: Any) -> str:
-    """A special token is its text, or an object that holds it."""
+    """Return the text of a special token, which is given as the text or as an object that holds the text."""
     return str(token["content"] if isinstance(token, dict) else token)

@@ -1,7 +1,7 @@
-"""One request's output as text: a pure fold over its token ids.
+"""The text of one request's output, computed from its token ids only.
 
-Nothing but the ids pushed so far decides what is given out, so a second worker that pushes the same ids is in the same
-state, and a request can be resumed anywhere. A token costs a few microseconds, however long the output is.
+The ids pushed so far decide the text, and nothing else does. So a second worker that pushes the same ids is in the same
+state, and any worker can resume a request. A token costs a few microseconds, however long the output is.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 class TextStep(NamedTuple):
-    """`text` became certain with this token. `stopped`: a stop string was found; `text` ends before it."""
+    """The text that one token made certain. `stopped`: a stop string was found, and `text` ends before it."""
 
     text: str
     stopped: bool
 
 
 class OutputText:
-    """Gives out whole characters only, and nothing that may still turn out to begin a stop string.
+    """The text of one output, piece by piece. It holds back incomplete characters and text that may begin a stop string.
 
-    Without a stop, the texts of all steps and of `flush` make up `tokenizer.decode(all ids)`.
+    If no stop string is found, the texts of all steps and of `flush` together equal `tokenizer.decode(all ids)`.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """A stop string counts only if it is completed by token number `min_tokens` or a later one."""
+        """Start an empty output. A stop string counts only if token number `min_tokens` or a later one completes it."""
         self._tokenizer = tokenizer
         self._characters = tokenizer.stream()
         self._stops = StopScanner(stop)
@@ -36,14 +36,14 @@ class OutputText:
         self._stopped = False
 
     def push(self, token_id: int) -> TextStep:
-        """The next output token. After a stop every token adds nothing."""
+        """Add the next output token and return the text that it makes certain. After a stop, tokens add nothing."""
         if self._stopped:
             return TextStep("", True)
         self._num_tokens += 1
         return TextStep(self._scan(self._characters.push(self._tokenizer.token_bytes(token_id))), self._stopped)
 
     def flush(self) -> str:
-        """The request ends here for another reason: what is still held. Empty after a stop."""
+        """Return the text that is still held back, when the request ends without a stop string. Empty after a stop."""
         if self._stopped:
             return ""
         text = self._scan(self._characters.flush())

@@ -1,8 +1,9 @@
-"""Jinja's sandbox with bounds on time and size.
+"""Jinja's sandbox with limits of time and size.
 
-Jinja's own keeps a template from Python's internals, but not from computing for ever or filling memory, and it runs on
-the thread that serves everyone. Here every turn of a loop, call and operator looks at the clock, and what makes a value
-larger than its parts is measured before it is done. So one step is bounded by `MAX_CHARS`, all of them by `RENDER_S`.
+Jinja's own sandbox keeps a template from Python's internals. It does not keep it from computing for ever or from filling
+memory, and the template runs on the thread that serves all clients. So here every turn of a loop, every call and every
+operator looks at the clock, and an operation whose result may be larger than its operands is measured before it is done.
+One operation is bounded by `MAX_CHARS`, and the whole rendering by `RENDER_S`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_CHARS: Final = 16 << 20  # of one value; twice the largest body that the router takes
+MAX_CHARS: Final = 16 << 20  # the largest text of one value; twice the largest body that the router takes by default
 RENDER_S: Final = 2.0  # 4,096 messages through a long template take 0.05 s
-_MAX_BITS: Final = 4096  # of a whole number
-_DEADLINE: Final = "pdserve deadline"  # not an identifier: no template can name or set it
+_MAX_BITS: Final = 4096  # the largest whole number has so many bits
+_DEADLINE: Final = "pdserve deadline"  # this is no identifier, so no template can name or set it
 _WIDE_FIELD: Final = re.compile(r"\d{5}|\*|\{[^}]*\{")
 _REFUSED_METHODS: Final = frozenset({"center", "expandtabs", "format_map", "ljust", "rjust", "translate", "zfill"})
 _REFUSED_FILTERS: Final = (
@@ -38,7 +39,10 @@ _REFUSED_FILTERS: Final = (
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """What exceeds a bound raises `TemplateRuntimeError`. Render with the variables of `started`."""
+    """The Jinja environment with limits. A template that passes a limit raises `TemplateRuntimeError`.
+
+    Templates must be rendered with the variables that `started` returns.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -56,21 +60,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """What a macro or a block of output becomes."""
+        """Join the pieces of a macro's or a block's output. Raises `TemplateRuntimeError` above `MAX_CHARS`."""
         parts = list(pieces)
         _check_size(sum(map(len, parts)))
         return "".join(parts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Check the time and the size of the result, then apply the operator."""
         tick(context)
         _check_operands(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Check the time and, for a method of a text, the size of the result, then call `obj`."""
         tick(context)
         method = getattr(obj, "__wrapped__", obj)  # Jinja wraps `format`
         if isinstance(text := getattr(method, "__self__", None), str):
-            args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)  # measuring would use it up
+            args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)  # measuring uses iterators up
             _check_method(text, method.__name__, (*args, *kwargs.values()))
         return super().call(context, obj, *args, **kwargs)
 
@@ -83,19 +89,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         context: Context | None = None,
         eval_ctx: nodes.EvalContext | None = None,
     ) -> Any:
-        """Of `map` and its like, for each element."""
+        """Check the time, then call the filter. `map` and similar filters call this for each element."""
         if context is not None:
             tick(context)
         return super().call_filter(name, value, args, kwargs, context, eval_ctx)
 
 
 def started(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for one rendering, whose time runs from now."""
+    """Return the variables for one rendering. Its time limit begins now."""
     return {**variables, _DEADLINE: time.monotonic() + RENDER_S}
 
 
 def tick(context: Context) -> bool:
-    """True, or raises when the time is over."""
+    """Return True. Raises `TemplateRuntimeError` when the rendering has used up its time."""
     if time.monotonic() > context.parent[_DEADLINE]:
         raise TemplateRuntimeError(f"it computes for more than {RENDER_S:g} s")
     return True
@@ -103,14 +109,15 @@ def tick(context: Context) -> bool:
 
 @pass_context
 def joined(context: Context, *parts: Any) -> str:
-    """a ~ b ~ c"""
+    """Compute `a ~ b ~ c`: check the time and the size, then join the parts as text."""
     tick(context)
     _check_size(sum(map(_weigh, parts)))
     return "".join(map(str, parts))
 
 
 class _Guards(NodeTransformer):
-    """Calls `tick` in each turn of a loop, also one whose condition fails, and `joined` for each ~."""
+    """A rewriter of templates. It adds a call of `tick` to each turn of a loop, also to turns whose condition fails, and
+    replaces each ~ by a call of `joined`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -128,13 +135,16 @@ class _Guards(NodeTransformer):
 
 
 def _guarded(plain: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """A filter, its operands checked first; it gets what it asks for as its first argument, as Jinja gives it."""
+    """Return the filter `plain` with a check of time and operands before it.
+
+    A filter that Jinja calls with a context, an eval context or an environment as first argument still gets it.
+    """
     wanted = getattr(plain, "jinja_pass_arg", None)
 
     @pass_context
     def checked(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         tick(context)
-        value = list(value) if isinstance(value, Iterator) else value  # measuring would use it up
+        value = list(value) if isinstance(value, Iterator) else value  # measuring uses an iterator up
         check(value, *args, *kwargs.values())
         given = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
         return plain(*([given[wanted.name]] if wanted else []), value, *args, **kwargs)
@@ -188,19 +198,22 @@ def _check_indent(value: Any, width: Any = 4, *_: Any) -> None:
 
 
 def check_weight(value: Any, *_: Any) -> None:
-    """Before `value` becomes a text."""
+    """Raise `TemplateRuntimeError` when `value` as text would have more than `MAX_CHARS` characters."""
     _check_size(_weigh(value))
 
 
 def _length(value: Any, *, number: bool = False) -> int:
-    """Of a text or list, 0 for anything else; `number`: a whole number is its own length."""
+    """Return the length of a text or list, 0 for other values. `number`: a whole number counts as its absolute value."""
     if isinstance(value, int):
         return abs(value) if number else 0
     return len(value) if isinstance(value, Sized) else 0
 
 
 def _weigh(value: Any) -> int:
-    """About the characters of `str(value)`; beyond the limit it stops counting: shared parts can make it endless."""
+    """Estimate the number of characters of `str(value)`.
+
+    The count stops beyond `MAX_CHARS`, since a value that holds the same part many times could take for ever.
+    """
     total, todo = 0, [value]
     while todo and total <= MAX_CHARS:
         part = todo.pop()
@@ -210,7 +223,7 @@ def _weigh(value: Any) -> int:
             total += 4
             todo += [*part.keys(), *part.values()]
         elif isinstance(part, list | tuple | set | frozenset):
-            total += 2 + 8 * len(part)  # also bounds the time that this takes
+            total += 2 + 8 * len(part)  # counting the elements also limits the time of this loop
             todo += part
         else:
             total += 1
@@ -223,7 +236,7 @@ def _check_size(chars: int) -> None:
 
 
 def _measured(value: Any) -> Any:
-    """Each value on its way out."""
+    """Check the size of a value that the template prints, and return the value."""
     check_weight(value)
     return value
 

@@ -1,7 +1,7 @@
-"""Finding stop strings in a text that arrives in pieces.
+"""The search for stop strings in a text that arrives in pieces.
 
-The outcome depends on the text alone, not on how it was cut into pieces: the match that *ends* first wins, and of two
-that end together the longer.
+The result depends only on the text, and not on how it was cut into pieces: the match that *ends* first wins, and of two
+matches that end together the longer one wins.
 
 A client chooses the strings, and `pdserve.core.sampling` bounds their number and length. Each character costs at most one
 comparison with each string, by `str.endswith`, and one search among the sorted strings. The worst case is 16 strings of
@@ -16,20 +16,20 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Gives out text that no stop string can take back any more."""
+    """The scanner of one text. It gives out only text that cannot become part of a stop string any more."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops)
         self._stops = tuple(sorted(stops))
         self._longest = max(map(len, stops), default=0)
         self._firsts = frozenset(stop[0] for stop in stops)
-        self._held = ""  # the longest end of the text so far that begins a stop string, always shorter than that string
+        self._held = ""  # the longest suffix of the text so far that begins a stop string and is shorter than the string
 
     def push(self, piece: str, *, honour: bool = True) -> tuple[str, bool]:
-        """(text that is certain, whether a stop string was completed). The text ends before the match.
+        """Add a piece. Return (text that is certain, True if a stop string was completed). The text ends before the match.
 
-        With `honour` false, strings completed by this piece are ordinary text. A string that only begins in this piece
-        still counts when a later one completes it.
+        With `honour` False, stop strings that this piece completes are ordinary text. A string that only begins in this
+        piece still counts when a later piece completes it.
         """
         if not self._held and self._firsts.isdisjoint(piece):
             return piece, False  # no string has begun, and none begins here
@@ -45,15 +45,15 @@ class StopScanner:
         return text[:certain], False
 
     def flush(self) -> str:
-        """What is held: the text ends here, so it is no stop string."""
+        """Return the text that is held back. The text has ended, so it is no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _certain(self, text: str) -> int:
-        """How many characters stand before the longest end of `text` that begins a stop string.
+        """Return the number of characters before the longest suffix of `text` that begins a stop string.
 
-        The strings that an end begins directly follow that end in sorted order. Each end that begins none leaves the held
-        text for good, so over the whole text every character is dropped once.
+        In sorted order, the stop strings that begin with a suffix directly follow that suffix. A suffix that begins none
+        loses its first character for good, so over the whole text each character is dropped at most once.
         """
         end = text[max(0, len(text) - self._longest + 1) :]
         while end:

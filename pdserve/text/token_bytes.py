@@ -1,10 +1,10 @@
-"""What each token adds to the text, as bytes.
+"""The bytes that each token adds to the text.
 
-Both kinds of tokenizer that Llama-family models come with can be decoded token by token, so a request's text is the
-concatenation of its tokens' bytes, and detokenising costs a list lookup. Two kinds of decoder are known:
+Both kinds of tokenizer that Llama-family models have can be decoded token by token. So the bytes of a request's text are
+the bytes of its tokens, one after the other, and detokenising costs a list lookup. Two kinds of decoder are known:
 
 - ByteLevel: each character of a token stands for one byte, by GPT-2's table.
-- Replace, ByteFallback, Fuse, Strip (Llama 2): "▁" is a space, "<0xE2>" a byte, and the text loses one leading space.
+- Replace, ByteFallback, Fuse, Strip (Llama 2): "▁" is a space, "<0xE2>" is a byte, and one leading space is dropped.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """`to_bytes(token)`, and whether a text's first character is dropped when it is a space."""
+    """The decoder of a tokenizer: `to_bytes(token)`. `strip_leading_space` drops a space at the beginning of a text."""
 
     to_bytes: Callable[[str], bytes]
     strip_leading_space: bool
 
 
 def read_decoder(spec: Mapping[str, Any] | None) -> Decoder:
-    """From the `decoder` of tokenizer.json. Raises `ConfigError` for one that is not known."""
+    """Read the `decoder` of tokenizer.json. Raises `ConfigError` for a decoder that is not known."""
     if spec is not None and spec.get("type") == "ByteLevel":
         return Decoder(_byte_level, strip_leading_space=False)
     if spec is not None and spec.get("type") == "Sequence":
@@ -39,7 +39,7 @@ def read_decoder(spec: Mapping[str, Any] | None) -> Decoder:
 
 
 def _byte_fallback(steps: list[dict[str, Any]]) -> Decoder | None:
-    """The sequence that Llama 2's tokenizer has, its last step optional; None for any other."""
+    """Read the sequence of steps that Llama 2's tokenizer has, whose last step may be missing. None: another sequence."""
     if [step["type"] for step in steps[:3]] != ["Replace", "ByteFallback", "Fuse"]:
         return None
     replace, rest = steps[0], steps[3:]
@@ -56,7 +56,7 @@ def _byte_fallback(steps: list[dict[str, Any]]) -> Decoder | None:
 
 
 def _gpt2_table() -> dict[str, int]:
-    """Bytes that print stand for themselves; the others, in order, for the characters from 256 on."""
+    """Return the byte of each character. Printing bytes have their own character; the others have those from 256 on."""
     printing = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     table = {chr(byte): byte for byte in printing}
     others = [byte for byte in range(256) if byte not in table.values()]
@@ -67,7 +67,8 @@ _GPT2: Final = _gpt2_table()
 
 
 def _byte_level(token: str) -> bytes:
-    """A token with a character outside the table, which only an added one can have, is taken as plain text."""
+    """Return the bytes of a token. A token with a character outside the table, which only added tokens have, is plain
+    text."""
     try:
         return bytes([_GPT2[char] for char in token])
     except KeyError:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the checkpoint's own tokenizer. The `tokenizers` library only: no torch."""
+"""The checkpoint's own tokenizer: text to token ids, and back. It needs the `tokenizers` library and no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pdserve.text.utf8 import Utf8Stream
 
 
 class Tokenizer:
-    """Immutable after loading; may be used from several threads at once."""
+    """The tokenizer of one model. Immutable after loading, so several threads may use it at the same time."""
 
     def __init__(self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
-        """Raises `ConfigError` when the tokenizer's decoder is not known."""
+        """Wrap a loaded tokenizer. Raises `ConfigError` when its decoder is not known."""
         backend.no_padding()  # a tokenizer.json may carry the settings of its training
         backend.no_truncation()
         self._backend = backend
@@ -32,7 +32,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """From tokenizer.json, and the chat template where there is one. Raises `ConfigError`."""
+        """Read tokenizer.json, and the chat template if there is one. Raises `ConfigError`."""
         path = directory / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -48,47 +48,52 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below it. The model's own may be larger: its last rows are padding."""
+        """All ids are below this number. The model's vocabulary may be larger: its last rows are then padding."""
         return len(self._bytes)
 
     @property
     def has_chat_template(self) -> bool:
+        """True if the model has a chat template."""
         return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens written out in the text count as such, as in every Hugging Face tokenizer.
+        """Return the token ids of a text. As in every Hugging Face tokenizer, special tokens may be written in the text.
 
-        Long texts take long (0.3 s a megabyte): call it in a thread, the GIL is released. Raises `InvalidRequest` for
-        a text with lone surrogates, which JSON can carry but no tokenizer takes.
+        A megabyte takes 0.3 s: call it in a thread for long texts, since it releases the GIL. Raises `InvalidRequest` for
+        a text with lone surrogates, which JSON can carry but no tokenizer accepts.
         """
         try:
             text.encode()
         except UnicodeEncodeError as exc:
             raise InvalidRequest(f"is not valid Unicode: lone surrogate at character {exc.start}", field="prompt") from exc
-        # As a batch of one: only batches release the GIL, and this kind skips the offsets, which halves the time.
+        # Only batches release the GIL, hence a batch of one text. This kind of batch skips offsets, which halves the time.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens and ids of no token add nothing; what is not UTF-8 becomes U+FFFD."""
+        """Return the text of token ids. Special tokens and unknown ids add nothing; invalid UTF-8 becomes U+FFFD."""
         stream = self.stream()
         return stream.push(b"".join(map(self.token_bytes, ids))) + stream.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What this token adds to a text: often not whole characters. Empty for special tokens and unknown ids."""
+        """Return the bytes that a token adds to a text. They may be parts of characters.
+
+        Special tokens and unknown ids add none.
+        """
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
     def written_bytes(self, token_id: int) -> bytes:
-        """As `token_bytes`, and a special token as it is written in a prompt."""
+        """Return the same bytes as `token_bytes`, and for a special token its spelling in a prompt."""
         return self._special.get(token_id) or self.token_bytes(token_id)
 
     def stream(self) -> Utf8Stream:
-        """For the bytes of one output, from its first token on."""
+        """Return a decoder for the bytes of one output, from its first token on."""
         return Utf8Stream(strip_leading_space=self._strip_leading_space)
 
     def apply_chat_template(self, messages: Sequence[tuple[str, str]]) -> str:
-        """(role, content) pairs as the prompt that asks for the next assistant turn.
+        """Render (role, content) pairs to the prompt that asks for the next assistant turn.
 
-        Encode it with `add_special_tokens=False`: the template writes them out. Raises `InvalidRequest` on "messages".
+        The caller encodes it with `add_special_tokens=False`, since the template writes the special tokens itself.
+        Raises `InvalidRequest` on "messages".
         """
         if self._chat_template is None:
             raise InvalidRequest("this model has no chat template: send a text prompt", field="messages")
@@ -96,7 +101,7 @@ class Tokenizer:
 
 
 def _token_bytes(backend: tokenizers.Tokenizer, decoder: Decoder, special: Container[int]) -> tuple[bytes, ...]:
-    """By id, special tokens empty. 49,152 ids take 60 ms, once."""
+    """Return the bytes of each token by id; those of special tokens are empty. 49,152 ids take 60 ms, once."""
     vocab = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values(), default=-1) + 1)
     for token, index in vocab.items():

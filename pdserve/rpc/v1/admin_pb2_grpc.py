@@ -50,14 +50,15 @@ class AdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetClusterState(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the present state of the router's queues, workers and pairs set aside.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes a worker out of service without losing anything: it admits nothing more, finishes, and exits. Streams its
-        progress until it has left. Ending the call does not end the drain. NOT_FOUND for an unknown worker.
+        """Takes a worker out of service without losing anything: the worker admits nothing more, finishes, and exits. The call
+        streams the progress until the worker has left. Ending the call does not end the drain. An unknown worker is NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,28 +60,31 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the tokens of one request. Cancelling the call cancels the request. Initial metadata, sent when the request
-        is admitted: "pdserve-request-id", "pdserve-cancel-token" and, where the client gave one, "x-request-id".
+        """Streams the tokens of one request. Cancelling the call cancels the request. The initial metadata is sent when the
+        request is admitted: "pdserve-request-id", "pdserve-cancel-token" and, where the client gave one, "x-request-id".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a request from any connection. OK with found = false when it is not running, or the token is not its own.
+        """Cancels a request, from any connection. The answer is OK with found = false if no such request runs or the token is
+        not the request's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the token ids of a prompt.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the name and the limits of the model that is served.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

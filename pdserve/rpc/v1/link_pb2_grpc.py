@@ -45,7 +45,7 @@ class WorkerLinkServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Connect(self, request_iterator, context):
-        """Metadata "pdserve-cluster-token" must match, else UNAUTHENTICATED.
+        """Opens the link. The metadata "pdserve-cluster-token" must match, or the call ends with UNAUTHENTICATED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

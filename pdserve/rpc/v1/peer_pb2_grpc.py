@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PeerStub:
-    """The transport's own introduction, once for each pair of incarnations.
+    """The introduction of two transports to each other, once for each pair of incarnations.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class PeerStub:
 
 
 class PeerServicer:
-    """The transport's own introduction, once for each pair of incarnations.
+    """The introduction of two transports to each other, once for each pair of incarnations.
     """
 
     def Handshake(self, request, context):
@@ -69,7 +69,7 @@ def add_PeerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Peer:
-    """The transport's own introduction, once for each pair of incarnations.
+    """The introduction of two transports to each other, once for each pair of incarnations.
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ class Peer:
 
 
 class LeaseStub:
-    """Leases over lent blocks. The machine is pdserve/core/lease.py.
+    """Leases over lent blocks. Their state machine is pdserve/core/lease.py.
     """
 
     def __init__(self, channel):
@@ -133,31 +133,34 @@ class LeaseStub:
 
 
 class LeaseServicer:
-    """Leases over lent blocks. The machine is pdserve/core/lease.py.
+    """Leases over lent blocks. Their state machine is pdserve/core/lease.py.
     """
 
     def Watch(self, request_iterator, context):
-        """Pushes the status of each lease that was asked for, at once and at each advance. One stream a pair.
-        Losing it costs a renewal interval: Renew repeats the status.
+        """Pushes the status of each lease that was asked for, at once and at each advance. A pair of workers has one stream.
+        A lost stream costs at most one renewal interval, since Renew repeats the status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Extends the leases and returns their status.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends a lease after all its blocks were read. The result says whether the KV may be used.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends a lease that is not needed any more.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -194,7 +197,7 @@ def add_LeaseServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Lease:
-    """Leases over lent blocks. The machine is pdserve/core/lease.py.
+    """Leases over lent blocks. Their state machine is pdserve/core/lease.py.
     """
 
     @staticmethod
