@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdserve.commands.failures import one_line_errors, report
-from pdserve.commands.requests import Messages, address_option, build, request_options
+from pdserve.commands.failures import FAILED, one_line_errors, report
+from pdserve.commands.requests import Messages, address_option, build, heed_any_input, request_options
+from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from pdserve.client import InferenceClient
@@ -23,6 +24,7 @@ def chat(address: str, system: str | None, **fields: Any) -> int:
     """Talk with the model. Ctrl-C cancels the current answer. At the prompt, Ctrl-C and Ctrl-D end the conversation."""
     from pdserve.client import InferenceClient
 
+    heed_any_input()
     history: Messages = [("system", system)] if system else []
     with InferenceClient(address) as client:
         info = client.model_info()
@@ -49,7 +51,12 @@ def _turn(client: InferenceClient, history: Messages, text: str, fields: dict[st
     """
     from pdserve.client import CallFailed
 
-    answer = client.generate(build(messages=[*history, ("user", text)], **fields))
+    try:
+        request = build(messages=[*history, ("user", text)], **fields)
+    except InvalidRequest as exc:
+        report(exc.message, FAILED)
+        return
+    answer = client.generate(request)
     parts: list[str] = []
     try:
         for message in answer:
@@ -60,7 +67,7 @@ def _turn(client: InferenceClient, history: Messages, text: str, fields: dict[st
         click.echo(" [cancelled]", nl=False)
     except CallFailed as exc:
         click.echo()
-        report(exc.message, 1)
+        report(exc.message, FAILED)
         return
     click.echo()
     history += [("user", text), ("assistant", "".join(parts))]

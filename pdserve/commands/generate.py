@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdserve.commands.failures import INTERRUPTED, one_line_errors, report
-from pdserve.commands.requests import UINT32, address_option, build, request_options
+from pdserve.commands.requests import UINT32, address_option, build, heed_any_input, request_options
 
 if TYPE_CHECKING:
     from pdserve.client import Answer
@@ -35,6 +35,7 @@ def generate(
 
     if fields["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json: text has no place for them")
+    heed_any_input()
     text = sys.stdin.read() if prompt is None else prompt
     if chat:
         request = build(messages=[*([("system", system)] if system else []), ("user", text)], **fields)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from pdserve.commands.settings import PLACEMENTS
 from pdserve.config import ADMIN_PORT
+from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from pdserve.rpc.v1 import inference_pb2
@@ -18,6 +21,7 @@ Messages = list[tuple[str, str]]  # (role, content)
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_ADMIN_ADDRESS: Final = f"127.0.0.1:{ADMIN_PORT}"
+SHOWN_CHARS: Final = 20  # of text that is refused
 UINT32: Final = click.IntRange(0, (1 << 32) - 1)
 BIAS_HELP: Final = "Add BIAS (-100 to 100) to the logit of the token ID; may be repeated."
 SCALARS: Final[tuple[tuple[str, Any, str], ...]] = (
@@ -91,6 +95,22 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def heed_any_input() -> None:
+    """Let bytes on standard input that are no UTF-8 come as lone surrogates, as those of arguments do. `build` refuses them."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def _check_utf8(field: str, values: Sequence[str]) -> None:
+    """Refuse lone surrogates, which no message can hold."""
+    for value in values:
+        try:
+            value.encode()
+        except UnicodeEncodeError as exc:
+            shown = ascii(value[exc.start : exc.start + SHOWN_CHARS])
+            raise InvalidRequest(f"is not UTF-8 from character {exc.start} on: {shown}", field=field) from exc
+
+
 def build(
     *,
     text: str | None = None,
@@ -115,6 +135,10 @@ def build(
     from pdserve.rpc import codec
     from pdserve.rpc.v1 import common_pb2, inference_pb2
 
+    prompts = [text or "", *(content for _, content in messages or ())]
+    texts = {"prompt": prompts, "stop": stop, "cache_salt": [cache_salt], "model": [model], "request_id": [request_id]}
+    for field, values in texts.items():
+        _check_utf8(field, values)
     sampling = common_pb2.SamplingParams(
         stop=stop,
         stop_token_ids=stop_token_ids,

@@ -26,7 +26,7 @@ STANDIN = ROOT / "tests" / "cluster" / "standin_router.py"
 ANSWER = "two pools share one cache"
 
 
-def run(*arguments: str, stdin: str = "") -> Result:
+def run(*arguments: str, stdin: str | bytes = "") -> Result:
     return CliRunner().invoke(main, arguments, input=stdin, catch_exceptions=False)
 
 
@@ -66,6 +66,24 @@ def test_chat_survives_a_refused_turn(address: str) -> None:
     result = run("chat", "--address", address, "--temperature", "9", stdin="one\ntwo\n")
     assert result.exit_code == 0
     assert result.stderr.count("error: temperature") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [("generate",), ("generate", "--chat"), ("generate", "hi", "--stop", os.fsdecode(b"\xff"))]
+)
+def test_text_that_is_not_utf8_is_refused_in_one_line(address: str, arguments: tuple[str, ...]) -> None:
+    """It was a traceback, of another error for each locale."""
+    result = run(*arguments, "--address", address, stdin=b"hi \xff")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(("error: prompt: is not UTF-8 from character 3 on: ", "error: stop: is not UTF-8 from"))
+    assert result.stderr.count("\n") == 1
+
+
+def test_chat_survives_a_line_that_is_not_utf8(address: str) -> None:
+    result = run("chat", "--address", address, stdin=b"\xff\ntwo\n")
+    assert result.exit_code == 0
+    assert "error: prompt: is not UTF-8 from character 0 on: " in result.stderr
+    assert result.stdout.count(ANSWER) == 1
 
 
 def test_status_as_table_and_as_json(address: str) -> None:
