@@ -146,6 +146,17 @@ def test_the_changelog_has_this_version():
     assert re.search(rf"^## \[?{re.escape(pdserve.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+def test_every_command_that_is_named_anywhere_is_a_module_of_ours():
+    """Files move, and what names them in text does not move along."""
+    command = re.compile(
+        rf"python3? -m ((?:{'|'.join((*PACKAGES, 'faultsim', 'testkit', 'bench', 'tools', 'deploy'))})[a-z0-9_.]*)"
+    )
+    named = {module.rstrip(".") for name in tracked() for module in command.findall((ROOT / name).read_text(errors="replace"))}
+    assert len(named) > 20
+    stems = [ROOT / module.replace(".", "/") for module in named]
+    assert [stem for stem in stems if not stem.with_suffix(".py").exists() and not stem.is_dir()] == []
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path):
     """Built from a copy, as building writes beside its sources."""
