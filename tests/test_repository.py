@@ -157,6 +157,15 @@ def test_every_command_that_is_named_anywhere_is_a_module_of_ours():
     assert [stem for stem in stems if not stem.with_suffix(".py").exists() and not stem.is_dir()] == []
 
 
+def test_every_file_that_a_page_names_exists():
+    """Pages name files by the end of their path, such as `native/src/draw.h`."""
+    names = tracked()
+    ends = {name[start:] for name in names for start in (0, *(mark.end() for mark in re.finditer("/", name)))}
+    path = re.compile(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|h|cpp|proto|md|yaml))`")
+    pages = [name for name in names if name.endswith(".md")]
+    assert [(page, at) for page in pages for at in path.findall((ROOT / page).read_text()) if at not in ends] == []
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path):
     """Built from a copy, as building writes beside its sources."""
