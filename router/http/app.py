@@ -30,6 +30,7 @@ from router.service.body_budget import BodyBudget
 
 DEFAULT_LIMITS: Final = RouterConfig()
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+MAX_PATH_CHARS: Final = 200  # of a path that an error names
 
 __all__ = ["HttpServer", "build_app", "serve_http"]
 
@@ -133,7 +134,9 @@ def _json(payload: object, status: int = 200) -> Response:
 
 
 async def _no_route(request: Request, exc: HTTPException) -> Response:
-    message = f"{request.method} {request.scope['path']}: {exc.detail}"
+    path = request.scope["path"]
+    shown = path if len(path) <= MAX_PATH_CHARS else f"{path[:MAX_PATH_CHARS]}..."
+    message = f"{request.method} {shown}: {exc.detail}"
     code = exc.detail.lower().replace(" ", "_")
     error = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return Response(encode_json(error), exc.status_code, exc.headers, media_type="application/json")

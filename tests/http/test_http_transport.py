@@ -57,6 +57,17 @@ def test_wrong_paths_and_methods_have_openais_shape() -> None:
     asyncio.run(run())
 
 
+def test_a_long_path_makes_no_long_error() -> None:
+    async def run() -> None:
+        async with served(FakeApi()) as base:
+            missing = await exchange(base, head("GET", "/" + "x" * 20_000))
+            assert missing.status == 404
+            assert missing.error["message"].endswith("x...: Not Found")
+            assert len(missing.body) < 1_000
+
+    asyncio.run(run())
+
+
 def test_a_request_keeps_its_clients_id_and_has_one_of_its_own_also_when_it_fails() -> None:
     async def run() -> None:
         async with served(FakeApi()) as base:
