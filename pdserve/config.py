@@ -93,8 +93,9 @@ class EngineConfig:
     # A worker restarts when its engine finishes no step for so long while work waits. Raise it where steps are slow.
     step_timeout_s: PositiveFloat = 60.0
     # torch uses so many threads in each worker. 0 takes the `num_cpus` of the pool, or, if that is less than 1, divides the
-    # cores of the machine by the workers on it, and uses at least 1.
-    threads: NonNegativeInt = 0
+    # cores of the machine by the workers on it, and uses at least 1. More than 1024 are refused: torch ends its process when
+    # the machine gives it no more threads.
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
 
     def __post_init__(self) -> None:
         check_types(self)

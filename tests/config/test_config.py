@@ -234,3 +234,9 @@ def test_loopback_needs_no_token(host: str) -> None:
 def test_a_worker_whose_router_is_lost_before_it_can_answer_is_refused() -> None:
     with pytest.raises(ConfigError, match="router_lost_s must be at least 3, 3 times heartbeat_interval_s"):
         WorkerConfig("w", "127.0.0.1:1", heartbeat_interval_s=1.0, router_lost_s=2.0)
+
+
+def test_more_threads_than_torch_survives_are_refused() -> None:
+    """torch ended the worker with a segmentation fault when the machine refused it a thread."""
+    with pytest.raises(ConfigError, match=r"engine\.threads must be a whole number \(at least 0 and at most 1024\), got 99999"):
+        load(ClusterConfig, None, ["engine.threads=99999"])
