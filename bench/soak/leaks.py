@@ -44,8 +44,11 @@ class Growth:
     end.
     """
 
-    def __init__(self, cluster: ProcessCluster) -> None:
+    def __init__(self, cluster: ProcessCluster, *, clients: int = 0) -> None:
+        """`clients`: so many connect to the router at once, and leave their connections when it stands still. A router that is
+        killed in mid-load was last seen with them."""
         self._cluster = cluster
+        self._clients = clients
         self._seen: dict[tuple[str, int], _Seen] = {}
 
     def look(self) -> None:
@@ -75,7 +78,7 @@ class Growth:
         return [
             f"{seen.name} grew from {was} to {now}"
             for seen in self._watched()
-            if (was := seen.settled) is not None and (now := seen.last) is not None and _has_grown(was, now)
+            if (was := seen.settled) is not None and (now := seen.last) is not None and self._has_grown(was, now)
         ]
 
     @property
@@ -86,13 +89,12 @@ class Growth:
     def _watched(self) -> list[_Seen]:
         return [seen for seen in self._seen.values() if seen.last is not None]
 
-
-def _has_grown(was: Footprint, now: Footprint) -> bool:
-    return (
-        now.rss_bytes - was.rss_bytes > GROWTH_BYTES
-        or now.fds - was.fds > GROWTH_FDS
-        or now.threads - was.threads > GROWTH_THREADS
-    )
+    def _has_grown(self, was: Footprint, now: Footprint) -> bool:
+        return (
+            now.rss_bytes - was.rss_bytes > GROWTH_BYTES
+            or now.fds - was.fds > GROWTH_FDS + self._clients
+            or now.threads - was.threads > GROWTH_THREADS
+        )
 
 
 def _footprint(pid: int) -> Footprint | None:

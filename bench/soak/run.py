@@ -85,7 +85,7 @@ def soak(cluster: ProcessCluster, cases: list[Case], args: argparse.Namespace, c
     """Run load and faults for the given minutes, then let the cluster heal. Return what was found; everything must have come
     back.
     """
-    growth = Growth(cluster)
+    growth = Growth(cluster, clients=args.clients)
     with Supervisor(cluster) as supervisor:
         with (
             Clients(cluster.grpc, cases, count=args.clients, seed=args.seed) as clients,
