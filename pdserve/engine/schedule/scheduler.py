@@ -23,7 +23,8 @@ import bisect
 from operator import attrgetter
 
 from pdserve.core.block_hash import PrefixChain
-from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
+from pdserve.core.block_pools import BlockPools, TableReservation
+from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
@@ -47,7 +48,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: BlockPools,
         layout_block_size: int,
         *,
         max_num_seqs: int,
@@ -117,12 +118,12 @@ class Scheduler:
         local_prefill: bool,
         resumed: int = 0,
         cache_salt: str = "",
-    ) -> Reservation | None:
+    ) -> TableReservation | None:
         """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
-        The result lists the blocks of the prompt in order, then a block to grow into if the sequence can grow. Its first
-        `hits` blocks hold their KV already. None means that the pool has no room beside the needs of waiting sequences, or
-        that all slots are taken.
+        The result lists the blocks of the prompt in order, for each KV group, and then a block to grow into if the sequence
+        can grow. Its first `hits` blocks hold their KV already. None means that the pool has no room beside the needs of
+        waiting sequences, or that all slots are taken.
 
         With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
         `activate` or `abort` follows. `resumed` and `cache_salt` are those of `add`.
@@ -326,14 +327,14 @@ class Scheduler:
         Sequences that are preempted for lack of blocks are left out.
         """
         size = self._block_size
-        for seq in [s for s in self._decoding if len(s.tokens) > len(s.block_table) * size]:
+        for seq in [s for s in self._decoding if len(s.tokens) > s.num_blocks * size]:
             if seq.decoding:  # otherwise it has just been preempted for an older one
                 self._grow(seq)
         return list(self._decoding)
 
     def _grow(self, seq: Sequence) -> None:
         """Give the sequence one more block. While the pool has none, preempt the youngest sequence, perhaps this one."""
-        assert self._blocks_for(len(seq.tokens)) == len(seq.block_table) + 1
+        assert self._blocks_for(len(seq.tokens)) == seq.num_blocks + 1
         while self._pool.num_allocatable < 1:
             running = (*self._decoding, *self._prefilling)
             victim = max((s for s in running if s.kind is not SequenceKind.LENT), key=_ARRIVAL)
@@ -342,7 +343,7 @@ class Scheduler:
                 return
         grown = self._pool.allocate(seq.holder, 1)
         assert grown is not None
-        seq.has_blocks(seq.block_table + grown)
+        seq.has_blocks(tuple([table + more for table, more in zip(seq.block_tables, grown, strict=True)]))
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
@@ -408,7 +409,7 @@ class Scheduler:
         seq = self._waiting[0]
         self._leave(seq)
         hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
-        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
+        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_tables
         self._run(seq)
         if seq.kind is SequenceKind.LENT:
             self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id))
@@ -430,9 +431,9 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         """Remove the sequence from the list in which it waits or runs."""
-        if not seq.block_table:
+        if not seq.num_blocks:
             self._waiting_tokens -= seq.remaining
-        place = self._decoding if seq.decoding else self._prefilling if seq.block_table else self._waiting
+        place = self._decoding if seq.decoding else self._prefilling if seq.num_blocks else self._waiting
         place.remove(seq)
         seq.decoding = False
 
@@ -454,7 +455,7 @@ class Scheduler:
         ended = seq.computed == len(seq.tokens)
         blocks = self._blocks_for(seq.computed) if ended else seq.computed // self._block_size
         first, seq.final = seq.final, blocks
-        return Final(seq.seq_id, first, seq.block_table[first:blocks])
+        return Final(seq.seq_id, first, tuple([table[first:blocks] for table in seq.block_tables]))
 
     def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
         token_id, logprobs = sampled
@@ -488,6 +489,8 @@ class Scheduler:
         assert not seq.planned or (self._step is not None and seq in self._step)
         assert not seq.decoding or seq in self._decoding
         kind = HolderKind.INBOUND if seq.seq_id in self._inbound else HolderKind.SEQUENCE
-        assert self._pool.blocks_of(Holder(kind, seq.seq_id)) == seq.block_table
-        assert bool(seq.block_table) == (seq not in self._waiting)
-        assert seq.computed <= len(seq.block_table) * self._block_size
+        held = self._pool.blocks_of(Holder(kind, seq.seq_id))
+        assert held == seq.block_tables or not any((*held, *seq.block_tables))
+        assert all(len(table) == seq.num_blocks for table in seq.block_tables)
+        assert bool(seq.num_blocks) == (seq not in self._waiting)
+        assert seq.computed <= seq.num_blocks * self._block_size

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdserve.core.blocks import BlockPool, Reservation
+from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import NO_TOKEN, Sampled, StepPlan
@@ -49,9 +49,14 @@ priorities = st.integers(-1, 1)
 class SchedulerMachine(RuleBasedStateMachine):
     """Plays the engine thread, its commands, and a KV memory of (sequence, tokens up to here) per slot."""
 
-    @initialize(seqs=st.integers(1, 5), budget=st.integers(1, 12), salt=st.sampled_from([None, b"model"]))
-    def start(self, seqs: int, budget: int, salt: bytes | None) -> None:
-        self.pool = BlockPool(BLOCKS)
+    @initialize(
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        salt=st.sampled_from([None, b"model"]),
+        groups=st.sampled_from([(BLOCKS,), (BLOCKS, BLOCKS + 3)]),
+    )
+    def start(self, seqs: int, budget: int, salt: bytes | None, groups: tuple[int, ...]) -> None:
+        self.pool = BlockPools(*groups)
         self.scheduler = Scheduler(
             self.pool,
             BLOCK,
@@ -62,12 +67,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_salt=salt,
         )
         self.budget = budget
-        self.memory: dict[tuple[BlockId, int], int] = {}
+        self.memory: dict[tuple[int, BlockId, int], int] = {}
         self.asked: dict[SeqId, tuple[tuple[int, ...], SamplingParams, SequenceKind]] = {}
         self.outputs: dict[SeqId, list[int]] = {}
-        self.inbound: dict[SeqId, Reservation] = {}
+        self.inbound: dict[SeqId, TableReservation] = {}
         self.leases: list[SeqId] = []
-        self.quarantined: list[tuple[SeqId, Reservation]] = []
+        self.quarantined: list[tuple[SeqId, TableReservation]] = []
         self.finished: list[SeqId] = []
         self.steps = 0
 
@@ -107,7 +112,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.abort(seq_id)
             return
         for position in range(room.hits * BLOCK, len(prompt)):  # the rest was found here
-            self.memory[room.block_ids[position // BLOCK], position % BLOCK] = prompt[position]
+            for group, table in enumerate(room.block_tables):
+                self.memory[group, table[position // BLOCK], position % BLOCK] = prompt[position]
         self.outputs[seq_id].append(first)
         self.scheduler.activate(seq_id, first)
 
@@ -131,8 +137,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def read_stops(self) -> None:
         """Until then it may have written whatever it likes into the blocks that were its own."""
         seq_id, room = self.quarantined.pop(0)
-        for block in room.block_ids[room.hits :]:
-            self.memory.update({(block, slot): VOCAB for slot in range(BLOCK)})
+        for group, table in enumerate(room.block_tables):
+            self.memory.update({(group, block, slot): VOCAB for block in table[room.hits :] for slot in range(BLOCK)})
         self.scheduler.end_quarantine(seq_id)
 
     @rule()
@@ -165,18 +171,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.sample is not None]
         assert plan.sampled_rows == rows, "the model would draw after other tokens"
         sampled: list[Sampled] = []
-        written: set[tuple[BlockId, int]] = set()
+        written: set[tuple[int, BlockId, int]] = set()
         for piece in plan.slices:
             for offset, token in enumerate(piece.token_ids):
                 position = piece.start + offset
-                slot = (piece.block_tables[0][position // BLOCK], position % BLOCK)
-                assert slot not in written
-                written.add(slot)
-                self.memory[slot] = token
+                for group, table in enumerate(piece.block_tables):
+                    slot = (group, table[position // BLOCK], position % BLOCK)
+                    assert slot not in written
+                    written.add(slot)
+                    self.memory[slot] = token
             if piece.sample is not None:
                 end = piece.start + len(piece.token_ids)
-                tokens = tuple(self.memory[piece.block_tables[0][p // BLOCK], p % BLOCK] for p in range(end))
-                sampled.append((model(tokens), None))
+                texts = {
+                    tuple(self.memory[group, table[p // BLOCK], p % BLOCK] for p in range(end))
+                    for group, table in enumerate(piece.block_tables)
+                }
+                assert len(texts) == 1, "the groups hold different tokens"
+                sampled.append((model(texts.pop()), None))
         return sampled
 
     def finish(self, seq_id: SeqId, reason: FinishReason | None) -> None:
@@ -215,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.leases:
             self.lease_ends()
         counts = self.pool.counts()
-        assert counts.free + counts.cached == BLOCKS
+        assert counts.free + counts.cached == counts.total
         assert not self.scheduler.has_work
 
 
