@@ -56,7 +56,7 @@ class SimKv:
         return [s for piece in plan.slices if (s := self._slice(piece)) is not None]
 
     def _slice(self, piece: SequenceSlice) -> Sampled | None:
-        table, blocks = piece.block_table, self.blocks
+        table, blocks = piece.block_tables[0], self.blocks
         position = piece.start
         before = position - 1
         tag = blocks[table[before // BLOCK_SIZE]][before % BLOCK_SIZE] if position else None

@@ -33,17 +33,18 @@ shared object stays in the CPU's caches, where the objects of 256 sequences do n
 class SequenceSlice(NamedTuple):
     """Tokens [start, start + len(token_ids)) of one sequence, which this step computes.
 
-    The blocks of `block_table` hold the KV of tokens [0, start); this step writes the KV of the slice into them.
+    The blocks of `block_tables` hold the KV of tokens [0, start); this step writes the KV of the slice into them.
     """
 
     seq_id: SeqId
     start: int
     token_ids: tuple[int, ...]
-    block_table: tuple[BlockId, ...]
+    block_tables: tuple[tuple[BlockId, ...], ...]
+    """A block table for each KV group of the model."""
     sample: SampleSpec | None
     """The draw after the slice. None: the slice is a chunk that does not end its prompt."""
-    packed: bytes = b""
-    """The block table as int32, if the sequence keeps it in that form too; else empty."""
+    packed: tuple[bytes, ...] = ()
+    """The block tables as int32, if the sequence keeps them in that form too; else empty."""
 
 
 class StepPlan(NamedTuple):

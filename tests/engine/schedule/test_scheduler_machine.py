@@ -169,13 +169,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for piece in plan.slices:
             for offset, token in enumerate(piece.token_ids):
                 position = piece.start + offset
-                slot = (piece.block_table[position // BLOCK], position % BLOCK)
+                slot = (piece.block_tables[0][position // BLOCK], position % BLOCK)
                 assert slot not in written
                 written.add(slot)
                 self.memory[slot] = token
             if piece.sample is not None:
                 end = piece.start + len(piece.token_ids)
-                tokens = tuple(self.memory[piece.block_table[p // BLOCK], p % BLOCK] for p in range(end))
+                tokens = tuple(self.memory[piece.block_tables[0][p // BLOCK], p % BLOCK] for p in range(end))
                 sampled.append((model(tokens), None))
         return sampled
 
