@@ -12,7 +12,7 @@ from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
 from pdserve.core.sampling import FinishReason, SamplingParams
-from pdserve.core.step_plan import GREEDY, SampleSpec, SequenceSlice
+from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
 
 
 class SequenceKind(Enum):
@@ -125,17 +125,17 @@ class Sequence:
     def last_slice(self) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence. The result is that of `next_slice(1)` in half the time."""
         self.planned = 1
-        sample = GREEDY if self._plain else self.sample_spec()
-        return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_tables, sample, self.packed)
+        samples = ONE_GREEDY if self._plain else (self.sample_spec(),)
+        return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_tables, samples, self.packed)
 
     def next_slice(self, count: int) -> SequenceSlice:
         """Plan the next `count` tokens. A slice that ends with the last known token also draws the next one."""
         assert not self.planned, "a sequence is planned twice in one step"
         self.planned = count
         end = self.computed + count
-        sample = self.sample_spec() if end == len(self.tokens) else None
+        samples = (self.sample_spec(),) if end == len(self.tokens) else ()
         ids = tuple(self.tokens[self.computed : end])
-        return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, sample, self.packed)
+        return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
 
     def has_blocks(self, table: tuple[BlockId, ...]) -> None:
         """Set the block table, in both of its forms."""
