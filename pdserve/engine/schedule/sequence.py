@@ -9,10 +9,12 @@ from functools import lru_cache
 
 from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import Holder, HolderKind
+from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
+from pdserve.engine.schedule.sequence_machine import MAX_HISTORY, TRANSITIONS, SequenceEvent, SequenceState
 
 
 class SequenceKind(Enum):
@@ -63,7 +65,10 @@ class Sequence:
     arrival: int
     rule: StopRule
     computed: int = 0
-    preempted: bool = False
+    state: SequenceState = SequenceState.NEW
+    preemptions: int = 0
+    """Number of times that it lost its blocks and was recomputed."""
+    history: tuple[str, ...] = ()
     block_table: tuple[BlockId, ...] = field(default=())
     chain: PrefixChain | None = None
     """Hashes of its blocks; None when its blocks are not shared."""
@@ -71,8 +76,6 @@ class Sequence:
     """Number of leading blocks that others can find: its own prefix hits and the blocks that it has published."""
     final: int = 0
     """Number of leading blocks of a lent sequence that nothing writes any more."""
-    decoding: bool = False
-    """True while it runs and only its last output token is left to compute."""
     served: int = 0
     """Number of the step that computed its last chunk."""
     planned: int = 0
@@ -120,7 +123,20 @@ class Sequence:
     @property
     def rank(self) -> tuple[bool, int, int]:
         """Order of service, smallest first: preempted sequences come first, then the order is by turn, then by arrival."""
-        return (not self.preempted, self.turn, self.arrival)
+        return (not self.preemptions, self.turn, self.arrival)
+
+    def move(self, event: SequenceEvent) -> SequenceState:
+        """Change the state as the table says, and return the new one. Raises `IllegalTransition`, with the history and nothing
+        changed, when the state does not allow the event."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransition(f"sequence {self.seq_id}", self.state.name, event.name, self.history)
+        if target is not self.state:
+            self.history = (*self.history[-(MAX_HISTORY - 1) :], f"{event.name}:{target.name}")
+        if event is SequenceEvent.PREEMPTED:
+            self.preemptions += 1
+        self.state = target
+        return target
 
     def last_slice(self) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence. The result is that of `next_slice(1)` in half the time."""
