@@ -76,7 +76,7 @@ def step(runner: ModelRunner, batch: int, tokens: int, cached: int) -> Callable[
     for i in range(batch):
         table = tuple(BlockId(i * blocks + j) for j in range(blocks))
         ids = tuple((7 + 31 * i + j) % ANY_VOCAB for j in range(tokens))
-        slices.append(SequenceSlice(SeqId(i), cached, ids, (table,), spec))
+        slices.append(SequenceSlice(SeqId(i), cached, ids, (table,), (spec,)))
     plan = StepPlan(tuple(slices))
     return lambda: runner.execute(plan)
 

@@ -99,7 +99,7 @@ def plan_of(batch: int, context: int, blocks: list[int]) -> StepPlan:
     """Return a step with one token of each sequence after `context` cached tokens, on the scattered `blocks`."""
     each = ceil_div(context + 1, BLOCK_SIZE)
     tables = (tuple(BlockId(b) for b in blocks[i * each : (i + 1) * each]) for i in range(batch))
-    return StepPlan(tuple(SequenceSlice(SeqId(i), context, (7,), (table,), GREEDY) for i, table in enumerate(tables)))
+    return StepPlan(tuple(SequenceSlice(SeqId(i), context, (7,), (table,), (GREEDY,)) for i, table in enumerate(tables)))
 
 
 def attention(card: ModelCard, batch: int, context: int, runs: int, *, compiled: bool) -> dict[str, list[float]]:

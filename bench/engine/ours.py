@@ -56,8 +56,8 @@ class OurEngine:
         blocks = ceil_div(case.cached + case.tokens, self.runner.kv.spec.block_size)
         table = tuple(BlockId(i * blocks + j) for j in range(blocks))
         ids = tuple((7 + 31 * i + j) % self._vocab for j in range(begin, end))
-        sample = SampleSpec(GREEDY, 0) if end == case.tokens else None
-        return SequenceSlice(SeqId(i), case.cached + begin, ids, (table,), sample)
+        samples = (SampleSpec(GREEDY, 0),) if end == case.tokens else ()
+        return SequenceSlice(SeqId(i), case.cached + begin, ids, (table,), samples)
 
 
 def load(directory: Path, card: ModelCard, threads: int) -> dict[str | None, OurEngine]:

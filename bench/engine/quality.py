@@ -58,7 +58,7 @@ def read(runner: ModelRunner, windows: list[tuple[int, ...]], step: int) -> tupl
     losses, best = [], []
     table = tuple(BlockId(i) for i in range(ceil_div(WINDOW, runner.kv.spec.block_size)))
     for window in windows:
-        pieces = [SequenceSlice(SeqId(0), at, window[at : at + step], (table,), None) for at in range(0, WINDOW, step)]
+        pieces = [SequenceSlice(SeqId(0), at, window[at : at + step], (table,), ()) for at in range(0, WINDOW, step)]
         logits = torch.cat([runner.logits(StepPlan((piece,))) for piece in pieces])
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(window[1:])))
         best.append(logits.argmax(-1))

@@ -5,6 +5,8 @@ The types are named tuples, since a step makes some for each of its sequences: o
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
@@ -14,7 +16,7 @@ from pdserve.core.sampling import SamplingParams
 
 
 class SampleSpec(NamedTuple):
-    """A request to draw one token after the last token of a slice."""
+    """A request to draw one token after one row of a slice."""
 
     params: SamplingParams
     output_index: int
@@ -28,6 +30,8 @@ class SampleSpec(NamedTuple):
 GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
 """The spec of every row that is plainly greedy and bans nothing. Such a draw depends on neither parameters nor index, and one
 shared object stays in the CPU's caches, where the objects of 256 sequences do not."""
+ONE_GREEDY: Final = (GREEDY,)
+"""The samples of every slice that draws one such token. All these slices share one tuple for the same reason."""
 
 
 class SequenceSlice(NamedTuple):
@@ -41,10 +45,14 @@ class SequenceSlice(NamedTuple):
     token_ids: tuple[int, ...]
     block_tables: tuple[tuple[BlockId, ...], ...]
     """A block table for each KV group of the model."""
-    sample: SampleSpec | None
-    """The draw after the slice. None: the slice is a chunk that does not end its prompt."""
+    samples: tuple[SampleSpec, ...]
+    """The draws after the last `len(samples)` tokens of the slice, in their order. Empty: the slice is a chunk that does not
+    end its prompt. One: the slice ends with the last known token. More: drafts follow the last known token."""
     packed: tuple[bytes, ...] = ()
     """The block tables as int32, if the sequence keeps them in that form too; else empty."""
+
+
+_SAMPLES: Final = attrgetter("samples")
 
 
 class StepPlan(NamedTuple):
@@ -52,7 +60,7 @@ class StepPlan(NamedTuple):
 
     slices: tuple[SequenceSlice, ...]
     decodes: int = 0
-    """The first `decodes` slices have one token each, and a token is drawn after each of them."""
+    """The first `decodes` slices have one token each, and one token is drawn after each of them."""
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -60,9 +68,13 @@ class StepPlan(NamedTuple):
         rows, end = list(range(self.decodes)), self.decodes
         for piece in self.slices[self.decodes :]:
             end += len(piece.token_ids)
-            if piece.sample is not None:
-                rows.append(end - 1)
+            rows += range(end - len(piece.samples), end)
         return rows
+
+    @property
+    def specs(self) -> list[SampleSpec]:
+        """The draws of all slices, in the order of `sampled_rows`."""
+        return list(chain.from_iterable(map(_SAMPLES, self.slices)))
 
     @property
     def num_tokens(self) -> int:
@@ -75,4 +87,4 @@ NO_TOKEN: Final = -1
 
 Sampled = tuple[int, TokenLogprobs | None]
 """A drawn token with its log-probabilities, which are None unless the parameters ask for them; or `NO_TOKEN` and None.
-The tokens of a step are in the order of its slices."""
+The tokens of a step are in the order of its slices, and of the samples of each."""

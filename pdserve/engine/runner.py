@@ -148,9 +148,7 @@ class ModelRunner:
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
     def _execute(self, plan: StepPlan) -> list[Sampled]:
-        specs = [
-            piece.sample for piece in plan.slices if piece.sample is not None
-        ]  # taken now, while they are in the CPU's caches
+        specs = plan.specs  # taken now, while they are in the CPU's caches
         logits = self._model.forward(plan, plan.sampled_rows)
         if logits is None:
             return []

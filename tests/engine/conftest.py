@@ -60,8 +60,8 @@ class Sheet:
         self.tokens = tokens
         self.block_table = tuple(BlockId(b) for b in blocks)
 
-    def piece(self, start: int, end: int, sample: SampleSpec | None = None) -> SequenceSlice:
-        return SequenceSlice(self.seq_id, start, self.tokens[start:end], (self.block_table,), sample)
+    def piece(self, start: int, end: int, *samples: SampleSpec) -> SequenceSlice:
+        return SequenceSlice(self.seq_id, start, self.tokens[start:end], (self.block_table,), samples)
 
     def whole(self) -> StepPlan:
         return StepPlan((self.piece(0, len(self.tokens)),))

@@ -92,7 +92,7 @@ def test_kv_that_is_no_number_costs_its_own_sequence_and_no_other_of_the_step(ma
         slices = []
         for i, prompt in enumerate(prompts):
             ids, begin = (prompt, 0) if start is None else ((first,), len(prompt))
-            slices.append(SequenceSlice(SeqId(i), begin, ids, (tables[i],), SampleSpec(params[i], 0)))
+            slices.append(SequenceSlice(SeqId(i), begin, ids, (tables[i],), (SampleSpec(params[i], 0),)))
         return [token_id for token_id, _ in runner.execute(StepPlan(tuple(slices)))]
 
     assert NO_TOKEN not in step(None)

@@ -82,8 +82,8 @@ def computed_here(prefill: str, decode: str, prompt: list[int], params: Sampling
     tokens = list(prompt)
 
     def step(engine: ModelRunner, start: int, end: int) -> None:
-        spec = SampleSpec(params, len(tokens) - len(prompt)) if end == len(tokens) else None
-        plan = StepPlan((SequenceSlice(SeqId(1), start, tuple(tokens[start:end]), (table,), spec),))
+        samples = (SampleSpec(params, len(tokens) - len(prompt)),) if end == len(tokens) else ()
+        plan = StepPlan((SequenceSlice(SeqId(1), start, tuple(tokens[start:end]), (table,), samples),))
         tokens.extend(token_id for token_id, _ in engine.execute(plan))
 
     for start in range(0, len(prompt), CHUNK):

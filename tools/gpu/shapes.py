@@ -86,7 +86,7 @@ def plan(shape: ModelCard, sequences: range, *, start: int, count: int, room: in
     for i in sequences:
         table = tuple(BlockId(i * blocks + j) for j in range(blocks))
         ids = tuple((7 + 31 * i + j) % shape.vocab_size for j in range(start, start + count))
-        slices.append(SequenceSlice(SeqId(i), start, ids, (table,), SampleSpec(GREEDY, 0)))
+        slices.append(SequenceSlice(SeqId(i), start, ids, (table,), (SampleSpec(GREEDY, 0),)))
     return StepPlan(tuple(slices))
 
 

@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused_by_the_name_of_the_setting():
 
 def replayed(runner: ModelRunner, ids: tuple[int, ...], cuts: list[int], table: tuple[BlockId, ...]) -> torch.Tensor:
     """The logits of all tokens, computed in the pieces between `cuts`."""
-    pieces = [SequenceSlice(SeqId(1), a, ids[a:b], (table,), None) for a, b in itertools.pairwise(cuts)]
+    pieces = [SequenceSlice(SeqId(1), a, ids[a:b], (table,), ()) for a, b in itertools.pairwise(cuts)]
     return torch.cat([runner.logits(StepPlan((piece,))) for piece in pieces])
 
 

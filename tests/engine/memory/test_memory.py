@@ -254,7 +254,7 @@ def test_the_largest_steps_could_be_planned_and_reach_every_bound(limits, batche
     wide, long = plans[:2]
     most = min(limits.max_num_batched_tokens, limits.sequences * (limits.max_model_len - 1))
     assert wide.num_tokens == most
-    assert sum(piece.sample is not None for piece in wide.slices) == limits.sequences
+    assert len(wide.specs) == limits.sequences
     prompt = long.slices[-1]
     assert prompt.start + len(prompt.token_ids) == limits.max_model_len - 1
     assert len(prompt.token_ids) <= LONG_TOKENS

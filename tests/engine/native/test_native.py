@@ -51,10 +51,10 @@ def tiny_runner(make_runner) -> ModelRunner:
     return make_runner("tiny", dtype="bfloat16")
 
 
-def plan_of(ids: list[int], start: int, sample: SampleSpec | None = None) -> StepPlan:
+def plan_of(ids: list[int], start: int, *samples: SampleSpec) -> StepPlan:
     """Tokens [start, len(ids)) on blocks in descending order."""
     table = tuple(BlockId(80 - i) for i in range(-(-len(ids) // 16)))
-    return StepPlan((SequenceSlice(SeqId(1), start, tuple(ids[start:]), (table,), sample),))
+    return StepPlan((SequenceSlice(SeqId(1), start, tuple(ids[start:]), (table,), samples),))
 
 
 def vocab_of(compiled: ModelRunner) -> int:
@@ -167,7 +167,7 @@ def test_nan_behind_the_end_and_in_other_blocks_does_not_leak(make_runner, make_
 def test_a_step_outside_its_blocks_is_not_computed(tiny_runner, tokens, table):
     blocks = tuple(BlockId(block) for block in table)
     with pytest.raises(AssertionError, match="block"):
-        tiny_runner.logits(StepPlan((SequenceSlice(SeqId(0), 0, (5,) * tokens, (blocks,), None),)))
+        tiny_runner.logits(StepPlan((SequenceSlice(SeqId(0), 0, (5,) * tokens, (blocks,), ()),)))
 
 
 def test_only_the_wanted_rows_are_answered_and_chunks_without_any_write_their_kv(make_runner, make_sheets):
@@ -221,10 +221,11 @@ def test_a_greedy_row_a_banned_one_and_drawn_ones_share_a_step(tiny_runner):
     first = tiny_runner.logits(plan_of(ids[0], 0))[-1].topk(2).indices.tolist()
     specs = [SampleSpec(greedy, 0, (first[0],)), SampleSpec(greedy, 0), SampleSpec(warm, 3)]
     alone = [
-        tiny_runner.execute(StepPlan((SequenceSlice(SeqId(i), 0, tuple(ids[i]), (table[i],), specs[i]),)))[0] for i in range(3)
+        tiny_runner.execute(StepPlan((SequenceSlice(SeqId(i), 0, tuple(ids[i]), (table[i],), (specs[i],)),)))[0]
+        for i in range(3)
     ]
     together = tiny_runner.execute(
-        StepPlan(tuple(SequenceSlice(SeqId(i), 0, tuple(ids[i]), (table[i],), specs[i]) for i in range(3)))
+        StepPlan(tuple(SequenceSlice(SeqId(i), 0, tuple(ids[i]), (table[i],), (specs[i],)) for i in range(3)))
     )
     assert list(together) == alone
     assert together[0][0] == first[1]

@@ -168,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
         ends = accumulate(len(piece.token_ids) for piece in plan.slices)
-        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.sample is not None]
+        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.samples]
         assert plan.sampled_rows == rows, "the model would draw after other tokens"
         sampled: list[Sampled] = []
         written: set[tuple[int, BlockId, int]] = set()
@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert slot not in written
                     written.add(slot)
                     self.memory[slot] = token
-            if piece.sample is not None:
+            if piece.samples:
                 end = piece.start + len(piece.token_ids)
                 texts = {
                     tuple(self.memory[group, table[p // BLOCK], p % BLOCK] for p in range(end))
