@@ -61,7 +61,7 @@ class Peer:
 def serve(num_blocks: int, block_bytes: int) -> None:
     """Run the passive process until stdin ends. It prints where its pool is, and sends the pool to the client of its socket."""
     pool = Pool(num_blocks, block_bytes, fill=True)
-    transport = NixlTransport(WorkerId("peer"), PEER_INCARNATION, pool.region)
+    transport = NixlTransport(WorkerId("peer"), PEER_INCARNATION, [pool.region])
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=answer, args=(server, pool), daemon=True).start()
     hello = {"metadata": transport.metadata().hex(), "address": pool.region.address, "port": server.getsockname()[1]}
@@ -120,7 +120,7 @@ class NixlWay:
         self.pool = Pool(num_blocks, block_bytes, fill=False)
         self.source = source
         self.order = order
-        self.transport: Transport = NixlTransport(WorkerId("reader"), READER_INCARNATION, self.pool.region)
+        self.transport: Transport = NixlTransport(WorkerId("reader"), READER_INCARNATION, [self.pool.region])
         stack.callback(self.transport.close)
         self.transport.connect(PEER_INCARNATION, self.peer.metadata)
 
@@ -128,7 +128,9 @@ class NixlWay:
         """Read the pool, and return the seconds. Raises `TimeoutError` after 30 s, and `AssertionError` when a byte differs."""
         self.pool.array[:] = 0
         started_s = time.perf_counter()
-        handle = self.transport.post_read(PEER_INCARNATION, self.peer.region, self.order, range(len(self.order)))
+        handle = self.transport.post_read(
+            PEER_INCARNATION, self.peer.region, self.order, range(len(self.order)), self.pool.region
+        )
         while not self.transport.poll(handle):
             if time.perf_counter() - started_s > TIMEOUT_S:
                 raise TimeoutError("a read did not finish")

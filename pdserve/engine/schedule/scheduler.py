@@ -497,6 +497,5 @@ class Scheduler:
         kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE
         held = self._pool.blocks_of(Holder(kind, seq.seq_id))
         assert held == seq.block_tables or not any((*held, *seq.block_tables))
-        assert all(len(table) == seq.num_blocks for table in seq.block_tables)
         assert bool(seq.num_blocks) == (seq.state is not _S.WAITING)
         assert seq.computed <= seq.num_blocks * self._block_size
