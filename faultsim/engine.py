@@ -56,7 +56,7 @@ class SimKv:
         return [drawn for piece in plan.slices for drawn in self._slice(piece)]
 
     def _slice(self, piece: SequenceSlice) -> list[Sampled]:
-        table, blocks = piece.block_table, self.blocks
+        table, blocks = piece.block_tables[0], self.blocks
         position = piece.start
         before = position - 1
         tag = blocks[table[before // BLOCK_SIZE]][before % BLOCK_SIZE] if position else None

@@ -39,18 +39,19 @@ ONE_GREEDY: Final = (GREEDY,)
 class SequenceSlice(NamedTuple):
     """Tokens [start, start + len(token_ids)) of one sequence, which this step computes.
 
-    The blocks of `block_table` hold the KV of tokens [0, start); this step writes the KV of the slice into them.
+    The blocks of `block_tables` hold the KV of tokens [0, start); this step writes the KV of the slice into them.
     """
 
     seq_id: SeqId
     start: int
     token_ids: tuple[int, ...]
-    block_table: tuple[BlockId, ...]
+    block_tables: tuple[tuple[BlockId, ...], ...]
+    """A block table for each KV group of the model."""
     samples: tuple[SampleSpec, ...]
     """The draws after the last `len(samples)` tokens of the slice, in their order. Empty: the slice is a chunk that does not
     end its prompt. One: the slice ends with the last known token. More: drafts follow the last known token."""
-    packed: bytes = b""
-    """The block table as int32, if the sequence keeps it in that form too; else empty."""
+    packed: tuple[bytes, ...] = ()
+    """The block tables as int32, if the sequence keeps them in that form too; else empty."""
 
 
 _SAMPLES: Final = attrgetter("samples")

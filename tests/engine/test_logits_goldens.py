@@ -35,7 +35,7 @@ def golden(request):
 def slice_of(ids: tuple[int, ...], start: int, *samples: SampleSpec) -> StepPlan:
     """Tokens [start, len(ids)) on blocks in descending order."""
     table = tuple(BlockId(80 - i) for i in range(-(-(len(ids)) // 16)))
-    return StepPlan((SequenceSlice(SeqId(1), start, ids[start:], table, samples),))
+    return StepPlan((SequenceSlice(SeqId(1), start, ids[start:], (table,), samples),))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -163,7 +163,7 @@ def plans(setup: Setup) -> list[StepPlan]:
     def piece(sequence: int, step: int) -> SequenceSlice:
         begin, end = cuts[sequence][step : step + 2]
         ids = tuple((11 + 17 * sequence + 7 * j) % 128 for j in range(begin, end))
-        return SequenceSlice(SeqId(sequence), begin, ids, tables[sequence], ())
+        return SequenceSlice(SeqId(sequence), begin, ids, (tables[sequence],), ())
 
     steps = [[piece(i, step) for i in range(len(each))] for step in range(decodes(setup) + 2)]
     return [StepPlan(tuple(piece for piece in pieces if piece.token_ids)) for pieces in steps]

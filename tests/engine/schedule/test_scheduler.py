@@ -140,7 +140,7 @@ def test_inbound_is_reserved_whole_activated_and_decoded():
     plan, outcome = step(scheduler)
     assert plan.slices[0].token_ids == (42,)
     assert plan.slices[0].start == 8
-    assert plan.slices[0].block_table == blocks
+    assert plan.slices[0].block_tables == (blocks,)
     assert outcome is not None
     assert outcome.tokens == ((1, 1, 7, None, None),)
     _, outcome = step(scheduler)

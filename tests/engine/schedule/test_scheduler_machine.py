@@ -183,14 +183,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for piece in plan.slices:
             for offset, token in enumerate(piece.token_ids):
                 position = piece.start + offset
-                slot = (piece.block_table[position // BLOCK], position % BLOCK)
+                slot = (piece.block_tables[0][position // BLOCK], position % BLOCK)
                 assert slot not in written
                 written.add(slot)
                 self.memory[slot] = token
             end = piece.start + len(piece.token_ids)
             assert end <= LIMIT - 1, "a token behind the last one that can be drawn"
             for last in range(end - len(piece.samples), end):
-                tokens = tuple(self.memory[piece.block_table[p // BLOCK], p % BLOCK] for p in range(last + 1))
+                tokens = tuple(self.memory[piece.block_tables[0][p // BLOCK], p % BLOCK] for p in range(last + 1))
                 sampled.append((model(tokens), None))
         return sampled
 
