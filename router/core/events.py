@@ -7,10 +7,10 @@ worker. An event about one request also carries a handle, which names one (reque
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeVar
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError
@@ -364,5 +364,20 @@ class EmitFailed:
     report: Report
 
 
+@dataclass(frozen=True, slots=True)
+class ReportBug:
+    """Report a bug in the router that broke off a step. The effects before this one are those of all that was done, and the
+    request of the step has failed. The books may disagree if the step concerned no request."""
+
+    bug: Exception
+
+
+_T = TypeVar("_T")
+
 Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendDrain
-Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed
+Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed | ReportBug
+
+EffectsThen = Generator[Effect, None, _T]
+"""The effects of a step of the core, in order, and then a value for the caller. The step runs while its effects are taken."""
+Effects = EffectsThen[None]
+"""The effects of a step of the core, in order."""
