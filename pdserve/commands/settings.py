@@ -92,6 +92,7 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         "Quantisation of the weights; int8 also rounds the activations that they multiply. KV stays as it is.",
     ),
     (("--device",), "engine.device", click.Choice(DEVICES), "auto takes a GPU (cuda) where there is one, else the CPU."),
+    (("--transport",), "transfer.transport", str, "Transport of KV: nixl (default), cma, or module:function of your own."),
     (("--placement",), "router.placement", PLACEMENTS, "Where prompts are computed, unless the request names a placement."),
     (
         ("--colocate-below-tokens",),
