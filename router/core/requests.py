@@ -80,24 +80,23 @@ class Requests:
         self._handles += 1
         handle = Handle(self._handles)
         work = RemoteWork(handle, worker.link, worker.hello.role, request, WorkMachine(request.request_id, handle))
-        worker.work[handle] = work
         if work.role is Role.DECODE:
             request.decode, request.decode_worker = work, worker.hello.worker_id
         else:
             request.prefill, request.prefill_worker = work, worker.hello.worker_id
+        worker.work[handle] = work
         request.exact = request.exact and self.registry.exact
         return work
 
     def drop(self, work: RemoteWork) -> Worker | None:
         """Forget work that has ended at its worker. Return the worker, or None when it has left."""
-        request = work.request
-        if request.prefill is work:
+        request, worker = work.request, self.registry.get(work.link)
+        if worker is not None:
+            worker.ended(work.handle)
+        if request.prefill is work:  # the request names its work until all else is done, so a failed drop can be repeated
             request.prefill = None
         if request.decode is work:
             request.decode = None
-        worker = self.registry.get(work.link)
-        if worker is not None:
-            worker.ended(work.handle)
         return worker
 
     def cancel(self, work: RemoteWork) -> Effects:
@@ -134,9 +133,11 @@ class Requests:
             yield ReportBug(exc)
 
     def break_off(self, request: LiveRequest, error: InternalBug, now_s: float) -> Effects:
-        """Fail one request for a bug. A request that has already ended stays as it is."""
-        if not request.machine.terminal:
-            yield from self.end(request, _E.BROKEN, now_s, error)
+        """Fail one request for a bug, also one whose end has failed. A request that is forgotten stays as it is."""
+        if self._by_id.get(request.request_id) is request:
+            if not request.machine.terminal:
+                request.machine.move(_E.BROKEN)
+            yield from self._forget(request, now_s, error)
 
     def expire(self, request: LiveRequest, now_s: float) -> Effects:
         """Fail a request whose deadline has passed."""
@@ -147,25 +148,25 @@ class Requests:
     def end(self, request: LiveRequest, event: RequestEvent, now_s: float, error: PdserveError | None) -> Effects:
         """Bring a request to the terminal state that `event` leads to, and forget it. `error` is None for a finished one."""
         request.machine.move(event)
-        if self.waiting.holds(request):
-            self.waiting.remove(request)
         yield from self._forget(request, now_s, error)
 
     def _forget(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> Effects:
         assert request.machine.terminal
+        if self.waiting.holds(request):
+            self.waiting.remove(request)
         yield from self.withdraw(request)
+        report = request.report(now_s=now_s)
         self.ended += 1
         del self._by_id[request.request_id]
         if request.probe is not None:
             self._probes -= 1
             self._probe_book.ended(request.probe, error, now_s)
-            return
-        self.waiting.saw_finish(now_s)
-        report = request.report(now_s=now_s)
-        if error is None:
+        elif error is None:
             yield EmitDone(request.request_id, report)
         else:
             yield EmitFailed(request.request_id, error, report)
+        if request.probe is None:
+            self.waiting.saw_finish(now_s)
 
     def check_invariants(self) -> None:
         """Assert that all books agree. This walks over all requests and workers."""

@@ -147,7 +147,7 @@ class RouterCore:
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
         self.waiting.check_room(len(submit.prompt_ids), now_s=now_s)
-        return self._accept(request)
+        return self.requests.alone(request, self._accept(request), now_s)
 
     def _accept(self, request: LiveRequest) -> Effects:
         self.recovery.bucket.admitted()
@@ -158,9 +158,13 @@ class RouterCore:
     def _client_gone(self, event: ClientGone, now_s: float) -> Effects:
         request = self.requests.get(event.request_id)
         if request is not None:
-            self.recovery.doubt_pair(request, now_s)
             cancelled = Cancelled(f"request {event.request_id} was cancelled")
-            yield from self.requests.alone(request, self.requests.end(request, _E.CLIENT_GONE, now_s, cancelled), now_s)
+            end = self.requests.end(request, _E.CLIENT_GONE, now_s, cancelled)
+            yield from self.requests.alone(request, self._give_up(request, end, now_s), now_s)
+
+    def _give_up(self, request: LiveRequest, end: Effects, now_s: float) -> Effects:
+        self.recovery.doubt_pair(request, now_s)
+        yield from end
 
     def _tick(self, event: Tick, now_s: float) -> Effects:
         for worker in self.registry:
@@ -169,8 +173,8 @@ class RouterCore:
                 error = ReplicaLost(f"{worker.name} was silent for {silent_s:.1f} s")
                 yield from self._lose(worker, error, now_s, close=True)
         for request in self.requests.deadlines.passed(now_s=now_s):
-            self.recovery.doubt_pair(request, now_s)
-            yield from self.requests.alone(request, self.requests.expire(request, now_s), now_s)
+            end = self.requests.expire(request, now_s)
+            yield from self.requests.alone(request, self._give_up(request, end, now_s), now_s)
         if len(self.pairs):
             self.pairs.forget({worker.hello.incarnation for worker in self.registry}, now_s=now_s)
         yield from self._probes.start_due(now_s)
@@ -265,13 +269,8 @@ class RouterCore:
         ended. A report of the wrong role fails the request."""
         worker = self._seen(event.link, now_s)
         work = worker.work.get(event.handle) if worker is not None else None
-        if work is None:
-            return
-        if role is not None and work.role is not role:
-            error = InternalBug(f"a {work.role.value} worker sent what only a {role.value} worker reports")
-            yield from self.requests.break_off(work.request, error, now_s)
-            return
-        yield from self.requests.alone(work.request, step(work), now_s)
+        if work is not None:
+            yield from self.requests.alone(work.request, _of_role(role, work, step), now_s)
 
     def _step_rows(self, event: StepRows, now_s: float) -> Effects:
         worker = self._seen(event.link, now_s)
@@ -284,3 +283,9 @@ class RouterCore:
         self.recovery.bucket.check_invariants()
         self._probes.check_invariants()
         self._probe_book.check_invariants()
+
+
+def _of_role(role: Role | None, work: RemoteWork, step: Callable[[RemoteWork], Effects]) -> Effects:
+    if role is not None and work.role is not role:
+        raise InternalBug(f"a {work.role.value} worker sent what only a {role.value} worker reports")
+    yield from step(work)

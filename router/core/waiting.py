@@ -59,9 +59,9 @@ class WaitingRequests:
         """Insert a request at its turn."""
         key = _key(request)
         position = bisect.bisect_left(self._keys, key)
+        self._count(request, 1)
         self._keys.insert(position, key)
         self._requests.insert(position, request)
-        self._count(request, 1)
         self.added += 1
 
     def holds(self, request: LiveRequest) -> bool:
@@ -72,8 +72,8 @@ class WaitingRequests:
         """Remove a request that waits."""
         position = bisect.bisect_left(self._keys, _key(request))
         assert self._requests[position] is request
-        del self._keys[position], self._requests[position]
         self._count(request, -1)
+        del self._keys[position], self._requests[position]
 
     def _count(self, request: LiveRequest, sign: int) -> None:
         if not request.replay:

@@ -198,8 +198,10 @@ class RouterService:
         self._busy.set()
         bug = self._perform(effects)
         if bug is not None:
-            self._released(generation)  # the core may have taken the request
-            self._live.pop(submit.request_id, None)
+            try:
+                self._released(generation)  # the core may have taken the request
+            finally:
+                self._live.pop(submit.request_id, None)
             raise bug
         return generation
 
@@ -253,10 +255,16 @@ class RouterService:
                 await self._wait_busy(IDLE_TICK_S)
             late = not late and self._clock() - began_s > IDLE_TICK_S + LATE_S
             if not late:
-                self.tell(ev.Tick())
+                self._tick()
                 self._drop_stalled_clients()
             if turn % CHECK_TICKS == 0 and self._core.num_requests <= CHECK_MAX_REQUESTS:
                 self._check_books()
+
+    def _tick(self) -> None:
+        try:
+            self.tell(ev.Tick())
+        except Exception:  # a bug of ours costs the requests that it concerned, and later ticks are still given
+            logger.exception("the core failed on a tick")
 
     def _check_books(self) -> None:
         """Check the core's invariants. A broken one is our own bug: operators hear of it in the log and the metrics, clients do

@@ -26,10 +26,11 @@ BOUND_S = int(DEADLINE_MAX_S) + 2
 
 class CoreMachine(RuleBasedStateMachine):
     probe_workers = False
+    stage_type = Stage
 
     def __init__(self) -> None:
         super().__init__()
-        self.stage = Stage(
+        self.stage = self.stage_type(
             max_queued_requests=4,
             colocate_below_tokens=3,
             probe_workers=self.probe_workers,
