@@ -55,6 +55,7 @@ from router.core.handoff import Handoff
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.pairs import Pairs
 from router.core.placer import Placer
+from router.core.policy.ranking import BUILT_IN, Rankings
 from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
 from router.core.recovery import Recovery
@@ -70,14 +71,14 @@ _Report = Reserved | NoRoom | PrefillStarted | KvCommitted | RequestFailed
 class RouterCore:
     """Holds all state of the router, and turns each event into effects."""
 
-    def __init__(self, config: RouterConfig, model_fingerprint: str) -> None:
+    def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN) -> None:
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
         self.waiting = WaitingRequests(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self._probe_book = ProbeBook(self.registry)
         self.requests = Requests(self.registry, self.waiting, self._probe_book)
         self.ledger = self.requests.ledger
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
-        self.placer = Placer(config, self.registry, self.ledger, self.requests.outputs, self.pairs)
+        self.placer = Placer(config, self.registry, self.ledger, self.requests.outputs, self.pairs, rankings)
         self._dispatcher = Dispatcher(self.requests, self.placer, self._probe_book, recovery_wait_s=config.recovery_wait_s)
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
         self._tokens = Tokens(self.requests)
