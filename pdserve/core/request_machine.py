@@ -53,6 +53,7 @@ class RequestEvent(Enum):
     """Token 0 ends the request, so no KV is handed off."""
     KV_COMMITTED = "kv_committed"
     TOKEN_OUT = "token_out"
+    """A decoded token came before token 0. Tokens that come in their turn change nothing, and are no event here."""
     STOPPED = "stopped"
     DECODE_LOST = "decode_lost"
     """The decode worker was lost before it had reserved. The request goes on as after NO_ROOM."""
@@ -86,7 +87,6 @@ TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
     (_S.PREFILLING, _E.FIRST_TOKEN): _S.HANDOFF,
     (_S.PREFILLING, _E.FINAL_FIRST_TOKEN): _S.FINISHED,
     (_S.HANDOFF, _E.KV_COMMITTED): _S.DECODING,
-    (_S.DECODING, _E.TOKEN_OUT): _S.DECODING,
     (_S.DECODING, _E.STOPPED): _S.FINISHED,
     **{(s, _E.REBOUND): s for s in (_S.PREFILLING, _S.HANDOFF)},
     **{(s, _E.RETRIED): _S.QUEUED for s in PLACED},
