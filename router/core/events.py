@@ -366,8 +366,8 @@ class EmitFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReportBug:
-    """Report a bug in the router that broke off a step. The effects before this one are those of all that was done, and the
-    request of the step has failed. The books may disagree if the step concerned no request."""
+    """Report a bug in the router that broke off an action. The effects before this one are those of all that was done. If the
+    action concerned one request, this request has failed; otherwise the books may disagree."""
 
     bug: Exception
 
@@ -378,6 +378,6 @@ Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendDra
 Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed | ReportBug
 
 EffectsThen = Generator[Effect, None, _T]
-"""The effects of a step of the core, in order, and then a value for the caller. The step runs while its effects are taken."""
+"""An action of the core: it gives out its effects, in order, and then a value for its caller. It runs while they are taken."""
 Effects = EffectsThen[None]
-"""The effects of a step of the core, in order."""
+"""An action of the core without a value."""

@@ -114,17 +114,17 @@ class Requests:
 
     # Moves and ends ------------------------------------------------------------------------------------------------
 
-    def alone(self, request: LiveRequest, step: EffectsThen[_T], now_s: float) -> EffectsThen[_T | None]:
-        """Do a step that concerns one request, and return its value. A step that raises fails this request alone, and the value
-        is None."""
+    def alone(self, request: LiveRequest, action: EffectsThen[_T], now_s: float) -> EffectsThen[_T | None]:
+        """Do what concerns one request, and return the value of the action. An action that raises fails this request alone, and
+        the value is None."""
         try:
-            return (yield from step)
+            return (yield from action)
         except Exception as exc:  # noqa: BLE001 - the shell reports it
             yield from self.contain(request, exc, now_s)
             return None
 
     def contain(self, request: LiveRequest, exc: Exception, now_s: float) -> Effects:
-        """Fail the one request whose step raised. An `InternalBug` is known to concern this request; any other exception is
+        """Fail the one request whose action raised. An `InternalBug` is known to concern this request; any other exception is
         reported as well."""
         if isinstance(exc, InternalBug):
             yield from self.break_off(request, exc, now_s)

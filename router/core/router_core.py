@@ -4,7 +4,7 @@ The core uses no asyncio, no sockets and no clock. The shell in `router.service.
 happens into events. The core drops events whose handle is unknown on their link, because they are stale, and gives each other
 event to the part that it concerns. After each event that freed room or queued a request, waiting requests are placed.
 
-Every step of every part returns its effects, so nothing is left for the next event when a step fails (design note 0020).
+Every action of every part returns its effects, so a failed one leaves nothing for the next event (design note 0020).
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ class RouterCore:
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
         """Apply an event and return the effects, in the order in which they are to be performed. A Submit or DrainAsked that is
         refused raises its error and changes nothing. A bug is returned as an effect, after those of all that was done."""
-        step = self._handlers[type(event)](event, now_s)
+        action = self._handlers[type(event)](event, now_s)
         effects: list[Effect] = []
         try:
-            effects.extend(step)
+            effects.extend(action)
             if self._dispatcher.may_place:
                 effects.extend(self._place(now_s))
         except Exception as exc:  # noqa: BLE001 - the shell reports it, once the effects of what was done are performed
@@ -265,13 +265,13 @@ class RouterCore:
     def _request_failed(self, event: RequestFailed, now_s: float) -> Effects:
         return self._about(event, None, lambda work: self.recovery.work_failed(work, event, now_s), now_s)
 
-    def _about(self, event: _Report, role: Role | None, step: Callable[[RemoteWork], Effects], now_s: float) -> Effects:
-        """Do the step that follows a report about one request. Nothing happens when the link or the handle is unknown or has
+    def _about(self, event: _Report, role: Role | None, action: Callable[[RemoteWork], Effects], now_s: float) -> Effects:
+        """Do what follows a report about one request. Nothing happens when the link or the handle is unknown or has
         ended. A report of the wrong role fails the request."""
         worker = self._seen(event.link, now_s)
         work = worker.work.get(event.handle) if worker is not None else None
         if work is not None:
-            yield from self.requests.alone(work.request, _of_role(role, work, step), now_s)
+            yield from self.requests.alone(work.request, _of_role(role, work, action), now_s)
 
     def _step_rows(self, event: StepRows, now_s: float) -> Effects:
         worker = self._seen(event.link, now_s)
@@ -286,7 +286,7 @@ class RouterCore:
         self._probe_book.check_invariants()
 
 
-def _of_role(role: Role | None, work: RemoteWork, step: Callable[[RemoteWork], Effects]) -> Effects:
+def _of_role(role: Role | None, work: RemoteWork, action: Callable[[RemoteWork], Effects]) -> Effects:
     if role is not None and work.role is not role:
         raise InternalBug(f"a {work.role.value} worker sent what only a {role.value} worker reports")
-    yield from step(work)
+    yield from action(work)

@@ -51,9 +51,7 @@ def fault(point: int) -> Iterator[list[str]]:
         if code.co_filename not in FILES or code.co_name in NOT_HANDLERS:
             return None
         resumed = kind == "call" and frame in begun
-        gives_out = (
-            kind == "return" and code.co_flags & CO_GENERATOR
-        )  # an effect goes out whole, or its step has not come to it
+        gives_out = kind == "return" and code.co_flags & CO_GENERATOR  # an effect goes out whole or not at all
         begun.add(frame)
         if kind in ("call", "return") and not resumed and not gives_out and not where:
             left -= 1
@@ -201,13 +199,13 @@ def test_an_exception_leaves_nothing_to_the_next_event(monkeypatch: pytest.Monke
     assert not any(outcome.ended for outcome in outcomes)
 
 
-def test_no_statement_throws_a_step_away() -> None:
-    """A step that is called and not iterated does nothing, silently. Each call of one is iterated, returned, or passed on."""
+def test_no_statement_throws_an_action_away() -> None:
+    """An action that is called and not iterated does nothing, silently. Each call is iterated, returned, or passed on."""
     trees = [ast.parse(path.read_text()) for path in CORE.rglob("*.py")]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    steps = {f.name for f in functions if f.returns is not None and ast.unparse(f.returns).startswith("Effects")}
-    assert {"retry", "withdraw", "_lose", "alone"} <= steps
+    actions = {f.name for f in functions if f.returns is not None and ast.unparse(f.returns).startswith("Effects")}
+    assert {"retry", "withdraw", "_lose", "alone"} <= actions
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
-                assert node.value.func.attr not in steps, ast.unparse(node)
+                assert node.value.func.attr not in actions, ast.unparse(node)

@@ -138,7 +138,7 @@ def submit(name: str) -> ev.Submit:
     return ev.Submit(RequestId(name), (1, 2, 3), SamplingParams(max_tokens=3), arrived_s=0.0, deadline_s=math.inf)
 
 
-def broken_step(*_: object, **__: object) -> ev.Effects:
+def broken_action(*_: object, **__: object) -> ev.Effects:
     yield from ()
     raise ValueError("the bug")
 
@@ -160,7 +160,7 @@ def test_a_bug_on_a_workers_event_is_raised_after_its_effects_were_performed(mon
     with served() as (made, links):
         generation = made._start(submit("r"))
         handle = made._core.requests.get(RequestId("r")).decode.handle  # type: ignore[union-attr]
-        monkeypatch.setattr(made._core._handoff, "reserved", broken_step)
+        monkeypatch.setattr(made._core._handoff, "reserved", broken_action)
         with pytest.raises(ValueError, match="the bug"):
             made.tell(ev.Reserved(ev.LinkId(1), handle))
         assert links.sent == ["welcome", "bind", "cancel"]
@@ -174,9 +174,9 @@ def test_a_bug_on_a_submit_is_raised_and_leaves_no_request(monkeypatch: pytest.M
     with served() as (made, links):
         owner = made._core._dispatcher
         *path, name = part.split(".")
-        for step in path:
-            owner = getattr(owner, step)
-        monkeypatch.setattr(owner, name, broken_step if part != "_requests.waiting.add" else lambda _: next(broken_step()))
+        for attribute in path:
+            owner = getattr(owner, attribute)
+        monkeypatch.setattr(owner, name, broken_action if part != "_requests.waiting.add" else lambda _: next(broken_action()))
         with pytest.raises(ValueError, match="the bug"):
             made._start(submit("r"))
         monkeypatch.undo()
@@ -185,7 +185,7 @@ def test_a_bug_on_a_submit_is_raised_and_leaves_no_request(monkeypatch: pytest.M
 
 def test_a_bug_on_a_tick_does_not_end_the_ticks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with served() as (made, _):
-        monkeypatch.setattr(made._core._dispatcher, "pump", broken_step)
+        monkeypatch.setattr(made._core._dispatcher, "pump", broken_action)
         made._tick()
         assert "failed on a tick" in caplog.text
         monkeypatch.undo()
