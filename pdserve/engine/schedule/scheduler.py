@@ -15,6 +15,8 @@ need, so small requests never starve a big one.
 A block that a step may write is freed only after that step is collected.
 
 Sequences that begin with the same tokens share blocks: see prefix_cache.py.
+
+`plan` takes guesses of next tokens (drafts). They change how many steps an output takes, and nothing else.
 """
 
 from __future__ import annotations
