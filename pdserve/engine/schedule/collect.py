@@ -118,7 +118,7 @@ class Collector:
         ended = seq.computed == len(seq.tokens)
         blocks = ceil_div(seq.computed, self._block_size) if ended else seq.computed // self._block_size
         first, seq.final = seq.final, blocks
-        return Final(seq.seq_id, first, seq.block_table[first:blocks])
+        return Final(seq.seq_id, first, tuple([table[first:blocks] for table in seq.block_tables]))
 
     def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
         token_id, logprobs = sampled

@@ -25,7 +25,8 @@ import bisect
 from operator import attrgetter
 
 from pdserve.core.block_hash import PrefixChain
-from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
+from pdserve.core.block_pools import BlockPools, TableReservation
+from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
@@ -62,7 +63,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: BlockPools,
         layout_block_size: int,
         *,
         max_num_seqs: int,
@@ -135,12 +136,12 @@ class Scheduler:
         local_prefill: bool,
         resumed: int = 0,
         cache_salt: str = "",
-    ) -> Reservation | None:
+    ) -> TableReservation | None:
         """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
-        The result lists the blocks of the prompt in order, then a block to grow into if the sequence can grow. Its first
-        `hits` blocks hold their KV already. None means that the pool has no room beside the needs of waiting sequences, or
-        that all slots are taken.
+        The result lists the blocks of the prompt in order, for each KV group, and then a block to grow into if the sequence
+        can grow. Its first `hits` blocks hold their KV already. None means that the pool has no room beside the needs of
+        waiting sequences, or that all slots are taken.
 
         With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
         `activate` or `abort` follows. `resumed` and `cache_salt` are those of `add`.
@@ -313,7 +314,7 @@ class Scheduler:
         Sequences that are preempted for lack of blocks are left out.
         """
         size = self._block_size
-        for seq in [s for s in self._decoding if len(s.tokens) > len(s.block_table) * size]:
+        for seq in [s for s in self._decoding if len(s.tokens) > s.num_blocks * size]:
             if seq.state is _S.DECODING:  # otherwise it has just been preempted for an older one
                 self._grow(seq)
         return list(self._decoding)
@@ -331,25 +332,27 @@ class Scheduler:
 
         A block stays free for each running sequence, and all blocks that waiting sequences need.
         """
-        missing = self._blocks_for(len(seq.tokens) + count) - len(seq.block_table)
+        missing = self._blocks_for(len(seq.tokens) + count) - seq.num_blocks
         if missing > 0 and self._pool.num_allocatable - missing >= self.num_running + self._blocks_awaited():
-            grown = self._pool.allocate(seq.holder, missing)
-            assert grown is not None
-            seq.has_blocks(seq.block_table + grown)
-        return min(count, len(seq.block_table) * self._block_size - len(seq.tokens))
+            self._take_blocks(seq, missing)
+        return min(count, seq.num_blocks * self._block_size - len(seq.tokens))
 
     def _grow(self, seq: Sequence) -> None:
         """Give the sequence one more block. While the pool has none, preempt the youngest sequence, perhaps this one."""
-        assert self._blocks_for(len(seq.tokens)) == len(seq.block_table) + 1
+        assert self._blocks_for(len(seq.tokens)) == seq.num_blocks + 1
         while self._pool.num_allocatable < 1:
             running = (*self._decoding, *self._prefilling)
             victim = max((s for s in running if s.kind is not SequenceKind.LENT), key=_ARRIVAL)
             self._preempt(victim)
             if victim is seq:
                 return
-        grown = self._pool.allocate(seq.holder, 1)
+        self._take_blocks(seq, 1)
+
+    def _take_blocks(self, seq: Sequence, count: int) -> None:
+        """Give a sequence `count` more blocks in each group. The caller has checked that the pools have them."""
+        grown = self._pool.allocate(seq.holder, count)
         assert grown is not None
-        seq.has_blocks(seq.block_table + grown)
+        seq.has_blocks(tuple([table + more for table, more in zip(seq.block_tables, grown, strict=True)]))
 
     def _preempt(self, seq: Sequence) -> None:
         self._pool.drop(seq.holder)
@@ -413,7 +416,7 @@ class Scheduler:
         seq = self._waiting[0]
         self._move(seq, _E.ADMITTED)
         hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
-        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
+        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_tables
         if seq.decodes:
             self._move(seq, _E.PREFILLED)
         if seq.kind is SequenceKind.LENT:
@@ -459,6 +462,8 @@ class Scheduler:
         assert seq.planned or seq.state is not _S.ABORTING
         assert seq.decodes or seq.state is not _S.DECODING
         kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE
-        assert self._pool.blocks_of(Holder(kind, seq.seq_id)) == seq.block_table
-        assert bool(seq.block_table) == (seq.state is not _S.WAITING)
-        assert seq.computed <= len(seq.block_table) * self._block_size
+        held = self._pool.blocks_of(Holder(kind, seq.seq_id))
+        assert held == seq.block_tables or not any((*held, *seq.block_tables))
+        assert all(len(table) == seq.num_blocks for table in seq.block_tables)
+        assert bool(seq.num_blocks) == (seq.state is not _S.WAITING)
+        assert seq.computed <= seq.num_blocks * self._block_size
