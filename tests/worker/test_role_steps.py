@@ -15,6 +15,7 @@ from faultsim.worker import LAYOUT
 from kvtransfer.api import Region
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import BlockId, Incarnation, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.engine.schedule.outcome import Advance, OutputToken
 from pdserve.rpc import codec
@@ -29,6 +30,7 @@ FIRST, SECOND = 11, 12
 """Handles; the first is the one that breaks."""
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+SPEC = codec.spec_to_wire(RequestSpec(PROMPT, PARAMS))
 
 
 @dataclass
@@ -69,16 +71,12 @@ def bench(make_role: Callable[[Host], Role]) -> Bench:
 
 
 def bind(handle: int) -> link_pb2.RouterMessage:
-    sampling = codec.sampling_to_wire(PARAMS)
-    command = decode_pb2.Bind(handle=handle, prompt_ids=codec.pack_ids(PROMPT), sampling=sampling, local_prefill=True)
+    command = decode_pb2.Bind(handle=handle, spec=SPEC, local_prefill=True)
     return link_pb2.RouterMessage(bind=command)
 
 
 def prefill(handle: int) -> link_pb2.RouterMessage:
-    sampling = codec.sampling_to_wire(PARAMS)
-    return link_pb2.RouterMessage(
-        prefill=prefill_pb2.Prefill(handle=handle, prompt_ids=codec.pack_ids(PROMPT), sampling=sampling)
-    )
+    return link_pb2.RouterMessage(prefill=prefill_pb2.Prefill(handle=handle, spec=SPEC))
 
 
 def break_at(patch: pytest.MonkeyPatch, owner: Any, name: str, broken: Callable[..., bool]) -> None:

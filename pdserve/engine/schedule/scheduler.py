@@ -30,6 +30,7 @@ from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
 from pdserve.engine.schedule.collect import Collector, PlannedStep
@@ -107,35 +108,17 @@ class Scheduler:
 
     # --- sequences come and go
 
-    def add(
-        self,
-        seq_id: SeqId,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        *,
-        kind: SequenceKind,
-        priority: int,
-        resumed: int = 0,
-        cache_salt: str = "",
-    ) -> None:
+    def add(self, seq_id: SeqId, spec: RequestSpec, *, kind: SequenceKind, resumed: tuple[int, ...] = ()) -> None:
         """Queue a sequence. It runs as soon as the pool has all blocks of its prompt at once.
 
-        The last `resumed` ids of `prompt` are output that another worker drew, so the next token drawn has output index
-        `resumed`. Blocks are shared only with sequences of the same `cache_salt`.
+        `resumed` is output that another worker drew. It follows the prompt, and the next token drawn comes after it. Blocks are
+        shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        self._move(self._new(seq_id, prompt, params, kind, priority, resumed, self.prefix.chain(cache_salt)), _E.QUEUED)
+        self._move(self._new(seq_id, spec, kind, resumed, self.prefix.chain(spec.cache_salt)), _E.QUEUED)
 
     def reserve(
-        self,
-        seq_id: SeqId,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        *,
-        priority: int,
-        local_prefill: bool,
-        resumed: int = 0,
-        cache_salt: str = "",
+        self, seq_id: SeqId, spec: RequestSpec, *, local_prefill: bool, resumed: tuple[int, ...] = ()
     ) -> TableReservation | None:
         """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
@@ -144,16 +127,17 @@ class Scheduler:
         waiting sequences, or that all slots are taken.
 
         With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
-        `activate` or `abort` follows. `resumed` and `cache_salt` are those of `add`.
+        `activate` or `abort` follows. `resumed` is that of `add`.
         """
-        count = self.blocks_to_reserve(len(prompt), params, resumed)
+        tokens = spec.prompt_ids + resumed
+        count = self.blocks_to_reserve(len(tokens), spec.sampling, len(resumed))
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
-        chain = self.prefix.chain(cache_salt)
+        chain = self.prefix.chain(spec.cache_salt)
         # A local prefill must compute at least the last token, which gives the first logits; a pulled prompt computes none.
-        hashes = self.prefix.hashes(chain, prompt, len(prompt) - 1 if local_prefill else len(prompt))
+        hashes = self.prefix.hashes(chain, tokens, len(tokens) - 1 if local_prefill else len(tokens))
         if self.num_live >= self._max_seqs or not self._pool.fits(count, hashes, spare=self._blocks_awaited()):
             return None
-        seq = self._new(seq_id, prompt, params, kind, priority, resumed, chain)
+        seq = self._new(seq_id, spec, kind, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
         reservation = self.prefix.take(seq, holder, count, hashes)
         self._move(seq, _E.RESERVED_LOCAL if local_prefill else _E.RESERVED_INBOUND)
@@ -291,19 +275,19 @@ class Scheduler:
     def _new(
         self,
         seq_id: SeqId,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
+        spec: RequestSpec,
         kind: SequenceKind,
-        priority: int,
-        resumed: int,
+        resumed: tuple[int, ...],
         chain: PrefixChain | None,
     ) -> Sequence:
+        tokens = [*spec.prompt_ids, *resumed]
         assert seq_id not in self._sequences
-        assert 0 <= resumed < min(len(prompt), params.max_tokens), "the caller refuses an output that is complete already"
-        assert 1 <= len(prompt) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
+        assert spec.prompt_ids, "the caller refuses an empty prompt"
+        assert len(resumed) < spec.sampling.max_tokens, "the caller refuses an output that is complete already"
+        assert len(tokens) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
         self._arrivals += 1
-        turn = turn_of(self._prompt_tokens, priority, self._token_budget)
-        seq = Sequence(seq_id, kind, list(prompt), len(prompt) - resumed, params, turn, self._arrivals, self._rule)
+        turn = turn_of(self._prompt_tokens, spec.priority, self._token_budget)
+        seq = Sequence(seq_id, kind, tokens, spec, turn, self._arrivals, self._rule)
         seq.chain = chain
         self._sequences[seq_id] = seq
         return seq
