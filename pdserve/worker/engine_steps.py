@@ -1,7 +1,7 @@
 """The engine step without the model: what it does to the scheduler, and the events that it gives to the loop. Pure.
 
 `begin` applies commands and plans; the caller computes the plan; `finish` collects the tokens, and `seal` sums the blocks that
-became final. The engine thread runs the model between `begin` and `finish`; a simulation lets virtual time pass.
+became final. The engine thread launches and awaits the step between `begin` and `finish`; a simulation lets virtual time pass.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class EngineSteps:
         return plan, early if lent or reserved or rehashed else None
 
     def finish(self, sampled: list[Sampled]) -> StepEvents:
-        """Give the drawn tokens to the scheduler, and return the events of the step. `sampled` is in the order of the plan."""
+        """Give the drawn tokens to the scheduler, and return the events of the step. `sampled` has a token for each sample of
+        the plan, in order."""
         outcome = self._scheduler.collect(sampled)
         self._final = outcome.final
         self._unchecked += 1
@@ -141,15 +142,12 @@ class EngineSteps:
     def _apply(self, command: Command) -> ReserveResult | Rehashed | None:
         scheduler = self._scheduler
         match command:
-            case AddLent(seq_id, prompt, params, priority, resumed, salt):
+            case AddLent(seq_id, spec, resumed):
                 self._last_seq_id = seq_id
-                kind = SequenceKind.LENT
-                scheduler.add(seq_id, prompt, params, kind=kind, priority=priority, resumed=resumed, cache_salt=salt)
-            case Reserve(seq_id, prompt, params, priority, local, resumed, salt):
+                scheduler.add(seq_id, spec, kind=SequenceKind.LENT, resumed=resumed)
+            case Reserve(seq_id, spec, local, resumed):
                 self._last_seq_id = seq_id
-                room = scheduler.reserve(
-                    seq_id, prompt, params, priority=priority, local_prefill=local, resumed=resumed, cache_salt=salt
-                )
+                room = scheduler.reserve(seq_id, spec, local_prefill=local, resumed=resumed)
                 return ReserveResult(seq_id, room.block_tables, room.hits) if room is not None else ReserveResult(seq_id, None)
             case Activate(seq_id, first_token):
                 scheduler.activate(seq_id, first_token)
