@@ -367,7 +367,7 @@ VIEWS: list[Call] = [
     lambda t, i, s: t.advance(i, 32, TOKEN, now_s=s).held,
 ]
 SILENT: list[Call] = [
-    lambda t, i, s: t.seal(i, 2, (), now_s=s),
+    lambda t, i, s: t.seal(i, 2, ((), ()), now_s=s),
     lambda t, i, s: t.release(i, GUESS, now_s=s),
     lambda t, i, s: t.release(i, PROOF, now_s=s),
 ]
