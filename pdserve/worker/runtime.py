@@ -30,6 +30,7 @@ from pdserve.config import EngineConfig, WorkerConfig
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.worker import WorkerLoad
 from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.memory.host import resident_bytes
@@ -200,7 +201,7 @@ class RunningWorker:
             prefix_salt=self._card.fingerprint.encode() if engine.enable_prefix_caching else None,
         )
         self._runner = runner
-        self._first_snapshot = EngineSnapshot(pool.counts(), 0, 0, 0)
+        self._first_snapshot = EngineSnapshot(WorkerLoad(pool.counts()))
         return runner, scheduler, pool
 
     def _sums_of(self) -> BlockSums | None:
