@@ -206,7 +206,7 @@ class RouterService:
             self._note_ready()
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
-        generation = BufferedGeneration(submit.request_id, len(submit.prompt_ids), self._released)
+        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released)
         effects = self._core.handle(submit, now_s=self._clock())  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None
