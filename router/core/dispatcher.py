@@ -138,7 +138,7 @@ class Dispatcher:
             return False
         work = self._requests.place_on(worker, request)
         request.times.attempt.prefill_sent_s = now_s
-        worker.sent(work.handle, len(request.work_ids))
+        worker.sent(work.handle, request.work_len)
         yield SendPrefill(worker.link, request.work(work.handle))
         return True
 

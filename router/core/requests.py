@@ -195,8 +195,8 @@ def _check_request(request: LiveRequest, waits: bool, charged: LinkId | None) ->
     assert (decode is not None) == (state is not _S.QUEUED)
     assert (prefill is not None) == (state in (_S.PREFILLING, _S.HANDOFF))
     assert len(request.emitted) == request.output.next_index
-    assert request.work_ids == (*request.prompt_ids, *request.emitted[: request.resumed])
-    assert request.resumed == 0 or request.replay
+    assert request.resumed == tuple(request.emitted[: len(request.resumed)])
+    assert not request.resumed or request.replay
     if prefill is not None:
         assert (request.lease is None) == (prefill.machine.state is WorkState.SENT)
         assert (prefill.machine.state is WorkState.PREFILLED) == (state is _S.HANDOFF)

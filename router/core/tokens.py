@@ -38,7 +38,7 @@ class Tokens:
     def _row(self, work: RemoteWork, row: Row, now_s: float) -> Iterable[Effect]:
         """Take a row, and return the effects of the tokens that may go out now. It is no generator, to cost less."""
         request = work.request
-        delta = delta_of(row, logprobs=request.sampling.logprobs is not None)
+        delta = delta_of(row, logprobs=request.spec.sampling.logprobs is not None)
         if request.machine.state is _S.DECODING and work.role is Role.DECODE:
             if request.times.attempt.first_decode_s is None:
                 _note_first(request, now_s)
@@ -48,7 +48,7 @@ class Tokens:
         if work.role is Role.PREFILL:
             return self._first_token(work, delta, now_s)
         request.machine.move(_E.TOKEN_OUT)  # legal while the first token is still on its way over the prefill worker's link
-        request.output.hold(delta, after=request.resumed + 1)
+        request.output.hold(delta, after=len(request.resumed) + 1)
         return ()
 
     def _first_token(self, work: RemoteWork, delta: Delta, now_s: float) -> Effects:
@@ -102,7 +102,7 @@ class Tokens:
 
 
 def _too_short(request: LiveRequest, last: RequestEvent) -> InternalBug:
-    asked, worker = request.sampling.max_tokens, request.decode_worker if last is _E.STOPPED else request.prefill_worker
+    asked, worker = request.spec.sampling.max_tokens, request.decode_worker if last is _E.STOPPED else request.prefill_worker
     return InternalBug(f"{worker} ended request {request.request_id} at {len(request.emitted)} of {asked} tokens")
 
 

@@ -13,6 +13,7 @@ import pytest
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Overloaded, PdserveError
 from pdserve.core.ids import Incarnation, RequestId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc.v1 import link_pb2
 from router.core import events as ev
@@ -135,7 +136,8 @@ class RecordedLinks:
 
 
 def submit(name: str) -> ev.Submit:
-    return ev.Submit(RequestId(name), (1, 2, 3), SamplingParams(max_tokens=3), arrived_s=0.0, deadline_s=math.inf)
+    spec = RequestSpec((1, 2, 3), SamplingParams(max_tokens=3))
+    return ev.Submit(RequestId(name), spec, arrived_s=0.0, deadline_s=math.inf)
 
 
 def broken_action(*_: object, **__: object) -> ev.Effects:
