@@ -199,6 +199,7 @@ class RunningWorker:
             max_model_len=runner.max_model_len,
             eos_token_ids=self._card.eos_token_ids,
             prefix_salt=self._card.fingerprint.encode() if engine.enable_prefix_caching else None,
+            drafts_obstacle=runner.drafts_obstacle,
         )
         self._runner = runner
         self._first_snapshot = EngineSnapshot(WorkerLoad(pool.counts()))

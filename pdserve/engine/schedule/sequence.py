@@ -79,7 +79,7 @@ class Sequence:
     served: int = 0
     """Number of the step that computed its last chunk."""
     planned: int = 0
-    """Tokens that the step under way computes."""
+    """Known tokens that the step under way computes; its drafts do not count."""
     prompt_len: int = field(init=False)
     params: SamplingParams = field(init=False)
     edits: LogitEdits | None = field(init=False)
@@ -157,6 +157,16 @@ class Sequence:
         ids = tuple(self.tokens[self.computed : end])
         return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
 
+    def drafted_slice(self, drafts: tuple[int, ...]) -> SequenceSlice:
+        """Plan the one token that is left of a decoding sequence, and guesses of the tokens after it. Asserts that the
+        sequence has no edits, because these depend on the tokens that are drawn before."""
+        assert self.edits is None
+        self.planned = 1
+        index = self.output_count
+        samples = tuple([self._spec(i) for i in range(index, index + len(drafts) + 1)])
+        ids = (self.tokens[-1], *drafts)
+        return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
+
     def has_blocks(self, table: tuple[BlockId, ...]) -> None:
         """Set the block table, in both of its forms."""
         self.block_table, self.block_tables, self.packed = table, (table,), (array("i", table).tobytes(),)
@@ -166,11 +176,13 @@ class Sequence:
 
         Stop ids are banned until the output has min_tokens tokens, so a stop token always comes on top of them (as in vLLM).
         """
-        if self._plain:
-            return GREEDY
         if self.edits is not None:
             self.edits.catch_up(self.tokens)
-        index = len(self.tokens) - self.prompt_len
+        return self._spec(len(self.tokens) - self.prompt_len)
+
+    def _spec(self, index: int) -> SampleSpec:
+        if self._plain:
+            return GREEDY
         return SampleSpec(self.params, index, self.stop_ids if index < self._min_tokens else (), self.edits)
 
     def finish_reason(self) -> FinishReason | None:
