@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
@@ -71,7 +71,7 @@ _SPEC: Final = FieldCodec(
     RequestSpec,
     common_pb2.RequestSpec,
     prompt_ids=(pack_ids, unpack_ids),
-    sampling=(_SAMPLING.to_wire, _SAMPLING.from_wire),
+    sampling=(_SAMPLING.to_fields, _SAMPLING.from_wire),
 )
 
 
@@ -88,6 +88,11 @@ def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
 def spec_to_wire(spec: RequestSpec) -> common_pb2.RequestSpec:
     """Write a request as a message."""
     return _SPEC.to_wire(spec)
+
+
+def spec_to_fields(spec: RequestSpec) -> dict[str, Any]:
+    """Return the fields of a request's message, as the constructor of a message around it takes them."""
+    return _SPEC.to_fields(spec)
 
 
 def spec_from_wire(wire: common_pb2.RequestSpec) -> RequestSpec:

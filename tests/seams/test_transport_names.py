@@ -52,7 +52,7 @@ async def link_to(ours: str, **theirs: Any) -> AsyncIterator[PeerLink]:
 def handshake(ours: str, **theirs: Any) -> bytes:
     async def run() -> bytes:
         async with link_to(ours, **theirs) as link:
-            return await link.handshake(Incarnation(1), b"own")
+            return await link.handshake()
 
     return asyncio.run(run())
 
