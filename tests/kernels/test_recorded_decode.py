@@ -17,7 +17,7 @@ from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine import runner
 from pdserve.engine.models import graphs
 from pdserve.engine.models.graphs import buckets
-from pdserve.engine.models.weights import LlamaWeights, load_llama
+from pdserve.engine.models.weights import ModelWeights, load_weights
 from pdserve.engine.runner import ModelRunner
 
 
@@ -41,11 +41,11 @@ def runners(request):
     settings = {"dtype": "float32", "max_num_seqs": 3, "kv_cache_dtype": request.param}
     config = EngineConfig(device="cpu", kv_cache_memory=4 * MIB, **settings)
     whole = ModelCard.load(directory)
-    card = replace(whole, num_layers=2)
+    card = replace(whole, spec=replace(whole.spec, layers=whole.spec.layers[:2]))
 
-    def load(dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-        weights = load_llama(directory, whole, dtype, device)
-        return replace(weights, layers=weights.layers[: card.num_layers])
+    def load(dtype: torch.dtype, device: torch.device) -> ModelWeights:
+        weights = load_weights(directory, whole, dtype, device)
+        return replace(weights, layers=weights.layers[:2])
 
     torch_runner = ModelRunner.make(card, config, load)
     if DEVICE.type == "cuda":

@@ -19,46 +19,49 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pdserve.checkpoint.card import ModelCard
-from pdserve.core.errors import ConfigError, InternalBug, OutOfThreads
+from pdserve.core.errors import InternalBug, OutOfThreads
 from pdserve.core.ids import BlockId
+from pdserve.core.model_spec import ModelSpec
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
 from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.layers.linear import HEAD, CompiledScheme
 from pdserve.engine.layers.rope import rope_table
 from pdserve.engine.models.api import Logits
-from pdserve.engine.models.weights import LayerWeights, LlamaWeights
+from pdserve.engine.models.weights import LayerWeights, ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.native.sampling import PackedRows
 
 LANES: Final = 16  # floats in a vector; gate and up alternate in groups of so many columns
 MOST_HEAD_DIM: Final = 512
-GROUP: Final = 64  # 8-bit activations that share a scale; 32 4-bit weights share one
-BITS: Final = {None: 16, "int8": 8, "int4": 4}  # bits of a weight, by the setting `quantization`
 KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # the numbers are those of abi.h
 NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
-_QKV, _ATTENTION_OUT, _GATE_UP, _DOWN, _HEAD = range(5)
+_QKV, _ATTENTION_OUT, _GATE_UP, _DOWN = range(HEAD)
 _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
 
 
-def obstacle(card: ModelCard, kv: KvCache) -> str | None:
+def obstacle(spec: ModelSpec, kv: KvCache) -> str | None:
     """Return the reason, in words, why the compiled code does not run this model here; None when it runs."""
     if kv.device.type != "cpu":
         return "compiled steps are for CPUs"
     if kv.dtype is not torch.bfloat16 or kv.layout.dtype not in KV_FORMATS:
         return "compiled steps are for bfloat16"
-    if any(width % LANES for width in (card.hidden_size, card.intermediate_size, card.head_dim)):
+    lacking = spec.beyond() or ("layers of different shapes" if len(set(spec.layers)) > 1 else None)
+    if lacking is not None:
+        return f"compiled steps do not compute {lacking}"
+    attention = spec.layers[0].attention
+    if any(width % LANES for width in (spec.hidden_size, spec.layers[0].mlp.intermediate, attention.qk_dim)):
         return f"compiled steps need widths that are multiples of {LANES}"
-    if card.head_dim > MOST_HEAD_DIM:
+    if attention.qk_dim > MOST_HEAD_DIM:
         return f"compiled steps need heads of at most {MOST_HEAD_DIM}"
     return None if library.load() is not None else library.find().why
 
 
-def supports(card: ModelCard, kv: KvCache) -> bool:
+def supports(spec: ModelSpec, kv: KvCache) -> bool:
     """Tell whether the compiled code runs this model here.
 
     It needs bfloat16 on a CPU and widths of whole vectors. The dtype of KV may be any.
     """
-    return obstacle(card, kv) is None
+    return obstacle(spec, kv) is None
 
 
 class NativeLlama:
@@ -69,38 +72,35 @@ class NativeLlama:
 
     computes_in_torch = False
 
-    def __init__(self, card: ModelCard, weights: LlamaWeights, kv: KvCache, max_positions: int, *, bits: int) -> None:
-        """Copy the weights. Raises `ConfigError` when a width does not allow quantisation, MemoryError without memory.
-
-        bits: bits of a weight: 16 (bfloat16), 8 (activations are rounded to 8 bits as well) or 4 (activations are bfloat16).
-        """
-        if bits != 16 and any(
-            width % GROUP for width in (card.hidden_size, card.intermediate_size, card.num_heads * card.head_dim)
-        ):
-            raise ConfigError(f"quantization int{bits} needs a model whose widths are multiples of {GROUP}")
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, kv: KvCache, max_positions: int, scheme: CompiledScheme) -> None:
+        """Copy the weights. Raises `ConfigError` when a width does not allow the scheme, MemoryError without memory."""
+        layer = spec.layers[0]
+        attention = layer.attention
+        scheme.check((spec.hidden_size, layer.mlp.intermediate, attention.query_width))
         loaded = library.load()
         assert loaded is not None, "the caller asked `supports`"
         self._library = loaded
+        self._scheme = scheme
         self.threads = torch.get_num_threads()
         self._pool = kv.address, kv.layout.block_size, kv.num_blocks, KV_FORMATS[kv.layout.dtype]
-        self._vocab = card.vocab_size
-        self._room = self._logits = torch.empty(0, card.vocab_size)
+        self._vocab = spec.vocab_size
+        self._room = self._logits = torch.empty(0, spec.vocab_size)
         self._logits_address = self._rows = 0
         self._embedding = weights.embedding.contiguous()
-        self._rope = rope_table(card, max_positions, kv.device)
+        self._rope = rope_table(attention.rope, attention.qk_dim, max_positions, kv.device)
         self._rope_address = self._rope.data_ptr()
         shape = library.Shape(
-            card.hidden_size, card.intermediate_size, card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim,
-            card.vocab_size, card.rms_norm_eps,
+            spec.hidden_size, layer.mlp.intermediate, len(spec.layers), attention.heads, attention.kv_heads, attention.qk_dim,
+            spec.vocab_size, layer.norms.eps,
         )  # fmt: skip
         self._model = loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr())
         if self._model is None:
             raise MemoryError
         weakref.finalize(self, loaded.pdserve_model_free, self._model)
-        for index, layer in enumerate(weights.layers):
-            self._take_layer(index, layer, bits)
+        for index, own in enumerate(weights.layers):
+            self._take_layer(index, own)
         self._take_norm(0, _BEFORE_HEAD, weights.norm)
-        self._take(0, _HEAD, weights.head, max(bits, 8))  # a head of 4 bits costs SmolLM2 5 % of perplexity, one of 8 none
+        self._take(0, HEAD, weights.head)
 
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits:
         """Compute the plan, write its KV, and return the logits of `rows`.
@@ -145,17 +145,16 @@ class NativeLlama:
         )
         return packed.taken()
 
-    def _take_layer(self, index: int, layer: LayerWeights, bits: int) -> None:
+    def _take_layer(self, index: int, layer: LayerWeights) -> None:
         self._take_norm(index, _BEFORE_ATTENTION, layer.attention_norm)
         self._take_norm(index, _BEFORE_MLP, layer.mlp_norm)
-        self._take(index, _QKV, layer.qkv, bits)
-        self._take(index, _ATTENTION_OUT, layer.attention_out, bits)
-        self._take(index, _GATE_UP, _by_turns(layer.gate_up), bits)
-        self._take(index, _DOWN, layer.down, bits)
+        self._take(index, _QKV, layer.qkv)
+        self._take(index, _ATTENTION_OUT, layer.attention_out)
+        self._take(index, _GATE_UP, _by_turns(layer.gate_up))
+        self._take(index, _DOWN, layer.down)
 
-    def _take(self, layer: int, which: int, weight: Tensor, bits: int) -> None:
-        held = weight.contiguous()
-        _done(self._library.pdserve_model_weight(self._model, layer, which, held.data_ptr(), *held.shape, bits))
+    def _take(self, layer: int, which: int, weight: Tensor) -> None:
+        _done(self._scheme.pack(self._library, self._model, layer, which, weight))
 
     def _take_norm(self, layer: int, which: int, weight: Tensor) -> None:
         held = weight.float().contiguous()
