@@ -13,12 +13,12 @@ from pdserve.checkpoint.families.registry import family_of
 from pdserve.checkpoint.fingerprint import fingerprint
 from pdserve.checkpoint.layout import check_directory, read_json
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvSpec
 from pdserve.core.model_spec import ModelSpec
 
 _DTYPES: Final = ("bfloat16", "float32")
 KV_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
-"""The dtypes in which KV may be stored: the name in the configuration, and the name in a `KvLayout`."""
+"""The dtypes in which KV may be stored: the name in the configuration, and the name in a `KvGroup`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,12 @@ class ModelCard:
         """The number of positions that the model was made for."""
         return self.spec.max_position
 
-    def kv_layout(self, block_size: int, dtype: str, kv_cache_dtype: str = "auto") -> KvLayout:
-        """Return the layout of KV blocks of `block_size` tokens. Both dtypes have the names of the configuration.
+    def kv_layout(self, block_size: int, dtype: str, kv_cache_dtype: str = "auto") -> KvSpec:
+        """Return the layout of KV in blocks of `block_size` tokens. Both dtypes have the names of the configuration.
 
         Raises `ConfigError` for an unknown dtype, or for one in which a block of this model is not a whole number of words.
         """
-        stored = resolve_kv_dtype(kv_cache_dtype, dtype)
-        attention = self.spec.layers[0].attention
-        return KvLayout(len(self.spec.layers), attention.kv_heads, attention.qk_dim, block_size, stored)
+        return self.spec.kv_spec(block_size, resolve_kv_dtype(kv_cache_dtype, dtype))
 
 
 def resolve_dtype(dtype: str) -> str:

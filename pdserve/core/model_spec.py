@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv_layout import KvGroup, KvSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,17 @@ class ModelSpec:
         """The place of each layer's KV: the number of its group, and its index within the group."""
         found = {layer: (g, i) for g, layers in enumerate(self.kv_groups) for i, layer in enumerate(layers)}
         return tuple(found[layer] for layer in range(len(self.layers)))
+
+    def kv_spec(self, block_size: int, dtype: str) -> KvSpec:
+        """Return the layout of the model's KV in blocks of `block_size` tokens, stored in `dtype` of `DTYPE_BITS`.
+
+        Raises `ConfigError` when the model has too many groups, or when a block of one is not a whole number of words.
+        """
+        groups = []
+        for layers in self.kv_groups:
+            attention = self.layers[layers[0]].attention
+            groups.append(KvGroup(layers, attention.planes, block_size, dtype, attention.window))
+        return KvSpec(tuple(groups))
 
     @property
     def layer_numbers(self) -> int:

@@ -20,6 +20,7 @@ from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.kernels.support import triton_usable
 from pdserve.engine.kv.cache import TORCH_DTYPES, KvCache
+from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.elementwise import silu_and_mul, silu_and_mul_fixed
 from pdserve.engine.layers.linear import COMPILED_SCHEMES
 from pdserve.engine.layers.rows import TiledRows, WholeRows
@@ -42,12 +43,12 @@ class ModelRunner:
     """The model and the KV pool of one engine, made by `load`. The whole pool is allocated at once, and it never grows."""
 
     def __init__(
-        self, model: Model, kv: KvCache, *, weights_bytes: int, max_model_len: int, batch_invariant: bool, why: str
+        self, model: Model, kv: KvPool, *, weights_bytes: int, max_model_len: int, batch_invariant: bool, why: str
     ) -> None:
         """Hold a model and its pool. why: the reason, in words, why this kind of model was chosen."""
         self.kv = kv
         self.compiled = isinstance(model, native.NativeLlama)
-        self.batch_invariant = batch_invariant or (self.compiled and not kv.layout.quantised)
+        self.batch_invariant = batch_invariant or (self.compiled and not kv.spec.quantised)
         """True when a token's logits depend only on its sequence, bit for bit. The setting asks for it, or the compiled model
         has this property at no cost."""
         self.weights_bytes = weights_bytes
@@ -58,11 +59,13 @@ class ModelRunner:
 
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
         """Return steps that together need as much memory as any step. Execute them only while nobody uses the pool."""
-        layout, sizes = self.kv.layout, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
-        limits = StepLimits(self.kv.num_blocks, layout.block_size, *sizes, self.max_model_len)
+        spec, sizes = self.kv.spec, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
+        limits = StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups))
         if not isinstance(self._model, native.NativeLlama):
             return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
-        return largest_steps(limits, gathered=0, decode_batches=native.split_batches(layout.num_kv_heads))
+        return largest_steps(
+            limits, gathered=0, decode_batches=native.split_batches(min(group.num_kv_heads for group in spec.groups))
+        )
 
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0) -> ModelRunner:
@@ -114,8 +117,8 @@ class ModelRunner:
         pool_tokens: the number of tokens that limits max_model_len; None means the tokens that the pool holds.
         """
         with torch.inference_mode(False):  # the pool is an ordinary tensor, which others may change
-            layout = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
-            kv = KvCache(layout, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)])
+            spec = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
+            kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)])
         tokens = pool_tokens or kv.num_blocks * config.block_size
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, tokens)
         try:
@@ -149,9 +152,7 @@ class ModelRunner:
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
     def _execute(self, plan: StepPlan) -> list[Sampled]:
-        specs = [
-            piece.sample for piece in plan.slices if piece.sample is not None
-        ]  # taken now, while they are in the CPU's caches
+        specs = plan.specs  # taken now, while they are in the CPU's caches
         logits = self._model.forward(plan, plan.sampled_rows)
         if logits is None:
             return []
@@ -165,7 +166,7 @@ class ModelRunner:
         return logits.values.clone()
 
 
-def _model(card: ModelCard, weights: ModelWeights, kv: KvCache, config: EngineConfig, max_positions: int) -> Model:
+def _model(card: ModelCard, weights: ModelWeights, kv: KvPool, config: EngineConfig, max_positions: int) -> Model:
     """Return the compiled model, which is batch-invariant by itself, or a torch model where the compiled one does not run.
 
     Raises `ConfigError` when weights are to be quantised and the compiled model does not run here.
@@ -177,11 +178,10 @@ def _model(card: ModelCard, weights: ModelWeights, kv: KvCache, config: EngineCo
     lacking = obstacle(card.spec)
     if lacking is not None:
         raise ConfigError(f"the model {card.name} has {lacking}, which no engine here computes")
-    caches = (kv,)
-    backend = _backend(card.spec, caches, invariant=bool(config.batch_invariant))
+    backend = _backend(card.spec, kv.caches, invariant=bool(config.batch_invariant))
     model = Decoder(card.spec, weights, backend, max_positions)
-    hidden = _recorded(model, backend, caches, max_positions, config.max_num_seqs) or model.hidden
-    return BatchedDecoder(model, hidden, caches, backend.rows)
+    hidden = _recorded(model, backend, kv.caches, max_positions, config.max_num_seqs) or model.hidden
+    return BatchedDecoder(model, hidden, kv.caches, backend.rows)
 
 
 def _backend(spec: ModelSpec, caches: tuple[KvCache, ...], *, invariant: bool) -> Backend:

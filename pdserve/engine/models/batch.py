@@ -53,7 +53,7 @@ def _spans(plan: StepPlan, group: int, kv: KvCache) -> tuple[Span, ...]:
     spans: list[Span] = []
     row = 0
     for piece in plan.slices:
-        span = Span(row, piece.start, len(piece.token_ids), (piece.block_table,)[group])
+        span = Span(row, piece.start, len(piece.token_ids), piece.block_tables[group])
         assert span.end <= len(span.block_table) * kv.layout.block_size, "tokens without a block"
         assert min(span.block_table) >= 0
         assert max(span.block_table) < kv.num_blocks

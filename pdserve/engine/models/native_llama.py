@@ -23,7 +23,7 @@ from pdserve.core.errors import InternalBug, OutOfThreads
 from pdserve.core.ids import BlockId
 from pdserve.core.model_spec import ModelSpec
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
-from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.linear import HEAD, CompiledScheme
 from pdserve.engine.layers.rope import rope_table
 from pdserve.engine.models.api import Logits
@@ -39,11 +39,11 @@ _QKV, _ATTENTION_OUT, _GATE_UP, _DOWN = range(HEAD)
 _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
 
 
-def obstacle(spec: ModelSpec, kv: KvCache) -> str | None:
+def obstacle(spec: ModelSpec, kv: KvPool) -> str | None:
     """Return the reason, in words, why the compiled code does not run this model here; None when it runs."""
     if kv.device.type != "cpu":
         return "compiled steps are for CPUs"
-    if kv.dtype is not torch.bfloat16 or kv.layout.dtype not in KV_FORMATS:
+    if kv.dtype is not torch.bfloat16 or any(group.dtype not in KV_FORMATS for group in kv.spec.groups):
         return "compiled steps are for bfloat16"
     lacking = spec.beyond() or ("layers of different shapes" if len(set(spec.layers)) > 1 else None)
     if lacking is not None:
@@ -56,7 +56,7 @@ def obstacle(spec: ModelSpec, kv: KvCache) -> str | None:
     return None if library.load() is not None else library.find().why
 
 
-def supports(spec: ModelSpec, kv: KvCache) -> bool:
+def supports(spec: ModelSpec, kv: KvPool) -> bool:
     """Tell whether the compiled code runs this model here.
 
     It needs bfloat16 on a CPU and widths of whole vectors. The dtype of KV may be any.
@@ -72,7 +72,7 @@ class NativeLlama:
 
     computes_in_torch = False
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, kv: KvCache, max_positions: int, scheme: CompiledScheme) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, kv: KvPool, max_positions: int, scheme: CompiledScheme) -> None:
         """Copy the weights. Raises `ConfigError` when a width does not allow the scheme, MemoryError without memory."""
         layer = spec.layers[0]
         attention = layer.attention
@@ -82,7 +82,8 @@ class NativeLlama:
         self._library = loaded
         self._scheme = scheme
         self.threads = torch.get_num_threads()
-        self._pool = kv.address, kv.layout.block_size, kv.num_blocks, KV_FORMATS[kv.layout.dtype]
+        (cache,) = kv.caches
+        self._pool = cache.address, cache.layout.block_size, cache.num_blocks, KV_FORMATS[cache.layout.dtype]
         self._vocab = spec.vocab_size
         self._room = self._logits = torch.empty(0, spec.vocab_size)
         self._logits_address = self._rows = 0
@@ -111,8 +112,10 @@ class NativeLlama:
         """
         _, starts, token_ids, block_tables, _, packed = zip(*plan.slices, strict=True)
         tokens = array("i", chain.from_iterable(token_ids))
-        tables = array("i", b"".join(packed if all(packed) else map(_packed, block_tables)))
-        begins = array("q", accumulate(map(len, block_tables), initial=0))
+        tables = array(
+            "i", b"".join(chain.from_iterable(packed) if all(packed) else map(_packed, chain.from_iterable(block_tables)))
+        )
+        begins = array("q", accumulate(map(len, chain.from_iterable(block_tables)), initial=0))
         best = array("i", bytes(4 * len(rows)))
         self._make_room(len(rows))
         arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), begins, tables, array("i", rows))

@@ -12,7 +12,7 @@ from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
 from pdserve.core.sampling import FinishReason, SamplingParams
-from pdserve.core.step_plan import GREEDY, SampleSpec, SequenceSlice
+from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
 
 
 class SequenceKind(Enum):
@@ -82,8 +82,9 @@ class Sequence:
     stop_ids: tuple[int, ...] = field(init=False)
     longest: int = field(init=False)
     """Length in tokens at which it ends, whatever the tokens are."""
-    packed: bytes = b""
-    """`block_table` as int32 for compiled code. It is made when the table changes, not at each step."""
+    block_tables: tuple[tuple[BlockId, ...], ...] = ()
+    packed: tuple[bytes, ...] = ()
+    """`block_tables` as int32 for compiled code. They are made when a table changes, not at each step."""
     _stops: frozenset[int] = field(init=False)
     _min_tokens: int = field(init=False)
     _plain: bool = field(init=False)
@@ -124,21 +125,21 @@ class Sequence:
     def last_slice(self) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence. The result is that of `next_slice(1)` in half the time."""
         self.planned = 1
-        sample = GREEDY if self._plain else self.sample_spec()
-        return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_table, sample, self.packed)
+        samples = ONE_GREEDY if self._plain else (self.sample_spec(),)
+        return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_tables, samples, self.packed)
 
     def next_slice(self, count: int) -> SequenceSlice:
         """Plan the next `count` tokens. A slice that ends with the last known token also draws the next one."""
         assert not self.planned, "a sequence is planned twice in one step"
         self.planned = count
         end = self.computed + count
-        sample = self.sample_spec() if end == len(self.tokens) else None
+        samples = (self.sample_spec(),) if end == len(self.tokens) else ()
         ids = tuple(self.tokens[self.computed : end])
-        return SequenceSlice(self.seq_id, self.computed, ids, self.block_table, sample, self.packed)
+        return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
 
     def has_blocks(self, table: tuple[BlockId, ...]) -> None:
         """Set the block table, in both of its forms."""
-        self.block_table, self.packed = table, array("i", table).tobytes()
+        self.block_table, self.block_tables, self.packed = table, (table,), (array("i", table).tobytes(),)
 
     def sample_spec(self) -> SampleSpec:
         """Return the specification for drawing the next token.

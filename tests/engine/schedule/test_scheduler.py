@@ -34,7 +34,7 @@ def step(scheduler: Scheduler, token: int = 7) -> tuple[StepPlan, StepOutcome | 
     scheduler.check_invariants()
     if not plan.slices:
         return plan, None
-    outcome = scheduler.collect([(token, None) for s in plan.slices if s.sample is not None])
+    outcome = scheduler.collect([(token, None) for _ in plan.specs])
     scheduler.check_invariants()
     return plan, outcome
 
@@ -59,7 +59,7 @@ def test_a_long_prompt_is_chunked_then_decoded_and_leaves_no_trace():
     spans = []
     while scheduler.has_work:
         plan, _ = step(scheduler)
-        spans += [(s.start, len(s.token_ids), s.sample is not None) for s in plan.slices]
+        spans += [(s.start, len(s.token_ids), len(s.samples) == 1) for s in plan.slices]
     assert spans == [(0, 8, False), (8, 8, False), (16, 3, True), (19, 1, True), (20, 1, True)]
     assert_empty(scheduler)
 
@@ -140,7 +140,7 @@ def test_inbound_is_reserved_whole_activated_and_decoded():
     plan, outcome = step(scheduler)
     assert plan.slices[0].token_ids == (42,)
     assert plan.slices[0].start == 8
-    assert plan.slices[0].block_table == blocks
+    assert plan.slices[0].block_tables == (blocks,)
     assert outcome is not None
     assert outcome.tokens == ((1, 1, 7, None, None),)
     _, outcome = step(scheduler)
@@ -267,8 +267,7 @@ def test_stopping_ids_are_banned_until_min_tokens_are_out():
     banned = []
     for _ in range(3):
         plan, _ = step(scheduler)
-        spec = plan.slices[0].sample
-        assert spec is not None
+        (spec,) = plan.slices[0].samples
         banned.append(spec.banned_ids)
     assert banned == [(EOS, 5), (EOS, 5), ()]
 

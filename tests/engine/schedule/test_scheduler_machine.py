@@ -162,20 +162,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
         ends = accumulate(len(piece.token_ids) for piece in plan.slices)
-        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.sample is not None]
+        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.samples]
         assert plan.sampled_rows == rows, "the model would draw after other tokens"
         sampled: list[Sampled] = []
         written: set[tuple[BlockId, int]] = set()
         for piece in plan.slices:
             for offset, token in enumerate(piece.token_ids):
                 position = piece.start + offset
-                slot = (piece.block_table[position // BLOCK], position % BLOCK)
+                slot = (piece.block_tables[0][position // BLOCK], position % BLOCK)
                 assert slot not in written
                 written.add(slot)
                 self.memory[slot] = token
-            if piece.sample is not None:
+            if piece.samples:
                 end = piece.start + len(piece.token_ids)
-                tokens = tuple(self.memory[piece.block_table[p // BLOCK], p % BLOCK] for p in range(end))
+                tokens = tuple(self.memory[piece.block_tables[0][p // BLOCK], p % BLOCK] for p in range(end))
                 sampled.append((model(tokens), None))
         return sampled
 
