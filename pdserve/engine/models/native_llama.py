@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, chain
 from typing import Final
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalBug, OutOfThreads
 from pdserve.core.ids import BlockId
-from pdserve.core.model_spec import ModelSpec
+from pdserve.core.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.linear import HEAD, CompiledScheme
@@ -38,6 +39,9 @@ NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compil
 _QKV, _ATTENTION_OUT, _GATE_UP, _DOWN = range(HEAD)
 _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
 
+Tables = tuple[tuple[tuple[BlockId, ...], ...], ...]
+"""The block tables of all KV groups of each slice."""
+
 
 def obstacle(spec: ModelSpec, kv: KvPool) -> str | None:
     """Return the reason, in words, why the compiled code does not run this model here; None when it runs."""
@@ -45,13 +49,12 @@ def obstacle(spec: ModelSpec, kv: KvPool) -> str | None:
         return "compiled steps are for CPUs"
     if kv.dtype is not torch.bfloat16 or any(group.dtype not in KV_FORMATS for group in kv.spec.groups):
         return "compiled steps are for bfloat16"
-    lacking = spec.beyond() or ("layers of different shapes" if len(set(spec.layers)) > 1 else None)
+    lacking = spec.beyond()
     if lacking is not None:
         return f"compiled steps do not compute {lacking}"
-    attention = spec.layers[0].attention
-    if any(width % LANES for width in (spec.hidden_size, spec.layers[0].mlp.intermediate, attention.qk_dim)):
+    if any(width % LANES for width in _widths(spec, lambda attention: attention.qk_dim)):
         return f"compiled steps need widths that are multiples of {LANES}"
-    if attention.qk_dim > MOST_HEAD_DIM:
+    if any(layer.attention.qk_dim > MOST_HEAD_DIM for layer in spec.layers):
         return f"compiled steps need heads of at most {MOST_HEAD_DIM}"
     return None if library.load() is not None else library.find().why
 
@@ -74,26 +77,26 @@ class NativeLlama:
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, kv: KvPool, max_positions: int, scheme: CompiledScheme) -> None:
         """Copy the weights. Raises `ConfigError` when a width does not allow the scheme, MemoryError without memory."""
-        layer = spec.layers[0]
-        attention = layer.attention
-        scheme.check((spec.hidden_size, layer.mlp.intermediate, attention.query_width))
+        scheme.check(_widths(spec, lambda attention: attention.out_width))
         loaded = library.load()
         assert loaded is not None, "the caller asked `supports`"
         self._library = loaded
         self._scheme = scheme
         self.threads = torch.get_num_threads()
-        (cache,) = kv.caches
-        self._pool = cache.address, cache.layout.block_size, cache.num_blocks, KV_FORMATS[cache.layout.dtype]
+        self._block_size = kv.spec.block_size
+        self._groups = (library.Group * len(kv.caches))(
+            *(library.Group(0, 0, one.address, one.num_blocks, KV_FORMATS[one.layout.dtype]) for one in kv.caches)
+        )
+        self._groups_address = ctypes.addressof(self._groups)
         self._vocab = spec.vocab_size
         self._room = self._logits = torch.empty(0, spec.vocab_size)
         self._logits_address = self._rows = 0
         self._embedding = weights.embedding.contiguous()
-        self._rope = rope_table(attention.rope, attention.qk_dim, max_positions, kv.device)
-        self._rope_address = self._rope.data_ptr()
-        shape = library.Shape(
-            spec.hidden_size, layer.mlp.intermediate, len(spec.layers), attention.heads, attention.kv_heads, attention.qk_dim,
-            spec.vocab_size, layer.norms.eps,
-        )  # fmt: skip
+        ropes = {(one.attention.rope, one.attention.qk_dim) for one in spec.layers}
+        self._ropes = {key: rope_table(*key, max_positions, kv.device) for key in ropes}
+        count = len(spec.layers)
+        layers = (library.Layer * count)(*map(self._layer_shape, spec.layers, spec.places))
+        shape = library.Shape(spec.hidden_size, spec.vocab_size, count, len(kv.caches), layers, spec.norm.eps)
         self._model = loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr())
         if self._model is None:
             raise MemoryError
@@ -112,16 +115,15 @@ class NativeLlama:
         """
         _, starts, token_ids, block_tables, _, packed = zip(*plan.slices, strict=True)
         tokens = array("i", chain.from_iterable(token_ids))
-        tables = array(
-            "i", b"".join(chain.from_iterable(packed) if all(packed) else map(_packed, chain.from_iterable(block_tables)))
-        )
-        begins = array("q", accumulate(map(len, chain.from_iterable(block_tables)), initial=0))
+        tables = [_GroupTables(group, block_tables, packed) for group in range(len(self._groups))]
+        for group, own in zip(self._groups, tables, strict=True):
+            group.span_table, group.tables = own.begins.buffer_info()[0], own.ids.buffer_info()[0]
         best = array("i", bytes(4 * len(rows)))
         self._make_room(len(rows))
-        arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), begins, tables, array("i", rows))
+        arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), array("i", rows))
         step = library.Step(
-            self.threads, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays),
-            *self._pool, self._rope_address, self._logits_address, best.buffer_info()[0],
+            self.threads, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays), self._groups_address,
+            self._block_size, self._logits_address, best.buffer_info()[0],
         )  # fmt: skip
         _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
@@ -148,6 +150,12 @@ class NativeLlama:
         )
         return packed.taken()
 
+    def _layer_shape(self, layer: LayerSpec, place: tuple[int, int]) -> library.Layer:
+        attention = layer.attention
+        rope = self._ropes[attention.rope, attention.qk_dim].data_ptr()
+        heads = attention.heads, attention.kv_heads, attention.qk_dim
+        return library.Layer(*heads, layer.mlp.intermediate, *place, layer.norms.eps, rope)
+
     def _take_layer(self, index: int, layer: LayerWeights) -> None:
         self._take_norm(index, _BEFORE_ATTENTION, layer.attention_norm)
         self._take_norm(index, _BEFORE_MLP, layer.mlp_norm)
@@ -171,6 +179,27 @@ def split_batches(num_kv_heads: int) -> tuple[int, ...]:
     """
     most = (4 * torch.get_num_threads() - 1) // num_kv_heads
     return (1, most) if most > 1 else (1,)
+
+
+def _widths(spec: ModelSpec, of_attention: Callable[[AttentionSpec], int]) -> set[int]:
+    """Return the width of the model, and those of each layer's MLP and attention."""
+    return {
+        spec.hidden_size,
+        *(layer.mlp.intermediate for layer in spec.layers),
+        *(of_attention(layer.attention) for layer in spec.layers),
+    }
+
+
+class _GroupTables:
+    """The block tables of a step in one KV group, one after the other. begins: where each starts, and the end of the last."""
+
+    __slots__ = ("begins", "ids")
+
+    def __init__(self, group: int, tables: Tables, packed: tuple[tuple[bytes, ...], ...]) -> None:
+        own = [all_groups[group] for all_groups in tables]
+        parts = [all_groups[group] for all_groups in packed] if all(packed) else map(_packed, own)
+        self.ids = array("i", b"".join(parts))
+        self.begins = array("q", accumulate(map(len, own), initial=0))
 
 
 def _packed(table: tuple[BlockId, ...]) -> bytes:
