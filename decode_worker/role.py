@@ -68,7 +68,7 @@ class DecodeRole:
             host.transfer,
             host.config.lease,
             cluster_token=host.config.cluster_token,
-            make_link=functools.partial(PeerLink, open_channel=host.open_channel),
+            make_link=functools.partial(PeerLink, transport=host.config.transfer.transport, open_channel=host.open_channel),
         )
 
     @property
@@ -117,11 +117,11 @@ class DecodeRole:
                 rows.append(self._token(request, token))
             except Exception as exc:  # noqa: BLE001 - as above
                 self._break(request, exc)
+        if rows:
+            self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
         for seq_id in events.failed:
             if (request := self._by_seq.get(seq_id)) is not None:
                 self._fail(request, no_numbers(self._host))
-        if rows:
-            self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
 
     def on_tick(self) -> None:
         """Do nothing: a decode worker has no lease that could expire."""

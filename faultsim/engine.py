@@ -51,9 +51,9 @@ class SimKv:
             for block in blocks:
                 self.blocks[block][:] = [self._rng.getrandbits(40)] * BLOCK_SIZE
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Compute one step: write the tags of all slices, and return the tokens that are drawn."""
-        return [drawn for piece in plan.slices for drawn in self._slice(piece)]
+    def collect(self, pending: StepPlan) -> list[Sampled]:
+        """End a step: write the tags of all slices, and return the tokens that are drawn. A launched step is its plan."""
+        return [drawn for piece in pending.slices for drawn in self._slice(piece)]
 
     def _slice(self, piece: SequenceSlice) -> list[Sampled]:
         table, blocks = piece.block_tables[0], self.blocks
@@ -140,12 +140,12 @@ class SimEngine:
         else:
             self._next()
 
-    def _finish(self, plan: StepPlan) -> None:
+    def _finish(self, pending: StepPlan) -> None:
         self.steps += 1
         self._reached("engine_step")
         if not self._process.alive:
             return
-        events = self._engine.finish(self.kv.execute(plan))
+        events = self._engine.finish(self.kv.collect(pending))
         self._settle()
         self._tell(events)
         if (sealed := self._engine.seal()) is not None:

@@ -1,7 +1,7 @@
 """The engine step without the model: what it does to the scheduler, and the events that it gives to the loop. Pure.
 
 `begin` applies commands and plans; the caller computes the plan; `finish` collects the tokens, and `seal` sums the blocks that
-became final. The engine thread runs the model between `begin` and `finish`; a simulation lets virtual time pass.
+became final. The engine thread launches and awaits the step between `begin` and `finish`; a simulation lets virtual time pass.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class EngineSteps:
         return plan, early if lent or reserved or rehashed else None
 
     def finish(self, sampled: list[Sampled]) -> StepEvents:
-        """Give the drawn tokens to the scheduler, and return the events of the step. `sampled` is in the order of the plan."""
+        """Give the drawn tokens to the scheduler, and return the events of the step. `sampled` has a token for each sample of
+        the plan, in order."""
         outcome = self._scheduler.collect(sampled)
         self._final = outcome.final
         self._unchecked += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import InternalBug, Overloaded
@@ -26,8 +26,11 @@ engine is stuck."""
 class Runner(Protocol):
     """The model, as the engine thread uses it."""
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Compute a plan. Return one token for each slice that asks for one, in the order of the plan."""
+    def launch(self, plan: StepPlan) -> Any:
+        """Start the step of a plan. Return an opaque value for `collect`, which follows before the next launch."""
+
+    def collect(self, pending: Any) -> list[Sampled]:
+        """Wait until the step is done. Return one token for each sample of the plan, in the order of the plan."""
 
 
 class EngineThread:
@@ -93,7 +96,7 @@ class EngineThread:
         if early is not None:
             self._publish(early)
         if plan.slices:
-            self._publish(steps.finish(runner.execute(plan)))
+            self._publish(steps.finish(runner.collect(runner.launch(plan))))
             if (sealed := steps.seal()) is not None:
                 self._publish(sealed)
 

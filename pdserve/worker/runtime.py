@@ -21,8 +21,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvtransfer.backends.exposure import exposure_of
-from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.backends.registry import prepare
 from kvtransfer.reads.thread import TransferThread
 from kvtransfer.staging.staging import Staging
 from pdserve.checkpoint.card import ModelCard
@@ -86,7 +85,8 @@ class RunningWorker:
     def start(self) -> RunningWorker:
         """Load the model and bring the services up. Raises what went wrong; nothing runs any more then."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._exposure = exposure_of(self._config.host, allow_public=self._config.allow_public_bind)
+        transport, host = self._config.transfer.transport, self._config.host
+        self._make_transport = prepare(transport, host, allow_public=self._config.allow_public_bind)
         began_s = time.monotonic()
         directory = resolve(self._config.engine.model)
         self._card = ModelCard.load(directory)
@@ -198,6 +198,7 @@ class RunningWorker:
             max_model_len=runner.max_model_len,
             eos_token_ids=self._card.eos_token_ids,
             prefix_salt=self._card.fingerprint.encode() if engine.enable_prefix_caching else None,
+            drafts_obstacle=runner.drafts_obstacle,
         )
         self._runner = runner
         self._first_snapshot = EngineSnapshot(pool.counts(), 0, 0, 0)
@@ -247,7 +248,7 @@ class RunningWorker:
         region = region_of(kv)
         worker_id = WorkerId(config.worker_id)
         transfer = TransferThread(
-            lambda: NixlTransport(worker_id, self.incarnation, region, exposure=self._exposure),
+            lambda: self._make_transport(worker_id, self.incarnation, region),
             sum_blocks=BlockSums(kv.blocks, beside=True) if config.lease.kv_checksum else None,
         )
         staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, kv))

@@ -22,7 +22,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.memory.host import resident_bytes
 from pdserve.engine.native import library
-from pdserve.engine.runner import ModelRunner
+from pdserve.engine.runner import ModelRunner, Pending
 from pdserve.engine.schedule.scheduler import Scheduler, SequenceKind
 from pdserve.engine.warm_up import settle
 from pdserve.worker.engine_thread import EngineThread
@@ -79,10 +79,13 @@ class CheckedRunner:
         self._scheduler = scheduler
         self.steps = 0
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
+    def launch(self, plan: StepPlan) -> Pending:
         self.steps += 1
         self._scheduler.check_invariants()
-        return self._runner.execute(plan)
+        return self._runner.launch(plan)
+
+    def collect(self, pending: Pending) -> list[Sampled]:
+        return self._runner.collect(pending)
 
 
 class Side:

@@ -25,11 +25,14 @@ class CountingRunner:
         self.steps = 0
         self.fail = False
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
+    def launch(self, plan: StepPlan) -> list[Sampled]:
         self.steps += 1
         if self.fail:
             raise RuntimeError("planted")
         return [(s.token_ids[-1] + 1, None) for s in plan.slices if s.samples]
+
+    def collect(self, pending: list[Sampled]) -> list[Sampled]:
+        return pending
 
 
 class Engine:

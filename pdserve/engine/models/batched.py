@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from pdserve.core.step_plan import StepPlan
@@ -33,12 +32,5 @@ class BatchedDecoder:
         """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty."""
         hidden = self._hidden(make_batch(plan, self._caches, self._rows.padded(plan.num_tokens)))
         if not rows:
-            _wait_written(self._caches[0].device)
             return None
         return Logits(self._model.logits(hidden[rows]))
-
-
-def _wait_written(device: torch.device) -> None:
-    """Wait until the step's KV is written. A step without logits waits for nothing else, but a peer may read its KV soon."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

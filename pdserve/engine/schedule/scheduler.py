@@ -20,23 +20,35 @@ Sequences that begin with the same tokens share blocks: see prefix_cache.py.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence as Many
 from operator import attrgetter
 
 from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
+from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.step_plan import NO_TOKEN, Sampled, StepPlan
+from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, StepPlan, accept
 from pdserve.engine.schedule.outcome import Admitted, Advance, Final, OutputToken, StepOutcome
 from pdserve.engine.schedule.prefix_cache import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
+from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
 from pdserve.engine.schedule.turns import floor_of, overtaken, turn_of
 
 __all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
 
 _RANK = attrgetter("rank")
 _ARRIVAL = attrgetter("arrival")
+_S, _E = SequenceState, SequenceEvent
+_ORDER = {
+    _S.WAITING: _RANK,
+    _S.INBOUND: _ARRIVAL,
+    _S.PREFILLING: _RANK,
+    _S.DECODING: _ARRIVAL,
+    _S.ABORTING: _ARRIVAL,
+}
+"""The order of the list of each state, smallest first. The other states have no list."""
 
 
 class Scheduler:
@@ -55,11 +67,13 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         prefix_salt: bytes | None = None,
+        drafts_obstacle: str | None = None,
     ) -> None:
         """Make a scheduler over `pool`. Asserts that the limits are positive and that the longest request fits the pool.
 
         At most `max_num_batched_tokens` sequences run, so that a step has a token for each of them. `prefix_salt` turns
         prefix caching on; it names everything besides the tokens that KV depends on (see `core.block_hash`).
+        `drafts_obstacle`: the reason, in words, why this engine cannot take drafts; None when it can.
         """
         assert 1 <= max_model_len <= pool.num_blocks * layout_block_size, "the longest request must fit an empty pool"
         assert max_num_seqs >= 1
@@ -74,15 +88,17 @@ class Scheduler:
         self._prompt_tokens = 0  # prompt tokens planned so far: the clock for turns
         self._steps = 0  # steps planned so far
         self._sequences: dict[SeqId, Sequence] = {}
-        self._waiting: list[Sequence] = []  # by rank
+        # A sequence is in the list of its state, and in no other one: only `_move` changes these lists.
+        self._places: dict[SequenceState, list[Sequence]] = {state: [] for state in _ORDER}
+        self._waiting = self._places[_S.WAITING]
+        self._prefilling = self._places[_S.PREFILLING]
+        self._decoding = self._places[_S.DECODING]
+        self._aborting = self._places[_S.ABORTING]
         self._waiting_tokens = 0  # tokens that waiting sequences still have to compute
-        # A running sequence is in exactly one of these two lists.
-        self._prefilling: list[Sequence] = []  # by rank
-        self._decoding: list[Sequence] = []  # by arrival, oldest first
-        self._inbound: dict[SeqId, Sequence] = {}
         self._step: list[Sequence] | None = None  # the step that is planned and not yet collected
-        self._decodes_planned = 0  # the first sequences of that step, which decode
-        self._aborted: set[SeqId] = set()  # sequences of that step that were aborted during it
+        self._decodes_planned = 0  # the first sequences of that step, which decode without drafts
+        self._drafts: dict[SeqId, tuple[int, ...]] = {}  # the sequences after them, which decode, and their drafts
+        self._drafts_obstacle = drafts_obstacle
         self._admitted: list[Admitted] = []
         self._preempted: list[SeqId] = []
 
@@ -105,7 +121,7 @@ class Scheduler:
         `resumed`. Blocks are shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        self._wait(self._new(seq_id, prompt, params, kind, priority, resumed, self.prefix.chain(cache_salt)))
+        self._move(self._new(seq_id, prompt, params, kind, priority, resumed, self.prefix.chain(cache_salt)), _E.QUEUED)
 
     def reserve(
         self,
@@ -137,24 +153,23 @@ class Scheduler:
         seq = self._new(seq_id, prompt, params, kind, priority, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
         reservation = self.prefix.take(seq, holder, count, hashes)
-        if local_prefill:
-            self._run(seq)
-        else:
-            self._inbound[seq_id] = seq
+        self._move(seq, _E.RESERVED_LOCAL if local_prefill else _E.RESERVED_INBOUND)
+        if local_prefill and seq.decodes:
+            self._move(seq, _E.PREFILLED)
         return reservation
 
     def activate(self, seq_id: SeqId, first_token: int) -> None:
         """Start to decode an inbound sequence whose KV is here and whose lease is committed.
 
-        Raises KeyError when the sequence is not inbound.
+        Raises KeyError when there is no such sequence, and `IllegalTransition` when it is not inbound.
         """
-        seq = self._inbound.pop(seq_id)
+        seq = self._sequences[seq_id]
+        self._move(seq, _E.ACTIVATED)
         self._pool.hand_over(Holder(HolderKind.INBOUND, seq_id), seq.holder)
         seq.computed = len(seq.tokens)
         self.prefix.publish(seq)
         seq.tokens.append(first_token)
         assert seq.finish_reason() is None, "a sequence that its first token ended is aborted, not activated"
-        self._run(seq)
 
     def abort(self, seq_id: SeqId, read_in_flight: bool = False) -> None:
         """Forget a sequence in any state. An unknown id is no error, since the sequence may just have finished.
@@ -163,18 +178,18 @@ class Scheduler:
         The references of a lease stay until `return_lease`.
         """
         seq = self._sequences.get(seq_id)
-        if seq is None or seq_id in self._aborted:
+        if seq is None:
             return
         if seq.planned:
-            self._aborted.add(seq_id)
-        elif self._inbound.pop(seq_id, None) is not None:
-            del self._sequences[seq_id]
+            self._move(seq, _E.ABORTED_IN_STEP)
+        elif seq.state is not _S.INBOUND:
+            self._forget(seq, _E.ABORTED)
+        else:
+            self._end(seq, _E.ABORTED)
             if read_in_flight:
                 self._pool.quarantine(seq_id)
             else:
                 self._pool.drop(Holder(HolderKind.INBOUND, seq_id))
-        else:
-            self._forget(seq)
 
     def end_quarantine(self, seq_id: SeqId) -> None:
         """Free the blocks of an aborted inbound sequence: the transport has said that nothing writes them any more."""
@@ -186,14 +201,24 @@ class Scheduler:
 
     # --- steps
 
-    def plan(self) -> StepPlan:
-        """Plan the next step. It is empty when nothing can run now; otherwise `collect` must be called before the next plan."""
+    def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan:
+        """Plan the next step. It is empty when nothing can run now; otherwise `collect` must be called before the next plan.
+
+        drafts: guesses of the next tokens of decoding sequences. The step computes as many of them as it can without harm to
+        others (see `_plan_drafts`); the rest and those of other sequences are ignored. Raises `ConfigError` for drafts that
+        this engine cannot take.
+        """
         assert self._step is None, "the last step was not collected"
         self._steps += 1
         step = self._plan_decodes()
-        decodes = len(step)
-        slices = [seq.last_slice() for seq in step]
-        for seq, count in self._plan_prefills(self._token_budget - decodes):
+        chunks = self._plan_prefills(self._token_budget - len(step))
+        self._drafts = self._plan_drafts(step, chunks, drafts) if drafts else {}
+        if self._drafts:
+            step.sort(key=lambda seq: seq.seq_id in self._drafts)
+        decodes = len(step) - len(self._drafts)
+        slices = [seq.last_slice() for seq in step[:decodes]]
+        slices += [seq.drafted_slice(self._drafts[seq.seq_id]) for seq in step[decodes:]]
+        for seq, count in chunks:
             step.append(seq)
             slices.append(seq.next_slice(count))
         self._step, self._decodes_planned = step or None, decodes
@@ -207,11 +232,12 @@ class Scheduler:
     def collect(self, sampled: list[Sampled]) -> StepOutcome:
         """Finish the planned step: its tokens count as computed, and every sampled token is appended to its sequence.
 
-        sampled: one token for each slice that draws one, in the order of the slices.
+        sampled: one token for each sample of the plan, in the order of the slices. Of those of a slice with drafts, the
+        tokens that `accept` returns are appended, up to the one that ends the sequence.
         """
         assert self._step is not None, "no step was planned"
         step, self._step = self._step, None
-        aborted, self._aborted = self._aborted, set()
+        aborting = self._aborting
         tokens: list[OutputToken] = []
         advanced: list[Advance] = []
         failed: list[SeqId] = []
@@ -223,8 +249,8 @@ class Scheduler:
         ):  # zip asks for a sequence first, so it takes no token too many
             seq.computed = computed = seq.computed + 1
             seq.planned = 0
-            if aborted and seq.seq_id in aborted:
-                self._forget(seq)
+            if aborting and seq.state is _S.ABORTING:
+                self._forget(seq, _E.COLLECTED)
                 continue
             if token[0] == NO_TOKEN:
                 self._fail(seq, failed)
@@ -232,19 +258,27 @@ class Scheduler:
             if not computed % self._block_size:
                 self.prefix.publish(seq)
             tokens.append(self._append(seq, token))
-        for seq in step[decodes:]:
+        drafted = self._drafts
+        for seq, drafts in zip(step[decodes:], drafted.values(), strict=False):
+            seq.planned = 0
+            run = accept(drafts, [next(drawn) for _ in range(len(drafts) + 1)])
+            if seq.state is _S.ABORTING:
+                self._forget(seq, _E.COLLECTED)
+            else:
+                self._append_run(seq, run, tokens, failed)
+        for seq in step[decodes + len(drafted) :]:
             seq.computed = computed = seq.computed + seq.planned
             seq.planned = 0
             last = next(drawn) if computed == len(seq.tokens) else None
-            if seq.seq_id in aborted:
-                self._forget(seq)
+            if seq.state is _S.ABORTING:
+                self._forget(seq, _E.COLLECTED)
                 continue
             if last is not None and last[0] == NO_TOKEN:
                 self._fail(seq, failed)
                 continue
             if seq.kind is SequenceKind.LENT:
                 final.append(self._final(seq))
-            if seq.decoding:  # it was admitted with all but its last token computed
+            if seq.state is _S.DECODING:  # it was admitted with all but its last token computed
                 self.prefix.publish(seq)
             else:
                 self._prefilled(seq, advanced, drawn=last is not None)
@@ -263,8 +297,8 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that prefill or decode."""
-        return len(self._prefilling) + len(self._decoding)
+        """Sequences that prefill or decode, also those that were aborted during the step under way."""
+        return len(self._prefilling) + len(self._decoding) + len(self._aborting)
 
     @property
     def num_live(self) -> int:
@@ -289,12 +323,12 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Check the scheduler's lists against each other and against the pool. Raises AssertionError when they disagree."""
         self._pool.check_invariants()
-        assert self._waiting == sorted(self._waiting, key=_RANK)
         assert self._waiting_tokens == sum(s.remaining for s in self._waiting)
-        assert self._prefilling == sorted(self._prefilling, key=_RANK)
-        assert self._decoding == sorted(self._decoding, key=_ARRIVAL)
-        placed = [*self._waiting, *self._prefilling, *self._decoding, *self._inbound.values()]
-        assert sorted(s.seq_id for s in placed) == sorted(self._sequences)
+        for state, place in self._places.items():
+            assert place == sorted(place, key=_ORDER[state])
+            assert all(seq.state is state for seq in place)
+        placed = [seq.seq_id for place in self._places.values() for seq in place]
+        assert sorted(placed) == sorted(self._sequences)
         for seq in self._sequences.values():
             self._check_sequence(seq)
 
@@ -327,9 +361,44 @@ class Scheduler:
         """
         size = self._block_size
         for seq in [s for s in self._decoding if len(s.tokens) > len(s.block_table) * size]:
-            if seq.decoding:  # otherwise it has just been preempted for an older one
+            if seq.state is _S.DECODING:  # otherwise it has just been preempted for an older one
                 self._grow(seq)
         return list(self._decoding)
+
+    def _plan_drafts(
+        self, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], drafts: Drafts
+    ) -> dict[SeqId, tuple[int, ...]]:
+        """Return the drafts that the step computes, of the sequences that have some, in the order of `decoding`.
+
+        Drafts take only what the step leaves: tokens of the budget, and rows that draw a token, of which a step has at most
+        as many as sequences may run, because the memory for logits is measured for so many. They preempt nobody. A sequence
+        gets no drafts behind its longest length, and none at all if it has edits, which depend on every token before.
+        """
+        if self._drafts_obstacle is not None:
+            raise ConfigError(f"this engine takes no drafts: {self._drafts_obstacle}")
+        tokens = self._token_budget - len(decoding) - sum(count for _, count in chunks)
+        room = min(tokens, self._max_seqs - len(decoding) - len(chunks))
+        taken: dict[SeqId, tuple[int, ...]] = {}
+        for seq in decoding:
+            wanted = drafts.get(seq.seq_id, ())[: min(room, seq.longest - len(seq.tokens) - 1)]
+            if not wanted or seq.edits is not None:
+                continue
+            if kept := wanted[: self._room_for_drafts(seq, len(wanted))]:
+                taken[seq.seq_id] = kept
+                room -= len(kept)
+        return taken
+
+    def _room_for_drafts(self, seq: Sequence, count: int) -> int:
+        """Return how many of `count` drafts the sequence's blocks hold, after it grew by blocks that nobody else may need.
+
+        A block stays free for each running sequence, and all blocks that waiting sequences need.
+        """
+        missing = self._blocks_for(len(seq.tokens) + count) - len(seq.block_table)
+        if missing > 0 and self._pool.num_allocatable - missing >= self.num_running + self._blocks_awaited():
+            grown = self._pool.allocate(seq.holder, missing)
+            assert grown is not None
+            seq.has_blocks(seq.block_table + grown)
+        return min(count, len(seq.block_table) * self._block_size - len(seq.tokens))
 
     def _grow(self, seq: Sequence) -> None:
         """Give the sequence one more block. While the pool has none, preempt the youngest sequence, perhaps this one."""
@@ -345,12 +414,10 @@ class Scheduler:
         seq.has_blocks(seq.block_table + grown)
 
     def _preempt(self, seq: Sequence) -> None:
-        self._leave(seq)
         self._pool.drop(seq.holder)
         seq.has_blocks(())
         seq.computed = seq.published = 0
-        seq.preempted = True
-        self._wait(seq)
+        self._move(seq, _E.PREEMPTED)
         self._preempted.append(seq.seq_id)
 
     def _plan_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
@@ -397,7 +464,7 @@ class Scheduler:
         return budget - beyond if beyond < budget else budget
 
     def _head_fits(self) -> bool:
-        if not self._waiting or self.num_running + len(self._inbound) >= self._max_seqs:
+        if not self._waiting or self.num_running + len(self._places[_S.INBOUND]) >= self._max_seqs:
             return False
         head = self._waiting[0]
         return self._pool.fits(
@@ -406,10 +473,11 @@ class Scheduler:
 
     def _admit(self) -> Sequence:
         seq = self._waiting[0]
-        self._leave(seq)
+        self._move(seq, _E.ADMITTED)
         hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
         blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
-        self._run(seq)
+        if seq.decodes:
+            self._move(seq, _E.PREFILLED)
         if seq.kind is SequenceKind.LENT:
             self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id))
             self._admitted.append(Admitted(seq.seq_id, blocks))
@@ -417,37 +485,30 @@ class Scheduler:
 
     # --- where a sequence stands
 
-    def _wait(self, seq: Sequence) -> None:
-        bisect.insort(self._waiting, seq, key=_RANK)
-        self._waiting_tokens += seq.remaining
-
-    def _run(self, seq: Sequence) -> None:
-        seq.decoding = seq.decodes
-        if seq.decoding:
-            bisect.insort(self._decoding, seq, key=_ARRIVAL)
-        else:
-            bisect.insort(self._prefilling, seq, key=_RANK)
-
-    def _leave(self, seq: Sequence) -> None:
-        """Remove the sequence from the list in which it waits or runs."""
-        if not seq.block_table:
+    def _move(self, seq: Sequence, event: SequenceEvent) -> None:
+        """Change the sequence's state as the table says, and put it into the list of its new state."""
+        source, target = seq.state, seq.move(event)
+        if target is source:
+            return
+        if source in self._places:
+            self._places[source].remove(seq)
+        if target in self._places:
+            bisect.insort(self._places[target], seq, key=_ORDER[target])
+        if source is _S.WAITING:
             self._waiting_tokens -= seq.remaining
-        place = self._decoding if seq.decoding else self._prefilling if seq.block_table else self._waiting
-        place.remove(seq)
-        seq.decoding = False
+        if target is _S.WAITING:
+            self._waiting_tokens += seq.remaining
 
     def _prefilled(self, seq: Sequence, advanced: list[Advance], *, drawn: bool) -> None:
         """Finish a chunk of a prefilling sequence: publish its blocks and report the advance of a lent one.
 
-        The sequence decodes from now on when a token was drawn after the chunk, or when only its last output token is left.
+        Any other sequence decodes from now on if a token was drawn after the chunk, or if only its last output token is left.
         """
         self.prefix.publish(seq)
         if seq.kind is SequenceKind.LENT:
             advanced.append(Advance(seq.seq_id, seq.computed))
-        if drawn or seq.decodes:
-            self._prefilling.remove(seq)
-            bisect.insort(self._decoding, seq, key=_ARRIVAL)
-            seq.decoding = True
+        elif drawn or seq.decodes:
+            self._move(seq, _E.PREFILLED)
 
     def _final(self, seq: Sequence) -> Final:
         """Return the blocks of a lent sequence that became final with its last chunk."""
@@ -462,20 +523,40 @@ class Scheduler:
         seq.tokens.append(token_id)
         reason = seq.finish_reason()
         if reason is not None or seq.kind is SequenceKind.LENT:
-            self._forget(seq)
+            self._forget(seq, _E.FINISHED)
         return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
+
+    def _append_run(self, seq: Sequence, run: Many[Sampled], tokens: list[OutputToken], failed: list[SeqId]) -> None:
+        """Append the accepted tokens of a sequence, as if each was drawn by a step of its own, up to the one that ends it.
+
+        The KV of the other drafts is behind `computed`, where the next slice overwrites it before anything reads it.
+        """
+        for token in run:
+            seq.computed += 1
+            if token[0] == NO_TOKEN:
+                self._fail(seq, failed)
+                return
+            if not seq.computed % self._block_size:
+                self.prefix.publish(seq)
+            tokens.append(self._append(seq, token))
+            if tokens[-1].finish_reason is not None:
+                return
 
     def _fail(self, seq: Sequence, failed: list[SeqId]) -> None:
         """End a sequence whose logits are not finite numbers. Its KV may be the reason, so no other sequence may find it."""
         self.prefix.withdraw(seq)
-        self._forget(seq)
+        self._forget(seq, _E.FAILED)
         failed.append(seq.seq_id)
 
-    def _forget(self, seq: Sequence) -> None:
-        """Remove the sequence and drop its own references. This is the only place where they end for good."""
+    def _forget(self, seq: Sequence, event: SequenceEvent) -> None:
+        """End the sequence and drop its own references."""
         self._pool.drop(seq.holder)
+        self._end(seq, event)
+
+    def _end(self, seq: Sequence, event: SequenceEvent) -> None:
+        """End the sequence. This is the only place where sequences end for good."""
+        self._move(seq, event)
         del self._sequences[seq.seq_id]
-        self._leave(seq)
 
     def _blocks_for(self, tokens: int) -> int:
         return ceil_div(tokens, self._block_size)
@@ -486,8 +567,9 @@ class Scheduler:
     def _check_sequence(self, seq: Sequence) -> None:
         assert seq.remaining >= max(seq.planned, 1)
         assert not seq.planned or (self._step is not None and seq in self._step)
-        assert not seq.decoding or seq in self._decoding
-        kind = HolderKind.INBOUND if seq.seq_id in self._inbound else HolderKind.SEQUENCE
+        assert seq.planned or seq.state is not _S.ABORTING
+        assert seq.decodes or seq.state is not _S.DECODING
+        kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE
         assert self._pool.blocks_of(Holder(kind, seq.seq_id)) == seq.block_table
-        assert bool(seq.block_table) == (seq not in self._waiting)
+        assert bool(seq.block_table) == (seq.state is not _S.WAITING)
         assert seq.computed <= len(seq.block_table) * self._block_size

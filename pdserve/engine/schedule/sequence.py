@@ -9,10 +9,12 @@ from functools import lru_cache
 
 from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import Holder, HolderKind
+from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
+from pdserve.engine.schedule.sequence_machine import MAX_HISTORY, TRANSITIONS, SequenceEvent, SequenceState
 
 
 class SequenceKind(Enum):
@@ -63,7 +65,10 @@ class Sequence:
     arrival: int
     rule: StopRule
     computed: int = 0
-    preempted: bool = False
+    state: SequenceState = SequenceState.NEW
+    preemptions: int = 0
+    """Number of times that it lost its blocks and was recomputed."""
+    history: tuple[str, ...] = ()
     block_table: tuple[BlockId, ...] = field(default=())
     chain: PrefixChain | None = None
     """Hashes of its blocks; None when its blocks are not shared."""
@@ -71,12 +76,10 @@ class Sequence:
     """Number of leading blocks that others can find: its own prefix hits and the blocks that it has published."""
     final: int = 0
     """Number of leading blocks of a lent sequence that nothing writes any more."""
-    decoding: bool = False
-    """True while it runs and only its last output token is left to compute."""
     served: int = 0
     """Number of the step that computed its last chunk."""
     planned: int = 0
-    """Tokens that the step under way computes."""
+    """Known tokens that the step under way computes; its drafts do not count."""
     edits: LogitEdits | None = field(init=False)
     holder: Holder = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
@@ -120,7 +123,20 @@ class Sequence:
     @property
     def rank(self) -> tuple[bool, int, int]:
         """Order of service, smallest first: preempted sequences come first, then the order is by turn, then by arrival."""
-        return (not self.preempted, self.turn, self.arrival)
+        return (not self.preemptions, self.turn, self.arrival)
+
+    def move(self, event: SequenceEvent) -> SequenceState:
+        """Change the state as the table says, and return the new one. Raises `IllegalTransition`, with the history and nothing
+        changed, when the state does not allow the event."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransition(f"sequence {self.seq_id}", self.state.name, event.name, self.history)
+        if target is not self.state:
+            self.history = (*self.history[-(MAX_HISTORY - 1) :], f"{event.name}:{target.name}")
+        if event is SequenceEvent.PREEMPTED:
+            self.preemptions += 1
+        self.state = target
+        return target
 
     def last_slice(self) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence. The result is that of `next_slice(1)` in half the time."""
@@ -137,6 +153,16 @@ class Sequence:
         ids = tuple(self.tokens[self.computed : end])
         return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
 
+    def drafted_slice(self, drafts: tuple[int, ...]) -> SequenceSlice:
+        """Plan the one token that is left of a decoding sequence, and guesses of the tokens after it. Asserts that the
+        sequence has no edits, because these depend on the tokens that are drawn before."""
+        assert self.edits is None
+        self.planned = 1
+        index = self.output_count
+        samples = tuple([self._spec(i) for i in range(index, index + len(drafts) + 1)])
+        ids = (self.tokens[-1], *drafts)
+        return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
+
     def has_blocks(self, table: tuple[BlockId, ...]) -> None:
         """Set the block table, in both of its forms."""
         self.block_table, self.block_tables, self.packed = table, (table,), (array("i", table).tobytes(),)
@@ -146,11 +172,13 @@ class Sequence:
 
         Stop ids are banned until the output has min_tokens tokens, so a stop token always comes on top of them (as in vLLM).
         """
-        if self._plain:
-            return GREEDY
         if self.edits is not None:
             self.edits.catch_up(self.tokens)
-        index = len(self.tokens) - self.prompt_len
+        return self._spec(len(self.tokens) - self.prompt_len)
+
+    def _spec(self, index: int) -> SampleSpec:
+        if self._plain:
+            return GREEDY
         return SampleSpec(self.params, index, self.stop_ids if index < self._min_tokens else (), self.edits)
 
     def finish_reason(self) -> FinishReason | None:

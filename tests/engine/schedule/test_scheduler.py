@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from pdserve.core.blocks import BlockPool
+from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import StepPlan
@@ -207,6 +208,18 @@ def test_inbound_blocks_of_an_aborted_read_are_quarantined_until_it_stops():
     assert scheduler._pool.num_free == 8
     scheduler.end_quarantine(SeqId(1))
     assert_empty(scheduler)
+
+
+def test_an_event_that_the_state_does_not_list_raises_with_the_history_and_changes_nothing():
+    scheduler = make()
+    add(scheduler, 1, 5)
+    scheduler.plan()
+    with pytest.raises(IllegalTransition, match="sequence 1: ACTIVATED is illegal in PREFILLING") as raised:
+        scheduler.activate(SeqId(1), 42)
+    assert raised.value.history == ("QUEUED:WAITING", "ADMITTED:PREFILLING")
+    with pytest.raises(KeyError):
+        scheduler.activate(SeqId(2), 42)
+    scheduler.check_invariants()
 
 
 def test_a_sequence_aborted_during_a_step_keeps_its_blocks_until_the_step_is_collected():

@@ -1,4 +1,5 @@
-"""Random histories on a pool of ten blocks: nothing is lost, everyone finishes, preemption is invisible in the output.
+"""Random histories on a pool of ten blocks: nothing is lost, everyone finishes, preemption and drafts are invisible in the
+output.
 
 The model is a function of all tokens so far, so any wrong token, position or index shows in the output.
 """
@@ -6,6 +7,7 @@ The model is a function of all tokens so far, so any wrong token, position or in
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from itertools import accumulate
 
 from hypothesis import settings
@@ -15,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pdserve.core.blocks import BlockPool, Reservation
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
-from pdserve.core.step_plan import NO_TOKEN, Sampled, StepPlan
+from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 
@@ -61,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=(EOS,),
             prefix_salt=salt,
         )
-        self.budget = budget
+        self.budget, self.seqs = budget, min(seqs, budget)
         self.memory: dict[tuple[BlockId, int], int] = {}
         self.asked: dict[SeqId, tuple[tuple[int, ...], SamplingParams, SequenceKind]] = {}
         self.outputs: dict[SeqId, list[int]] = {}
@@ -135,20 +137,43 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.memory.update({(block, slot): VOCAB for slot in range(BLOCK)})
         self.scheduler.end_quarantine(seq_id)
 
-    @rule()
-    def step(self) -> None:
+    @precondition(lambda self: self.outputs)
+    @rule(data=st.data())
+    def step_with_aborts(self, data: st.DataObject) -> None:
+        """Some requests end, perhaps twice, while the model computes the step."""
+        self.step(aborted=data.draw(st.lists(st.sampled_from(sorted(self.outputs)), max_size=3)))
+
+    @rule(data=st.data())
+    def step_with_drafts(self, data: st.DataObject) -> None:
+        """Each sequence gets drafts of its true output, some of them replaced by a wrong id."""
+        drafts = {}
+        for seq_id, output in sorted(self.outputs.items()):
+            prompt, params, _ = self.asked[seq_id]
+            right = expected_output(prompt, params)[len(output) :] + [0] * 3
+            wrong = data.draw(st.sets(st.integers(0, 6)))
+            count = data.draw(st.integers(0, 7))
+            drafts[seq_id] = tuple((token + (i in wrong)) % VOCAB for i, token in enumerate(right[:count]))
+        self.step(drafts)
+
+    @rule(aborted=st.just(()))
+    def step(self, drafts: Drafts = NO_DRAFTS, aborted: Sequence[SeqId] = ()) -> None:
         had_work = self.scheduler.has_work
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(drafts)
         self.leases += [a.seq_id for a in self.scheduler.take_admitted()]
         if not plan.slices:
             assert not self.scheduler.has_work, "an engine with work left would spin"
             return
         assert had_work
         assert plan.num_tokens <= self.budget
+        assert len(plan.specs) <= self.seqs, "more rows draw a token than there is memory for"
         sampled = self.execute(plan)
         for i in [i for i in range(len(sampled)) if (self.steps + i) % FAILS_EVERY == 0]:
             sampled[i] = (NO_TOKEN, None)
         self.steps += 1
+        for seq_id in aborted:
+            self.scheduler.abort(seq_id)
+            self.outputs.pop(seq_id, None)
+            self.inbound.pop(seq_id, None)
         outcome = self.scheduler.collect(sampled)
         for seq_id in outcome.failed:
             del self.outputs[seq_id]
@@ -162,7 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
         ends = accumulate(len(piece.token_ids) for piece in plan.slices)
-        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.samples]
+        rows = [end - k for end, piece in zip(ends, plan.slices, strict=True) for k in range(len(piece.samples), 0, -1)]
         assert plan.sampled_rows == rows, "the model would draw after other tokens"
         sampled: list[Sampled] = []
         written: set[tuple[BlockId, int]] = set()
@@ -173,9 +198,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert slot not in written
                 written.add(slot)
                 self.memory[slot] = token
-            if piece.samples:
-                end = piece.start + len(piece.token_ids)
-                tokens = tuple(self.memory[piece.block_tables[0][p // BLOCK], p % BLOCK] for p in range(end))
+            end = piece.start + len(piece.token_ids)
+            assert end <= LIMIT - 1, "a token behind the last one that can be drawn"
+            for last in range(end - len(piece.samples), end):
+                tokens = tuple(self.memory[piece.block_tables[0][p // BLOCK], p % BLOCK] for p in range(last + 1))
                 sampled.append((model(tokens), None))
         return sampled
 
