@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from pdserve.checkpoint import origin
-from pdserve.checkpoint.families.family import Family, TensorNames
+from pdserve.checkpoint.families.family import TensorNames
 from pdserve.checkpoint.families.registry import family_of
 from pdserve.checkpoint.fingerprint import fingerprint
 from pdserve.checkpoint.layout import check_directory, read_json
@@ -34,19 +34,19 @@ class ModelCard:
     fingerprint: str
 
     @classmethod
-    def load(cls, directory: Path, families: Iterable[Family] = ()) -> ModelCard:
+    def load(cls, directory: Path, family: str | None = None) -> ModelCard:
         """Read a directory in Hugging Face layout. Raises `ConfigError` that names the file and the setting.
 
-        families: families of the user's own; one of them goes before a built-in one of the same architecture.
+        family: the setting `engine.model_family`. None takes the built-in family of the model's architecture.
         """
         check_directory(directory)
         path = directory / "config.json"
         config = read_json(path)
         try:
             name, architecture = origin.model_name(directory), _architecture(config)
-            family = family_of(architecture, families)
-            spec, ids = family.read(config), _ids(directory, config)
-            return cls(name, architecture, spec, family.tensors, *ids, fingerprint(directory, config))
+            reader = family_of(architecture, family)
+            spec, ids = reader.read(config), _ids(directory, config)
+            return cls(name, architecture, spec, reader.tensors, *ids, fingerprint(directory, config))
         except KeyError as exc:
             raise ConfigError(f"{path} lacks {exc.args[0]}") from exc
         except (ArithmeticError, TypeError, ValueError) as exc:

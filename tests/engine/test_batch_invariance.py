@@ -165,7 +165,7 @@ def test_a_lone_token_costs_less_than_a_tile_on_this_machine(make_runner):
     assert isinstance(model, BatchedDecoder)
     backend = model._model._backend
     assert isinstance(backend.rows, TiledRows)
-    attention = backend.attention._inner
+    attention = backend.attention[0]._inner
     assert isinstance(attention, InvariantAttention)
     assert max(backend.rows.padded(1), attention._rows_for(1)) < TILE_ROWS
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +13,14 @@ from reference_decoder import reference_logits
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
+from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import KvGroup
+from pdserve.core.model_spec import UNEQUAL_HEADS
 from pdserve.core.step_plan import SequenceSlice, StepPlan
+from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.models import native_llama as native
+from pdserve.engine.models.weights import load_weights
 from pdserve.engine.runner import ModelRunner
 from testkit.toy_models import write_decilm
 
@@ -119,3 +125,20 @@ def test_each_group_has_its_own_table(load, name):
     runner.logits(StepPlan((piece(ids, tables, 0, 40),)))
     right, wrong = (runner.logits(StepPlan((piece(ids, used, 39, 40),))) for used in (tables, tables[::-1]))
     assert not torch.allclose(right, wrong, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"window": 8}, "window"), ({"bias": True}, "bias"), ({"qk_norm": True}, "qk_norm"), ({"softcap": 9.0}, "softcap"),
+     ({"scale": 0.5}, "scale"), ({"heads": 2}, UNEQUAL_HEADS)],
+)  # fmt: skip
+def test_what_no_backend_computes_is_refused_by_name(toy_dir, change, name):
+    """It is never computed as something else."""
+    card = ModelCard.load(toy_dir)
+    first, *others = card.spec.layers
+    spec = replace(card.spec, layers=(replace(first, attention=replace(first.attention, **change)), *others))
+    config = EngineConfig(kv_cache_memory=MIB, max_model_len=16)
+    with pytest.raises(ConfigError, match=f"has {name}, which no engine here computes"):
+        ModelRunner.make(replace(card, spec=spec), config, partial(load_weights, toy_dir, card))
+    kv = KvPool(spec.kv_spec(SIZE, "bfloat16"), MIB, torch.device("cpu"))
+    assert native.obstacle(spec, kv) == f"compiled steps do not compute {name}"

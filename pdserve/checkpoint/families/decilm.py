@@ -22,3 +22,8 @@ def read_decilm(config: Mapping[str, Any]) -> ModelSpec:
 
 
 DECILM: Final = Family("DeciLMForCausalLM", read_decilm, NAMES)
+
+
+def family() -> Family:
+    """Return the family."""
+    return DECILM

@@ -100,3 +100,8 @@ def check_plain(config: Mapping[str, Any]) -> None:
 
 
 LLAMA: Final = Family("LlamaForCausalLM", read_llama, NAMES)
+
+
+def family() -> Family:
+    """Return the family."""
+    return LLAMA
