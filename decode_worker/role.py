@@ -140,13 +140,13 @@ class DecodeRole:
     def _bind(self, command: decode_pb2.Bind) -> None:
         handle = Handle(command.handle)
         try:
-            prompt, params = read_request(command, self._host)
+            spec, resumed = read_request(command, self._host)
+            prompt_len = len(spec.prompt_ids) + len(resumed)
             if self._host.draining:
-                self._no_room(handle, len(prompt))
+                self._no_room(handle, prompt_len)
                 return
             seq_id = self._host.next_seq_id(handle)
-            local, salt = command.local_prefill, command.cache_salt
-            self._host.submit(Reserve(seq_id, prompt, params, command.priority, local, command.resumed, salt))
+            self._host.submit(Reserve(seq_id, spec, command.local_prefill, resumed))
         except PdserveError as exc:
             self._host.send(failed(handle, exc))
             return
@@ -156,20 +156,20 @@ class DecodeRole:
             command.request_id,
             seq_id,
             ReaderId(self._host.incarnation, self._binds),
-            prompt_hash(command.prompt_ids, command.cache_salt),
-            len(prompt),
+            prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt),
+            prompt_len,
             command.deadline_s,
             command.local_prefill,
-            OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :]),
+            OutputStream(handle, self._host.tokenizer, spec.sampling, resumed),
         )
 
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:
-        if result.block_ids is None:
+        if result.block_tables is None:
             self._forget(request)
             self._no_room(request.handle, request.prompt_len)
             return
         if not request.local_prefill:
-            blocks = result.block_ids[: self._host.layout.blocks_for(request.prompt_len)]
+            blocks = result.block_tables[0][: self._host.layout.blocks_for(request.prompt_len)]
             request.inbound = InboundBlocks(
                 self._host,
                 self._leases,

@@ -30,9 +30,10 @@ from rich.table import Table
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -73,7 +74,7 @@ class Engine:
     def __init__(self, runner: ModelRunner, budget: int, clock: Callable[[], float]) -> None:
         self._messages: queue.Queue[tuple[float, StepEvents]] = queue.Queue()
         self._clock = clock
-        pool = BlockPool(runner.kv.num_blocks)
+        pool = BlockPools(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
             runner.kv.spec.block_size,
@@ -89,7 +90,7 @@ class Engine:
         """Start a sequence with a prompt of `tokens` tokens."""
         prompt = tuple((7 + 31 * seq_id + i) % 500 for i in range(tokens))
         params = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
-        self.thread.submit(Reserve(seq_id, prompt, params, priority=0, local_prefill=True))
+        self.thread.submit(Reserve(seq_id, RequestSpec(prompt, params), local_prefill=True))
 
     def next(self) -> tuple[float, StepEvents]:
         """Return the next message and its time. Raises `queue.Empty` after TIMEOUT_S, for example when the engine has died."""
@@ -131,7 +132,7 @@ def run_prompt(engine: Engine, streams: int, tokens: int) -> tuple[float, list[f
     while True:
         now, events = engine.next()
         if any(result.seq_id == PROMPT for result in events.reserved):
-            assert all(result.block_ids is not None for result in events.reserved), "no room for the prompt"
+            assert all(result.block_tables is not None for result in events.reserved), "no room for the prompt"
             times = [now]
         elif times and events.snapshot is not None:
             times.append(now)

@@ -16,8 +16,9 @@ import time
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.runner import ModelRunner
@@ -33,7 +34,7 @@ class Prefill:
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, *, checksums: bool) -> None:
         self.runner = runner
-        pool = BlockPool(runner.kv.num_blocks)
+        pool = BlockPools(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
             config.block_size,
@@ -43,14 +44,14 @@ class Prefill:
             eos_token_ids=(),
             prefix_salt=b"bench",
         )
-        self.steps = EngineSteps(scheduler, pool, BlockSums(runner.kv.caches[0].blocks) if checksums else None)
+        self.steps = EngineSteps(scheduler, pool, [BlockSums(runner.kv.caches[0].blocks)] if checksums else None)
         self.count = 0
 
     def compute(self, prompt: tuple[int, ...]) -> tuple[float, float]:
         """Compute one prompt. Return the CPU seconds of the whole, sums included, and those until token 0 was told."""
         self.count += 1
         began_s = time.thread_time()
-        plan, _ = self.steps.begin([AddLent(SeqId(self.count), prompt, PARAMS, 0)])
+        plan, _ = self.steps.begin([AddLent(SeqId(self.count), RequestSpec(prompt, PARAMS))])
         told_s = began_s
         while plan.slices:
             self.steps.finish(self.runner.execute(plan))

@@ -115,7 +115,7 @@ class Dispatcher:
         work = request.prefill = self._requests.place_on(worker, request)
         request.prefill_worker = worker.hello.worker_id
         request.times.attempt.prefill_sent_s = now_s
-        worker.sent(work.handle, len(request.work_ids))
+        worker.sent(work.handle, request.work_len)
         self._requests.effects.append(SendPrefill(worker.link, request.work(work.handle)))
         return True
 

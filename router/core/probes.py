@@ -19,6 +19,7 @@ from typing import Final
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import RequestId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from router.core.dispatcher import Dispatcher
 from router.core.events import LinkId, Role, Submit, WorkerHello
@@ -157,11 +158,9 @@ class Probes:
         self._count += 1
         submit = Submit(
             request_id=RequestId(f"probe-\0{self._count}"),  # never a client's id, which is printable
-            prompt_ids=(0,) * prompt_len,
-            sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            spec=RequestSpec((0,) * prompt_len, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), PRIORITY),
             arrived_s=now_s,
             deadline_s=now_s + DEADLINE_S,
-            priority=PRIORITY,
         )
         return self._requests.make(submit, probe)
 

@@ -180,8 +180,8 @@ def _check_request(request: LiveRequest, waits: bool, charged: LinkId | None) ->
     assert (decode is not None) == (state is not _S.QUEUED)
     assert (request.prefill is not None) == (state in (_S.PREFILLING, _S.HANDOFF))
     assert len(request.emitted) == request.output.next_index
-    assert request.work_ids == (*request.prompt_ids, *request.emitted[: request.resumed])
-    assert request.resumed == 0 or request.replay
+    assert request.resumed == tuple(request.emitted[: len(request.resumed)])
+    assert not request.resumed or request.replay
     if decode is not None:
         assert decode.reserved or state in (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
         assert not decode.attached or (decode.reserved and request.lease is not None)

@@ -128,7 +128,7 @@ class RouterCore:
             raise DeadlineExceeded("deadline_s had passed before the request could be queued")
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
-        self.waiting.check_room(len(submit.prompt_ids), now_s=now_s)
+        self.waiting.check_room(len(submit.spec.prompt_ids), now_s=now_s)
         self.recovery.bucket.admitted()
         self.requests.add(request)
         self.requests.wait(request)

@@ -35,7 +35,7 @@ class Tokens:
 
     def _row(self, work: RemoteWork, row: Row, now_s: float) -> None:
         request = work.request
-        delta = delta_of(row, logprobs=request.sampling.logprobs is not None)
+        delta = delta_of(row, logprobs=request.spec.sampling.logprobs is not None)
         if request.machine.state is _S.DECODING and work.role is Role.DECODE:
             if request.times.attempt.first_decode_s is None:
                 _note_first(request, now_s)
@@ -47,7 +47,7 @@ class Tokens:
             self._first_token(request, delta, now_s)
         else:
             request.machine.move(_E.TOKEN_OUT)  # legal while the first token is still on its way over the prefill worker's link
-            request.output.hold(delta, after=request.resumed + 1)
+            request.output.hold(delta, after=len(request.resumed) + 1)
 
     def _first_token(self, request: LiveRequest, delta: Delta, now_s: float) -> None:
         """Take the token that prefill draws: token 0, or in a replay the first token that the client does not have. Raises
@@ -81,7 +81,10 @@ class Tokens:
         times.last_token_s = now_s
         request.emitted.extend(delta.ids)
         if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:
-            asked, worker = request.sampling.max_tokens, request.decode_worker if last is _E.STOPPED else request.prefill_worker
+            asked, worker = (
+                request.spec.sampling.max_tokens,
+                request.decode_worker if last is _E.STOPPED else request.prefill_worker,
+            )
             raise InternalBug(f"{worker} ended request {request.request_id} at {len(request.emitted)} of {asked} tokens")
         if request.probe is None:
             self._requests.effects.append(EmitDelta(request.request_id, delta))

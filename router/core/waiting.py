@@ -71,7 +71,7 @@ class WaitingRequests:
     def _count(self, request: LiveRequest, sign: int) -> None:
         if not request.replay:
             self._new += sign
-            self._new_tokens += sign * len(request.prompt_ids)
+            self._new_tokens += sign * len(request.spec.prompt_ids)
 
     def at(self, position: int) -> LiveRequest | None:
         """Return the request at a position, counted from 0 in order of turns. None: the list ends before it."""
@@ -93,7 +93,7 @@ class WaitingRequests:
         assert self._keys == sorted(set(self._keys))
         assert self._keys == [_key(r) for r in self._requests]
         new = [r for r in self._requests if not r.replay]
-        assert (self._new, self._new_tokens) == (len(new), sum(len(r.prompt_ids) for r in new))
+        assert (self._new, self._new_tokens) == (len(new), sum(len(r.spec.prompt_ids) for r in new))
 
     def _retry_after_s(self, now_s: float) -> float:
         """Return how many seconds all waiting requests will take at the rate of the last finishes. Replays are counted, because
@@ -107,4 +107,4 @@ class WaitingRequests:
 
 
 def _key(request: LiveRequest) -> _Key:
-    return (request.times.arrived_s - LEVEL_S * (request.priority + request.replay), request.arrival)
+    return (request.times.arrived_s - LEVEL_S * (request.spec.priority + request.replay), request.arrival)

@@ -22,6 +22,7 @@ from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
+from router.api.router_api import ModelInfo
 from router.core import events as ev
 from router.core.pairs import AsidePair
 from router.core.registry import Worker
@@ -46,7 +47,8 @@ CHECK_MAX_REQUESTS = 64
 
 
 class RouterService:
-    """Implements `router.api.router_api.RouterApi`. `start` it on the loop that it is to run on, and `close` it."""
+    """Implements `RouterApi` and `AdminApi` of `router.api.router_api`. `start` it on the loop that it is to run on, and
+    `close` it."""
 
     def __init__(
         self,
@@ -117,8 +119,7 @@ class RouterService:
         return known
 
     def drain(self, worker_id: str) -> None:
-        """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
-        `UnknownWorker`."""
+        """Implements `AdminApi.drain`."""
         self.tell(ev.DrainAsked(WorkerId(worker_id)))
 
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
@@ -147,7 +148,7 @@ class RouterService:
         return not self._core.placer.not_ready_reason(worker, now_s=self._clock())
 
     async def next_ready(self, known: bool) -> bool:
-        """Wait until `ready` differs from `known`, and return it. Only one task may wait."""
+        """Implements `RouterApi.next_ready`."""
         while self.ready == known:
             await self._ready_flipped.wait()
             self._ready_flipped.clear()
@@ -163,12 +164,28 @@ class RouterService:
         """A prompt may have at most this many tokens, since one token of output must fit after it."""
         return self._limit.max_model_len - 1
 
+    def model_info(self) -> ModelInfo:
+        """Implements `RouterApi.model_info`."""
+        model = self.model
+        return ModelInfo(
+            model=model.name,
+            architecture=model.card.architecture,
+            vocab_size=model.card.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=model.kv_spec.block_size,
+            dtype=model.dtype,
+            kv_cache_dtype=model.kv_spec.dtype,
+            kv_bytes_per_token=model.kv_spec.bytes_per_token,
+            eos_token_ids=model.card.eos_token_ids,
+            has_chat_template=model.tokenizer.has_chat_template,
+        )
+
     def metrics(self) -> bytes:
         """Implements `RouterApi.metrics`."""
         return self._metrics.render()
 
     def snapshot(self) -> ClusterSnapshot:
-        """Return the state of the cluster at this moment, as status calls and metrics show it."""
+        """Implements `AdminApi.snapshot`. Metrics show it as well."""
         now_s = self._clock()
         queued = len(self._core.waiting)
         return ClusterSnapshot(
@@ -189,7 +206,7 @@ class RouterService:
             self._note_ready()
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
-        generation = BufferedGeneration(submit.request_id, len(submit.prompt_ids), self._released)
+        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released)
         effects = self._core.handle(submit, now_s=self._clock())  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None

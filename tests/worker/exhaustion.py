@@ -16,8 +16,9 @@ from pathlib import Path
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools, BlockTables
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.memory.host import resident_bytes
@@ -93,7 +94,7 @@ class Side:
 
     def __init__(self, name: str, runner: ModelRunner, eos: tuple[int, ...], events: queue.Queue) -> None:
         self.runner = runner
-        self.pool = BlockPool(runner.kv.num_blocks)
+        self.pool = BlockPools(runner.kv.num_blocks)
         self.scheduler = Scheduler(
             self.pool, BLOCK, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, max_model_len=LONGEST,
             eos_token_ids=eos, prefix_salt=b"exhaustion",
@@ -261,7 +262,9 @@ class Storm:
         if self._asked is None and self._waiting:
             request = self._asked = self._waiting[0]
             local = not request.handoff
-            self.sides["decode"].submit(Reserve(request.seq_id, request.prompt, request.params, 0, local_prefill=local))
+            self.sides["decode"].submit(
+                Reserve(request.seq_id, RequestSpec(request.prompt, request.params), local_prefill=local)
+            )
 
     def _abort(self, request: Request) -> None:
         in_flight = not request.active and self._rng.random() < 0.5
@@ -299,9 +302,9 @@ class Storm:
             self.result.seen[f"{name} full"] += blocks.free == blocks.cached == 0
         for lent in events.lent:
             if lent.seq_id in self._bound:
-                self._bound[lent.seq_id].lent = lent.block_ids
+                self._bound[lent.seq_id].lent = lent.block_tables[0]
         for reserved in events.reserved:
-            self._reserved(reserved.block_ids, reserved.hits)
+            self._reserved(reserved.block_tables, reserved.hits)
         for token in events.tokens:
             request = self._bound.get(token.seq_id)
             if request is None:  # aborted
@@ -314,18 +317,18 @@ class Storm:
             elif ended:
                 self._done(request)
 
-    def _reserved(self, block_ids: tuple[BlockId, ...] | None, hits: int) -> None:
+    def _reserved(self, block_tables: BlockTables | None, hits: int) -> None:
         request, self._asked = self._asked, None
         assert request is not None
-        if block_ids is None:
+        if block_tables is None:
             self.result.seen["no room"] += 1
             return
         self._waiting.popleft()
-        request.room, request.hits = block_ids, hits
+        request.room, request.hits = block_tables[0], hits
         request.active = not request.handoff
         self._bound[request.seq_id] = request
         if request.handoff:
-            self.sides["prefill"].submit(AddLent(request.seq_id, request.prompt, request.params, 0))
+            self.sides["prefill"].submit(AddLent(request.seq_id, RequestSpec(request.prompt, request.params)))
 
     def _hand_over(self, request: Request, *, ended: bool) -> None:
         """Prefill is through: copy what decode lacks, commit, and give the lease back."""
@@ -351,9 +354,9 @@ class Storm:
 
 def alone(runner: ModelRunner, eos: tuple[int, ...], prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
     """The request's output with the engine to itself."""
-    pool = BlockPool(runner.kv.num_blocks)
+    pool = BlockPools(runner.kv.num_blocks)
     scheduler = Scheduler(pool, BLOCK, max_num_seqs=1, max_num_batched_tokens=BUDGET, max_model_len=LONGEST, eos_token_ids=eos)
-    scheduler.add(SeqId(1), prompt, params, kind=SequenceKind.LOCAL, priority=0)
+    scheduler.add(SeqId(1), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
     output: list[int] = []
     while scheduler.num_live:
         outcome = scheduler.collect(runner.execute(scheduler.plan()))

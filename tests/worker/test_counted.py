@@ -5,8 +5,9 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import Handle, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.counted import CountedCommands
@@ -17,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=5)
 
 
 def engine() -> EngineSteps:
-    pool = BlockPool(64)
+    pool = BlockPools(64)
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 200, "eos_token_ids": ()}
     return EngineSteps(Scheduler(pool, 4, **limits), pool)  # type: ignore[arg-type]
 
@@ -30,7 +31,7 @@ def test_counts_and_their_last_command_are_of_one_moment(history: list[tuple[boo
         seq_id, handle = SeqId(number), Handle(100 + 3 * number)
         counted.give(seq_id, handle)
         sent[handle] = length
-        waiting.append(AddLent(seq_id, tuple(range(length)), PARAMS, 0))
+        waiting.append(AddLent(seq_id, RequestSpec(tuple(range(length)), PARAMS)))
         if not runs_step:
             continue
         plan, events = steps.begin(waiting)

@@ -24,10 +24,12 @@ from collections.abc import Sequence as Many
 from operator import attrgetter
 
 from pdserve.core.block_hash import PrefixChain
-from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
+from pdserve.core.block_pools import BlockPools, TableReservation
+from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, StepPlan, accept
 from pdserve.engine.schedule.outcome import Admitted, Advance, Final, OutputToken, StepOutcome
@@ -59,7 +61,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: BlockPools,
         layout_block_size: int,
         *,
         max_num_seqs: int,
@@ -104,53 +106,36 @@ class Scheduler:
 
     # --- sequences come and go
 
-    def add(
-        self,
-        seq_id: SeqId,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        *,
-        kind: SequenceKind,
-        priority: int,
-        resumed: int = 0,
-        cache_salt: str = "",
-    ) -> None:
+    def add(self, seq_id: SeqId, spec: RequestSpec, *, kind: SequenceKind, resumed: tuple[int, ...] = ()) -> None:
         """Queue a sequence. It runs as soon as the pool has all blocks of its prompt at once.
 
-        The last `resumed` ids of `prompt` are output that another worker drew, so the next token drawn has output index
-        `resumed`. Blocks are shared only with sequences of the same `cache_salt`.
+        `resumed` is output that another worker drew. It follows the prompt, and the next token drawn comes after it. Blocks are
+        shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        self._move(self._new(seq_id, prompt, params, kind, priority, resumed, self.prefix.chain(cache_salt)), _E.QUEUED)
+        self._move(self._new(seq_id, spec, kind, resumed, self.prefix.chain(spec.cache_salt)), _E.QUEUED)
 
     def reserve(
-        self,
-        seq_id: SeqId,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        *,
-        priority: int,
-        local_prefill: bool,
-        resumed: int = 0,
-        cache_salt: str = "",
-    ) -> Reservation | None:
+        self, seq_id: SeqId, spec: RequestSpec, *, local_prefill: bool, resumed: tuple[int, ...] = ()
+    ) -> TableReservation | None:
         """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
-        The result lists the blocks of the prompt in order, then a block to grow into if the sequence can grow. Its first
-        `hits` blocks hold their KV already. None means that the pool has no room beside the needs of waiting sequences, or
-        that all slots are taken.
+        The result lists the blocks of the prompt in order, for each KV group, and then a block to grow into if the sequence
+        can grow. Its first `hits` blocks hold their KV already. None means that the pool has no room beside the needs of
+        waiting sequences, or that all slots are taken.
 
         With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
-        `activate` or `abort` follows. `resumed` and `cache_salt` are those of `add`.
+        `activate` or `abort` follows. `resumed` is that of `add`.
         """
-        count = self.blocks_to_reserve(len(prompt), params, resumed)
+        tokens = spec.prompt_ids + resumed
+        count = self.blocks_to_reserve(len(tokens), spec.sampling, len(resumed))
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
-        chain = self.prefix.chain(cache_salt)
+        chain = self.prefix.chain(spec.cache_salt)
         # A local prefill must compute at least the last token, which gives the first logits; a pulled prompt computes none.
-        hashes = self.prefix.hashes(chain, prompt, len(prompt) - 1 if local_prefill else len(prompt))
+        hashes = self.prefix.hashes(chain, tokens, len(tokens) - 1 if local_prefill else len(tokens))
         if self.num_live >= self._max_seqs or not self._pool.fits(count, hashes, spare=self._blocks_awaited()):
             return None
-        seq = self._new(seq_id, prompt, params, kind, priority, resumed, chain)
+        seq = self._new(seq_id, spec, kind, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
         reservation = self.prefix.take(seq, holder, count, hashes)
         self._move(seq, _E.RESERVED_LOCAL if local_prefill else _E.RESERVED_INBOUND)
@@ -337,19 +322,19 @@ class Scheduler:
     def _new(
         self,
         seq_id: SeqId,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
+        spec: RequestSpec,
         kind: SequenceKind,
-        priority: int,
-        resumed: int,
+        resumed: tuple[int, ...],
         chain: PrefixChain | None,
     ) -> Sequence:
+        tokens = [*spec.prompt_ids, *resumed]
         assert seq_id not in self._sequences
-        assert 0 <= resumed < min(len(prompt), params.max_tokens), "the caller refuses an output that is complete already"
-        assert 1 <= len(prompt) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
+        assert spec.prompt_ids, "the caller refuses an empty prompt"
+        assert len(resumed) < spec.sampling.max_tokens, "the caller refuses an output that is complete already"
+        assert len(tokens) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
         self._arrivals += 1
-        turn = turn_of(self._prompt_tokens, priority, self._token_budget)
-        seq = Sequence(seq_id, kind, list(prompt), len(prompt) - resumed, params, turn, self._arrivals, self._rule)
+        turn = turn_of(self._prompt_tokens, spec.priority, self._token_budget)
+        seq = Sequence(seq_id, kind, tokens, spec, turn, self._arrivals, self._rule)
         seq.chain = chain
         self._sequences[seq_id] = seq
         return seq
@@ -360,7 +345,7 @@ class Scheduler:
         Sequences that are preempted for lack of blocks are left out.
         """
         size = self._block_size
-        for seq in [s for s in self._decoding if len(s.tokens) > len(s.block_table) * size]:
+        for seq in [s for s in self._decoding if len(s.tokens) > s.num_blocks * size]:
             if seq.state is _S.DECODING:  # otherwise it has just been preempted for an older one
                 self._grow(seq)
         return list(self._decoding)
@@ -393,25 +378,27 @@ class Scheduler:
 
         A block stays free for each running sequence, and all blocks that waiting sequences need.
         """
-        missing = self._blocks_for(len(seq.tokens) + count) - len(seq.block_table)
+        missing = self._blocks_for(len(seq.tokens) + count) - seq.num_blocks
         if missing > 0 and self._pool.num_allocatable - missing >= self.num_running + self._blocks_awaited():
-            grown = self._pool.allocate(seq.holder, missing)
-            assert grown is not None
-            seq.has_blocks(seq.block_table + grown)
-        return min(count, len(seq.block_table) * self._block_size - len(seq.tokens))
+            self._take_blocks(seq, missing)
+        return min(count, seq.num_blocks * self._block_size - len(seq.tokens))
 
     def _grow(self, seq: Sequence) -> None:
         """Give the sequence one more block. While the pool has none, preempt the youngest sequence, perhaps this one."""
-        assert self._blocks_for(len(seq.tokens)) == len(seq.block_table) + 1
+        assert self._blocks_for(len(seq.tokens)) == seq.num_blocks + 1
         while self._pool.num_allocatable < 1:
             running = (*self._decoding, *self._prefilling)
             victim = max((s for s in running if s.kind is not SequenceKind.LENT), key=_ARRIVAL)
             self._preempt(victim)
             if victim is seq:
                 return
-        grown = self._pool.allocate(seq.holder, 1)
+        self._take_blocks(seq, 1)
+
+    def _take_blocks(self, seq: Sequence, count: int) -> None:
+        """Give a sequence `count` more blocks in each group. The caller has checked that the pools have them."""
+        grown = self._pool.allocate(seq.holder, count)
         assert grown is not None
-        seq.has_blocks(seq.block_table + grown)
+        seq.has_blocks(tuple([table + more for table, more in zip(seq.block_tables, grown, strict=True)]))
 
     def _preempt(self, seq: Sequence) -> None:
         self._pool.drop(seq.holder)
@@ -475,7 +462,7 @@ class Scheduler:
         seq = self._waiting[0]
         self._move(seq, _E.ADMITTED)
         hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
-        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
+        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_tables
         if seq.decodes:
             self._move(seq, _E.PREFILLED)
         if seq.kind is SequenceKind.LENT:
@@ -515,7 +502,7 @@ class Scheduler:
         ended = seq.computed == len(seq.tokens)
         blocks = self._blocks_for(seq.computed) if ended else seq.computed // self._block_size
         first, seq.final = seq.final, blocks
-        return Final(seq.seq_id, first, seq.block_table[first:blocks])
+        return Final(seq.seq_id, first, tuple([table[first:blocks] for table in seq.block_tables]))
 
     def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
         token_id, logprobs = sampled
@@ -570,6 +557,8 @@ class Scheduler:
         assert seq.planned or seq.state is not _S.ABORTING
         assert seq.decodes or seq.state is not _S.DECODING
         kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE
-        assert self._pool.blocks_of(Holder(kind, seq.seq_id)) == seq.block_table
-        assert bool(seq.block_table) == (seq.state is not _S.WAITING)
-        assert seq.computed <= len(seq.block_table) * self._block_size
+        held = self._pool.blocks_of(Holder(kind, seq.seq_id))
+        assert held == seq.block_tables or not any((*held, *seq.block_tables))
+        assert all(len(table) == seq.num_blocks for table in seq.block_tables)
+        assert bool(seq.num_blocks) == (seq.state is not _S.WAITING)
+        assert seq.computed <= seq.num_blocks * self._block_size

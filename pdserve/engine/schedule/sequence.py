@@ -12,6 +12,7 @@ from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
 from pdserve.engine.schedule.sequence_machine import MAX_HISTORY, TRANSITIONS, SequenceEvent, SequenceState
@@ -58,8 +59,7 @@ class Sequence:
     seq_id: SeqId
     kind: SequenceKind
     tokens: list[int]
-    prompt_len: int
-    params: SamplingParams
+    spec: RequestSpec
     turn: int
     """The time when it should be served, by the scheduler's clock: its arrival, or earlier for a larger priority."""
     arrival: int
@@ -69,7 +69,6 @@ class Sequence:
     preemptions: int = 0
     """Number of times that it lost its blocks and was recomputed."""
     history: tuple[str, ...] = ()
-    block_table: tuple[BlockId, ...] = field(default=())
     chain: PrefixChain | None = None
     """Hashes of its blocks; None when its blocks are not shared."""
     published: int = 0
@@ -80,12 +79,17 @@ class Sequence:
     """Number of the step that computed its last chunk."""
     planned: int = 0
     """Known tokens that the step under way computes; its drafts do not count."""
+    prompt_len: int = field(init=False)
+    params: SamplingParams = field(init=False)
     edits: LogitEdits | None = field(init=False)
     holder: Holder = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
     longest: int = field(init=False)
     """Length in tokens at which it ends, whatever the tokens are."""
     block_tables: tuple[tuple[BlockId, ...], ...] = ()
+    """Its blocks in each KV group; empty while it waits."""
+    num_blocks: int = 0
+    """Number of its blocks in each KV group."""
     packed: tuple[bytes, ...] = ()
     """`block_tables` as int32 for compiled code. They are made when a table changes, not at each step."""
     _stops: frozenset[int] = field(init=False)
@@ -94,6 +98,8 @@ class Sequence:
     """True when each of its draws is `GREEDY`."""
 
     def __post_init__(self) -> None:
+        self.prompt_len = len(self.spec.prompt_ids)
+        self.params = self.spec.sampling
         self.edits = edits_of(self.params, self.prompt_len)
         self.holder = Holder(HolderKind.SEQUENCE, self.seq_id)
         eos = () if self.params.ignore_eos else self.rule.eos_token_ids
@@ -163,9 +169,10 @@ class Sequence:
         ids = (self.tokens[-1], *drafts)
         return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
 
-    def has_blocks(self, table: tuple[BlockId, ...]) -> None:
-        """Set the block table, in both of its forms."""
-        self.block_table, self.block_tables, self.packed = table, (table,), (array("i", table).tobytes(),)
+    def has_blocks(self, tables: tuple[tuple[BlockId, ...], ...]) -> None:
+        """Set the block tables, in both of their forms."""
+        self.block_tables, self.num_blocks = tables, len(tables[0]) if tables else 0
+        self.packed = tuple([array("i", table).tobytes() for table in tables])
 
     def sample_spec(self) -> SampleSpec:
         """Return the specification for drawing the next token.

@@ -13,10 +13,11 @@ import torch
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import QUANTISED, gqa_group
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.kv.cache import KvCache
@@ -286,7 +287,7 @@ def test_blocks_that_moved_to_another_pool_as_bytes_go_on_alike(make_runner, tin
 
 def served(runner: ModelRunner, prompts: list[tuple[int, ...]], *, blocks: int, salt: bytes | None, at_once: bool):
     """Outputs of 40 greedy tokens each, tokens found in the cache, and how often a sequence was preempted."""
-    pool = BlockPool(blocks)
+    pool = BlockPools(blocks)
     scheduler = Scheduler(
         pool, SIZE, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=blocks * SIZE, eos_token_ids=(), prefix_salt=salt
     )
@@ -295,7 +296,7 @@ def served(runner: ModelRunner, prompts: list[tuple[int, ...]], *, blocks: int, 
     for group in [list(enumerate(prompts))] if at_once else [[one] for one in enumerate(prompts)]:
         for i, prompt in group:
             params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-            scheduler.add(SeqId(i), prompt, params, kind=SequenceKind.LOCAL, priority=0)
+            scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
         while scheduler.has_work:
             outcome = scheduler.collect(runner.execute(scheduler.plan()))
             preempted += len(outcome.preempted)
