@@ -19,7 +19,6 @@ import yaml
 from msgspec import Meta
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import is_loopback
 from pdserve.core.labels import LabelSelector, check_key
 from pdserve.core.setting_types import (
     Bytes,
@@ -29,6 +28,7 @@ from pdserve.core.setting_types import (
     PositiveFloat,
     PositiveInt,
     check_types,
+    is_loopback,
 )
 
 MIB: Final = 1 << 20
@@ -59,6 +59,8 @@ class EngineConfig:
 
     # The model is "default", "tiny" (random weights, for tests), a directory, a GGUF file or a Hugging Face id.
     model: str = "default"
+    # The model is read by this family, given as module:function of your own. None takes the one of its architecture.
+    model_family: str | None = None
     # Clients call the model by this name. None takes the model's own name.
     served_model_name: str | None = None
     # Weights and activations have this dtype. "auto" is bfloat16.

@@ -42,7 +42,7 @@ from testkit.scripted_router import ScriptedRouter
 
 BATCHES: Final = (1, 8, 64, 256)
 KERNELS: Final = library.load()
-MODEL: Final = [(batched.BatchedLlama, "forward"), *([(KERNELS, "pdserve_model_forward")] if KERNELS else [])]
+MODEL: Final = [(batched.BatchedDecoder, "forward"), *([(KERNELS, "pdserve_model_forward")] if KERNELS else [])]
 PROBES: Final = (
     (EngineThread, "_step", "rest"),
     (EngineThread, "_take_commands", "commands"),
@@ -119,7 +119,7 @@ class Bench:
     def decoding(self, batch: int, params: SamplingParams) -> Iterator[None]:
         """Decode `batch` sequences, and nothing else, while the context is open."""
         self._pipe.send((batch, params))
-        self._until(lambda state: state.num_running == batch and not state.queued_tokens)
+        self._until(lambda state: state.load.running_sequences == batch and not state.load.queued_tokens)
         try:
             yield
         finally:

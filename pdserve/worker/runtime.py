@@ -32,6 +32,7 @@ from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.kv_layout import KvGroup
+from pdserve.core.worker import WorkerLoad
 from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.pool import KvPool
@@ -92,7 +93,7 @@ class RunningWorker:
         self._make_transport = prepare(transport, host, allow_public=self._config.allow_public_bind)
         began_s = time.monotonic()
         directory = resolve(self._config.engine.model)
-        self._card = ModelCard.load(directory)
+        self._card = ModelCard.load(directory, self._config.engine.model_family)
         self._tokenizer = Tokenizer.load(directory)
         self._runner: ModelRunner | None = None
         self._events: Mailbox[StepEvents] = Mailbox(self._on_step)
@@ -204,7 +205,7 @@ class RunningWorker:
             drafts_obstacle=runner.drafts_obstacle,
         )
         self._runner = runner
-        self._first_snapshot = EngineSnapshot(pool.counts(), 0, 0, 0)
+        self._first_snapshot = EngineSnapshot(WorkerLoad(pool.counts()))
         return runner, scheduler, pool
 
     def _sums_of(self) -> tuple[BlockSums, ...] | None:

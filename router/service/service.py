@@ -313,33 +313,13 @@ class RouterService:
             self._ready_flipped.set()
 
     def _worker_snapshot(self, worker: Worker, now_s: float) -> WorkerSnapshot:
-        hello, load = worker.hello, worker.load
-        not_ready_reason = self._core.placer.not_ready_reason(worker, now_s=now_s)
         return WorkerSnapshot(
-            worker_id=hello.worker_id,
-            role=hello.role.value,
-            incarnation=hello.incarnation,
-            address=hello.address,
-            ready=not not_ready_reason,
-            blocks=load.blocks,
-            queued_requests=load.queued_requests,
-            queued_tokens=load.queued_tokens,
-            running_sequences=load.running_sequences,
-            leases_held=load.leases_held,
+            hello=worker.hello,
+            load=worker.load,
             heartbeat_age_s=now_s - worker.last_seen_s,
             requests_placed=worker.requests_placed,
-            loop_lag_ms=load.loop_lag_ms,
-            pid=hello.pid,
-            niceness=hello.niceness,
             draining=worker.draining,
-            prefix_queried_tokens=load.prefix_queried_tokens,
-            prefix_hit_tokens=load.prefix_hit_tokens,
-            kv_corrupt_blocks=load.kv_corrupt_blocks,
-            kv_rotted_blocks=load.kv_rotted_blocks,
-            not_ready_reason=not_ready_reason,
-            engine_stalled_s=load.engine_stalled_s,
-            numerical_errors=load.numerical_errors,
-            quantization=hello.quantization,
+            not_ready_reason=self._core.placer.not_ready_reason(worker, now_s=now_s),
         )
 
 

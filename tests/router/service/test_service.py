@@ -56,7 +56,7 @@ def test_the_state_names_who_drains_who_is_not_ready_and_which_pairs_rest() -> N
             cluster.service.drain("decode-0")
             assert not cluster.service.ready
             state = cluster_state_to_wire(cluster.service.snapshot(), 16)
-            assert [(w.worker_id, w.ready, w.draining, w.not_ready_reason) for w in state.workers] == [
+            assert [(w.hello.worker_id, w.ready, w.draining, w.not_ready_reason) for w in state.workers] == [
                 ("prefill-0", True, False, ""),
                 ("decode-0", False, True, "draining"),
             ]
