@@ -14,10 +14,10 @@ from typing import Final
 
 from pdserve.core.errors import Unavailable
 from pdserve.core.ids import WorkerId
-from pdserve.core.request_machine import RequestEvent
 from pdserve.core.sampling import Placement
 from router.core.events import Effects, EffectsThen, LinkId, SendBind, SendPrefill
 from router.core.live_request import LiveRequest
+from router.core.machines.request_machine import RequestEvent
 from router.core.placer import Placer, Wanted
 from router.core.policy.decider import Reason
 from router.core.probe_book import ProbeBook

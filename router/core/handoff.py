@@ -7,12 +7,12 @@ exists and the worker has reserved. In a rebind the lease exists first.
 from __future__ import annotations
 
 from pdserve.core.errors import ReplicaLost
-from pdserve.core.request_machine import RequestEvent, RequestState
 from pdserve.core.sampling import Placement
-from pdserve.core.work_machine import WorkEvent, WorkState
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, SendAttach
 from router.core.live_request import LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestEvent, RequestState
+from router.core.machines.work_machine import WorkEvent, WorkState
 from router.core.pairs import Pairs
 from router.core.recovery import Recovery
 from router.core.requests import Requests

@@ -21,11 +21,11 @@ from typing import Final
 from pdserve.config import RouterConfig
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ErrorCode, PdserveError
-from pdserve.core.request_machine import RequestEvent, RequestState
-from pdserve.core.work_machine import WorkState
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, RequestFailed, Role
 from router.core.live_request import LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestEvent, RequestState
+from router.core.machines.work_machine import WorkState
 from router.core.pairs import Pairs
 from router.core.requests import Requests
 from router.core.retry import RetryBucket, after_attempts

@@ -10,12 +10,12 @@ from typing import Final, TypeVar
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError
 from pdserve.core.ids import Handle, RequestId
-from pdserve.core.request_machine import RequestEvent, RequestState
-from pdserve.core.work_machine import WorkMachine, WorkState
 from router.core.deadlines import Deadlines
 from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, Role, SendCancel, Submit
 from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
+from router.core.machines.request_machine import RequestEvent, RequestState
+from router.core.machines.work_machine import WorkMachine, WorkState
 from router.core.probe_book import ProbeBook
 from router.core.registry import Registry, Worker
 from router.core.waiting import WaitingRequests

@@ -23,7 +23,6 @@ from pdserve.core.errors import (
     WorkerIdTaken,
 )
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
-from pdserve.core.request_machine import RequestEvent
 from router.core.dispatcher import Dispatcher
 from router.core.events import (
     ClientGone,
@@ -53,6 +52,7 @@ from router.core.events import (
 )
 from router.core.handoff import Handoff
 from router.core.live_request import LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestEvent
 from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy.ranking import BUILT_IN, Rankings

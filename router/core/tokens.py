@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import Handle
-from pdserve.core.request_machine import RequestEvent, RequestState
 from pdserve.core.sampling import FinishReason, Placement
-from pdserve.core.work_machine import WorkEvent, WorkState
 from router.api.answer import Delta
 from router.core.events import Effect, Effects, EmitDelta, Role, Row, StepRows
 from router.core.live_request import LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestEvent, RequestState
+from router.core.machines.work_machine import WorkEvent, WorkState
 from router.core.output import delta_of
 from router.core.requests import Requests
 
