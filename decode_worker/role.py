@@ -63,8 +63,6 @@ class DecodeRole:
         self._clean_ups: set[asyncio.Task[None]] = set()
         self._binds = 0
         self._leases = LeaseClient(
-            host.incarnation,
-            host.agent_metadata,
             host.transfer,
             host.config.lease,
             cluster_token=host.config.cluster_token,

@@ -15,6 +15,7 @@ from faultsim.oracle import EOS, chain, draw
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import BlockId, BlockSum
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SequenceSlice, StepPlan
+from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.sim.process import Process
 from pdserve.worker.engine_steps import EngineSteps
@@ -119,7 +120,8 @@ class SimEngine:
     def snapshot(self) -> EngineSnapshot:
         """Return the present counts of blocks and sequences."""
         scheduler = self.scheduler
-        return EngineSnapshot(self.pool.counts(), scheduler.num_waiting, scheduler.num_running, scheduler.queued_tokens)
+        counts = (scheduler.num_waiting, scheduler.queued_tokens, scheduler.num_running)
+        return EngineSnapshot(WorkerLoad(self.pool.counts(), *counts))
 
     def submit(self, command: Command) -> None:
         """Queue a command for the next step. The loop thread calls it."""

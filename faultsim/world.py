@@ -194,7 +194,7 @@ class World:
         if (
             fault.other == router.name
             and service is not None
-            and fault.target in {w.worker_id for w in service.snapshot().workers}
+            and fault.target in {w.hello.worker_id for w in service.snapshot().workers}
         ):
             router.loop.post(0.0, service.drain, fault.target)
         else:

@@ -19,7 +19,6 @@ import yaml
 from msgspec import Meta
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import is_loopback
 from pdserve.core.labels import LabelSelector, check_key
 from pdserve.core.setting_types import (
     Bytes,
@@ -29,6 +28,7 @@ from pdserve.core.setting_types import (
     PositiveFloat,
     PositiveInt,
     check_types,
+    is_loopback,
 )
 
 MIB: Final = 1 << 20

@@ -186,8 +186,8 @@ class FakeWorker:
                 raise TimeoutError(f"{self.worker_id}: live {self.live_handles}, commands {self.commands}")
             await asyncio.sleep(0.005)
 
-    def _hello(self) -> link_pb2.Hello:
-        return link_pb2.Hello(
+    def _hello(self) -> common_pb2.WorkerHello:
+        return common_pb2.WorkerHello(
             worker_id=self.worker_id,
             role=self.role,
             incarnation=self.incarnation,
@@ -227,11 +227,11 @@ class FakeWorker:
             if not self.silent:
                 self._send(heartbeat=self.heartbeat())
 
-    def heartbeat(self) -> link_pb2.Heartbeat:
+    def heartbeat(self) -> common_pb2.WorkerLoad:
         """Return the heartbeat for the present state."""
         held = sum(self._blocks(s) for s in self._sequences.values())
         counts = common_pb2.BlockCounts(total=self.num_blocks, free=self.num_blocks - held, held=held)
-        return link_pb2.Heartbeat(
+        return common_pb2.WorkerLoad(
             blocks=counts,
             running_sequences=len(self._sequences),
             draining=self.draining,

@@ -271,7 +271,7 @@ class ProcessCluster:
 
     def is_whole(self, state: State) -> bool:
         """Tell whether every worker's present process is ready and its last heartbeat is fresh."""
-        ready = {w.worker_id: w.pid for w in state.workers if w.ready and w.heartbeat_age_s < FRESH_S}
+        ready = {w.hello.worker_id: w.hello.pid for w in state.workers if w.ready and w.heartbeat_age_s < FRESH_S}
         return ready == {name: self.processes[name].popen.pid for name in self.worker_names}
 
     def _spawn(self, module: str, config: Any, name: str, env: Mapping[str, str]) -> None:
@@ -322,7 +322,12 @@ class ProcessCluster:
 def is_empty(state: State) -> bool:
     """Tell whether nothing runs and every block of every worker is free or cached."""
     return state.queued_requests == state.running_requests == 0 and all(
-        worker.blocks.free + worker.blocks.cached == worker.blocks.total
-        and not (worker.leases_held or worker.running_sequences or worker.queued_requests or worker.blocks.unaccounted)
+        worker.load.blocks.free + worker.load.blocks.cached == worker.load.blocks.total
+        and not (
+            worker.load.leases_held
+            or worker.load.running_sequences
+            or worker.load.queued_requests
+            or worker.load.blocks.unaccounted
+        )
         for worker in state.workers
     )

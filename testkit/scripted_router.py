@@ -22,12 +22,12 @@ class Worker:
     """One connected worker."""
 
     def __init__(
-        self, hello: link_pb2.Hello, send: Callable[[link_pb2.RouterMessage], None], changed: threading.Condition
+        self, hello: common_pb2.WorkerHello, send: Callable[[link_pb2.RouterMessage], None], changed: threading.Condition
     ) -> None:
         self.hello = hello
         self.send = send
         self.said: list[Any] = []  # all messages except heartbeats, in order
-        self.heartbeat: link_pb2.Heartbeat | None = None
+        self.heartbeat: common_pb2.WorkerLoad | None = None
         self._changed = changed
 
     def wait(self, kind: str, handle: int) -> Any:
@@ -123,7 +123,7 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
         async for message in messages:
             body = getattr(message, message.WhichOneof("body"))
             with self._changed:
-                if isinstance(body, link_pb2.Heartbeat):
+                if isinstance(body, common_pb2.WorkerLoad):
                     worker.heartbeat = body
                 else:
                     worker.said.append(body)

@@ -119,7 +119,7 @@ class Bench:
     def decoding(self, batch: int, params: SamplingParams) -> Iterator[None]:
         """Decode `batch` sequences, and nothing else, while the context is open."""
         self._pipe.send((batch, params))
-        self._until(lambda state: state.num_running == batch and not state.queued_tokens)
+        self._until(lambda state: state.load.running_sequences == batch and not state.load.queued_tokens)
         try:
             yield
         finally:

@@ -45,8 +45,8 @@ class _Worker:
             for job in (self._write(call), self._read(call, group), self._heartbeat()):
                 group.create_task(job)
 
-    def _hello(self) -> link_pb2.Hello:
-        return link_pb2.Hello(
+    def _hello(self) -> common_pb2.WorkerHello:
+        return common_pb2.WorkerHello(
             worker_id=self._name,
             role=self._role,
             incarnation=1 + self._role,
@@ -70,7 +70,7 @@ class _Worker:
     async def _heartbeat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._send(heartbeat=link_pb2.Heartbeat(blocks=common_pb2.BlockCounts(total=_BLOCKS, free=_BLOCKS)))
+            self._send(heartbeat=common_pb2.WorkerLoad(blocks=common_pb2.BlockCounts(total=_BLOCKS, free=_BLOCKS)))
 
     async def _read(self, call: Any, group: asyncio.TaskGroup) -> None:
         handlers = {"prefill": self._prefill, "bind": self._bind, "cancel": self._cancel}

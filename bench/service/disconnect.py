@@ -73,7 +73,7 @@ class Watch:
 
 def taken(state: inference_pb2.GetClusterStateResponse, roles: frozenset[int]) -> bool:
     """Tell whether every worker of these roles holds blocks."""
-    return all(worker.blocks.held for worker in state.workers if worker.role in roles)
+    return all(worker.load.blocks.held for worker in state.workers if worker.hello.role in roles)
 
 
 def by_grpc(cluster: ProcessCluster, moment: Moment) -> Leave:

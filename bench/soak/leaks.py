@@ -125,8 +125,12 @@ def block_leaks(cluster: ProcessCluster) -> list[str]:
         if state.queued_requests or state.running_requests:
             return [f"the router still has {state.queued_requests} queued, {state.running_requests} running requests"]
         return [
-            f"{w.worker_id}: {w.blocks}, leases {w.leases_held}, sequences {w.running_sequences}".replace("\n", " ")
+            f"{w.hello.worker_id}: {w.load.blocks}, leases {w.load.leases_held}, sequences {w.load.running_sequences}".replace(
+                "\n", " "
+            )
             for w in state.workers
-            if w.blocks.free + w.blocks.cached != w.blocks.total or w.leases_held or w.running_sequences
+            if w.load.blocks.free + w.load.blocks.cached != w.load.blocks.total
+            or w.load.leases_held
+            or w.load.running_sequences
         ] or [f"not empty: {is_empty(state)=}"]
     return []

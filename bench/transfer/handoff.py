@@ -142,8 +142,8 @@ class Reader:
 
     async def start(self) -> None:
         """Start the transfer thread and make the lease client."""
-        metadata = await self.thread.start()
-        self.client = LeaseClient(READER_INCARNATION, metadata, self.thread, self.config, cluster_token=TOKEN)
+        await self.thread.start()
+        self.client = LeaseClient(self.thread, self.config, cluster_token=TOKEN)
 
     async def pull(self, blocks: int, step: int, interval_s: float, *, checksums: bool) -> PullResult:
         """Let the lender make `blocks` blocks final, `step` at a time every `interval_s`, and pull them. Raises

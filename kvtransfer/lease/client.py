@@ -37,7 +37,7 @@ class Link(Protocol):
     def num_followed(self) -> int:
         """The number of followers of all leases."""
 
-    async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes:
+    async def handshake(self) -> bytes:
         """Return the lender's agent metadata."""
 
     async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease:
@@ -68,13 +68,10 @@ class _Entry:
 
 
 class LeaseClient:
-    """All links of one worker that reads. The loop owns it. `incarnation` and `agent_metadata` are this worker's own, for the
-    handshake."""
+    """All links of one worker that reads. The loop owns it."""
 
     def __init__(
         self,
-        incarnation: Incarnation,
-        agent_metadata: bytes,
         connector: Connector,
         config: LeaseConfig,
         *,
@@ -82,8 +79,6 @@ class LeaseClient:
         idle_close_s: float = IDLE_CLOSE_S,
         make_link: MakeLink = PeerLink,
     ) -> None:
-        self._incarnation = incarnation
-        self._agent_metadata = agent_metadata
         self._connector = connector
         self._config = config
         self._cluster_token = cluster_token
@@ -137,7 +132,7 @@ class LeaseClient:
         entry = self._entries.get(ticket.incarnation)
         if entry is None:
             link = self._make_link(ticket.incarnation, ticket.peer_address, self._config, cluster_token=self._cluster_token)
-            handshake = asyncio.create_task(link.handshake(self._incarnation, self._agent_metadata))
+            handshake = asyncio.create_task(link.handshake())
             entry = self._entries[ticket.incarnation] = _Entry(link, handshake)
             handshake.add_done_callback(functools.partial(self._on_handshake_done, entry))
         return entry

@@ -78,10 +78,10 @@ class PeerLink:
         """The number of followers of all leases."""
         return sum(len(followers) for followers in self._followed.values())
 
-    async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes:
+    async def handshake(self) -> bytes:
         """Return the lender's agent metadata. Raises `LeaseGone` when another incarnation answers at this address, and
         `IncompatiblePeer` when the lender has another transport."""
-        request = peer_pb2.HandshakeRequest(incarnation=own_incarnation, agent_metadata=own_metadata, transport=self._transport)
+        request = peer_pb2.HandshakeRequest(transport=self._transport)
         response = await self._call(self._peer.Handshake, request, HANDSHAKE_TIMEOUT_S)
         if response.incarnation != self.incarnation:
             raise LeaseGone(f"{self.address} is now {response.incarnation:016x}, the lease was {self.incarnation:016x}'s")

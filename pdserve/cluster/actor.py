@@ -22,7 +22,7 @@ import ray
 from pdserve.cluster.guard import NODE_LEAVING, Guard
 from pdserve.cluster.plan import WorkerPlan, on_this_node
 from pdserve.config import WorkerConfig
-from pdserve.core.niceness import niced
+from pdserve.core.worker import niced
 from pdserve.observe.logs import setup_logging
 from pdserve.worker.memory_report import MemoryReport
 

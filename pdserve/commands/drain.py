@@ -48,7 +48,7 @@ def drain(worker: str | None, address: str, cluster_token: str, on_host: str | N
 
 def _on_host(client: AdminClient, host: str) -> list[str]:
     workers = client.cluster_state().workers
-    return [worker.worker_id for worker in workers if worker.address.rpartition(":")[0].strip("[]") == host]
+    return [worker.hello.worker_id for worker in workers if worker.hello.address.rpartition(":")[0].strip("[]") == host]
 
 
 def _begun(console: Console, worker: str, call: Stream[inference_pb2.DrainProgress]) -> bool:

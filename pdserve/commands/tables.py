@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.config import MIB
-from pdserve.core.niceness import niced
+from pdserve.core.worker import niced
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def pool(reports: Sequence[WorkerReport]) -> Group:
     return Group(made, *pools, *_by_role(reports, lambda report: report.computes), *_niced(reports))
 
 
-def _niced(workers: Iterable[WorkerReport | inference_pb2.WorkerState]) -> list[Text]:
+def _niced(workers: Iterable[WorkerReport | common_pb2.WorkerHello]) -> list[Text]:
     """Make one line for all workers of the same niceness above 0: these yield to ordinary processes."""
     alike: dict[int, list[str]] = {}
     for worker in workers:
@@ -105,22 +105,22 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
     width: columns of the terminal. A wide terminal also shows how many tokens each pool holds.
     """
     why = [
-        Text(f"{worker.worker_id} is not ready: {worker.not_ready_reason}")
+        Text(f"{worker.hello.worker_id} is not ready: {worker.not_ready_reason}")
         for worker in state.workers
         if worker.not_ready_reason and not worker.ready
     ]
     why += [damage for worker in state.workers if (damage := _damage(worker)) is not None]
     aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
     mixed = [] if state.exact or not state.workers else [Text(_INEXACT)]
-    return Group(_pools(state, width), *why, *_niced(state.workers), *aside, *mixed)
+    return Group(_pools(state, width), *why, *_niced(worker.hello for worker in state.workers), *aside, *mixed)
 
 
 def _damage(worker: inference_pb2.WorkerState) -> Text | None:
     """Tell how much of the KV that this worker lent was damaged; None for no damage. Damaged KV is never used."""
-    if not worker.kv_corrupt_blocks:
+    if not worker.load.kv_corrupt_blocks:
         return None
-    said = f"{worker.worker_id}: {worker.kv_corrupt_blocks} lent KV blocks were not read as they were written"
-    return Text(f"{said}, {worker.kv_rotted_blocks} have changed in its memory", style="red")
+    said = f"{worker.hello.worker_id}: {worker.load.kv_corrupt_blocks} lent KV blocks were not read as they were written"
+    return Text(f"{said}, {worker.load.kv_rotted_blocks} have changed in its memory", style="red")
 
 
 def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
@@ -140,27 +140,27 @@ def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
     """
     title = f"router: {state.queued_requests} queued, {state.running_requests} running"
     counts = {
-        "free": [str(worker.blocks.free) for worker in state.workers],
-        "held": [str(worker.blocks.held) for worker in state.workers],
-        "cached": [str(worker.blocks.cached) for worker in state.workers],
-        "quarantined": [str(worker.blocks.quarantined) for worker in state.workers],
-        "unaccounted": [_alarming(worker.blocks.unaccounted) for worker in state.workers],
-        "queued": [str(worker.queued_requests) for worker in state.workers],
-        "running": [str(worker.running_sequences) for worker in state.workers],
-        "leases": [str(worker.leases_held) for worker in state.workers],
+        "free": [str(worker.load.blocks.free) for worker in state.workers],
+        "held": [str(worker.load.blocks.held) for worker in state.workers],
+        "cached": [str(worker.load.blocks.cached) for worker in state.workers],
+        "quarantined": [str(worker.load.blocks.quarantined) for worker in state.workers],
+        "unaccounted": [_alarming(worker.load.blocks.unaccounted) for worker in state.workers],
+        "queued": [str(worker.load.queued_requests) for worker in state.workers],
+        "running": [str(worker.load.running_sequences) for worker in state.workers],
+        "leases": [str(worker.load.leases_held) for worker in state.workers],
         "heartbeat": [f"{worker.heartbeat_age_s:.1f} s" for worker in state.workers],
     }
     wide = width >= WIDE
     if wide and state.block_size:
-        counts = {"KV tokens": [f"{worker.blocks.total * state.block_size:,}" for worker in state.workers], **counts}
+        counts = {"KV tokens": [f"{worker.load.blocks.total * state.block_size:,}" for worker in state.workers], **counts}
     shown = {name: cells for name, cells in counts.items() if wide or name not in RARE or any(cell != "0" for cell in cells)}
     names = tuple(shown) if wide else tuple(SHORT.get(name, name) for name in shown)
     made = table(title, ("worker", "role", "ready", "KV use") if wide else ("worker", "ready", "KV"), names)
     for at, worker in enumerate(state.workers):
-        used = bar(worker.blocks.held + worker.blocks.quarantined, worker.blocks.total)
+        used = bar(worker.load.blocks.held + worker.load.blocks.quarantined, worker.load.blocks.total)
         made.add_row(
-            worker.worker_id,
-            *((role(worker.role),) if wide else ()),
+            worker.hello.worker_id,
+            *((role(worker.hello.role),) if wide else ()),
             _readiness(worker),
             used if wide else used.rpartition(" ")[2],
             *(cells[at] for cells in shown.values()),

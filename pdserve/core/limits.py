@@ -129,6 +129,21 @@ def check_limits(kind: type[Any], values: Mapping[str, Any]) -> None:
 
 
 def check_fields(value: Any) -> None:
-    """Check the fields of a dataclass's value. Raises `InvalidRequest`, which names the field and the limit."""
-    kind = type(value)
-    check_limits(kind, {name: getattr(value, name) for name in limits_of(kind)})
+    """Check the fields of a dataclass's value. Raises `InvalidRequest`, which names the field and the limit.
+
+    A default is within its limits, so only other values cost a check.
+    """
+    for name, default, limits in _CHECKS.get(type(value)) or _checks_of(type(value)):
+        given = getattr(value, name)
+        if given != default:
+            for limit in limits:
+                limit.check(name, given)
+
+
+_CHECKS: Final[dict[type[Any], tuple[tuple[str, Any, tuple[Limit, ...]], ...]]] = {}
+
+
+def _checks_of(kind: type[Any]) -> tuple[tuple[str, Any, tuple[Limit, ...]], ...]:
+    defaults = {one.name: one.default for one in fields(kind)}
+    _CHECKS[kind] = checks = tuple((name, defaults[name], limits) for name, limits in limits_of(kind).items())
+    return checks

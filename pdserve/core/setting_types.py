@@ -1,4 +1,4 @@
-"""The types that settings have, and the check of a section against them.
+"""The types that settings have, the check of a section against them, and the test for hosts that only this machine reaches.
 
 msgspec converts and compares. `_accepted` says in words what a type takes, so that an error needs nothing from msgspec.
 """
@@ -6,6 +6,7 @@ msgspec converts and compares. `_accepted` says in words what a type takes, so t
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import re
 import typing
 from typing import Annotated, Any, Final
@@ -38,6 +39,17 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write bytes or a number with KiB, MiB, GiB, KB, MB or GB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach `host`, which is an IP address or a name.
+
+    The only name that counts as loopback is `localhost`.
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_types(config: Any, prefix: str = "") -> None:

@@ -112,35 +112,39 @@ class _ClusterCollector(Collector):
         for name, text, read in _WORKER_GAUGES:
             family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
             for worker in cluster.workers:
-                family.add_metric([worker.worker_id, worker.role], read(worker))
+                family.add_metric([worker.hello.worker_id, worker.hello.role.value], read(worker))
             yield family
         for name, text, count in _WORKER_COUNTERS:
             counter = CounterMetricFamily(f"pdserve_{name}", text, labels=["worker", "role"])
             for worker in cluster.workers:
-                counter.add_metric([worker.worker_id, worker.role], count(worker))
+                counter.add_metric([worker.hello.worker_id, worker.hello.role.value], count(worker))
             yield counter
 
 
 _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
-    ("kv_corrupt_blocks", "Lent blocks that were not read as they were written.", lambda w: w.kv_corrupt_blocks),
-    ("kv_rotted_blocks", "Lent blocks that had changed in the worker's memory.", lambda w: w.kv_rotted_blocks),
+    ("kv_corrupt_blocks", "Lent blocks that were not read as they were written.", lambda w: w.load.kv_corrupt_blocks),
+    ("kv_rotted_blocks", "Lent blocks that had changed in the worker's memory.", lambda w: w.load.kv_rotted_blocks),
 )
 
 
 _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
     ("ready", "1: the worker takes requests.", lambda w: float(w.ready)),
     ("draining", "1: the worker takes nothing new and leaves when it is done.", lambda w: float(w.draining)),
-    ("queued_requests", "Requests that wait inside the worker.", lambda w: w.queued_requests),
-    ("queued_tokens", "Prompt tokens not yet computed.", lambda w: w.queued_tokens),
-    ("running_sequences", "Sequences in the engine.", lambda w: w.running_sequences),
-    ("prefix_queried_tokens", "Tokens of sequences that got their blocks.", lambda w: w.prefix_queried_tokens),
-    ("prefix_hit_tokens", "Those of prefix_queried_tokens whose KV was cached.", lambda w: w.prefix_hit_tokens),
-    ("leases_held", "Leases over lent blocks.", lambda w: w.leases_held),
+    ("queued_requests", "Requests that wait inside the worker.", lambda w: w.load.queued_requests),
+    ("queued_tokens", "Prompt tokens not yet computed.", lambda w: w.load.queued_tokens),
+    ("running_sequences", "Sequences in the engine.", lambda w: w.load.running_sequences),
+    ("prefix_queried_tokens", "Tokens of sequences that got their blocks.", lambda w: w.load.prefix_queried_tokens),
+    ("prefix_hit_tokens", "Those of prefix_queried_tokens whose KV was cached.", lambda w: w.load.prefix_hit_tokens),
+    ("leases_held", "Leases over lent blocks.", lambda w: w.load.leases_held),
     ("requests_placed", "Requests that this router placed and that have not ended.", lambda w: w.requests_placed),
     ("heartbeat_age_seconds", "Time since the worker's last message.", lambda w: w.heartbeat_age_s),
-    ("engine_stalled_seconds", "Time without a step of the engine while work waits.", lambda w: w.engine_stalled_s),
-    ("numerical_errors", "Sequences whose logits were not finite, since the worker's start.", lambda w: w.numerical_errors),
-    ("loop_lag_ms", "Delay of the worker's event loop.", lambda w: w.loop_lag_ms),
+    ("engine_stalled_seconds", "Time without a step of the engine while work waits.", lambda w: w.load.engine_stalled_s),
+    (
+        "numerical_errors",
+        "Sequences whose logits were not finite, since the worker's start.",
+        lambda w: w.load.numerical_errors,
+    ),
+    ("loop_lag_ms", "Delay of the worker's event loop.", lambda w: w.load.loop_lag_ms),
 )
 
 
@@ -148,5 +152,5 @@ def _blocks(workers: tuple[WorkerSnapshot, ...]) -> GaugeMetricFamily:
     family = GaugeMetricFamily("pdserve_worker_blocks", "KV blocks by state.", labels=["worker", "role", "state"])
     for worker in workers:
         for state in ("free", "cached", "held", "quarantined", "unaccounted"):
-            family.add_metric([worker.worker_id, worker.role, state], getattr(worker.blocks, state))
+            family.add_metric([worker.hello.worker_id, worker.hello.role.value, state], getattr(worker.load.blocks, state))
     return family

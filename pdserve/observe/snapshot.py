@@ -4,37 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.core.blocks import BlockCounts
+from pdserve.core.worker import WorkerHello, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
     """The state of one worker."""
 
-    worker_id: str
-    role: str  # prefill | decode
-    incarnation: int
-    address: str
-    ready: bool
-    blocks: BlockCounts
-    queued_requests: int
-    queued_tokens: int
-    running_sequences: int
-    leases_held: int
+    hello: WorkerHello
+    load: WorkerLoad
     heartbeat_age_s: float
     requests_placed: int
-    loop_lag_ms: float
-    pid: int
+    """The requests that this router placed and that have not finished."""
     draining: bool = False
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    kv_corrupt_blocks: int = 0
-    kv_rotted_blocks: int = 0
-    not_ready_reason: str = ""  # empty: the worker is ready
-    engine_stalled_s: float = 0.0  # time without a step while work waits
-    numerical_errors: int = 0  # sequences whose logits were not finite numbers, since the worker's start
-    niceness: int = 0  # niceness of the worker's process
-    quantization: str = ""  # quantisation of the worker's weights; empty: none
+    """The router places nothing more on the worker."""
+    not_ready_reason: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """The worker takes requests, so there is no reason why it would not."""
+        return not self.not_ready_reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
+from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.rpc.fields import FieldCodec
 from pdserve.rpc.v1 import common_pb2, peer_pb2
 
@@ -69,7 +71,7 @@ _SPEC: Final = FieldCodec(
     RequestSpec,
     common_pb2.RequestSpec,
     prompt_ids=(pack_ids, unpack_ids),
-    sampling=(_SAMPLING.to_wire, _SAMPLING.from_wire),
+    sampling=(_SAMPLING.to_fields, _SAMPLING.from_wire),
 )
 
 
@@ -88,9 +90,56 @@ def spec_to_wire(spec: RequestSpec) -> common_pb2.RequestSpec:
     return _SPEC.to_wire(spec)
 
 
+def spec_to_fields(spec: RequestSpec) -> dict[str, Any]:
+    """Return the fields of a request's message, as the constructor of a message around it takes them."""
+    return _SPEC.to_fields(spec)
+
+
 def spec_from_wire(wire: common_pb2.RequestSpec) -> RequestSpec:
     """Read a request. Raises `InvalidRequest`, and ValueError for half a token id."""
     return _SPEC.from_wire(wire)
+
+
+_ROLES: Final = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
+_ROLES_FROM_WIRE: Final = {wire: role for role, wire in _ROLES.items()}
+
+
+def role_from_wire(wire: int) -> Role:
+    """Return the role of a number. Raises KeyError for a number that is not in the enum, and for UNSPECIFIED."""
+    return _ROLES_FROM_WIRE[wire]  # type: ignore[index]
+
+
+def _counts_to_wire(counts: BlockCounts) -> common_pb2.BlockCounts:
+    unaccounted = max(0, counts.unaccounted)
+    return common_pb2.BlockCounts(**counts._asdict(), unaccounted=unaccounted)
+
+
+def _counts_from_wire(wire: common_pb2.BlockCounts) -> BlockCounts:
+    return BlockCounts(wire.total, wire.free, wire.cached, wire.held, wire.quarantined)
+
+
+_HELLO: Final = FieldCodec(WorkerHello, common_pb2.WorkerHello, role=(_ROLES.__getitem__, role_from_wire))
+_LOAD: Final = FieldCodec(WorkerLoad, common_pb2.WorkerLoad, blocks=(_counts_to_wire, _counts_from_wire))
+
+
+def hello_to_wire(hello: WorkerHello) -> common_pb2.WorkerHello:
+    """Write the state of a worker that does not change as a message."""
+    return _HELLO.to_wire(hello)
+
+
+def hello_from_wire(wire: common_pb2.WorkerHello) -> WorkerHello:
+    """Read the state of a worker that does not change. Raises KeyError for a message without a role."""
+    return _HELLO.from_wire(wire)
+
+
+def load_to_wire(load: WorkerLoad) -> common_pb2.WorkerLoad:
+    """Write the present state of a worker as a message."""
+    return _LOAD.to_wire(load)
+
+
+def load_from_wire(wire: common_pb2.WorkerLoad) -> WorkerLoad:
+    """Read the present state of a worker."""
+    return _LOAD.from_wire(wire)
 
 
 def logprobs_to_wire(tokens: Sequence[TokenLogprobs]) -> common_pb2.Logprobs | None:

@@ -40,10 +40,17 @@ class FieldCodec(Generic[Value, Wire]):
 
     def to_wire(self, value: Value) -> Wire:
         """Return the message of a value."""
+        return self._wire(**self.to_fields(value))
+
+    def to_fields(self, value: Value) -> dict[str, Any]:
+        """Return the fields of the message, as the constructor of a message around it takes them.
+
+        protobuf serialises and parses a whole message that a constructor gets, but not such fields.
+        """
         fields = dict(zip(self._names, self._read(value), strict=True))
         for name, (write, _) in self._special.items():
             fields[name] = write(fields[name])
-        return self._wire(**fields)
+        return fields
 
     def from_wire(self, message: Wire) -> Value:
         """Return the value of a message. Raises what the dataclass and the converters raise."""

@@ -14,6 +14,7 @@ from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.step_plan import Sampled, StepPlan
+from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.outcome import Final as FinalBlocks
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
@@ -172,18 +173,16 @@ class EngineSteps:
 
     def _snapshot(self) -> EngineSnapshot:
         scheduler = self._scheduler
-        return EngineSnapshot(
-            self._pool.counts(),
-            scheduler.num_waiting,
-            scheduler.num_running,
-            scheduler.queued_tokens,
-            scheduler.prefix.queried,
-            scheduler.prefix.hit,
-            self._commands_taken,
-            self._numerical_errors,
-            scheduler.has_work,
-            self._last_seq_id,
+        load = WorkerLoad(
+            blocks=self._pool.counts(),
+            queued_requests=scheduler.num_waiting,
+            queued_tokens=scheduler.queued_tokens,
+            running_sequences=scheduler.num_running,
+            prefix_queried_tokens=scheduler.prefix.queried,
+            prefix_hit_tokens=scheduler.prefix.hit,
+            numerical_errors=self._numerical_errors,
         )
+        return EngineSnapshot(load, self._commands_taken, scheduler.has_work, self._last_seq_id)
 
 
 def _lent(seq_id: SeqId) -> Holder:

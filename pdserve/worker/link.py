@@ -19,7 +19,7 @@ import grpc
 from pdserve.core.errors import ReplicaLost
 from pdserve.rpc.channel import open_channel, token_metadata
 from pdserve.rpc.numbering import Incoming, Outgoing
-from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
+from pdserve.rpc.v1 import common_pb2, link_pb2, link_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class Link:
         self,
         router_address: str,
         cluster_token: str,
-        hello: Callable[[], link_pb2.Hello],
-        heartbeat: Callable[[], link_pb2.Heartbeat],
+        hello: Callable[[], common_pb2.WorkerHello],
+        heartbeat: Callable[[], common_pb2.WorkerLoad],
         *,
         heartbeat_interval_s: float,
         router_lost_s: float,

@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import grpc
 
 from pdserve.config import WorkerConfig
+from pdserve.core.ids import WorkerId
+from pdserve.core.worker import WorkerHello
+from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_watch import LOOK_S, EngineWatch
@@ -143,8 +147,9 @@ class Member:
     @property
     def empty(self) -> bool:
         """True when no request, lease, read or block is left."""
-        blocks, (_, role) = self._snapshot.blocks, self._started()
-        return role.idle and self._snapshot.num_running == self._snapshot.num_waiting == blocks.held == blocks.quarantined == 0
+        load, (_, role) = self._snapshot.load, self._started()
+        blocks = load.blocks
+        return role.idle and load.running_sequences == load.queued_requests == blocks.held == blocks.quarantined == 0
 
     def _started(self) -> tuple[Host, Role]:
         assert self._host is not None
@@ -162,12 +167,12 @@ class Member:
         role.on_link_lost()
         host.counted.forget()
 
-    def _hello(self) -> link_pb2.Hello:
+    def _hello(self) -> common_pb2.WorkerHello:
         host, _ = self._started()
         layout, engine = host.layout, self._config.engine
-        return link_pb2.Hello(
-            worker_id=self._config.worker_id,
-            role=self._role_number,
+        hello = WorkerHello(
+            worker_id=WorkerId(self._config.worker_id),
+            role=codec.role_from_wire(self._role_number),
             incarnation=host.incarnation,
             address=host.address,
             model_fingerprint=host.card.fingerprint,
@@ -182,31 +187,20 @@ class Member:
             niceness=self._niceness,
             quantization=engine.quantization or "",
         )
+        return codec.hello_to_wire(hello)
 
-    def _heartbeat(self) -> link_pb2.Heartbeat:
+    def _heartbeat(self) -> common_pb2.WorkerLoad:
+        """Return the engine's part of the load, completed with what the role, the link and the loop know."""
         host, role = self._started()
         role.on_tick()
-        snapshot, blocks = self._snapshot, self._snapshot.blocks
-        return link_pb2.Heartbeat(
-            blocks=common_pb2.BlockCounts(
-                total=blocks.total,
-                free=blocks.free,
-                cached=blocks.cached,
-                held=blocks.held,
-                quarantined=blocks.quarantined,
-                unaccounted=blocks.unaccounted,
-            ),
-            queued_requests=snapshot.num_waiting,
-            queued_tokens=snapshot.queued_tokens,
-            running_sequences=snapshot.num_running,
+        load = replace(
+            self._snapshot.load,
             leases_held=role.leases_held,
             loop_lag_ms=self.loop_lag_ms,
             draining=host.draining,
-            prefix_queried_tokens=snapshot.prefix_queried_tokens,
-            prefix_hit_tokens=snapshot.prefix_hit_tokens,
             engine_stalled_s=self._watch.stalled_s,
-            numerical_errors=snapshot.numerical_errors,
-            last_handle=host.counted.last_handle(snapshot.last_seq_id),
+            last_handle=host.counted.last_handle(self._snapshot.last_seq_id),
             kv_corrupt_blocks=role.damage.corrupt_blocks,
             kv_rotted_blocks=role.damage.rotted_blocks,
         )
+        return codec.load_to_wire(load)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve.core.block_pools import BlockTables
-from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.request_spec import RequestSpec
+from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.outcome import Advance, OutputToken
 
 
@@ -111,18 +111,12 @@ class ReserveResult:
 
 
 class EngineSnapshot(NamedTuple):
-    """The state of the engine after a step. Counts of prefix tokens and errors grow from the start on."""
+    """The state of the engine after a step."""
 
-    blocks: BlockCounts
-    num_waiting: int
-    num_running: int
-    queued_tokens: int
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
+    load: WorkerLoad
+    """The part of the worker's load that the engine knows."""
     commands_taken: int = 0
     """The number of commands that the engine has taken since the start."""
-    numerical_errors: int = 0
-    """The number of sequences since the start that failed because their logits were not finite numbers."""
     has_work: bool = False
     """True when the engine goes on without a further command."""
     last_seq_id: SeqId = SeqId(0)

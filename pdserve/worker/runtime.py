@@ -30,6 +30,7 @@ from pdserve.config import EngineConfig, WorkerConfig
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.worker import WorkerLoad
 from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.memory.host import resident_bytes
@@ -201,7 +202,7 @@ class RunningWorker:
             drafts_obstacle=runner.drafts_obstacle,
         )
         self._runner = runner
-        self._first_snapshot = EngineSnapshot(pool.counts(), 0, 0, 0)
+        self._first_snapshot = EngineSnapshot(WorkerLoad(pool.counts()))
         return runner, scheduler, pool
 
     def _sums_of(self) -> tuple[BlockSums, ...] | None:

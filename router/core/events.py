@@ -7,78 +7,22 @@ worker. An event about one request also carries a handle, which names one (reque
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeVar
 
-from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError
-from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
+from pdserve.core.ids import Handle, LeaseId, RequestId, WorkerId
 from pdserve.core.logprobs import PackedLogprobs
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role as Role
+from pdserve.core.worker import WorkerHello as WorkerHello
+from pdserve.core.worker import WorkerLoad as WorkerLoad
 from router.api.answer import Delta, Report
 
 LinkId = NewType("LinkId", int)
 """One connection of one worker. A router never uses an id twice."""
-
-
-class Role(Enum):
-    """The pool that a worker belongs to."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerHello:
-    """The message with which a worker introduces itself."""
-
-    worker_id: WorkerId
-    role: Role
-    incarnation: Incarnation
-    address: str
-    model_fingerprint: str
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    max_num_seqs: int
-    dtype: str
-    kv_bytes_per_token: int
-    pid: int = 0
-    step_timeout_s: float = 0.0
-    """The worker gives itself up after this time without an engine step while work waits. 0: the worker does not watch its
-    engine."""
-    niceness: int = 0  # of the worker process; above 0, ordinary processes of its machine run first
-    quantization: str = ""
-    """The format of the quantised weights. Empty: the weights are not quantised."""
-
-    @property
-    def kv_tokens(self) -> int:
-        """The worker's pool holds the KV of this many tokens."""
-        return self.block_size * self.num_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """The state of a worker in a heartbeat. Each heartbeat replaces the last one."""
-
-    blocks: BlockCounts
-    queued_requests: int = 0
-    queued_tokens: int = 0
-    running_sequences: int = 0
-    leases_held: int = 0
-    loop_lag_ms: float = 0.0
-    draining: bool = False
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    engine_stalled_s: float = 0.0
-    numerical_errors: int = 0
-    last_handle: int = 0
-    """The handle of the last command that these counts include. 0: they include none."""
-    kv_corrupt_blocks: int = 0
-    kv_rotted_blocks: int = 0
 
 
 # Events ------------------------------------------------------------------------------------------------------------
@@ -356,5 +300,20 @@ class EmitFailed:
     report: Report
 
 
+@dataclass(frozen=True, slots=True)
+class ReportBug:
+    """Report a bug in the router that broke off an action. The effects before this one are those of all that was done. If the
+    action concerned one request, this request has failed; otherwise the books may disagree."""
+
+    bug: Exception
+
+
+_T = TypeVar("_T")
+
 Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendDrain
-Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed
+Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed | ReportBug
+
+EffectsThen = Generator[Effect, None, _T]
+"""An action of the core: it gives out its effects, in order, and then a value for its caller. It runs while they are taken."""
+Effects = EffectsThen[None]
+"""An action of the core without a value."""

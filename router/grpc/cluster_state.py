@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
-from pdserve.rpc.v1 import common_pb2, inference_pb2
-
-_ROLES_TO_WIRE: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
+from pdserve.rpc.codec import hello_to_wire, load_to_wire
+from pdserve.rpc.v1 import inference_pb2
 
 
 def cluster_state_to_wire(cluster: ClusterSnapshot, block_size: int) -> inference_pb2.GetClusterStateResponse:
@@ -34,35 +31,12 @@ def _set_aside(pair: PairSnapshot) -> inference_pb2.SetAsidePair:
 
 
 def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
-    counts = worker.blocks
     return inference_pb2.WorkerState(
-        worker_id=worker.worker_id,
-        role=_ROLES_TO_WIRE[worker.role],
-        incarnation=worker.incarnation,
-        address=worker.address,
+        hello=hello_to_wire(worker.hello),
+        load=load_to_wire(worker.load),
         ready=worker.ready,
-        blocks=common_pb2.BlockCounts(
-            total=counts.total,
-            free=counts.free,
-            cached=counts.cached,
-            held=counts.held,
-            quarantined=counts.quarantined,
-            unaccounted=max(0, counts.unaccounted),
-        ),
-        queued_requests=worker.queued_requests,
-        queued_tokens=worker.queued_tokens,
-        running_sequences=worker.running_sequences,
-        leases_held=worker.leases_held,
+        not_ready_reason=worker.not_ready_reason,
+        draining=worker.draining,
         heartbeat_age_s=worker.heartbeat_age_s,
         requests_placed=worker.requests_placed,
-        loop_lag_ms=worker.loop_lag_ms,
-        pid=worker.pid,
-        niceness=worker.niceness,
-        draining=worker.draining,
-        prefix_queried_tokens=worker.prefix_queried_tokens,
-        prefix_hit_tokens=worker.prefix_hit_tokens,
-        kv_corrupt_blocks=worker.kv_corrupt_blocks,
-        kv_rotted_blocks=worker.kv_rotted_blocks,
-        not_ready_reason=worker.not_ready_reason,
-        quantization=worker.quantization,
     )

@@ -29,9 +29,9 @@ class Progress:
 def find(snapshot: ClusterSnapshot, worker_id: str) -> WorkerSnapshot:
     """Return a worker of the snapshot. Raises `UnknownWorker`, naming the workers that are linked."""
     for worker in snapshot.workers:
-        if worker.worker_id == worker_id:
+        if worker.hello.worker_id == worker_id:
             return worker
-    known = ", ".join(worker.worker_id for worker in snapshot.workers) or "none"
+    known = ", ".join(worker.hello.worker_id for worker in snapshot.workers) or "none"
     raise UnknownWorker(f"{worker_id!r} is not linked to this router; linked: {known}", field="worker_id")
 
 
@@ -53,7 +53,7 @@ async def follow(snapshot: Callable[[], ClusterSnapshot], worker: WorkerSnapshot
 def _left_on(snapshot: ClusterSnapshot, worker: WorkerSnapshot) -> Progress | None:
     """Return what is left on the worker. None: it has left."""
     for now in snapshot.workers:
-        if (now.worker_id, now.incarnation) == (worker.worker_id, worker.incarnation):
-            blocks = now.blocks.held + now.blocks.quarantined
-            return Progress(now.requests_placed, now.running_sequences, now.leases_held, blocks)
+        if (now.hello.worker_id, now.hello.incarnation) == (worker.hello.worker_id, worker.hello.incarnation):
+            blocks = now.load.blocks.held + now.load.blocks.quarantined
+            return Progress(now.requests_placed, now.load.running_sequences, now.load.leases_held, blocks)
     return None

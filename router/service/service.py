@@ -200,10 +200,13 @@ class RouterService:
     # Events in, effects out --------------------------------------------------------------------------------------------
 
     def tell(self, event: ev.Event) -> None:
-        """Give the core an event and perform its effects. Every event except a Submit goes through here."""
-        self._perform(self._core.handle(event, now_s=self._clock()))
+        """Give the core an event and perform its effects. Every event except a Submit goes through here. A bug of the core is
+        raised after the effects were performed."""
+        bug = self._perform(self._core.handle(event, now_s=self._clock()))
         if type(event) is not ev.StepRows:  # tokens do not change readiness
             self._note_ready()
+        if bug is not None:
+            raise bug
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
         generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released)
@@ -211,10 +214,18 @@ class RouterService:
         self._live[submit.request_id] = generation
         self._open[generation] = None
         self._busy.set()
-        self._perform(effects)
+        bug = self._perform(effects)
+        if bug is not None:
+            try:
+                self._released(generation)  # the core may have taken the request
+            finally:
+                self._live.pop(submit.request_id, None)
+            raise bug
         return generation
 
-    def _perform(self, effects: list[ev.Effect]) -> None:
+    def _perform(self, effects: list[ev.Effect]) -> Exception | None:
+        """Perform the effects in their order. Return the first bug that they report, after a look at the core's books."""
+        bug: Exception | None = None
         for effect in effects:
             if isinstance(effect, ev.EmitDelta):
                 self._live[effect.request_id].push(effect.delta)
@@ -226,8 +237,13 @@ class RouterService:
                 self._ended(effect.request_id, effect, None)
             elif isinstance(effect, ev.EmitFailed):
                 self._ended(effect.request_id, effect, effect.error)
+            elif isinstance(effect, ev.ReportBug):
+                bug = bug or effect.bug
             else:
                 self.links.send(effect.link, command_to_wire(effect))
+        if bug is not None:
+            self._check_books()
+        return bug
 
     def _ended(self, request_id: RequestId, effect: ev.EmitDone | ev.EmitFailed, error: PdserveError | None) -> None:
         generation = self._live.pop(request_id)
@@ -257,10 +273,16 @@ class RouterService:
                 await self._wait_busy(IDLE_TICK_S)
             late = not late and self._clock() - began_s > IDLE_TICK_S + LATE_S
             if not late:
-                self.tell(ev.Tick())
+                self._tick()
                 self._drop_stalled_clients()
             if turn % CHECK_TICKS == 0 and self._core.num_requests <= CHECK_MAX_REQUESTS:
                 self._check_books()
+
+    def _tick(self) -> None:
+        try:
+            self.tell(ev.Tick())
+        except Exception:  # a bug of ours costs the requests that it concerned, and later ticks are still given
+            logger.exception("the core failed on a tick")
 
     def _check_books(self) -> None:
         """Check the core's invariants. A broken one is our own bug: operators hear of it in the log and the metrics, clients do
@@ -291,33 +313,13 @@ class RouterService:
             self._ready_flipped.set()
 
     def _worker_snapshot(self, worker: Worker, now_s: float) -> WorkerSnapshot:
-        hello, load = worker.hello, worker.load
-        not_ready_reason = self._core.placer.not_ready_reason(worker, now_s=now_s)
         return WorkerSnapshot(
-            worker_id=hello.worker_id,
-            role=hello.role.value,
-            incarnation=hello.incarnation,
-            address=hello.address,
-            ready=not not_ready_reason,
-            blocks=load.blocks,
-            queued_requests=load.queued_requests,
-            queued_tokens=load.queued_tokens,
-            running_sequences=load.running_sequences,
-            leases_held=load.leases_held,
+            hello=worker.hello,
+            load=worker.load,
             heartbeat_age_s=now_s - worker.last_seen_s,
             requests_placed=worker.requests_placed,
-            loop_lag_ms=load.loop_lag_ms,
-            pid=hello.pid,
-            niceness=hello.niceness,
             draining=worker.draining,
-            prefix_queried_tokens=load.prefix_queried_tokens,
-            prefix_hit_tokens=load.prefix_hit_tokens,
-            kv_corrupt_blocks=load.kv_corrupt_blocks,
-            kv_rotted_blocks=load.kv_rotted_blocks,
-            not_ready_reason=not_ready_reason,
-            engine_stalled_s=load.engine_stalled_s,
-            numerical_errors=load.numerical_errors,
-            quantization=hello.quantization,
+            not_ready_reason=self._core.placer.not_ready_reason(worker, now_s=now_s),
         )
 
 

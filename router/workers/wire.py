@@ -5,39 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
-from pdserve.core.ids import Handle, Incarnation, WorkerId
-from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, spec_to_wire
+from pdserve.core.ids import Handle, Incarnation
+from pdserve.rpc import codec
+from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, spec_to_fields
 from pdserve.rpc.status import from_reason
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
 from router.core import events as ev
 
-_ROLES: Final = {common_pb2.ROLE_PREFILL: ev.Role.PREFILL, common_pb2.ROLE_DECODE: ev.Role.DECODE}
 
-
-def hello_from_wire(hello: link_pb2.Hello) -> ev.WorkerHello:
-    """Return the core's form of a Hello. Raises `InternalBug` for one without a role or worker id."""
-    role = _ROLES.get(hello.role)
-    if role is None or not hello.worker_id:
+def hello_from_wire(hello: common_pb2.WorkerHello) -> ev.WorkerHello:
+    """Return the core's form of a hello. Raises `InternalBug` for one without a role or worker id."""
+    try:
+        read = codec.hello_from_wire(hello)
+    except KeyError:
+        read = None
+    if read is None or not read.worker_id:
         raise InternalBug(f"Hello without role or worker_id: role {hello.role}, worker_id {hello.worker_id!r}")
-    return ev.WorkerHello(
-        worker_id=WorkerId(hello.worker_id),
-        role=role,
-        incarnation=Incarnation(hello.incarnation),
-        address=hello.address,
-        model_fingerprint=hello.model_fingerprint,
-        block_size=hello.block_size,
-        num_blocks=hello.num_blocks,
-        max_model_len=hello.max_model_len,
-        max_num_seqs=hello.max_num_seqs,
-        dtype=hello.dtype,
-        kv_bytes_per_token=hello.kv_bytes_per_token,
-        pid=hello.pid,
-        step_timeout_s=hello.step_timeout_s,
-        niceness=hello.niceness,
-        quantization=hello.quantization,
-    )
+    return read
 
 
 def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.WorkerEvent | None:
@@ -53,25 +38,8 @@ def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.Work
     return _READERS[kind](link, getattr(message, kind))
 
 
-def _heartbeat(link: ev.LinkId, m: link_pb2.Heartbeat) -> ev.WorkerEvent:
-    blocks = BlockCounts(m.blocks.total, m.blocks.free, m.blocks.cached, m.blocks.held, m.blocks.quarantined)
-    load = ev.WorkerLoad(
-        blocks,
-        m.queued_requests,
-        m.queued_tokens,
-        m.running_sequences,
-        m.leases_held,
-        m.loop_lag_ms,
-        m.draining,
-        m.prefix_queried_tokens,
-        m.prefix_hit_tokens,
-        m.engine_stalled_s,
-        m.numerical_errors,
-        m.last_handle,
-        kv_corrupt_blocks=m.kv_corrupt_blocks,
-        kv_rotted_blocks=m.kv_rotted_blocks,
-    )
-    return ev.HeartbeatSeen(link, load)
+def _heartbeat(link: ev.LinkId, m: common_pb2.WorkerLoad) -> ev.WorkerEvent:
+    return ev.HeartbeatSeen(link, codec.load_from_wire(m))
 
 
 def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.WorkerEvent:
@@ -143,6 +111,6 @@ def _work(work: ev.Work) -> dict[str, Any]:
     return {
         "handle": work.handle,
         "request_id": work.request_id,
-        "spec": spec_to_wire(work.spec),
+        "spec": spec_to_fields(work.spec),
         "resumed_ids": pack_ids(work.resumed),
     }

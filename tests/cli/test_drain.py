@@ -43,7 +43,7 @@ def linked(endpoints: Endpoints, worker_id: str, *, stubborn: bool = False) -> I
     thread.start()
     with AdminClient(endpoints.admin) as client:
         for _ in range(1000):
-            if worker_id in {worker.worker_id for worker in client.cluster_state().workers}:
+            if worker_id in {worker.hello.worker_id for worker in client.cluster_state().workers}:
                 break
             time.sleep(0.01)
         else:

@@ -14,15 +14,12 @@ from pdserve.commands.progress import StartView
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve.worker.memory_report import MemoryReport
 
+PREFILL = common_pb2.WorkerHello(worker_id="prefill-10", role=common_pb2.ROLE_PREFILL)
+
 
 def _drawn(width: int, **blocks: int) -> str:
-    worker = inference_pb2.WorkerState(
-        worker_id="prefill-10",
-        role=common_pb2.ROLE_PREFILL,
-        ready=True,
-        heartbeat_age_s=0.5,
-        blocks=common_pb2.BlockCounts(total=32768, free=32000, held=768, **blocks),
-    )
+    counts = common_pb2.BlockCounts(total=32768, free=32000, held=768, **blocks)
+    worker = inference_pb2.WorkerState(hello=PREFILL, load={"blocks": counts}, ready=True, heartbeat_age_s=0.5)
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
         console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker]), console.width))
@@ -53,9 +50,9 @@ def _shown(state: inference_pb2.GetClusterStateResponse, width: int = 80) -> str
 
 def test_status_says_who_drains_and_why_one_is_not_ready() -> None:
     workers = [
-        inference_pb2.WorkerState(worker_id="decode-0", ready=True),
-        inference_pb2.WorkerState(worker_id="decode-1", draining=True, not_ready_reason="it drains"),
-        inference_pb2.WorkerState(worker_id="decode-2", not_ready_reason="no KV round trip [yet]"),
+        inference_pb2.WorkerState(hello={"worker_id": "decode-0"}, ready=True),
+        inference_pb2.WorkerState(hello={"worker_id": "decode-1"}, draining=True, not_ready_reason="it drains"),
+        inference_pb2.WorkerState(hello={"worker_id": "decode-2"}, not_ready_reason="no KV round trip [yet]"),
     ]
     shown = _shown(inference_pb2.GetClusterStateResponse(workers=workers))
     assert "\x1b[32myes" in shown
@@ -68,7 +65,8 @@ def test_status_says_who_drains_and_why_one_is_not_ready() -> None:
 
 def test_status_says_which_workers_are_niced_and_what_to_do() -> None:
     workers = [
-        inference_pb2.WorkerState(worker_id=f"decode-{n}", ready=True, niceness=nice) for n, nice in enumerate((15, 0, 15))
+        inference_pb2.WorkerState(hello={"worker_id": f"decode-{n}", "niceness": nice}, ready=True)
+        for n, nice in enumerate((15, 0, 15))
     ]
     shown = " ".join(_shown(inference_pb2.GetClusterStateResponse(workers=workers), 160).split())
     assert "decode-0, decode-2: niceness 15" in shown
@@ -78,16 +76,18 @@ def test_status_says_which_workers_are_niced_and_what_to_do() -> None:
 
 def test_blocks_that_nobody_accounts_for_are_red() -> None:
     counts = common_pb2.BlockCounts(total=10, unaccounted=3)
-    worker = inference_pb2.WorkerState(worker_id="decode-0", ready=True, blocks=counts)
+    worker = inference_pb2.WorkerState(hello={"worker_id": "decode-0"}, ready=True, load={"blocks": counts})
     for width in (80, 160):
         assert "\x1b[31m3" in _shown(inference_pb2.GetClusterStateResponse(workers=[worker]), width)
 
 
 def test_damaged_kv_is_told_in_red() -> None:
-    worker = inference_pb2.WorkerState(worker_id="prefill-0", ready=True, kv_corrupt_blocks=3, kv_rotted_blocks=1)
+    worker = inference_pb2.WorkerState(
+        hello={"worker_id": "prefill-0"}, ready=True, load={"kv_corrupt_blocks": 3, "kv_rotted_blocks": 1}
+    )
     shown = _shown(inference_pb2.GetClusterStateResponse(workers=[worker]))
     assert "\x1b[31mprefill-0: 3 lent KV blocks were not read as they were written" in shown
-    worker = inference_pb2.WorkerState(worker_id="prefill-0", ready=True)
+    worker = inference_pb2.WorkerState(hello={"worker_id": "prefill-0"}, ready=True)
     assert "lent KV blocks" not in _shown(inference_pb2.GetClusterStateResponse(workers=[worker]))
 
 
@@ -138,9 +138,7 @@ def test_the_start_says_where_memory_goes_and_what_the_pools_hold() -> None:
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_status_says_how_many_tokens_a_pool_holds_where_there_is_room(width: int) -> None:
-    worker = inference_pb2.WorkerState(
-        worker_id="prefill-10", role=common_pb2.ROLE_PREFILL, ready=True, blocks=common_pb2.BlockCounts(total=32768, cached=9)
-    )
+    worker = inference_pb2.WorkerState(hello=PREFILL, ready=True, load={"blocks": {"total": 32768, "cached": 9}})
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
         console.print(tables.status(inference_pb2.GetClusterStateResponse(workers=[worker], block_size=16), width))
@@ -163,7 +161,7 @@ def test_the_start_says_which_workers_are_niced_and_what_to_do() -> None:
 
 
 def test_status_says_when_tokens_depend_on_where_a_request_runs() -> None:
-    worker = inference_pb2.WorkerState(worker_id="decode-0", ready=True)
+    worker = inference_pb2.WorkerState(hello={"worker_id": "decode-0"}, ready=True)
     for exact in (True, False):
         console = Console(width=80, highlight=False)
         with console.capture() as captured:

@@ -57,12 +57,14 @@ class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServic
     def GetClusterState(self, request: Any, context: Any) -> inference_pb2.GetClusterStateResponse:
         workers = [
             inference_pb2.WorkerState(
-                worker_id=name,
-                role=common_pb2.ROLE_PREFILL if name.startswith("prefill") else common_pb2.ROLE_DECODE,
-                address=hello["address"],
-                pid=hello["pid"],
+                hello=common_pb2.WorkerHello(
+                    worker_id=name,
+                    role=common_pb2.ROLE_PREFILL if name.startswith("prefill") else common_pb2.ROLE_DECODE,
+                    address=hello["address"],
+                    pid=hello["pid"],
+                ),
+                load=common_pb2.WorkerLoad(blocks=common_pb2.BlockCounts(total=100, free=60, held=30, cached=10)),
                 ready=True,
-                blocks=common_pb2.BlockCounts(total=100, free=60, held=30, cached=10),
             )
             for name, hello in sorted(self.registry.workers.items())
         ]

@@ -110,7 +110,7 @@ def test_a_plain_ray_cluster_could_not_be_joined(run_command: Any, cluster: RayC
     assert len(cluster.actors()) == 2
     with InferenceClient(address(command.text, "gRPC")) as client, AdminClient(address(command.text, "admin")) as admin:
         assert generate(client).report.kv_bytes > 0
-        assert {worker.niceness for worker in admin.cluster_state().workers} == {0}
+        assert {worker.hello.niceness for worker in admin.cluster_state().workers} == {0}
     assert "niceness" not in command.text
     stop(command)
     wait_for(lambda: not cluster.actors())
@@ -125,7 +125,7 @@ def test_pools_are_pinned_to_nodes_by_labels(run_command: Any, cluster: RayClust
     command = run_command(*arguments, *FREE, "--decode", "2", **cluster.token)
     command.wait_for("ready; Ctrl-C stops it")
     with AdminClient(address(command.text, "admin")) as admin:
-        pids = {worker.worker_id: worker.pid for worker in admin.cluster_state().workers}
+        pids = {worker.hello.worker_id: worker.hello.pid for worker in admin.cluster_state().workers}
     assert {pids["prefill-0"]} == {process.pid for process in cluster_of_two.processes()} & set(pids.values())
     assert {pids["decode-0"], pids["decode-1"]} == {process.pid for process in second.processes()} & set(pids.values())
     said = "decode-0, decode-1: niceness 15, so ordinary processes"

@@ -156,4 +156,4 @@ def test_dead_router_comes_back_at_the_same_addresses(running: Running) -> None:
         deadline = time.monotonic() + WAIT_S
         while not client.cluster_state().workers and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert [worker.worker_id for worker in client.cluster_state().workers] == ["decode-0"]
+        assert [worker.hello.worker_id for worker in client.cluster_state().workers] == ["decode-0"]

@@ -22,12 +22,12 @@ def test_up_says_who_drained_and_does_not_start_it_again(run_command: Any) -> No
     address = re.search(r"^admin +(\S+)", command.text, re.MULTILINE)
     assert address is not None
     with AdminClient(address[1]) as client:
-        pids = {worker.worker_id: worker.pid for worker in client.cluster_state().workers}
+        pids = {worker.hello.worker_id: worker.hello.pid for worker in client.cluster_state().workers}
         (leaving,) = [p for p in processes.descendants(command.child.pid) if p.pid == pids["decode-1"]]
         assert list(client.drain("decode-1"))[-1].done
         command.wait_for("decode-1 drained and left")
         assert not processes.wait_gone([leaving], WAIT_S)
-        assert [worker.worker_id for worker in client.cluster_state().workers] == ["decode-0", "prefill-0"]
+        assert [worker.hello.worker_id for worker in client.cluster_state().workers] == ["decode-0", "prefill-0"]
         assert list(client.drain("decode-0"))[-1].done
     command.wait_for("decode-0 drained and left")
     assert command.end() == 1

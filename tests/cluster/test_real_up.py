@@ -39,12 +39,12 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
         first = generate(client)
         assert first.report.kv_bytes > 0
         before = worker(admin, "decode-0")
-        assert os.getpriority(os.PRIO_PROCESS, before.pid) == before.niceness == os.getpriority(os.PRIO_PROCESS, 0)
-        os.kill(before.pid, signal.SIGKILL)
+        assert os.getpriority(os.PRIO_PROCESS, before.hello.pid) == before.hello.niceness == os.getpriority(os.PRIO_PROCESS, 0)
+        os.kill(before.hello.pid, signal.SIGKILL)
         after = wait_for(lambda: again(admin, before))
-        assert after.pid != before.pid
+        assert after.hello.pid != before.hello.pid
         titles = {f"ray::WorkerActor pdserve: {name}" for name in ("prefill-0", "decode-0")}
-        wait_for(lambda: {title(each.pid) for each in admin.cluster_state().workers} == titles)
+        wait_for(lambda: {title(each.hello.pid) for each in admin.cluster_state().workers} == titles)
         second = generate(client)
         assert second.report.kv_bytes == first.report.kv_bytes
     assert_log_lines(command)
@@ -67,8 +67,8 @@ def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> N
         AdminClient(address(command.text, "admin")) as admin,
         ThreadPoolExecutor(STREAMS) as pool,
     ):
-        niced = [each.niceness for each in admin.cluster_state().workers]
-        assert niced == [os.getpriority(os.PRIO_PROCESS, each.pid) for each in admin.cluster_state().workers]
+        niced = [each.hello.niceness for each in admin.cluster_state().workers]
+        assert niced == [os.getpriority(os.PRIO_PROCESS, each.hello.pid) for each in admin.cluster_state().workers]
         assert min(niced) > os.getpriority(os.PRIO_PROCESS, 0)
         asked = [build(text="Hello", max_tokens=TOKENS, temperature=0.0, ignore_eos=True) for _ in range(STREAMS)]
         answers = [pool.submit(lambda request=request: list(client.generate(request))) for request in asked]
@@ -82,7 +82,7 @@ def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> N
         assert {end.report.decode_worker for end in ends} == {"decode-0", "decode-1"}
         command.wait_for("decode-1 drained and left")
         assert generate(client).report.decode_worker == "decode-0"
-        assert [each.worker_id for each in admin.cluster_state().workers] == ["prefill-0", "decode-0"]
+        assert [each.hello.worker_id for each in admin.cluster_state().workers] == ["prefill-0", "decode-0"]
     command.signal(signal.SIGINT)
     assert command.end() == 0, command.text
     assert "restarting" not in command.text
@@ -128,14 +128,18 @@ def generate(client: InferenceClient) -> inference_pb2.GenerateResponse:
 
 
 def worker(admin: AdminClient, worker_id: str) -> inference_pb2.WorkerState:
-    (found,) = [state for state in admin.cluster_state().workers if state.worker_id == worker_id]
+    (found,) = [state for state in admin.cluster_state().workers if state.hello.worker_id == worker_id]
     return found
 
 
 def again(admin: AdminClient, before: inference_pb2.WorkerState) -> inference_pb2.WorkerState | None:
     """The same worker id in a new process, once it takes requests."""
     for state in admin.cluster_state().workers:
-        if state.worker_id == before.worker_id and state.ready and state.incarnation != before.incarnation:
+        if (
+            state.hello.worker_id == before.hello.worker_id
+            and state.ready
+            and state.hello.incarnation != before.hello.incarnation
+        ):
             return state
     return None
 

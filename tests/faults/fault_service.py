@@ -98,7 +98,7 @@ def wait_phase(cluster: ProcessCluster, load: Load, phase: Phase) -> list[str]:
     if phase is Phase.QUEUED:
         cluster.wait_state(lambda state: state.queued_requests > 0 and placed(state), BOUND_S)
     elif phase is Phase.PREFILL:
-        cluster.wait_state(lambda state: any(w.leases_held for w in state.workers), BOUND_S)
+        cluster.wait_state(lambda state: any(w.load.leases_held for w in state.workers), BOUND_S)
     elif phase is Phase.DECODING:
         load.until(lambda outcomes: sum(len(o.answer.ids) >= 5 for o in outcomes) >= 4, BOUND_S)
     else:
@@ -107,7 +107,7 @@ def wait_phase(cluster: ProcessCluster, load: Load, phase: Phase) -> list[str]:
 
 
 def hold_handoff(cluster: ProcessCluster, load: Load) -> list[str]:
-    cluster.wait_state(lambda state: any(w.leases_held for w in state.workers), BOUND_S)
+    cluster.wait_state(lambda state: any(w.load.leases_held for w in state.workers), BOUND_S)
     decoders = [name for name in cluster.worker_names if name.startswith("decode")]
     for name in decoders:
         cluster.processes[name].pause()

@@ -75,7 +75,7 @@ def test_a_second_signal_stops_at_once_and_loses_nothing(service: Service, victi
     with Load(cluster.grpc, service.load) as load:
         wait_phase(cluster, load, PHASES[victim])
         process.send(signal.SIGTERM)
-        cluster.wait_state(lambda state: any(w.draining and w.worker_id == victim for w in state.workers), BOUND_S)
+        cluster.wait_state(lambda state: any(w.draining and w.hello.worker_id == victim for w in state.workers), BOUND_S)
         process.terminate(BOUND_S)
         assert_all_equal(load.finish(), service.expected)
     service.assert_healed()

@@ -78,7 +78,7 @@ def used_far(load: Load) -> bool:
 
 def wait_reading_far(far: Far, load: Load) -> None:
     """Until a prompt that prefill-0 has computed is known to the client but cannot have crossed the slow link yet."""
-    far.cluster.wait_state(lambda state: any(w.leases_held and w.worker_id == FAR for w in state.workers), BOUND_S)
+    far.cluster.wait_state(lambda state: any(w.load.leases_held and w.hello.worker_id == FAR for w in state.workers), BOUND_S)
     load.until(lambda outcomes: any(len(o.answer.ids) == 1 for o in outcomes), BOUND_S)
 
 
@@ -152,7 +152,7 @@ def test_a_worker_that_is_cut_off_from_all_is_lost_and_comes_back(far: Far) -> N
         wait_reading_far(far, load)
         far.neighbour.data.cut()
         far.neighbour.control.cut()
-        far.cluster.wait_state(lambda state: all(w.worker_id != FAR for w in state.workers), BOUND_S)
+        far.cluster.wait_state(lambda state: all(w.hello.worker_id != FAR for w in state.workers), BOUND_S)
         assert_all_equal(load.finish(), far.service.expected)
     far.neighbour.control.heal()
     far.neighbour.data.heal()

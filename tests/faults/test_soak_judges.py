@@ -149,7 +149,7 @@ class StandIn(ProcessCluster):
 )
 def test_whatever_a_worker_holds_at_the_end_is_a_leak(worker: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.soak.leaks.EMPTY_TIMEOUT_S", 0.0)
-    held = inference_pb2.WorkerState(worker_id="decode-0", **worker)
+    held = inference_pb2.WorkerState(hello={"worker_id": "decode-0"}, load=worker)
     (leak,) = block_leaks(StandIn(inference_pb2.GetClusterStateResponse(workers=[held])))
     assert "decode-0" in leak
 
@@ -189,12 +189,12 @@ def test_a_worker_that_is_silent_or_of_another_process_does_not_make_a_cluster_w
 
     cluster = Whole(inference_pb2.GetClusterStateResponse())
     cluster.processes = {"decode-0": Process}  # type: ignore[dict-item]
-    for fields, whole in (
-        ({"pid": 7, "ready": True}, True),
-        ({"pid": 8, "ready": True}, False),
-        ({"pid": 7, "ready": False}, False),
-        ({"pid": 7, "ready": True, "heartbeat_age_s": FRESH_S + 1}, False),
+    for (pid, fields), whole in (
+        ((7, {"ready": True}), True),
+        ((8, {"ready": True}), False),
+        ((7, {"ready": False}), False),
+        ((7, {"ready": True, "heartbeat_age_s": FRESH_S + 1}), False),
     ):
-        worker = inference_pb2.WorkerState(worker_id="decode-0", **fields)
+        worker = inference_pb2.WorkerState(hello={"worker_id": "decode-0", "pid": pid}, **fields)
         assert cluster.is_whole(inference_pb2.GetClusterStateResponse(workers=[worker])) is whole
     assert not cluster.is_whole(inference_pb2.GetClusterStateResponse())

@@ -39,7 +39,9 @@ def test_a_lender_that_stood_still_while_its_reader_died_is_survived(tcp_service
             lender.pause()
             load.until(lambda outcomes: any(o.answer.ids for o in outcomes))
             cluster.processes["decode-0"].kill()
-            cluster.wait_state(lambda state: all(w.worker_id != "prefill-0" or not w.ready for w in state.workers), 4 * LOST_S)
+            cluster.wait_state(
+                lambda state: all(w.hello.worker_id != "prefill-0" or not w.ready for w in state.workers), 4 * LOST_S
+            )
             lender.resume()
             assert_all_equal(load.finish(), tcp_service.expected)
             assert supervisor.error is None

@@ -51,7 +51,7 @@ def test_a_worker_that_stood_still_drops_its_work_and_joins_again(service: Servi
 
 
 def placed_on(state: State, worker_id: str) -> bool:
-    return any(w.worker_id == worker_id and w.ready for w in state.workers)
+    return any(w.hello.worker_id == worker_id and w.ready for w in state.workers)
 
 
 @pytest.fixture(params=["decode-0", "prefill-0"])

@@ -96,12 +96,12 @@ def long_prefill(cluster: ProcessCluster, placement: common_pb2.Placement = APAR
 
 def wait_prefilling(cluster: ProcessCluster) -> None:
     """Until a prefill worker says that it has lent blocks to a request that runs."""
-    cluster.wait_state(lambda state: any(worker.leases_held for worker in state.workers), BOUND_S)
+    cluster.wait_state(lambda state: any(worker.load.leases_held for worker in state.workers), BOUND_S)
 
 
 def wait_holding(cluster: ProcessCluster) -> None:
     """Until any worker says that a request holds blocks."""
-    cluster.wait_state(lambda state: any(worker.blocks.held for worker in state.workers), BOUND_S)
+    cluster.wait_state(lambda state: any(worker.load.blocks.held for worker in state.workers), BOUND_S)
 
 
 def ended(cluster: ProcessCluster, request_id: str) -> str:
@@ -122,7 +122,7 @@ def ended(cluster: ProcessCluster, request_id: str) -> str:
 def serving(cluster: ProcessCluster) -> str:
     """The decode worker that the one running request was placed on."""
     state = cluster.wait_state(lambda state: state.running_requests == 1, BOUND_S)
-    (name,) = [w.worker_id for w in state.workers if w.role == common_pb2.ROLE_DECODE and w.requests_placed]
+    (name,) = [w.hello.worker_id for w in state.workers if w.hello.role == common_pb2.ROLE_DECODE and w.requests_placed]
     return str(name)
 
 

@@ -81,8 +81,8 @@ def test_status_shows_both_pools(cluster):
     assert "prefill-0" in table.stdout
     assert "decode-0" in table.stdout
     state = json.loads(run("status", cluster.admin, "--json").stdout)
-    assert [worker["role"] for worker in state["workers"]] == ["ROLE_PREFILL", "ROLE_DECODE"]
-    assert all(worker["ready"] and worker["blocks"]["unaccounted"] == 0 for worker in state["workers"])
+    assert [worker["hello"]["role"] for worker in state["workers"]] == ["ROLE_PREFILL", "ROLE_DECODE"]
+    assert all(worker["ready"] and worker["load"]["blocks"]["unaccounted"] == 0 for worker in state["workers"])
 
 
 def test_a_refused_request_is_one_line_and_1(cluster):

@@ -129,4 +129,4 @@ def test_a_hundred_requests_of_which_half_leave_at_random_moments(cluster):
 
     assert asyncio.run(run()) == alone
     wait_empty(cluster)
-    assert not any(worker.blocks.unaccounted for worker in cluster.state().workers)
+    assert not any(worker.load.blocks.unaccounted for worker in cluster.state().workers)

@@ -34,7 +34,7 @@ def question(number, salt=""):
 
 def hits(state):
     """Tokens found so far on prefill and on decode."""
-    return [sum(w.prefix_hit_tokens for w in state.workers if w.role == role) for role in ROLES]
+    return [sum(w.load.prefix_hit_tokens for w in state.workers if w.hello.role == role) for role in ROLES]
 
 
 def test_each_worker_computes_or_pulls_the_shared_part_once_and_the_answers_are_those_of_a_miss(cluster):

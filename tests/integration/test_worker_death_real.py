@@ -55,7 +55,7 @@ def kill(cluster: ProcessCluster, worker_id: str) -> None:
 def start_again(cluster: ProcessCluster, worker_id: str) -> None:
     """The same id, a new process; returns once the router places on it."""
     cluster.start_worker(worker_id)
-    cluster.wait_state(lambda state: any(w.worker_id == worker_id and w.ready for w in state.workers), BOUND_S)
+    cluster.wait_state(lambda state: any(w.hello.worker_id == worker_id and w.ready for w in state.workers), BOUND_S)
 
 
 @pytest.mark.parametrize("placement", [APART, TOGETHER], ids=["apart", "together"])

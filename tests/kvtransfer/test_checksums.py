@@ -65,7 +65,8 @@ async def reader(make: Callable[[Incarnation, Pool], Transport], *, summed: bool
     thread = TransferThread(lambda: make(own, pool), sum_blocks=sums if summed else None)
     config = WorkerConfig("decode-0", "127.0.0.1:1", EngineConfig(model="tiny"), LeaseConfig(), cluster_token=TOKEN)
     try:
-        client = LeaseClient(own, await thread.start(), thread, config.lease, cluster_token=TOKEN)
+        await thread.start()
+        client = LeaseClient(thread, config.lease, cluster_token=TOKEN)
         one = Reader(LAYOUT, config, thread, pool, client)
         yield one
         assert thread.num_unstopped == 0

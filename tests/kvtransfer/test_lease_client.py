@@ -65,7 +65,7 @@ async def world(config: LeaseConfig = CONFIG, *, token: str = TOKEN, idle_close_
     async with lender(FakeFabric()) as one:
         connector = Connector()
         own = new_incarnation()
-        client = LeaseClient(own, b"own agent", connector, config, cluster_token=token, idle_close_s=idle_close_s)
+        client = LeaseClient(connector, config, cluster_token=token, idle_close_s=idle_close_s)
         try:
             yield World(one, client, connector, ReaderId(own, 1))
         finally:

@@ -61,7 +61,8 @@ async def reader(**lease: float) -> AsyncIterator[Reader]:
     config = WorkerConfig("decode-0", "127.0.0.1:1", EngineConfig(model="tiny"), cluster_token=TOKEN)
     config = replace(config, lease=LeaseConfig(kv_checksum=False, **lease))  # type: ignore[arg-type]
     try:
-        client = LeaseClient(own, await thread.start(), thread, config.lease, cluster_token=TOKEN)
+        await thread.start()
+        client = LeaseClient(thread, config.lease, cluster_token=TOKEN)
         yield Reader(LAYOUT, config, thread, pool, client)
         assert thread.num_unstopped == 0
         assert client.num_followed == 0

@@ -56,7 +56,8 @@ async def world(config: LeaseConfig = CONFIG) -> AsyncIterator[World]:
     fabric, pool, own = FakeFabric(), Pool(), new_incarnation()
     async with lender(fabric) as one:
         thread = TransferThread(lambda: FakeTransport(fabric, own, pool.region))
-        client = LeaseClient(own, await thread.start(), thread, config, cluster_token=TOKEN)
+        await thread.start()
+        client = LeaseClient(thread, config, cluster_token=TOKEN)
         try:
             yield World(fabric, one, pool, thread, client, config)
         finally:
@@ -284,7 +285,8 @@ def test_a_handoff_over_nixl_from_another_process() -> None:
                 one.peer.region, one.peer.metadata = remote.region, remote.metadata
                 await one.stop()
                 await one.serve()
-                client = LeaseClient(own, await thread.start(), thread, CONFIG, cluster_token=TOKEN)
+                await thread.start()
+                client = LeaseClient(thread, CONFIG, cluster_token=TOKEN)
                 w = World(FakeFabric(), one, pool, thread, client, CONFIG)
                 async with w.pull(tuple(range(10, 42)), list(range(32))) as (pull, lease_id):
                     w.finish_prefill(lease_id, 32)

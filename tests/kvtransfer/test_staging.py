@@ -324,7 +324,8 @@ def test_what_waits_counts_for_the_next_deadline() -> None:
 async def pull_of(one: Lender, thread: TransferThread, reads: Staging, remote: Sequence[int]) -> AsyncIterator[Pull]:
     """A pull of whole blocks into blocks 0, 1, ... whose prompt is final."""
     own = new_incarnation()
-    client = LeaseClient(own, await thread.start(), thread, CONFIG, cluster_token=TOKEN)
+    await thread.start()
+    client = LeaseClient(thread, CONFIG, cluster_token=TOKEN)
     lease_id, ticket = one.grant(tuple(remote), len(remote) * LAYOUT.block_size)
     ticket.check_layout(replace(LAYOUT, dtype="int8"))
     if one.checksums:

@@ -7,6 +7,8 @@ import dataclasses
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.core.blocks import BlockCounts
+from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.record import RequestRecord
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
@@ -16,11 +18,9 @@ RECORD = RequestRecord(
     decode_worker="d", prompt_tokens=3, output_tokens=2, queue_s=0.1, ttft_s=0.2, tpot_s=0.01, total_s=0.3, kv_bytes=0,
     transfer_s=0.0, exposed_transfer_s=0.0, attempts=1, binds=1,
 )  # fmt: skip
-WORKER = WorkerSnapshot(
-    worker_id="d", role="decode", incarnation=1, address="h:1", ready=False, blocks=BlockCounts(10, 4, 1, 3, 0),
-    queued_requests=0, queued_tokens=0, running_sequences=2, leases_held=1, heartbeat_age_s=0.1, requests_placed=3,
-    loop_lag_ms=0.0, pid=1, draining=True, engine_stalled_s=7.5, numerical_errors=3,
-)  # fmt: skip
+HELLO = WorkerHello(WorkerId("d"), Role.DECODE, Incarnation(1), "h:1", "model", 16, 10, 64, 4, "bfloat16", 8)
+LOAD = WorkerLoad(BlockCounts(10, 4, 1, 3, 0), running_sequences=2, leases_held=1, engine_stalled_s=7.5, numerical_errors=3)
+WORKER = WorkerSnapshot(HELLO, LOAD, 0.1, 3, draining=True, not_ready_reason="it drains")
 EMPTY = ClusterSnapshot(1, 0, 0, ())
 
 
@@ -42,7 +42,7 @@ def test_retries_are_counted_by_reason_and_rebinds_apart() -> None:
 
 
 def test_damaged_kv_is_counted_by_worker() -> None:
-    worker = dataclasses.replace(WORKER, kv_corrupt_blocks=3, kv_rotted_blocks=1)
+    worker = dataclasses.replace(WORKER, load=dataclasses.replace(LOAD, kv_corrupt_blocks=3, kv_rotted_blocks=1))
     metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(worker,)))
     assert values(metrics, "pdserve_kv_corrupt_blocks_total") == {("decode", "d"): 3.0}
     assert values(metrics, "pdserve_kv_rotted_blocks_total") == {("decode", "d"): 1.0}

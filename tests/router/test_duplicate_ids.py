@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.core.errors import ErrorCode
 from pdserve.core.ids import Incarnation
-from pdserve.rpc.v1 import common_pb2, link_pb2
+from pdserve.rpc.v1 import common_pb2
 from pdserve.worker.link import Link
 from router.core import events as ev
 
@@ -114,8 +114,8 @@ class Dialler:
 async def dialling(cluster: LocalCluster, incarnation: int) -> AsyncIterator[Dialler]:
     """The production end of a link, of a worker that only beats."""
 
-    def hello() -> link_pb2.Hello:
-        return link_pb2.Hello(
+    def hello() -> common_pb2.WorkerHello:
+        return common_pb2.WorkerHello(
             worker_id="decode-0",
             role=common_pb2.ROLE_DECODE,
             incarnation=incarnation,
@@ -137,7 +137,7 @@ async def dialling(cluster: LocalCluster, incarnation: int) -> AsyncIterator[Dia
         cluster.link_address,
         TOKEN,
         hello,
-        link_pb2.Heartbeat,
+        common_pb2.WorkerLoad,
         heartbeat_interval_s=0.1,
         router_lost_s=LOST_S,
         on_command=lambda message: None,
@@ -168,9 +168,9 @@ def test_two_processes_with_one_id_do_not_evict_each_other_over_real_links(caplo
                         await asyncio.sleep(0.01)
                     assert not second.link.connected.is_set()
                     assert (first.losses, second.losses) == (0, 0)
-                    assert [w.pid for w in cluster.service.snapshot().workers] == [1]
+                    assert [w.hello.pid for w in cluster.service.snapshot().workers] == [1]
             async with dialling(cluster, 2) as second:
                 await second.link.connected.wait()
-                assert [w.pid for w in cluster.service.snapshot().workers] == [2]
+                assert [w.hello.pid for w in cluster.service.snapshot().workers] == [2]
 
     asyncio.run(story())

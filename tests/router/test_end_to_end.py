@@ -327,7 +327,7 @@ def test_drain_gives_a_worker_nothing_new_and_lets_it_finish() -> None:
             answers = [await cluster.generate((1, n), 3) for n in range(4)]
             assert busy.worker_id not in {a.report.decode_worker for a in answers}
             assert [*right_ids((1, 2, 3), 1), *await rest(call)] == right_ids((1, 2, 3), 100)
-            state = {w.worker_id: w for w in cluster.service.snapshot().workers}[busy.worker_id]
+            state = {w.hello.worker_id: w for w in cluster.service.snapshot().workers}[busy.worker_id]
             assert (state.draining, state.ready, state.not_ready_reason) == (True, False, "draining")
             assert state.requests_placed == 0
             await cluster.assert_idle()
@@ -454,11 +454,11 @@ def test_state_info_tokenize_and_metrics() -> None:
             assert list(ids) == cluster.service.model.tokenizer.encode("hello there")
             state = await cluster.admin.GetClusterState(inference_pb2.GetClusterStateRequest())
             assert state.block_size == cluster.service.model.kv_spec.block_size
-            assert [(w.worker_id, w.ready, w.pid, w.blocks.total) for w in state.workers] == [
+            assert [(w.hello.worker_id, w.ready, w.hello.pid, w.load.blocks.total) for w in state.workers] == [
                 ("prefill-0", True, 1, 1024),
                 ("decode-0", True, 1, 1024),
             ]
-            assert {worker.niceness for worker in state.workers} == {15}
+            assert {worker.hello.niceness for worker in state.workers} == {15}
             text = cluster.service.metrics().decode()
             for line in (
                 'pdserve_requests_total{outcome="length"} 1.0',

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pdserve.rpc.v1 import common_pb2, inference_pb2, link_pb2
+from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve.worker.link import Link
 from testkit.footprint import footprint
 
@@ -38,7 +38,7 @@ class RealLink:
 
     def __init__(self, address: str, role: common_pb2.Role, name: str) -> None:
         self.lost = 0
-        hello = link_pb2.Hello(
+        hello = common_pb2.WorkerHello(
             worker_id=name, role=role, incarnation=7, address="127.0.0.1:1", block_size=16, num_blocks=100,
             model_fingerprint=tiny_model().card.fingerprint, max_model_len=256, max_num_seqs=8, dtype="bf16",
             kv_bytes_per_token=10, pid=1,
@@ -47,7 +47,7 @@ class RealLink:
             address,
             TOKEN,
             lambda: hello,
-            link_pb2.Heartbeat,
+            common_pb2.WorkerLoad,
             heartbeat_interval_s=0.2,
             router_lost_s=LOST_S,
             on_command=lambda message: None,

@@ -13,22 +13,25 @@ import pytest
 
 import router.grpc.draining
 from pdserve.core.blocks import BlockCounts
+from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
 from router.grpc.admin import AdminServer
 
 TIMEOUT_S = 30.0
-BUSY = WorkerSnapshot(
-    worker_id="decode-1", role="decode", incarnation=7, address="h:1", ready=True, blocks=BlockCounts(10, 4, 1, 3, 2),
-    queued_requests=0, queued_tokens=0, running_sequences=2, leases_held=1, heartbeat_age_s=0.1, requests_placed=3,
-    loop_lag_ms=0.0, pid=1,
-)  # fmt: skip
+HELLO = WorkerHello(WorkerId("decode-1"), Role.DECODE, Incarnation(7), "h:1", "model", 16, 10, 64, 4, "bfloat16", 8)
+LOAD = WorkerLoad(BlockCounts(10, 4, 1, 3, 2), running_sequences=2, leases_held=1)
+BUSY = WorkerSnapshot(HELLO, LOAD, 0.1, 3)
 
 
 class ScriptedRouter:
     def __init__(self) -> None:
-        self.workers: tuple[WorkerSnapshot, ...] = (BUSY, dataclasses.replace(BUSY, worker_id="decode-2"))
+        self.workers: tuple[WorkerSnapshot, ...] = (
+            BUSY,
+            dataclasses.replace(BUSY, hello=dataclasses.replace(HELLO, worker_id="decode-2")),
+        )
         self.drained: list[str] = []
 
     def snapshot(self) -> ClusterSnapshot:
@@ -69,11 +72,17 @@ def test_progress_until_the_worker_has_left() -> None:
             first = await anext(said)
             assert (first.requests_placed, first.running_sequences, first.leases_held, first.blocks_held) == (3, 2, 1, 5)
             assert cluster.drained == ["decode-1"]
-            cluster.workers = (dataclasses.replace(BUSY, requests_placed=0, running_sequences=0), cluster.workers[1])
+            cluster.workers = (
+                dataclasses.replace(BUSY, requests_placed=0, load=dataclasses.replace(LOAD, running_sequences=0)),
+                cluster.workers[1],
+            )
             while (progress := await anext(said)).requests_placed:
                 pass
             assert not progress.done
-            cluster.workers = (dataclasses.replace(BUSY, incarnation=8), cluster.workers[1])
+            cluster.workers = (
+                dataclasses.replace(BUSY, hello=dataclasses.replace(HELLO, incarnation=Incarnation(8))),
+                cluster.workers[1],
+            )
             rest = [progress async for progress in said]
             assert rest[-1].done
             assert not any(progress.done for progress in rest[:-1])

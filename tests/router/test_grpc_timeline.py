@@ -92,7 +92,7 @@ async def exactness(*quantizations: str, **config: Any) -> tuple[bool, bool, boo
         timeline = json.loads(dict(await call.trailing_metadata())[TIMELINE_METADATA])
         for worker in workers:
             await worker.stop()
-        return state.exact, answer.report.exact, timeline["exact"], [worker.quantization for worker in state.workers]
+        return state.exact, answer.report.exact, timeline["exact"], [worker.hello.quantization for worker in state.workers]
 
 
 def test_status_and_timelines_say_that_workers_of_different_quantization_are_not_exact() -> None:

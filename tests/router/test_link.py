@@ -48,7 +48,7 @@ async def dialled() -> AsyncIterator[tuple[Core, grpc.aio.StreamStreamCall]]:
     await server.start()
     async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = link_pb2_grpc.WorkerLinkStub(channel).Connect()
-        hello = link_pb2.Hello(worker_id="d", role=common_pb2.ROLE_DECODE)
+        hello = common_pb2.WorkerHello(worker_id="d", role=common_pb2.ROLE_DECODE)
         await call.write(link_pb2.WorkerMessage(hello=hello, number=1))
         yield core, call
         call.cancel()

@@ -8,8 +8,9 @@ from typing import Any
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import Cancelled, InternalBug, UnknownWorker
-from pdserve.core.ids import Incarnation, RequestId
+from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import FinishReason, Placement
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Delta, Generation, Report
 from router.api.identity import KEY_BYTES, CancelTokens
@@ -17,9 +18,13 @@ from router.api.request import GenerateInput, Prompt
 from router.api.router_api import AdminApi, ModelInfo, RouterApi
 
 WORKER = WorkerSnapshot(
-    worker_id="decode-0", role="decode", incarnation=7, address="h:1", ready=True, blocks=BlockCounts(10, 10, 0, 0, 0),
-    queued_requests=0, queued_tokens=0, running_sequences=0, leases_held=0, heartbeat_age_s=0.1, requests_placed=0,
-    loop_lag_ms=0.0, pid=1,
+    WorkerHello(
+        worker_id=WorkerId("decode-0"), role=Role.DECODE, incarnation=Incarnation(7), address="h:1", model_fingerprint="f",
+        block_size=16, num_blocks=10, max_model_len=101, max_num_seqs=1, dtype="float32", kv_bytes_per_token=4, pid=1,
+    ),
+    WorkerLoad(BlockCounts(10, 10, 0, 0, 0)),
+    heartbeat_age_s=0.1,
+    requests_placed=0,
 )  # fmt: skip
 
 
@@ -122,7 +127,7 @@ class EchoRouter:
 
     def drain(self, worker_id: str) -> None:
         """Let the worker go at once."""
-        if worker_id != WORKER.worker_id:
+        if worker_id != WORKER.hello.worker_id:
             raise UnknownWorker(f"{worker_id!r} is not linked", field="worker_id")
         self.workers = ()
 

@@ -139,7 +139,7 @@ def test_the_administration_answers_from_the_interface() -> None:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
                 stub: Any = admin_pb2_grpc.AdminStub(channel)
                 state = await stub.GetClusterState(inference_pb2.GetClusterStateRequest())
-                assert ([w.worker_id for w in state.workers], state.block_size) == (["decode-0"], 16)
+                assert ([w.hello.worker_id for w in state.workers], state.block_size) == (["decode-0"], 16)
                 progress = [said async for said in stub.Drain(inference_pb2.DrainRequest(worker_id="decode-0"))]
                 assert progress[-1].done
         finally:

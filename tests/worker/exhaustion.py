@@ -231,7 +231,8 @@ class Storm:
     def _idle(side: Side) -> bool:
         snapshot = side.snapshot
         assert snapshot is not None
-        return snapshot.num_running == snapshot.num_waiting == snapshot.blocks.held == snapshot.blocks.quarantined == 0
+        load = snapshot.load
+        return load.running_sequences == load.queued_requests == load.blocks.held == load.blocks.quarantined == 0
 
     @property
     def _step(self) -> int:
@@ -298,7 +299,7 @@ class Storm:
         self.result.seen["preempted"] += len(events.preempted)
         if events.snapshot is not None:
             self.sides[name].snapshot = events.snapshot
-            blocks = events.snapshot.blocks
+            blocks = events.snapshot.load.blocks
             self.result.seen[f"{name} full"] += blocks.free == blocks.cached == 0
         for lent in events.lent:
             if lent.seq_id in self._bound:

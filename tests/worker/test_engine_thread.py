@@ -79,7 +79,7 @@ class Engine:
     def settled(self) -> StepEvents:
         """The level state once the engine has gone idle."""
         self.thread.submit(Abort(SeqId(999)))
-        return self.until(lambda seen: seen[-1].snapshot is not None and seen[-1].snapshot.num_running == 0)[-1]
+        return self.until(lambda seen: seen[-1].snapshot is not None and seen[-1].snapshot.load.running_sequences == 0)[-1]
 
 
 def tokens(seen: list[StepEvents]) -> list[int]:
@@ -92,7 +92,7 @@ def test_a_colocated_request_runs_to_its_end_and_frees_its_blocks():
         seen = engine.until(lambda seen: any(t.finish_reason for e in seen for t in e.tokens))
         assert seen[0].reserved[0].block_tables is not None
         assert tokens(seen) == [7, 8, 9, 10]
-        assert engine.settled().snapshot.blocks.free == 10
+        assert engine.settled().snapshot.load.blocks.free == 10
 
 
 def test_an_idle_engine_takes_no_steps_and_a_stuck_one_does_not_spin():
@@ -100,7 +100,7 @@ def test_an_idle_engine_takes_no_steps_and_a_stuck_one_does_not_spin():
         engine.thread.submit(AddLent(SeqId(1), RequestSpec(tuple(range(1, 29)), GREEDY)))
         engine.until(lambda seen: any(e.tokens for e in seen))
         engine.thread.submit(AddLent(SeqId(2), RequestSpec(tuple(range(1, 29)), GREEDY)))  # cannot fit: the lease holds 7 of 8
-        engine.until(lambda seen: seen[-1].snapshot is not None and seen[-1].snapshot.num_waiting == 1)
+        engine.until(lambda seen: seen[-1].snapshot is not None and seen[-1].snapshot.load.queued_requests == 1)
         threading.Event().wait(0.2)
         assert engine.events.qsize() <= 1, "a plan that is empty stays empty until a command arrives"
         engine.thread.submit(ReturnLease(SeqId(1)))
@@ -113,9 +113,9 @@ def test_lent_blocks_outlive_the_sequence_until_the_lease_returns():
         seen = engine.until(lambda seen: any(e.tokens for e in seen))
         assert len(seen[0].lent[0].block_tables[0]) == 5
         assert [computed for e in seen for _, computed in e.advanced][:2] == [8, 16], "chunks of the token budget"
-        assert engine.settled().snapshot.blocks.held == 5
+        assert engine.settled().snapshot.load.blocks.held == 5
         engine.thread.submit(ReturnLease(SeqId(1)))
-        assert engine.settled().snapshot.blocks.free == 10
+        assert engine.settled().snapshot.load.blocks.free == 10
 
 
 def test_each_lent_block_is_summed_once_when_it_is_final_and_after_the_step_was_told():
@@ -197,9 +197,9 @@ def test_an_aborted_inbound_request_with_a_read_in_flight_is_quarantined_until_i
     with Engine() as engine:
         engine.thread.submit(Reserve(SeqId(1), RequestSpec((5, 6), GREEDY), local_prefill=False))
         engine.thread.submit(Abort(SeqId(1), read_in_flight=True))
-        assert engine.settled().snapshot.blocks.quarantined == 2
+        assert engine.settled().snapshot.load.blocks.quarantined == 2
         engine.thread.submit(EndQuarantine(SeqId(1)))
-        assert engine.settled().snapshot.blocks.free == 10
+        assert engine.settled().snapshot.load.blocks.free == 10
 
 
 def test_a_request_without_room_holds_nothing():
@@ -211,7 +211,7 @@ def test_a_request_without_room_holds_nothing():
         assert results[1] is not None
         assert results[2] is None
         engine.thread.submit(Abort(SeqId(1)))
-        assert engine.settled().snapshot.blocks.free == 8
+        assert engine.settled().snapshot.load.blocks.free == 8
 
 
 def test_what_build_raises_is_raised_by_start():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdserve.core.blocks import BlockCounts
+from pdserve.core.worker import WorkerLoad
 from pdserve.worker.engine_watch import LOOK_S, MAX_STEPS_LATE, EngineWatch, step_timeout_s
 from pdserve.worker.messages import EngineSnapshot, StepEvents
 
@@ -13,7 +14,7 @@ LOOKS = int(TIMEOUT_S / LOOK_S)
 
 def events(*, taken: int, has_work: bool, waiting: int = 0) -> StepEvents:
     counts = BlockCounts(8, 8, 0, 0, 0)
-    return StepEvents(snapshot=EngineSnapshot(counts, waiting, 0, 0, commands_taken=taken, has_work=has_work))
+    return StepEvents(snapshot=EngineSnapshot(WorkerLoad(counts, waiting), commands_taken=taken, has_work=has_work))
 
 
 def looks(watch: EngineWatch, count: int) -> bool:

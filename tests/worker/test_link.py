@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from pdserve.rpc.channel import server_options
-from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
+from pdserve.rpc.v1 import common_pb2, link_pb2, link_pb2_grpc
 from pdserve.worker.link import Link
 
 WAIT_S = 10.0
@@ -65,8 +65,8 @@ async def linked(router: Router) -> AsyncIterator[Side]:
     side.link = Link(
         f"127.0.0.1:{port}",
         "",
-        link_pb2.Hello,
-        link_pb2.Heartbeat,
+        common_pb2.WorkerHello,
+        common_pb2.WorkerLoad,
         heartbeat_interval_s=BEAT_S,
         router_lost_s=LOST_S,
         on_command=side.on_command,

@@ -203,6 +203,22 @@ def test_a_sequence_without_numbers_fails_its_request_and_no_other_of_the_step(r
     run(story)
 
 
+def test_tokens_of_a_sequence_that_fails_in_the_same_step_come_before_its_failure():
+    """Right drafts before a row without numbers: the tokens are good, and a replay starts behind them."""
+
+    async def story() -> None:
+        worker = bench(DecodeRole)
+        worker.role.on_command(bind(FIRST))
+        worker.role.on_step(StepEvents(reserved=(ReserveResult(SeqId(1), (BlockId(1),)),)))
+        worker.role.on_step(StepEvents(failed=(SeqId(1),), tokens=(OutputToken(SeqId(1), 0, 3, None),)))
+        kinds = [message.WhichOneof("body") for message in worker.said]
+        assert kinds[-2:] == ["step_batch", "request_failed"]
+        assert worker.rows() == [(FIRST, 0)]
+        await worker.role.close()
+
+    run(story)
+
+
 def test_a_grant_that_fails_before_there_is_a_lease_returns_the_references_too(monkeypatch):
     async def story() -> None:
         lender = bench(PrefillRole)

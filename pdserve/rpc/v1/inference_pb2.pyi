@@ -226,52 +226,22 @@ class SetAsidePair(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ..., remaining_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "ready", "blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "heartbeat_age_s", "requests_placed", "loop_lag_ms", "pid", "draining", "not_ready_reason", "prefix_queried_tokens", "prefix_hit_tokens", "niceness", "quantization", "kv_corrupt_blocks", "kv_rotted_blocks")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("hello", "load", "ready", "not_ready_reason", "draining", "heartbeat_age_s", "requests_placed")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    LEASES_HELD_FIELD_NUMBER: _ClassVar[int]
+    NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PLACED_FIELD_NUMBER: _ClassVar[int]
-    LOOP_LAG_MS_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_FIELD_NUMBER: _ClassVar[int]
-    NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NICENESS_FIELD_NUMBER: _ClassVar[int]
-    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
-    KV_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    KV_ROTTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    role: _common_pb2.Role
-    incarnation: int
-    address: str
+    hello: _common_pb2.WorkerHello
+    load: _common_pb2.WorkerLoad
     ready: bool
-    blocks: _common_pb2.BlockCounts
-    queued_requests: int
-    queued_tokens: int
-    running_sequences: int
-    leases_held: int
+    not_ready_reason: str
+    draining: bool
     heartbeat_age_s: float
     requests_placed: int
-    loop_lag_ms: float
-    pid: int
-    draining: bool
-    not_ready_reason: str
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    niceness: int
-    quantization: str
-    kv_corrupt_blocks: int
-    kv_rotted_blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., ready: _Optional[bool] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ..., requests_placed: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., pid: _Optional[int] = ..., draining: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., ready: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ..., draining: _Optional[bool] = ..., heartbeat_age_s: _Optional[float] = ..., requests_placed: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id",)

@@ -22,8 +22,8 @@ class WorkerMessage(_message.Message):
     REQUEST_FAILED_FIELD_NUMBER: _ClassVar[int]
     WORKER_LOST_FIELD_NUMBER: _ClassVar[int]
     number: int
-    hello: Hello
-    heartbeat: Heartbeat
+    hello: _common_pb2.WorkerHello
+    heartbeat: _common_pb2.WorkerLoad
     step_batch: StepBatch
     prefill_started: _prefill_pb2.PrefillStarted
     reserved: _decode_pb2.Reserved
@@ -31,7 +31,7 @@ class WorkerMessage(_message.Message):
     kv_committed: _decode_pb2.KvCommitted
     request_failed: RequestFailed
     worker_lost: WorkerLost
-    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
     __slots__ = ("number", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive")
@@ -66,72 +66,6 @@ class Alive(_message.Message):
 class Drain(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class Hello(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s", "niceness", "quantization")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
-    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    STEP_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
-    NICENESS_FIELD_NUMBER: _ClassVar[int]
-    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    role: _common_pb2.Role
-    incarnation: int
-    address: str
-    model_fingerprint: str
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    max_num_seqs: int
-    dtype: str
-    kv_bytes_per_token: int
-    pid: int
-    step_timeout_s: float
-    niceness: int
-    quantization: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
-
-class Heartbeat(_message.Message):
-    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "numerical_errors", "last_handle", "kv_corrupt_blocks", "kv_rotted_blocks")
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    LEASES_HELD_FIELD_NUMBER: _ClassVar[int]
-    LOOP_LAG_MS_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_STALLED_S_FIELD_NUMBER: _ClassVar[int]
-    NUMERICAL_ERRORS_FIELD_NUMBER: _ClassVar[int]
-    LAST_HANDLE_FIELD_NUMBER: _ClassVar[int]
-    KV_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    KV_ROTTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    blocks: _common_pb2.BlockCounts
-    queued_requests: int
-    queued_tokens: int
-    running_sequences: int
-    leases_held: int
-    loop_lag_ms: float
-    draining: bool
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    engine_stalled_s: float
-    numerical_errors: int
-    last_handle: int
-    kv_corrupt_blocks: int
-    kv_rotted_blocks: int
-    def __init__(self, blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., numerical_errors: _Optional[int] = ..., last_handle: _Optional[int] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("rows",)

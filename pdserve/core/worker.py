@@ -1,0 +1,79 @@
+"""The state of a worker, as it introduces itself and as each heartbeat tells it. The router, metrics and operators see it so.
+
+A new field is named here and in `proto/`; then only its source and its user change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.ids import Incarnation, WorkerId
+
+
+class Role(Enum):
+    """The pool that a worker belongs to."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """The state of a worker that does not change while it runs. The worker introduces itself with it."""
+
+    worker_id: WorkerId
+    role: Role
+    incarnation: Incarnation
+    address: str
+    model_fingerprint: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    dtype: str
+    kv_bytes_per_token: int
+    pid: int = 0
+    step_timeout_s: float = 0.0
+    """The worker gives itself up after this time without an engine step while work waits. 0: the worker does not watch its
+    engine."""
+    niceness: int = 0  # of the worker process; above 0, ordinary processes of its machine run first
+    quantization: str = ""
+    """The format of the quantised weights. Empty: the weights are not quantised."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """The worker's pool holds the KV of this many tokens."""
+        return self.block_size * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """The present state of a worker. Each heartbeat replaces the last one."""
+
+    blocks: BlockCounts
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    running_sequences: int = 0
+    leases_held: int = 0
+    loop_lag_ms: float = 0.0
+    draining: bool = False
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    engine_stalled_s: float = 0.0
+    numerical_errors: int = 0
+    last_handle: int = 0
+    """The handle of the last command that these counts include. 0: they include none."""
+    kv_corrupt_blocks: int = 0
+    kv_rotted_blocks: int = 0
+
+
+def niced(worker_ids: Sequence[str], niceness: int) -> str:
+    """Return the warning, which says what to do. Ray gives its workers a niceness of 15: the kernel then gives an ordinary
+    process 28 times the share of a core (weights 1024 and 36 of Linux's scheduler)."""
+    return (
+        f"{', '.join(worker_ids)}: niceness {niceness}, so ordinary processes of the machine take the cores first. "
+        "Start Ray's nodes with RAY_worker_niceness=0 in the environment of `ray start`"
+    )

@@ -1,0 +1,67 @@
+"""The state of a worker has one shape: each field of it crosses the wire, and every message of a worker embeds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.limits import field_types
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from pdserve.rpc import codec
+from pdserve.rpc.fields import FieldCodec
+from pdserve.rpc.v1 import common_pb2, inference_pb2, link_pb2
+from router.grpc.cluster_state import cluster_state_to_wire
+
+NUMBERS = st.integers(0, (1 << 31) - 1)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: NUMBERS,
+    float: st.floats(0, 1e9),
+    str: st.text(st.characters(codec="utf-8"), min_size=1),
+    Role: st.sampled_from(Role),
+    BlockCounts: st.lists(st.integers(0, 1 << 20), min_size=4, max_size=4).map(lambda n: BlockCounts(sum(n), *n)),
+}
+
+
+def built(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Return values in which every field varies, so that a new field needs no line here."""
+    types = {name: getattr(one, "__supertype__", one) for name, one in field_types(kind).items()}
+    return st.builds(kind, **{name: VALUES[one] for name, one in types.items()})
+
+
+@given(built(WorkerHello))
+def test_every_field_that_does_not_change_crosses_the_wire(hello: WorkerHello) -> None:
+    wire = common_pb2.WorkerHello.FromString(codec.hello_to_wire(hello).SerializeToString())
+    assert codec.hello_from_wire(wire) == hello
+
+
+@given(built(WorkerLoad))
+def test_every_field_of_a_load_crosses_the_wire(load: WorkerLoad) -> None:
+    wire = common_pb2.WorkerLoad.FromString(codec.load_to_wire(load).SerializeToString())
+    assert codec.load_from_wire(wire) == load
+
+
+@given(built(WorkerHello), built(WorkerLoad))
+def test_operators_see_the_same_messages_that_the_worker_sent(hello: WorkerHello, load: WorkerLoad) -> None:
+    snapshot = WorkerSnapshot(hello, load, 0.5, 3, draining=True, not_ready_reason="it drains")
+    (state,) = cluster_state_to_wire(ClusterSnapshot(1, 0, 0, (snapshot,)), 16).workers
+    sent = link_pb2.WorkerMessage(hello=codec.hello_to_wire(hello)), link_pb2.WorkerMessage(heartbeat=codec.load_to_wire(load))
+    assert (state.hello, state.load) == (sent[0].hello, sent[1].heartbeat)
+    assert (state.ready, state.draining, state.heartbeat_age_s, state.requests_placed) == (False, True, 0.5, 3)
+
+
+def test_a_negative_count_of_lost_blocks_is_told_as_none() -> None:
+    """More blocks than there are is a bug of ours as well, but uint32 cannot hold it, and a worker must go on beating."""
+    assert codec.load_to_wire(WorkerLoad(BlockCounts(4, 5, 0, 0, 0))).blocks.unaccounted == 0
+
+
+@pytest.mark.parametrize("message", [common_pb2.WorkerLoad, inference_pb2.WorkerState])
+def test_a_message_that_lacks_a_field_of_its_dataclass_is_found_at_once(message: type[Any]) -> None:
+    with pytest.raises(AssertionError, match="SamplingParams and its message differ"):
+        FieldCodec(SamplingParams, message)
