@@ -13,7 +13,7 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 from pdserve.core.step_plan import SequenceSlice, StepPlan
-from pdserve.engine.models import native_llama as native
+from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.weights import LayerWeights, ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
@@ -96,7 +96,7 @@ def test_prefill_and_decode_equal_torchs_up_to_rounding(make, kv_cache_dtype, th
     """(1) Prompts of uneven lengths together, all but their last token. (2) That token of all of them: decodes."""
     exact = make(dtype="float32", kv_cache_dtype=kv_cache_dtype, threads=1)
     compiled = make(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, threads=threads)
-    assert isinstance(compiled._model, native.NativeLlama)
+    assert isinstance(compiled._model, native.NativeDecoder)
     assert len(compiled.kv.caches) == 3
     whole = pieces(compiled, seed=1)
     prompts = StepPlan(tuple(cut(one, 0, len(one.token_ids) - 1) for one in whole if len(one.token_ids) > 1))
