@@ -19,7 +19,7 @@ from pdserve.core.kv_layout import KvGroup
 from pdserve.core.model_spec import UNEQUAL_HEADS
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.kv.pool import KvPool
-from pdserve.engine.models import native_llama as native
+from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.weights import load_weights
 from pdserve.engine.runner import ModelRunner
 from testkit.toy_models import write_decilm
