@@ -96,7 +96,7 @@ async def serve(
         stack.callback(parser.close)
 
         stack.push_async_callback(links.close)
-        link_port = await links.start(service.tell, link_host, settings.link_port, on_broken)
+        link_port = await links.start(service.hear, link_host, settings.link_port, on_broken)
 
         front = GrpcFront(service, parser, max_connections)
         stack.push_async_callback(front.close)

@@ -22,6 +22,7 @@ from router.core.placer import Place, Placer
 from router.core.policy.decider import Reason
 from router.core.registry import Worker
 from router.core.requests import Requests
+from router.core.story import StoryKind
 
 _E = RequestEvent
 
@@ -70,6 +71,7 @@ class Dispatcher:
         `error`."""
         if request.unplaceable_since_s is None:
             request.unplaceable_since_s = now_s
+            request.story.note(now_s, StoryKind.NO_WORKER, message=error.message)
         waits = now_s - request.unplaceable_since_s < self._recovery_wait_s
         if not waits:
             self._requests.end(request, _E.UNPLACEABLE, now_s, error)
@@ -80,6 +82,16 @@ class Dispatcher:
         request.machine.move(_E.DECODE_PICKED)
         request.placement, request.placement_reason = placement, reason.value
         request.prefill_worker = WorkerId("")
+        request.story.note(
+            now_s,
+            StoryKind.PLACED,
+            placement=placement.value,
+            reason=reason.value,
+            decode_worker=worker.hello.worker_id,
+            scores=self._placer.scores,
+            attempt=request.machine.attempt,
+            bind=request.machine.bind,
+        )
         self._send_bind(request, worker, now_s)
 
     def rebind(self, request: LiveRequest, now_s: float) -> bool:
@@ -93,6 +105,13 @@ class Dispatcher:
         if worker is None:
             return False
         request.machine.move(_E.REBOUND)
+        request.story.note(
+            now_s,
+            StoryKind.REBOUND,
+            decode_worker=worker.hello.worker_id,
+            scores=self._placer.scores,
+            bind=request.machine.bind,
+        )
         self._requests.ledger.give_back(request.request_id)
         self._send_bind(request, worker, now_s)
         return True
@@ -115,6 +134,7 @@ class Dispatcher:
         work = request.prefill = self._requests.place_on(worker, request)
         request.prefill_worker = worker.hello.worker_id
         request.times.attempt.prefill_sent_s = now_s
+        request.story.note(now_s, StoryKind.PREFILL_SENT, prefill_worker=worker.hello.worker_id, scores=self._placer.scores)
         worker.sent(work.handle, len(request.work_ids))
         self._requests.effects.append(SendPrefill(worker.link, request.work(work.handle)))
         return True
@@ -122,5 +142,6 @@ class Dispatcher:
     def requeue(self, request: LiveRequest, event: RequestEvent, now_s: float) -> None:
         """Withdraw a bind for which nothing was computed. The same attempt waits for another bind."""
         if self._requests.move(request, event, now_s):
+            request.story.note(now_s, StoryKind.REQUEUED, why=event.value)
             self._requests.withdraw(request)
             self._requests.wait(request)

@@ -15,6 +15,7 @@ from router.core.live_request import LiveRequest, RemoteWork
 from router.core.pairs import Pairs
 from router.core.recovery import Recovery
 from router.core.requests import Requests
+from router.core.story import StoryKind
 
 _S, _E = RequestState, RequestEvent
 
@@ -35,13 +36,14 @@ class Handoff:
             self._break(request, "a reservation came twice", now_s)
             return
         work.reserved = True
+        request.story.note(now_s, StoryKind.RESERVED, decode_worker=request.decode_worker)
         times = request.times
         times.attempt.reserved_s = now_s
         if times.had_room_s is None:
             times.had_room_s = times.attempt.bind_sent_s
         if request.machine.state is not _S.BINDING:
             if self._requests.move(request, _E.RESERVED, now_s):
-                self._attach(request)
+                self._attach(request, now_s)
         elif request.placement is Placement.COLOCATED:
             self._requests.move(request, _E.RESERVED_LOCAL, now_s)
         elif self._dispatcher.prefill(request, now_s):
@@ -60,6 +62,7 @@ class Handoff:
         worker = self._requests.drop(work)
         if worker is not None:
             worker.refused_blocks = event.blocks_needed
+        request.story.note(now_s, StoryKind.NO_ROOM, decode_worker=request.decode_worker, blocks_needed=event.blocks_needed)
         loss = request.loss
         if request.machine.state is _S.BINDING and request.probe is None:
             self._dispatcher.requeue(request, _E.NO_ROOM, now_s)
@@ -74,12 +77,14 @@ class Handoff:
         elif self._requests.move(request, _E.PREFILL_STARTED, now_s):
             request.lease = event
             request.times.attempt.prefill_started_s = now_s
-            self._attach(request)
+            request.story.note(now_s, StoryKind.LEASE_GRANTED, lease=str(event.lease_id), prefill_worker=request.prefill_worker)
+            self._attach(request, now_s)
 
-    def _attach(self, request: LiveRequest) -> None:
+    def _attach(self, request: LiveRequest, now_s: float) -> None:
         decode, lease = request.decode, request.lease
         if decode is not None and decode.reserved and lease is not None:
             decode.attached = True
+            request.story.note(now_s, StoryKind.ATTACHED, decode_worker=request.decode_worker)
             attach = SendAttach(decode.link, decode.handle, lease.lease_id, lease.ticket)
             self._requests.effects.append(attach)
 
@@ -91,6 +96,7 @@ class Handoff:
         elif self._requests.move(request, _E.KV_COMMITTED, now_s):
             request.committed = event
             request.times.attempt.kv_committed_s = now_s
+            request.story.note(now_s, StoryKind.COMMITTED, kv_bytes=event.kv_bytes, transfer_s=event.transfer_s)
             self._praise_pair(request)
 
     def _praise_pair(self, request: LiveRequest) -> None:

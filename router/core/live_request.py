@@ -11,6 +11,7 @@ from pdserve.core.sampling import Placement, SamplingParams
 from router.api.answer import Report
 from router.core.events import KvCommitted, LinkId, PrefillStarted, Role, Submit, Work
 from router.core.output import OrderedOutput
+from router.core.story import RequestStory
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +77,7 @@ class LiveRequest:
     machine: RequestMachine
     output: OrderedOutput
     times: Times
+    story: RequestStory
     probe: Probe | None = None
     cache_salt: str = ""
     correlation_id: str = ""
@@ -117,6 +119,7 @@ class LiveRequest:
             machine=RequestMachine(submit.request_id),
             output=OrderedOutput(submit.sampling.max_tokens),
             times=Times(submit.arrived_s),
+            story=RequestStory(submit),
             probe=probe,
             cache_salt=submit.cache_salt,
             correlation_id=submit.correlation_id,

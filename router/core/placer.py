@@ -52,6 +52,8 @@ class Placer:
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
+        self.scores = ""
+        """The candidates of the last pick with their scores, for stories. Workers that were filtered out are not among them."""
         self._turns = dict.fromkeys(Role, 0)  # a shared turn, advancing by two a handoff, would always pick the same of two
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
@@ -178,6 +180,9 @@ class Placer:
         picked = pick(among, score, self._turns[role])
         if picked is None:
             return None
+        self.scores = ", ".join(
+            [f"{hello.worker_id} {score(c):.3g}" for c in among if (hello := self._hello(c.link)) is not None]
+        )
         self._turns[role] += 1
         return self._registry.get(picked.link)
 

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError
 from pdserve.core.ids import Handle, RequestId
 from pdserve.core.request_machine import RequestEvent, RequestState
+from pdserve.observe.story import Value
 from router.core.deadlines import Deadlines
 from router.core.events import Effect, EmitDone, EmitFailed, LinkId, SendCancel, Submit
 from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.registry import Registry, Worker
+from router.core.story import RequestStory, Stories, StoryKind
 from router.core.waiting import WaitingRequests
 
 _S, _E = RequestState, RequestEvent
@@ -29,6 +31,7 @@ class Requests:
         self.waiting = waiting
         self.ledger = Ledger()
         self.outputs = OutputMean()
+        self.stories = Stories()
         self.effects: list[Effect] = []
         self.changed = False
         """A request has begun to wait, or room may be free: waiting requests may be placed now."""
@@ -48,6 +51,10 @@ class Requests:
     def get(self, request_id: RequestId) -> LiveRequest | None:
         """Return a live request, or None when it has ended or never was."""
         return self._by_id.get(request_id)
+
+    def stories_of(self, name: str) -> list[RequestStory]:
+        """Return the stories of this request or correlation id, the newest first. Probes have none. Raises `UnknownRequest`."""
+        return self.stories.find(name, [r.story for r in self._by_id.values() if r.probe is None])
 
     def probes(self) -> list[LiveRequest]:
         """Return the live probes."""
@@ -78,6 +85,7 @@ class Requests:
         self._handles += 1
         work = RemoteWork(Handle(self._handles), worker.link, worker.hello.role, request)
         worker.work[work.handle] = work
+        request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
         return work
 
@@ -134,6 +142,8 @@ class Requests:
         request.machine.move(event)
         if was_queued:
             self.waiting.remove(request)
+        why: dict[str, Value] = {} if error is None else {"error": error.code.value, "message": error.message}
+        request.story.note(now_s, StoryKind.ENDED, state=request.machine.state.value, tokens=len(request.emitted), **why)
         self._forget(request, now_s, error)
 
     def _forget(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:
@@ -147,6 +157,7 @@ class Requests:
             self.on_probe_end(request, error, now_s)
             return
         self.waiting.saw_finish(now_s)
+        self.stories.ended(request.story, request.machine.state)
         report = request.report(now_s=now_s)
         if error is None:
             self.effects.append(EmitDone(request.request_id, report))

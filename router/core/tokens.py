@@ -11,6 +11,7 @@ from router.core.live_request import LiveRequest, RemoteWork
 from router.core.output import delta_of
 from router.core.registry import Worker
 from router.core.requests import Requests
+from router.core.story import StoryKind
 
 _S, _E = RequestState, RequestEvent
 
@@ -78,6 +79,7 @@ class Tokens:
         times = request.times
         if times.first_token_s is None:
             times.first_token_s = now_s
+            request.story.note(now_s, StoryKind.FIRST_TOKEN)
         times.last_token_s = now_s
         request.emitted.extend(delta.ids)
         if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:

@@ -28,12 +28,13 @@ from router.core.registry import Worker
 from router.core.router_core import RouterCore
 from router.service.admission import Admission
 from router.service.buffered_generation import BufferedGeneration
+from router.service.explaining import Explainer, Explanation
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
 from router.service.prompts import PromptEncoder
 from router.service.record import record_of
 from router.workers.link import Links, LinkService
-from router.workers.wire import command_to_wire, welcome
+from router.workers.wire import Heard, WorkExplained, command_to_wire, welcome
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,13 @@ class RouterService:
         self.max_deadline_s = config.max_deadline_s
         self.incarnation = Incarnation(secrets.randbits(64))
         self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
-        self.links: Links = links or LinkService(cluster_token, self.tell)
+        self.links: Links = links or LinkService(cluster_token, self.hear)
         apart = config.placement == Placement.DISAGGREGATED.value
         self._needed_roles = (ev.Role.DECODE, ev.Role.PREFILL) if apart else (ev.Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
         self._core = RouterCore(config, model.card.fingerprint)
+        self._explainer = Explainer(self._core, self.links, clock)
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
@@ -119,6 +121,10 @@ class RouterService:
         """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
         `UnknownWorker`."""
         self.tell(ev.DrainAsked(WorkerId(worker_id)))
+
+    async def explain(self, name: str) -> Explanation:
+        """Explain the newest request with this request id or correlation id. Raises `UnknownRequest` and `Overloaded`."""
+        return await self._explainer.explain(name)
 
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
         """Implements `RouterApi.tokenize`."""
@@ -180,6 +186,13 @@ class RouterService:
         )
 
     # Events in, effects out --------------------------------------------------------------------------------------------
+
+    def hear(self, heard: Heard) -> None:
+        """Take what a link delivers: an answer to a question, or an event for the core."""
+        if isinstance(heard, WorkExplained):
+            self._explainer.answered(heard)
+        else:
+            self.tell(heard)
 
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and perform its effects. Every event except a Submit goes through here."""
