@@ -214,6 +214,13 @@ class RouterConfig:
     pair_aside_max_s: PositiveFloat = 60.0
     # True lets the pools differ in the quantisation of weights. The tokens then depend on where a request runs.
     allow_mixed_quantization: bool = False
+    # The router records in this file what happens to requests, for `pdserve replay`. A file that exists is kept: the name then
+    # gets a number at its end. None records nothing.
+    record_file: str | None = None
+    # Recording stops when the file has so many bytes.
+    record_max_bytes: Bytes = 64 * MIB
+    # True also records prompts, outputs and stop strings. Otherwise only their lengths are recorded.
+    record_prompts: bool = False
 
     def __post_init__(self) -> None:
         check_types(self, "router.")

@@ -54,7 +54,8 @@ class Tokens:
         """Take the token that prefill draws: token 0, or in a replay the first token that the client does not have. Raises
         `InternalBug` for several tokens, or when no lease was granted."""
         if len(delta.ids) != 1 or request.lease is None:
-            raise InternalBug(f"request {request.request_id}: prefill sent {delta}, lease: {request.lease}")
+            lease = "no lease" if request.lease is None else f"lease {request.lease.lease_id}"
+            raise InternalBug(f"request {request.request_id}: prefill sent {len(delta.ids)} tokens, {lease}")
         request.output.pass_first(delta.index)
         request.times.attempt.prefill_ended_s = now_s
         if delta.finish_reason is not None:

@@ -26,6 +26,7 @@ from router.core import events as ev
 from router.core.pairs import AsidePair
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
+from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.buffered_generation import BufferedGeneration
 from router.service.explaining import Explainer, Explanation
@@ -55,9 +56,13 @@ class RouterService:
         *,
         cluster_token: str = "",
         links: Links | None = None,
+        notes: Notes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`links` serves the workers' links. None: a `LinkService` under `cluster_token` serves them on this loop."""
+        """`links` serves the workers' links. None: a `LinkService` under `cluster_token` serves them on this loop.
+
+        `notes` takes every event of the core. None: nobody does.
+        """
         self.model = model
         self.model_name = model.name
         self.max_body_bytes = config.max_body_bytes
@@ -69,6 +74,7 @@ class RouterService:
         self._needed_roles = (ev.Role.DECODE, ev.Role.PREFILL) if apart else (ev.Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
+        self._notes = notes
         self._core = RouterCore(config, model.card.fingerprint)
         self._explainer = Explainer(self._core, self.links, clock)
         self._limit = LengthLimit(model, self._core.registry)
@@ -196,18 +202,30 @@ class RouterService:
 
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and perform its effects. Every event except a Submit goes through here."""
-        self._perform(self._core.handle(event, now_s=self._clock()))
+        self._perform(self._handle(event))
         if type(event) is not ev.StepRows:  # tokens do not change readiness
             self._note_ready()
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
         generation = BufferedGeneration(submit.request_id, len(submit.prompt_ids), self._released)
-        effects = self._core.handle(submit, now_s=self._clock())  # raises before anything is registered
+        effects = self._handle(submit)  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None
         self._busy.set()
         self._perform(effects)
         return generation
+
+    def _handle(self, event: ev.Event) -> list[ev.Effect]:
+        now_s = self._clock()
+        if self._notes is None:
+            return self._core.handle(event, now_s=now_s)
+        try:
+            effects = self._core.handle(event, now_s=now_s)
+        except Exception as exc:
+            self._notes.note(now_s, event, exc)
+            raise
+        self._notes.note(now_s, event, effects)
+        return effects
 
     def _perform(self, effects: list[ev.Effect]) -> None:
         for effect in effects:

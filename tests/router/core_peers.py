@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from faultsim.recorded import MemoryNotes
 from pdserve.config import RouterConfig
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
@@ -136,6 +137,9 @@ class Stage:
     def __init__(self, **config: object) -> None:
         settings = RouterConfig(**({"probe_workers": False} | config))  # type: ignore[arg-type]
         self.core = RouterCore(settings, FINGERPRINT)
+        self.notes = MemoryNotes(settings, FINGERPRINT)
+        self.replayable = True
+        """False: a test has changed the core by hand, which no recording tells."""
         self.now_s = 0.0
         self.peers: dict[ev.LinkId, Peer] = {}
         self.outcomes: dict[RequestId, Outcome] = {}
@@ -146,7 +150,12 @@ class Stage:
         self._prefills: dict[tuple[Incarnation, int], ev.Work] = {}
 
     def tell(self, event: ev.Event) -> list[ev.Effect]:
-        effects = self.core.handle(event, now_s=self.now_s)
+        try:
+            effects = self.core.handle(event, now_s=self.now_s)
+        except Exception as exc:
+            self.notes.note(self.now_s, event, exc)
+            raise
+        self.notes.note(self.now_s, event, effects)
         for effect in effects:
             if isinstance(effect, ev.SendBind | ev.SendPrefill):
                 worker = self.core.registry.get(effect.link)
@@ -285,7 +294,8 @@ class Stage:
                 return
 
     def assert_empty(self) -> None:
-        """Nothing is left: no request, ledger entry, remote work; every request ended once."""
+        """Nothing is left: no request, ledger entry, remote work; every request ended once. A replay decides the same."""
+        assert not self.replayable or not self.notes.problems()
         self.core.check_invariants()
         assert self.core.num_requests == 0
         assert len(self.core.ledger) == 0
