@@ -14,7 +14,7 @@ from kvtransfer.staging.staging import BlockTransfer, Staging
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import IncompatiblePeer, KvCorrupt, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class PullHost(Protocol):
     """The parts of a worker that a pull uses. A `Host` has all of them."""
 
     @property
-    def layout(self) -> KvLayout:
+    def layout(self) -> KvGroup:
         """The layout of the worker's pool."""
         ...
 

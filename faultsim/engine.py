@@ -53,10 +53,10 @@ class SimKv:
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Compute one step: write the tags of all slices, and return the tokens that are drawn."""
-        return [s for piece in plan.slices if (s := self._slice(piece)) is not None]
+        return [drawn for piece in plan.slices for drawn in self._slice(piece)]
 
-    def _slice(self, piece: SequenceSlice) -> Sampled | None:
-        table, blocks = piece.block_table, self.blocks
+    def _slice(self, piece: SequenceSlice) -> list[Sampled]:
+        table, blocks = piece.block_tables[0], self.blocks
         position = piece.start
         before = position - 1
         tag = blocks[table[before // BLOCK_SIZE]][before % BLOCK_SIZE] if position else None
@@ -64,14 +64,14 @@ class SimKv:
             tag = chain(tag, token_id)
             blocks[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = tag
             position += 1
-        if piece.sample is None:
-            return None
-        if self.no_numbers:
-            return NO_TOKEN, None
+        if self.no_numbers or not piece.samples:
+            return [(NO_TOKEN, None)] * len(piece.samples)
         used = -(-position // BLOCK_SIZE)
-        tags = [tag for block in table[:used] for tag in blocks[block]][:position]
-        sample = piece.sample
-        return draw(tags, sample.params, sample.output_index, sample.banned_ids), None
+        tags = [tag for block in table[:used] for tag in blocks[block]]
+        ends = range(position - len(piece.samples) + 1, position + 1)
+        return [
+            (draw(tags[:end], s.params, s.output_index, s.banned_ids), None) for end, s in zip(ends, piece.samples, strict=True)
+        ]
 
 
 class SimEngine:

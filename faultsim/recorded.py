@@ -8,6 +8,7 @@ from pdserve.config import RouterConfig
 from router.core import events as ev
 from router.recording.replay import replay
 from router.recording.transcript import Outcome, Transcript
+from router.service.policies import rankings_of
 
 KEY: Final = b"not secret: this recording is written nowhere"
 
@@ -25,5 +26,5 @@ class MemoryNotes:
 
     def problems(self) -> list[str]:
         """Replay the events, and return in words what differs: nothing, or the first difference."""
-        result = replay(self.lines)
+        result = replay(self.lines, lambda config: rankings_of(config, lambda role, reason: None))
         return [] if result.difference is None else [f"the replay of the router's events differs: {result.difference}"]

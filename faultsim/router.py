@@ -10,6 +10,7 @@ from faultsim.recorded import MemoryNotes
 from faultsim.worker import HEARTBEAT_S, LAYOUT, LOST_S
 from pdserve.config import RouterConfig
 from pdserve.core.ids import Incarnation
+from pdserve.core.kv_layout import KvSpec
 from pdserve.rpc.v1 import link_pb2_grpc
 from pdserve.sim.network import Network
 from pdserve.sim.process import Process
@@ -20,7 +21,7 @@ from router.service.service import RouterService
 from router.workers.link import LinkService
 
 ADDRESS: Final = "router:1"
-MODEL: Final = ServedModel("sim", CARD, TOKENIZER, LAYOUT.dtype, LAYOUT, MAX_MODEL_LEN)
+MODEL: Final = ServedModel("sim", CARD, TOKENIZER, LAYOUT.dtype, KvSpec((LAYOUT,)), MAX_MODEL_LEN)
 
 
 CONFIG: Final = RouterConfig(

@@ -16,7 +16,7 @@ from faultsim.transfer import SimTransfer
 from kvtransfer.api import LocalRegion, Region
 from kvtransfer.staging.staging import Staging
 from pdserve.core.ids import BlockSum
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup
 from pdserve.sim.process import Process
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ _ADDRESS: Final = 1 << 40
 class SimStaged:
     """The simulated staging blocks of one layout; see `kvtransfer.staging.staging.StagingBlocks`."""
 
-    def __init__(self, layout: KvLayout, pool: SimKv, staged: SimKv) -> None:
+    def __init__(self, layout: KvGroup, pool: SimKv, staged: SimKv) -> None:
         self._layout = layout
         self._pool = pool
         self._staged = staged
@@ -78,7 +78,7 @@ def make_staging(
 ) -> Staging:
     """Make the production staging over simulated blocks, which `transfer` can read into."""
 
-    def make_blocks(layout: KvLayout, num_blocks: int) -> SimStaged:
+    def make_blocks(layout: KvGroup, num_blocks: int) -> SimStaged:
         memory = SimKv(num_blocks, rng, poison=poison)
         staged = SimStaged(layout, kv, memory)
         transfer.staged[staged.region] = memory

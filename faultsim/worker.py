@@ -20,7 +20,7 @@ from kvtransfer.api import Region
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import Incarnation
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import gqa_group
 from pdserve.rpc.v1 import common_pb2
 from pdserve.sim.channel import FakeChannel
 from pdserve.sim.network import Network
@@ -30,7 +30,7 @@ from pdserve.worker.host import TICKET_SECRET_BYTES, Host, Role, close_role
 from pdserve.worker.member import Member
 from prefill_worker.role import PrefillRole
 
-LAYOUT: Final = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
+LAYOUT: Final = gqa_group(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
 HEARTBEAT_S: Final = 0.5
 LOST_S: Final = 2.5
 ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}

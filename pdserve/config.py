@@ -162,6 +162,18 @@ class LeaseConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """The transport over which KV goes from prefill workers to decode workers."""
+
+    # "nixl", "cma" (the processes of one machine, without NIXL), or module:function of your own, which every worker imports.
+    # All workers must have the same value.
+    transport: str = "nixl"
+
+    def __post_init__(self) -> None:
+        check_types(self, "transfer.")
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The router: where it listens, which limits it sets for clients, and how it deals with losses. Port 0 is any free one."""
 
@@ -181,6 +193,10 @@ class RouterConfig:
     # A prompt is computed on a prefill worker (disaggregated), or on the decode worker (colocated). "auto" decides for each
     # request, and a request may ask for its own placement.
     placement: Literal["auto", "disaggregated", "colocated"] = "auto"
+    # Among the workers that may take a request, these policies choose: "shortest_queue", "most_free_kv", or module:function of
+    # your own, which the router imports.
+    prefill_policy: str = "shortest_queue"
+    decode_policy: str = "most_free_kv"
     # "auto" computes prompts shorter than this on the decode worker.
     colocate_below_tokens: NonNegativeInt = 0
     # The router refuses further requests while so many requests, or so many of their tokens, wait.
@@ -302,6 +318,7 @@ class ClusterConfig:
     log_dir: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     prefill: PoolConfig = field(default_factory=PoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
@@ -341,6 +358,7 @@ class WorkerConfig:
     router_address: str
     engine: EngineConfig = field(default_factory=EngineConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     cluster_token: str = ""
     # Other workers connect to this address. The transport of KV uses the network interface that has it.
     host: str = "127.0.0.1"

@@ -1,7 +1,8 @@
 """Generate docs/state-machines.md from the transition tables, or with --check fail when it is stale.
 
-A module takes part by having `TRANSITIONS: dict[(State, Event), State]`. The first member of its state enum is the state in
-which the machine starts. Nothing is drawn by hand, so a diagram cannot say what the code does not do.
+A module takes part by having `TRANSITIONS: dict[(State, Event), State]`, or with `(State, Answer)` as values. The first member
+of its state enum is the state in which the machine starts. Nothing is drawn by hand, so a diagram cannot say what the code does
+not do.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ MACHINES: Final = {
     "Lease": "pdserve.core.lease",
     "Reader": "pdserve.core.reader",
     "Block": "pdserve.core.blocks",
+    "Sequence": "pdserve.engine.schedule.sequence_machine",
 }
 HEAD: Final = """# State machines
 
-Generated from the tables in `pdserve/core` by `make docs`; do not edit. An event that a table does not list for a state
-is illegal there and raises with the machine's history.
+Generated from the tables in the code by `make docs`; do not edit. An event that a table does not list for a state is
+illegal there and raises with the machine's history. A test shows that each entry of each table can happen. Where a table also
+gives an answer, the answer follows the event after a slash.
 """
 
-Table = Mapping[tuple[Enum, Enum], Enum]
+Table = Mapping[tuple[Enum, Enum], Enum | tuple[Enum, Enum]]
 
 
 def render() -> str:
@@ -61,19 +64,21 @@ def section(title: str, module: str, table: Table) -> str:
 
 
 def grouped(table: Table) -> dict[tuple[Enum, Enum], list[str]]:
-    """Return (from, to) -> names of the events that lead there, in the table's order."""
+    """Return (from, to) -> the events that lead there, with their answers, in the table's order."""
     arrows: dict[tuple[Enum, Enum], list[str]] = {}
-    for (source, event), target in table.items():
-        arrows.setdefault((source, target), []).append(event.name.lower())
+    for (source, event), entry in table.items():
+        target, answer = entry if isinstance(entry, tuple) else (entry, None)
+        label = event.name.lower() if answer is None else f"{event.name.lower()} / {answer.name}"
+        arrows.setdefault((source, target), []).append(label)
     return arrows
 
 
 def _notes(ends: list[Enum], arrows: Mapping[tuple[Enum, Enum], list[str]]) -> list[str]:
-    """Return a note for each end state on the events that it absorbs. An arrow from a state to itself would only hide the
+    """Return a note for each end state on the events that come late. An arrow from a state to itself would only hide the
     others.
     """
-    absorbed = {state: events for state in ends if (events := arrows.get((state, state)))}
-    lines = [f"- {state.name} absorbs what comes late: {', '.join(events)}." for state, events in absorbed.items()]
+    late = {state: events for state in ends if (events := arrows.get((state, state)))}
+    lines = [f"- {state.name} takes what comes late and stays: {', '.join(events)}." for state, events in late.items()]
     return [*lines, ""] if lines else []
 
 

@@ -76,7 +76,7 @@ class Engine:
         pool = BlockPool(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
-            runner.kv.layout.block_size,
+            runner.kv.spec.block_size,
             max_num_seqs=64,
             max_num_batched_tokens=budget,
             max_model_len=runner.max_model_len,

@@ -70,13 +70,13 @@ def ways(threads: int) -> tuple[Way, ...]:
 
 def step(runner: ModelRunner, batch: int, tokens: int, cached: int) -> Callable[[], Any]:
     """Return a function that executes one greedy step. The step draws a token for each sequence, as the scheduler plans it."""
-    blocks = ceil_div(cached + tokens, runner.kv.layout.block_size)
+    blocks = ceil_div(cached + tokens, runner.kv.spec.block_size)
     spec = SampleSpec(SamplingParams(temperature=0.0), 0)
     slices = []
     for i in range(batch):
         table = tuple(BlockId(i * blocks + j) for j in range(blocks))
         ids = tuple((7 + 31 * i + j) % ANY_VOCAB for j in range(tokens))
-        slices.append(SequenceSlice(SeqId(i), cached, ids, table, spec))
+        slices.append(SequenceSlice(SeqId(i), cached, ids, (table,), (spec,)))
     plan = StepPlan(tuple(slices))
     return lambda: runner.execute(plan)
 

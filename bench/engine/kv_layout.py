@@ -33,7 +33,7 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.kv_layout import KvLayout, ceil_div
+from pdserve.core.kv_layout import KvGroup, ceil_div
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models import native_llama as native
@@ -46,7 +46,7 @@ VOCAB: Final = 64
 GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
 
 
-def wire(layout: KvLayout, blocks: int, runs: int) -> dict[str, list[float]]:
+def wire(layout: KvGroup, blocks: int, runs: int) -> dict[str, list[float]]:
     """Return the seconds of each run, by layout. The bytes of every read are compared."""
     pieces = 2 * layout.num_layers
     order = [int(block) for block in np.random.default_rng(SEED).permutation(blocks)]
@@ -91,7 +91,7 @@ def make_runner(card: ModelCard, blocks: int, *, compiled: bool) -> ModelRunner:
     config = EngineConfig(dtype="bfloat16", threads=1, kv_cache_memory=memory, block_size=BLOCK_SIZE)
     with mock.patch.object(native, "supports", native.supports if compiled else lambda *_: False):
         runner = ModelRunner.make(card, config, lambda dtype, _: random_weights(card, dtype))
-    runner.kv.tensor.normal_()  # the system maps all untouched pages to one page of zeros
+    runner.kv.caches[0].tensor.normal_()  # the system maps all untouched pages to one page of zeros
     return runner
 
 
@@ -99,7 +99,7 @@ def plan_of(batch: int, context: int, blocks: list[int]) -> StepPlan:
     """Return a step with one token of each sequence after `context` cached tokens, on the scattered `blocks`."""
     each = ceil_div(context + 1, BLOCK_SIZE)
     tables = (tuple(BlockId(b) for b in blocks[i * each : (i + 1) * each]) for i in range(batch))
-    return StepPlan(tuple(SequenceSlice(SeqId(i), context, (7,), table, GREEDY) for i, table in enumerate(tables)))
+    return StepPlan(tuple(SequenceSlice(SeqId(i), context, (7,), (table,), (GREEDY,)) for i, table in enumerate(tables)))
 
 
 def attention(card: ModelCard, batch: int, context: int, runs: int, *, compiled: bool) -> dict[str, list[float]]:
@@ -142,7 +142,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     card = replace(ModelCard.load(resolve(args.model)), vocab_size=VOCAB, tie_word_embeddings=True)
-    layout = card.kv_layout(BLOCK_SIZE, "bfloat16")
+    layout = card.kv_layout(BLOCK_SIZE, "bfloat16").groups[0]
     read_bytes = args.batch * args.context * layout.bytes_per_token
     table = Table(
         "what", "layout", title=f"{card.name}, bfloat16: {layout.block_bytes // 1024} KiB a block, median of {args.runs} runs"

@@ -34,7 +34,7 @@ class OurEngine:
         self._vocab = card.vocab_size
         self._warm: set[str] = set()
         # The system maps all unwritten pages to one page of zeros, which would be read from the nearest cache.
-        self.runner.kv.tensor.view(torch.int16).fill_(0x3C00)
+        self.runner.kv.caches[0].tensor.view(torch.int16).fill_(0x3C00)
 
     def seconds(self, case: Case) -> float:
         """Return the mean seconds of the case's step. The first call of a case also warms up."""
@@ -53,11 +53,11 @@ class OurEngine:
         return lambda: [self.runner.execute(plan) for plan in plans]
 
     def _slice(self, case: Case, i: int, begin: int, end: int) -> SequenceSlice:
-        blocks = ceil_div(case.cached + case.tokens, self.runner.kv.layout.block_size)
+        blocks = ceil_div(case.cached + case.tokens, self.runner.kv.spec.block_size)
         table = tuple(BlockId(i * blocks + j) for j in range(blocks))
         ids = tuple((7 + 31 * i + j) % self._vocab for j in range(begin, end))
-        sample = SampleSpec(GREEDY, 0) if end == case.tokens else None
-        return SequenceSlice(SeqId(i), case.cached + begin, ids, table, sample)
+        samples = (SampleSpec(GREEDY, 0),) if end == case.tokens else ()
+        return SequenceSlice(SeqId(i), case.cached + begin, ids, (table,), samples)
 
 
 def load(directory: Path, card: ModelCard, threads: int) -> dict[str | None, OurEngine]:

@@ -56,9 +56,9 @@ def read(runner: ModelRunner, windows: list[tuple[int, ...]], step: int) -> tupl
     Returns the mean negative log-likelihood of the next token [windows], and the most likely token [windows, WINDOW].
     """
     losses, best = [], []
-    table = tuple(BlockId(i) for i in range(ceil_div(WINDOW, runner.kv.layout.block_size)))
+    table = tuple(BlockId(i) for i in range(ceil_div(WINDOW, runner.kv.spec.block_size)))
     for window in windows:
-        pieces = [SequenceSlice(SeqId(0), at, window[at : at + step], table, None) for at in range(0, WINDOW, step)]
+        pieces = [SequenceSlice(SeqId(0), at, window[at : at + step], (table,), ()) for at in range(0, WINDOW, step)]
         logits = torch.cat([runner.logits(StepPlan((piece,))) for piece in pieces])
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(window[1:])))
         best.append(logits.argmax(-1))
@@ -75,9 +75,9 @@ def run(directory: Path, text: str, tokens: int) -> Table:
     for setting in SETTINGS:
         config = EngineConfig(kv_cache_memory=64 * MIB, **setting)  # type: ignore[arg-type]
         runner = ModelRunner.load(directory, card, config)
-        blocks = EngineConfig().kv_cache_memory // runner.kv.layout.block_bytes
+        blocks = EngineConfig().kv_cache_memory // runner.kv.spec.block_bytes
         for step, some in ((WINDOW, windows), (1, windows[: max(1, len(windows) // SLOWER)])):
-            if step == 1 and not runner.kv.layout.quantised:
+            if step == 1 and not runner.kv.spec.quantised:
                 continue
             losses, best = read(runner, some, step)
             expected = expected or (losses, best)

@@ -86,8 +86,8 @@ def logits_of(runner: ModelRunner, directory: Any, rows: int) -> tuple[Tensor, l
     """Return the logits of the first `rows` places of the text, [rows, vocab], and the ids of the whole text."""
     ids = Tokenizer.load(directory).encode(TEXT)
     assert len(ids) >= rows, "the text is too short"
-    blocks = tuple(BlockId(i) for i in range(runner.kv.layout.blocks_for(len(ids))))
-    return runner.logits(StepPlan((SequenceSlice(SeqId(0), 0, tuple(ids), blocks, None),)))[:rows].clone(), ids
+    blocks = tuple(BlockId(i) for i in range(runner.kv.spec.blocks_for(len(ids))))
+    return runner.logits(StepPlan((SequenceSlice(SeqId(0), 0, tuple(ids), (blocks,), ()),)))[:rows].clone(), ids
 
 
 def specs_of(kind: Kind, ids: list[int], rows: int) -> list[SampleSpec]:

@@ -105,7 +105,7 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
         pool = BlockPool(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
-            runner.kv.layout.block_size,
+            runner.kv.spec.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.batched_tokens(runner.kv.device.type),
             max_model_len=runner.max_model_len,

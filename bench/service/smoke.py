@@ -21,7 +21,7 @@ from bench.engine.floors import Machine, measure
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvSpec
 from pdserve.rpc.v1 import common_pb2
 from testkit.client import Answer, generate_all, request
 from testkit.processes import ProcessCluster
@@ -69,7 +69,7 @@ class Floors:
     tokens_s: float
 
 
-def floors(card: ModelCard, layout: KvLayout, machine: Machine, prompt: int, batch: int, setup: Setup) -> Floors:
+def floors(card: ModelCard, layout: KvSpec, machine: Machine, prompt: int, batch: int, setup: Setup) -> Floors:
     """Return the floors of `batch` requests at once.
 
     Prefill takes its FLOPs at peak rate, and the median request also waits for half of the other prompts of its worker. A

@@ -43,7 +43,7 @@ class Prefill:
             eos_token_ids=(),
             prefix_salt=b"bench",
         )
-        self.steps = EngineSteps(scheduler, pool, BlockSums(runner.kv.blocks) if checksums else None)
+        self.steps = EngineSteps(scheduler, pool, BlockSums(runner.kv.caches[0].blocks) if checksums else None)
         self.count = 0
 
     def compute(self, prompt: tuple[int, ...]) -> tuple[float, float]:
@@ -84,14 +84,14 @@ def main() -> None:
             ratios.append(took[1][0] / took[0][0])
             first_ratios.append(took[1][1] / took[0][1])
             plain_s.append(took[0][0])
-    blocks = list(range(runner.kv.layout.blocks_for(options.tokens)))
-    sums = BlockSums(runner.kv.blocks)
+    blocks = list(range(runner.kv.spec.blocks_for(options.tokens)))
+    sums = BlockSums(runner.kv.caches[0].blocks)
     sums_s = []
     for _ in range(options.rounds):
         began_s = time.thread_time()
         sums(blocks)
         sums_s.append(time.thread_time() - began_s)
-    gigabytes = len(blocks) * runner.kv.layout.block_bytes / 1e9
+    gigabytes = len(blocks) * runner.kv.spec.block_bytes / 1e9
     size = f"{options.tokens} tokens, {gigabytes * 1e3:.1f} MB of KV"
     print(f"{runner.describe()}; prompts of {size}; one thread")
     for name, values in (("prefill with / without checksums", ratios), ("until token 0 is told", first_ratios)):

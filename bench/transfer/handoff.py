@@ -37,7 +37,7 @@ from kvtransfer.reads.thread import TransferThread
 from pdserve.config import LeaseConfig
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.ids import BlockId, LeaseId, ReaderId, SeqId, WorkerId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup, gqa_group
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.engine.block_sums import BlockSums
 from pdserve.rpc.channel import server_options
@@ -61,10 +61,10 @@ class Shape:
         return self.chunks * self.chunk_blocks
 
     @property
-    def layout(self) -> KvLayout:
+    def layout(self) -> KvGroup:
         """Layout of a block of the asked size: one head, and as many layers as fit."""
         bytes_per_layer = 2 * BLOCK_SIZE * 64 * 2
-        return KvLayout(self.block_kib * 1024 // bytes_per_layer, 1, 64, BLOCK_SIZE, "bfloat16")
+        return gqa_group(self.block_kib * 1024 // bytes_per_layer, 1, 64, BLOCK_SIZE, "bfloat16")
 
     def pool(self, *, fill: bool) -> Pool:
         """Make a pool for the whole prompt. `fill` gives it the bytes that all processes share."""

@@ -26,6 +26,7 @@ Host memory (DRAM) and CUDA memory (VRAM) take the same path. These facts, all m
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -131,6 +132,12 @@ def load_wheel(cuda: str | None) -> Any:
     wanted = " or ".join(wheel.replace("_", "-") for wheel in wheels)
     built = "" if cuda is None else f": torch was built for CUDA {cuda}"
     raise ConfigError(f"NIXL's wheel {wanted} is not installed{built}; install it with pip install --no-deps {wanted}")
+
+
+def prepare(host: str, allow_public: bool) -> Callable[[WorkerId, Incarnation, LocalRegion], NixlTransport]:
+    """Return the function that makes the transport of a worker that binds `host`. Raises `ConfigError` as
+    `exposure_of` does."""
+    return functools.partial(NixlTransport, exposure=exposure_of(host, allow_public=allow_public))
 
 
 class _NixlRead(TransportRead):

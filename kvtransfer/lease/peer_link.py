@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 REWATCH_MIN_S: Final = 0.05
 CLOCK_SLACK_S: Final = 0.05  # gRPC's timer may fire a little before ours; a call that used all its time must end after it
+DEFAULT_TRANSPORT: Final = "nixl"  # workers of the first releases name none
 COMMIT_PAUSE_S: Final = 0.1  # before the second try; twice that before the third
 _Shown = tuple[LeaseId, bytes]
 """A lease id and the proof that was shown for it."""
@@ -52,9 +53,12 @@ class PeerLink:
         config: LeaseConfig,
         *,
         cluster_token: str,
+        transport: str = DEFAULT_TRANSPORT,
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
+        """`transport` is the name of this worker's transport. A lender with another one is refused at the handshake."""
         self.incarnation = incarnation
+        self._transport = transport
         self.address = address
         self.closed = False
         self._config = config
@@ -75,11 +79,17 @@ class PeerLink:
         return sum(len(followers) for followers in self._followed.values())
 
     async def handshake(self, own_incarnation: Incarnation, own_metadata: bytes) -> bytes:
-        """Return the lender's agent metadata. Raises `LeaseGone` when another incarnation answers at this address."""
-        request = peer_pb2.HandshakeRequest(incarnation=own_incarnation, agent_metadata=own_metadata)
+        """Return the lender's agent metadata. Raises `LeaseGone` when another incarnation answers at this address, and
+        `IncompatiblePeer` when the lender has another transport."""
+        request = peer_pb2.HandshakeRequest(incarnation=own_incarnation, agent_metadata=own_metadata, transport=self._transport)
         response = await self._call(self._peer.Handshake, request, HANDSHAKE_TIMEOUT_S)
         if response.incarnation != self.incarnation:
             raise LeaseGone(f"{self.address} is now {response.incarnation:016x}, the lease was {self.incarnation:016x}'s")
+        theirs = response.transport or DEFAULT_TRANSPORT
+        if theirs != self._transport:
+            raise IncompatiblePeer(
+                f"transfer.transport is {theirs} at {self.address} and {self._transport} at this worker: set it alike for both"
+            )
         return bytes(response.agent_metadata)
 
     async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease:

@@ -39,8 +39,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     """The service that gives this worker's agent metadata to readers. Reads are one-sided, so this worker need not know the
     reader's agent."""
 
-    def __init__(self, incarnation: Incarnation, agent_metadata: bytes, *, cluster_token: str) -> None:
-        self._response = peer_pb2.HandshakeResponse(incarnation=incarnation, agent_metadata=agent_metadata)
+    def __init__(self, incarnation: Incarnation, agent_metadata: bytes, *, cluster_token: str, transport: str = "nixl") -> None:
+        """`transport` is the name of the transport in the settings, which readers compare with their own."""
+        self._response = peer_pb2.HandshakeResponse(incarnation=incarnation, agent_metadata=agent_metadata, transport=transport)
         self._cluster_token = cluster_token
 
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Any) -> peer_pb2.HandshakeResponse:

@@ -27,7 +27,7 @@ from kvtransfer.api import Device, DeviceKind, RemoteRegion
 from pdserve.core.block_hash import PROMPT_HASH_BYTES
 from pdserve.core.errors import ConfigError, IncompatiblePeer, LeaseGone, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId
-from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
+from pdserve.core.kv_layout import DTYPE_BITS, KvGroup, gqa_group
 
 VERSION: Final = 2
 MAC_BYTES: Final = 32
@@ -59,7 +59,7 @@ class Ticket:
     incarnation: Incarnation
     lease_counter: int
     peer_address: str
-    layout: KvLayout
+    layout: KvGroup
     address: int
     num_blocks: int
     device: Device
@@ -123,7 +123,7 @@ class Ticket:
         """The bytes of all leased blocks."""
         return len(self.block_ids) * self.layout.block_bytes
 
-    def check_layout(self, local: KvLayout) -> None:
+    def check_layout(self, local: KvGroup) -> None:
         """Check that our pool can hold the leased KV. Only the dtype may differ: `kvtransfer.staging.staging` then converts.
 
         Raises `IncompatiblePeer`, which names both layouts: such a pair must never be tried again.
@@ -242,7 +242,7 @@ def _address(value: Any) -> str:
     return value
 
 
-def _layout(value: Any) -> KvLayout:
+def _layout(value: Any) -> KvGroup:
     *sizes, dtype = _members("layout", value, 5)
     if not isinstance(dtype, str):
         raise InvalidTicket(f"layout.dtype must be a string, got {dtype!r:.40}")
@@ -251,7 +251,7 @@ def _layout(value: Any) -> KvLayout:
     names = ("num_layers", "num_kv_heads", "head_dim", "block_size")
     checked = {name: _integer(f"layout.{name}", size, 1, _MAX_DIMENSION) for name, size in zip(names, sizes, strict=True)}
     try:
-        return KvLayout(**checked, dtype=dtype)
+        return gqa_group(**checked, dtype=dtype)
     except ConfigError as exc:
         raise InvalidTicket(f"layout: {exc.message}") from exc
 

@@ -33,7 +33,7 @@ from kvtransfer.staging.slots import SlotPool, Slots
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
 from pdserve.core.ids import BlockSum, Incarnation
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Staging:
     def __init__(
         self,
         transfer: BlockTransfer,
-        make_blocks: Callable[[KvLayout, int], StagingBlocks],
+        make_blocks: Callable[[KvGroup, int], StagingBlocks],
         *,
         num_blocks: int = STAGING_BLOCKS,
         chunk_blocks: int = CHUNK_BLOCKS,
@@ -127,7 +127,7 @@ class Staging:
         self._make_blocks = make_blocks
         self._num_blocks = num_blocks
         self._stuck_after_s = stuck_after_s
-        self._lanes: dict[KvLayout, _Lane] = {}
+        self._lanes: dict[KvGroup, _Lane] = {}
         self._converter = converter or ConverterThread()
         self._converting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()

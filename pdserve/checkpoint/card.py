@@ -12,12 +12,12 @@ from pdserve.checkpoint.fingerprint import fingerprint
 from pdserve.checkpoint.layout import check_directory, read_json
 from pdserve.checkpoint.rope import Llama3Scaling, read_rope
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvSpec, gqa_group
 
 _ARCHITECTURES: Final = ("LlamaForCausalLM",)
 _DTYPES: Final = ("bfloat16", "float32")
 KV_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
-"""The dtypes in which KV may be stored: the name in the configuration, and the name in a `KvLayout`."""
+"""The dtypes in which KV may be stored: the name in the configuration, and the name in a `KvGroup`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class ModelCard:
         except ConfigError as exc:
             raise exc if str(directory) in exc.message else ConfigError(f"{path}: {exc.message}") from exc
 
-    def kv_layout(self, block_size: int, dtype: str, kv_cache_dtype: str = "auto") -> KvLayout:
-        """Return the layout of KV blocks of `block_size` tokens. Both dtypes have the names of the configuration.
+    def kv_layout(self, block_size: int, dtype: str, kv_cache_dtype: str = "auto") -> KvSpec:
+        """Return the layout of KV in blocks of `block_size` tokens. Both dtypes have the names of the configuration.
 
         Raises `ConfigError` for an unknown dtype, or for one in which a block of this model is not a whole number of words.
         """
         stored = resolve_kv_dtype(kv_cache_dtype, dtype)
-        return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, stored)
+        return KvSpec((gqa_group(self.num_layers, self.num_kv_heads, self.head_dim, block_size, stored),))
 
 
 def resolve_dtype(dtype: str) -> str:

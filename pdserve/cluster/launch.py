@@ -37,6 +37,7 @@ from pdserve.cluster.ray_session import LOCAL_HOST, RaySession
 from pdserve.cluster.router_process import Endpoints, RouterProcess
 from pdserve.config import ClusterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import is_loopback
 
 JOIN_TIMEOUT_S: Final = 60.0  # a loaded worker dials the router at once, so joining takes about one round trip
 JOIN_LOOK_S: Final = 0.1
@@ -58,8 +59,14 @@ class Cluster:
     ) -> None:
         """Prepare the cluster without starting anything.
 
-        cluster_token: the secret that administrators on other machines share. Empty makes a secret of this process.
+        cluster_token: the secret that administrators on other machines share. Empty makes a secret of this process. Raises
+        `ConfigError` when other machines reach the administration and nobody could know its secret.
         """
+        if not cluster_token and not is_loopback(config.router.admin_host):
+            raise ConfigError(
+                f"router.admin_host {config.router.admin_host!r} is reached by others, who must send the cluster's secret: "
+                "give one with --cluster-token or PDSERVE_CLUSTER_TOKEN"
+            )
         self.config = config
         self._stop = stop
         self._listener = listener

@@ -75,6 +75,7 @@ def plan_workers(
                 router_address=router_address,
                 engine=config.engine_for(pool),
                 lease=config.lease,
+                transfer=config.transfer,
                 cluster_token=cluster_token,
                 advertise_host=config.advertise_host,
                 heartbeat_interval_s=config.router.heartbeat_interval_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from pdserve.commands.explain import Told, timeline
 from pdserve.commands.failures import FAILED, one_line_errors
 
 if TYPE_CHECKING:
+    from pdserve.config import RouterConfig
+    from router.core.policy.ranking import Rankings
     from router.core.story import RequestStory
     from router.recording.replay import Difference, Replay
 
@@ -19,16 +22,20 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--request", "request_id", metavar="ID", help="Print the story of this request as well.")
+@click.option("--own-policies", is_flag=True, help="Import the placement policies that the recording names, if not built in.")
 @one_line_errors
-def replay(file: Path, request_id: str | None) -> int:
-    """Replay FILE, which `pdserve up --record FILE` wrote, and exit with 1 if the router would now decide differently."""
+def replay(file: Path, request_id: str | None, own_policies: bool) -> int:
+    """Replay FILE, which `pdserve up --record FILE` wrote, and exit with 1 if the router would now decide differently.
+
+    Policies of the operator's own are code. Import them only for a recording whose writer you trust.
+    """
     from pdserve.core.errors import InvalidRequest
     from router.recording.replay import lines_of
     from router.recording.replay import replay as replay_lines
 
     try:
         with file.open("rb") as opened:
-            result = replay_lines(lines_of(opened))
+            result = replay_lines(lines_of(opened), functools.partial(_rankings, own=own_policies))
     except OSError as exc:
         raise InvalidRequest(f"cannot read {file}: {exc.strerror}", field="recording") from exc
     if result.difference is not None:
@@ -40,6 +47,16 @@ def replay(file: Path, request_id: str | None) -> int:
         for story in result.story(request_id):
             _show(story)
     return 0
+
+
+def _rankings(config: RouterConfig, *, own: bool) -> Rankings:
+    from pdserve.core.errors import InvalidRequest
+    from router.service.policies import BUILTINS, rankings_of
+
+    for name in (config.prefill_policy, config.decode_policy):
+        if name not in BUILTINS and not own:
+            raise InvalidRequest(f"names the policy {name!r}, which --own-policies would import", field="recording")
+    return rankings_of(config, lambda role, reason: None)
 
 
 def _show_difference(result: Replay, difference: Difference) -> None:

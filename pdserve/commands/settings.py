@@ -92,7 +92,20 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         "Quantisation of the weights; int8 also rounds the activations that they multiply. KV stays as it is.",
     ),
     (("--device",), "engine.device", click.Choice(DEVICES), "auto takes a GPU (cuda) where there is one, else the CPU."),
+    (("--transport",), "transfer.transport", str, "Transport of KV: nixl (default), cma, or module:function of your own."),
     (("--placement",), "router.placement", PLACEMENTS, "Where prompts are computed, unless the request names a placement."),
+    (
+        ("--prefill-policy",),
+        "router.prefill_policy",
+        str,
+        "Choice of the prefill worker: shortest_queue (default), most_free_kv, or module:function of your own.",
+    ),
+    (
+        ("--decode-policy",),
+        "router.decode_policy",
+        str,
+        "Choice of the decode worker: most_free_kv (default), shortest_queue, or module:function of your own.",
+    ),
     (
         ("--colocate-below-tokens",),
         "router.colocate_below_tokens",

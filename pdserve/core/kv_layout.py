@@ -1,16 +1,19 @@
-"""The shape of a KV block, as it lies in memory and travels in a ticket."""
+"""The shape of a model's KV: groups of layers, and the blocks of each group, as they lie in memory and travel in tickets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from pdserve.core.errors import ConfigError
 
 DTYPE_BITS: Final = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
 QUANTISED: Final = ("fp8_e4m3", "int8", "int4")
-"""The quantised dtypes. A block of such a dtype has one float32 scale for each (layer, K or V, head)."""
+"""The quantised dtypes. A block of such a dtype has one float32 scale for each (layer, plane, head)."""
 SCALE_BYTES: Final = 4
+MAX_KV_GROUPS: Final = 16
+"""The most groups of a model. Known models have at most three: full attention, a sliding window, and shared KV."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -19,23 +22,46 @@ def ceil_div(a: int, b: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class KvLayout:
-    """The layout of one KV block, which is contiguous: [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim] of `dtype`.
-    The scales of a quantised dtype follow it: [num_layers, 2, num_kv_heads] float32.
+class KvGroup:
+    """Layers whose KV has one shape, and the layout of one of their blocks. A block is contiguous: for each layer of `layers`
+    and each plane of `planes`, [heads, block_size, dim] of `dtype`. The scales of a quantised dtype follow all numbers: for
+    each layer and plane, [heads] float32.
+
+    A plane is (heads, dim), the shape of what one token stores in it. K and V are two planes. A layer with one latent vector
+    for each token has one plane.
 
     A block is one descriptor of a read: large descriptors move several times faster than small ones.
     SmolLM2-135M in bf16: 30 * 2 * 3 * 16 * 64 * 2 B = 360 KiB for 16 tokens; in int8 180 KiB and 720 B of scales.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[int, ...]
+    """The indices of the group's layers in the model, ascending."""
+    planes: tuple[tuple[int, int], ...]
     block_size: int
     dtype: str
+    window: int | None = None
+    """A token attends to at most so many tokens, itself included. None means all tokens before it."""
 
     def __post_init__(self) -> None:
-        if self.quantised and (self.head_dim % 2 or self.data_bytes % SCALE_BYTES):
+        if not self.layers or not self.planes or any(a >= b for a, b in pairwise(self.layers)):
+            raise ConfigError(f"a KV group needs planes, and layers in ascending order, got {self.layers} and {self.planes}")
+        if self.quantised and (any(dim % 2 for _, dim in self.planes) or self.data_bytes % SCALE_BYTES):
             raise ConfigError(f"a KV block of {self._numbers} numbers in {self.dtype} is not a whole number of words")
+
+    @property
+    def num_layers(self) -> int:
+        """The number of the group's layers."""
+        return len(self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The heads of the first plane, which is K in a group of K and V."""
+        return self.planes[0][0]
+
+    @property
+    def head_dim(self) -> int:
+        """The dimension of the first plane's heads."""
+        return self.planes[0][1]
 
     @property
     def quantised(self) -> bool:
@@ -50,7 +76,7 @@ class KvLayout:
     @property
     def scale_bytes(self) -> int:
         """The bytes of the scales of a block; 0 when the dtype is not quantised."""
-        return self.num_layers * 2 * self.num_kv_heads * SCALE_BYTES if self.quantised else 0
+        return self.num_layers * sum(heads for heads, _ in self.planes) * SCALE_BYTES if self.quantised else 0
 
     @property
     def block_bytes(self) -> int:
@@ -63,23 +89,83 @@ class KvLayout:
         return ceil_div(self.block_bytes, self.block_size)
 
     @property
-    def _shape(self) -> tuple[int, ...]:
-        return self.num_layers, self.num_kv_heads, self.head_dim, self.block_size
+    def _numbers(self) -> int:
+        return self.num_layers * sum(heads * dim for heads, dim in self.planes) * self.block_size
 
     @property
-    def _numbers(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+    def _shape(self) -> tuple[object, ...]:
+        return self.layers, self.planes, self.block_size, self.window
 
-    def holds_the_same_as(self, other: KvLayout) -> bool:
-        """Tell whether a block of one layout can be converted to a block of the other by converting each number.
+    def holds_the_same_as(self, other: KvGroup) -> bool:
+        """Tell whether a block of one group can be converted to a block of the other by converting each number.
 
-        Layers, KV heads, head dimension and block size must be equal, so that a block keeps its place in a block table. Only
-        `dtype` may differ, and with it the scales and the bytes.
+        Layers, planes, block size and window must be equal, so that a block keeps its place in a block table. Only `dtype`
+        may differ, and with it the scales and the bytes.
         """
         return self._shape == other._shape
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold `tokens` tokens. The last block may be partly filled."""
+        return ceil_div(tokens, self.block_size)
+
+
+def gqa_group(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> KvGroup:
+    """Return the group of layers 0 to num_layers - 1, which all store K and V of `num_kv_heads` heads.
+
+    Its blocks are [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim].
+    """
+    return KvGroup(tuple(range(num_layers)), ((num_kv_heads, head_dim),) * 2, block_size, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """The KV of a model: its groups of layers. Each group has a pool of blocks and a block table of its own.
+
+    All groups have the same block size, so block i of each table holds the same tokens.
+    """
+
+    groups: tuple[KvGroup, ...]
+
+    def __post_init__(self) -> None:
+        layers = [layer for group in self.groups for layer in group.layers]
+        if not 1 <= len(self.groups) <= MAX_KV_GROUPS:
+            raise ConfigError(f"a model has 1 to {MAX_KV_GROUPS} KV groups, got {len(self.groups)}")
+        if len({group.block_size for group in self.groups}) > 1 or len(set(layers)) < len(layers):
+            raise ConfigError(f"KV groups need one block size, and each layer belongs to one of them, got {self.groups}")
+
+    @property
+    def block_size(self) -> int:
+        """The tokens of a block of any group."""
+        return self.groups[0].block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block of each group together."""
+        return sum(group.block_bytes for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of one block of each group together, divided by the tokens of a block, rounded up."""
+        return ceil_div(self.block_bytes, self.block_size)
+
+    @property
+    def dtype(self) -> str:
+        """The name of the groups' dtype. The names are joined by "+", in the order of the groups, when they differ."""
+        names = [group.dtype for group in self.groups]
+        return names[0] if len(set(names)) == 1 else "+".join(names)
+
+    @property
+    def quantised(self) -> bool:
+        """True when the blocks of a group carry scales."""
+        return any(group.quantised for group in self.groups)
+
+    def holds_the_same_as(self, other: KvSpec) -> bool:
+        """Tell whether each group holds the same as the other's group at the same place. Only dtypes may differ."""
+        same = (ours.holds_the_same_as(theirs) for ours, theirs in zip(self.groups, other.groups, strict=False))
+        return len(self.groups) == len(other.groups) and all(same)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the number of blocks of each group that hold `tokens` tokens. The last block may be partly filled."""
         return ceil_div(tokens, self.block_size)
 
 

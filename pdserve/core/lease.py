@@ -37,34 +37,30 @@ class LeaseState(Enum):
 
 
 class LeaseEvent(Enum):
-    """The events of one lease."""
+    """The events of one lease. What a caller sends is one event: `Lease.unproven` and `Lease.commit_event` say which one."""
 
+    UNPROVEN = "unproven"
+    """A call whose caller did not prove that it has the ticket of this lease."""
+    LOOK = "look"
     RENEW = "renew"
     ADVANCE = "advance"
+    SEAL = "seal"
     COMMIT = "commit"
+    """A Commit of every block, with the right checksums. No reader has committed the lease before."""
+    COMMIT_INCOMPLETE = "commit_incomplete"
+    """A Commit that lacks a block or a checksum, or that comes before every block is final."""
+    COMMIT_CORRUPT = "commit_corrupt"
+    """A Commit whose checksums differ from prefill's."""
+    COMMIT_AGAIN = "commit_again"
+    """A Commit by the reader that has committed the lease. Its first answer may have been lost."""
+    COMMIT_BY_OTHER = "commit_by_other"
+    """A Commit by any other reader than the one that has committed the lease."""
     RELEASE = "release"
     EXPIRE = "expire"
 
 
-_S, _E = LeaseState, LeaseEvent
-
-TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
-    (_S.HELD, _E.RENEW): _S.HELD,
-    (_S.HELD, _E.ADVANCE): _S.HELD,
-    (_S.HELD, _E.COMMIT): _S.COMMITTED,
-    (_S.HELD, _E.RELEASE): _S.RELEASED,
-    (_S.HELD, _E.EXPIRE): _S.EXPIRED,
-    # Terminal states ignore events that arrive late or twice.
-    **{(s, e): s for s in (_S.COMMITTED, _S.RELEASED, _S.EXPIRED) for e in (_E.RENEW, _E.ADVANCE, _E.COMMIT, _E.RELEASE)},
-}
-
-MAX_TOMBSTONES: Final = 4096
-"""The table keeps so many ended leases, so that a repeated Commit gets the same answer. A Commit of an older lease gets GONE,
-which is safe and only slower."""
-
-
 class CommitAnswer(Enum):
-    """The answer to a Commit. Only OK is true."""
+    """The answer to a Commit, and to any other event. Only OK is true."""
 
     OK = "ok"
     GONE = "gone"
@@ -73,6 +69,33 @@ class CommitAnswer(Enum):
 
     def __bool__(self) -> bool:
         return self is CommitAnswer.OK
+
+
+_S, _E, _A = LeaseState, LeaseEvent, CommitAnswer
+
+TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], tuple[LeaseState, CommitAnswer]]] = {
+    (_S.HELD, _E.UNPROVEN): (_S.HELD, _A.GONE),
+    **{(_S.HELD, e): (_S.HELD, _A.OK) for e in (_E.LOOK, _E.RENEW, _E.ADVANCE, _E.SEAL)},
+    (_S.HELD, _E.COMMIT): (_S.COMMITTED, _A.OK),
+    (_S.HELD, _E.COMMIT_INCOMPLETE): (_S.HELD, _A.GONE),
+    (_S.HELD, _E.COMMIT_CORRUPT): (_S.HELD, _A.CORRUPT),
+    (_S.HELD, _E.RELEASE): (_S.RELEASED, _A.OK),
+    (_S.HELD, _E.EXPIRE): (_S.EXPIRED, _A.GONE),
+    (_S.COMMITTED, _E.COMMIT_AGAIN): (_S.COMMITTED, _A.OK),
+    (_S.COMMITTED, _E.COMMIT_BY_OTHER): (_S.COMMITTED, _A.GONE),
+    # An ended lease has no checksums any more, so no Commit of it is COMMIT_CORRUPT.
+    **{(s, e): (s, _A.GONE) for s in (_S.RELEASED, _S.EXPIRED) for e in (_E.COMMIT, _E.COMMIT_INCOMPLETE)},
+    **{
+        (s, e): (s, _A.GONE)
+        for s in (_S.COMMITTED, _S.RELEASED, _S.EXPIRED)
+        for e in (_E.UNPROVEN, _E.LOOK, _E.RENEW, _E.ADVANCE, _E.SEAL, _E.RELEASE)
+    },
+}
+"""The next state, and the answer to the caller. Every call for a lease that the table does not know is answered GONE."""
+
+MAX_TOMBSTONES: Final = 4096
+"""The table keeps so many ended leases, so that a repeated Commit gets the same answer. A Commit of an older lease gets GONE,
+which is safe and only slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +135,32 @@ class Lease:
     reader: ReaderId | None = None
     history: list[str] = field(default_factory=list)
 
-    def move(self, event: LeaseEvent) -> None:
-        """Change the state as the table says. Raises `IllegalTransition` when the state does not allow the event."""
-        target = TRANSITIONS.get((self.state, event))
-        if target is None:
+    def move(self, event: LeaseEvent) -> CommitAnswer:
+        """Change the state as the table says, and return the table's answer. Raises `IllegalTransition` when the state does
+        not allow the event."""
+        entry = TRANSITIONS.get((self.state, event))
+        if entry is None:
             raise IllegalTransition(f"lease {self.lease_id}", self.state.name, event.name, tuple(self.history))
+        target, answer = entry
         if target is not self.state:
             self.history.append(event.name)
         self.state = target
+        return answer
+
+    def unproven(self, proof: bytes | None) -> bool:
+        """Tell whether a call lacks the proof that its caller has this lease's ticket. None: the lender itself calls."""
+        return proof is not None and (self.proof is None or not compare_digest(self.proof, proof))
+
+    def commit_event(self, reader: ReaderId, blocks: int, first: int, sums: Sequence[BlockSum]) -> LeaseEvent:
+        """Return which event a proven Commit is. The arguments are those of `LeaseTable.commit`."""
+        if self.reader is not None:
+            return LeaseEvent.COMMIT_AGAIN if self.reader == reader else LeaseEvent.COMMIT_BY_OTHER
+        if blocks != len(self.block_ids) or self.watermark != self.prompt_len:
+            return LeaseEvent.COMMIT_INCOMPLETE
+        differing = self.differing(first, sums)
+        if differing is None:
+            return LeaseEvent.COMMIT_INCOMPLETE
+        return LeaseEvent.COMMIT_CORRUPT if differing else LeaseEvent.COMMIT
 
     def differing(self, first: int, sums: Sequence[BlockSum]) -> int | None:
         """Return how many of a reader's checksums, of the blocks from `first` on, differ from ours. None: some are missing."""
@@ -178,17 +219,16 @@ class LeaseTable:
         `proof`, here and below, is what a reader showed. None: the lender itself calls.
         """
         self._expire(now_s)
-        lease = self._find(lease_id, proof)
+        lease = self._ask(lease_id, LeaseEvent.RENEW, proof)
         if lease is None:
             return LeaseView(lease_id, held=False)
-        lease.move(LeaseEvent.RENEW)
         lease.expires_s = max(lease.expires_s, now_s + self.ttl_s)
         return self._view(lease)
 
     def look(self, lease_id: LeaseId, proof: bytes | None = None, *, now_s: float) -> LeaseView:
         """Return the current state, or GONE, without renewing."""
         self._expire(now_s)
-        lease = self._find(lease_id, proof)
+        lease = self._ask(lease_id, LeaseEvent.LOOK, proof)
         return self._view(lease) if lease is not None else LeaseView(lease_id, held=False)
 
     def advance(self, lease_id: LeaseId, watermark: int, first_token: FirstToken | None, *, now_s: float) -> LeaseView:
@@ -198,7 +238,7 @@ class LeaseTable:
         when `first_token` comes at the wrong time.
         """
         self._expire(now_s)
-        lease = self._held.get(lease_id)
+        lease = self._ask(lease_id, LeaseEvent.ADVANCE)
         if lease is None:
             return LeaseView(lease_id, held=False)
         in_order = lease.watermark <= watermark <= lease.prompt_len
@@ -206,7 +246,6 @@ class LeaseTable:
             raise InternalBug(
                 f"lease {lease_id}: advance from {lease.watermark} to {watermark} of {lease.prompt_len}, token 0 {first_token}"
             )
-        lease.move(LeaseEvent.ADVANCE)
         lease.watermark = watermark
         lease.first_token = first_token
         return self._view(lease)
@@ -217,7 +256,7 @@ class LeaseTable:
         Raises `InternalBug` when checksums are off or when these do not follow the last ones.
         """
         self._expire(now_s)
-        lease = self._held.get(lease_id)
+        lease = self._ask(lease_id, LeaseEvent.SEAL)
         if lease is None:
             return
         if lease.sums is None or first != len(lease.sums) or first + len(sums) > len(lease.block_ids):
@@ -253,35 +292,26 @@ class LeaseTable:
         missing checksum gets GONE, and a wrong one CORRUPT.
         """
         self._expire(now_s)
-        lease = self._find(lease_id, proof)
+        lease = self._known(lease_id)
         if lease is None:
-            ended = self._ended.get(lease_id)
-            again = ended is not None and ended.reader == reader and _proves(ended, proof)
-            return CommitAnswer.OK if again else CommitAnswer.GONE
-        if blocks != len(lease.block_ids) or lease.watermark != lease.prompt_len:
             return CommitAnswer.GONE
-        differing = lease.differing(first, sums)
-        if differing is None:
-            return CommitAnswer.GONE
-        if differing:
-            return CommitAnswer.CORRUPT
-        lease.reader = reader
-        self._end(lease, LeaseEvent.COMMIT)
-        return CommitAnswer.OK
+        unproven = lease.unproven(proof)
+        answer = self._move(lease, LeaseEvent.UNPROVEN if unproven else lease.commit_event(reader, blocks, first, sums))
+        if answer:
+            lease.reader = reader
+        return answer
 
     def release(self, lease_id: LeaseId, proof: bytes | None = None, *, now_s: float) -> None:
         """End a lease that nobody will read any more. Do nothing for a lease that has ended or is unknown."""
         self._expire(now_s)
-        lease = self._find(lease_id, proof)
-        if lease is not None:
-            self._end(lease, LeaseEvent.RELEASE)
+        self._ask(lease_id, LeaseEvent.RELEASE, proof)
 
     def release_all_over(self, block_ids: Sequence[BlockId], *, now_s: float) -> None:
         """End every lease that covers one of these blocks, because their content is not what was computed."""
         self._expire(now_s)
         spoilt = set(block_ids)
         for lease in [lease for lease in self._held.values() if not spoilt.isdisjoint(lease.block_ids)]:
-            self._end(lease, LeaseEvent.RELEASE)
+            self._move(lease, LeaseEvent.RELEASE)
 
     def held(self, lease_id: LeaseId) -> Lease | None:
         """Return the held lease, even if its expiry is due. None: no such lease is held. The caller must not change it."""
@@ -315,10 +345,15 @@ class LeaseTable:
         assert not self._held.keys() & self._ended.keys()
         assert len(self._ended) <= MAX_TOMBSTONES
 
-    def _find(self, lease_id: LeaseId, proof: bytes | None) -> Lease | None:
-        """Return the held lease if the caller has proved that it has its ticket, else None."""
-        lease = self._held.get(lease_id)
-        return lease if lease is not None and _proves(lease, proof) else None
+    def _known(self, lease_id: LeaseId) -> Lease | None:
+        return self._held.get(lease_id) or self._ended.get(lease_id)
+
+    def _ask(self, lease_id: LeaseId, event: LeaseEvent, proof: bytes | None = None) -> Lease | None:
+        """Give a lease the event, or UNPROVEN. Return the lease if the answer is OK, else None."""
+        lease = self._known(lease_id)
+        if lease is None:
+            return None
+        return lease if self._move(lease, LeaseEvent.UNPROVEN if lease.unproven(proof) else event) else None
 
     def _view(self, lease: Lease) -> LeaseView:
         return LeaseView(lease.lease_id, True, lease.watermark, lease.first_token)
@@ -327,18 +362,21 @@ class LeaseTable:
         if now_s < self._earliest_s:
             return
         for lease in [lease for lease in self._held.values() if now_s >= lease.expires_s]:
-            self._end(lease, LeaseEvent.EXPIRE)
+            self._move(lease, LeaseEvent.EXPIRE)
         self._earliest_s = min((lease.expires_s for lease in self._held.values()), default=math.inf)
 
-    def _end(self, lease: Lease, event: LeaseEvent) -> None:
-        lease.move(event)
+    def _move(self, lease: Lease, event: LeaseEvent) -> CommitAnswer:
+        """Change the lease's state as the table says, and return the answer. Put a lease that leaves HELD to the ended ones."""
+        before = lease.state
+        answer = lease.move(event)
+        if lease.state is not before:
+            self._end(lease)
+        return answer
+
+    def _end(self, lease: Lease) -> None:
         del self._held[lease.lease_id]
         lease.sums = None  # the checksums of thousands of long prompts take hundreds of MiB
         self._ended[lease.lease_id] = lease
         while len(self._ended) > MAX_TOMBSTONES:
             self._ended.popitem(last=False)
         self._returned.append(lease)
-
-
-def _proves(lease: Lease, proof: bytes | None) -> bool:
-    return proof is None or (lease.proof is not None and compare_digest(lease.proof, proof))

@@ -72,9 +72,10 @@ TRANSITIONS: Final[dict[tuple[ReaderState, ReaderEvent], ReaderState]] = {
     (_S.COMMITTING, _E.LEASE_GONE): _S.ABANDONED,
     (_S.COMMITTING, _E.COMMIT_CORRUPT): _S.ABANDONED,
     (_S.COMMITTING, _E.ABORT): _S.ABANDONED,
-    # Final states ignore events that were under way; reads go on until they stop.
-    **{(_S.COMMITTED, e): _S.COMMITTED for e in (_E.ADVANCED, _E.COMMIT_OK, _E.LEASE_GONE, _E.ABORT)},
-    **{(_S.ABANDONED, e): _S.ABANDONED for e in _E if e is not _E.ALL_READ},
+    # Final states ignore events that were under way. The answer to Commit comes once, so none comes after OK.
+    **{(_S.COMMITTED, e): _S.COMMITTED for e in (_E.ADVANCED, _E.LEASE_GONE, _E.ABORT)},
+    **{(_S.ABANDONED, e): _S.ABANDONED for e in (_E.ADVANCED, _E.READ_DONE, _E.READ_FAILED, _E.READ_STOPPED)},
+    **{(_S.ABANDONED, e): _S.ABANDONED for e in (_E.COMMIT_OK, _E.LEASE_GONE, _E.COMMIT_CORRUPT, _E.ABORT)},
 }
 
 TERMINAL: Final = (_S.COMMITTED, _S.ABANDONED)

@@ -5,6 +5,8 @@ The types are named tuples, since a step makes some for each of its sequences: o
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
@@ -14,7 +16,7 @@ from pdserve.core.sampling import SamplingParams
 
 
 class SampleSpec(NamedTuple):
-    """A request to draw one token after the last token of a slice."""
+    """A request to draw one token after one row of a slice."""
 
     params: SamplingParams
     output_index: int
@@ -28,22 +30,29 @@ class SampleSpec(NamedTuple):
 GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
 """The spec of every row that is plainly greedy and bans nothing. Such a draw depends on neither parameters nor index, and one
 shared object stays in the CPU's caches, where the objects of 256 sequences do not."""
+ONE_GREEDY: Final = (GREEDY,)
+"""The samples of every slice that draws one such token. All these slices share one tuple for the same reason."""
 
 
 class SequenceSlice(NamedTuple):
     """Tokens [start, start + len(token_ids)) of one sequence, which this step computes.
 
-    The blocks of `block_table` hold the KV of tokens [0, start); this step writes the KV of the slice into them.
+    The blocks of `block_tables` hold the KV of tokens [0, start); this step writes the KV of the slice into them.
     """
 
     seq_id: SeqId
     start: int
     token_ids: tuple[int, ...]
-    block_table: tuple[BlockId, ...]
-    sample: SampleSpec | None
-    """The draw after the slice. None: the slice is a chunk that does not end its prompt."""
-    packed: bytes = b""
-    """The block table as int32, if the sequence keeps it in that form too; else empty."""
+    block_tables: tuple[tuple[BlockId, ...], ...]
+    """A block table for each KV group of the model."""
+    samples: tuple[SampleSpec, ...]
+    """The draws after the last `len(samples)` tokens of the slice, in their order. Empty: the slice is a chunk that does not
+    end its prompt. One: the slice ends with the last known token. More: drafts follow the last known token."""
+    packed: tuple[bytes, ...] = ()
+    """The block tables as int32, if the sequence keeps them in that form too; else empty."""
+
+
+_SAMPLES: Final = attrgetter("samples")
 
 
 class StepPlan(NamedTuple):
@@ -51,7 +60,7 @@ class StepPlan(NamedTuple):
 
     slices: tuple[SequenceSlice, ...]
     decodes: int = 0
-    """The first `decodes` slices have one token each, and a token is drawn after each of them."""
+    """The first `decodes` slices have one token each, and one token is drawn after each of them."""
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -59,9 +68,13 @@ class StepPlan(NamedTuple):
         rows, end = list(range(self.decodes)), self.decodes
         for piece in self.slices[self.decodes :]:
             end += len(piece.token_ids)
-            if piece.sample is not None:
-                rows.append(end - 1)
+            rows += range(end - len(piece.samples), end)
         return rows
+
+    @property
+    def specs(self) -> list[SampleSpec]:
+        """The draws of all slices, in the order of `sampled_rows`."""
+        return list(chain.from_iterable(map(_SAMPLES, self.slices)))
 
     @property
     def num_tokens(self) -> int:
@@ -74,4 +87,4 @@ NO_TOKEN: Final = -1
 
 Sampled = tuple[int, TokenLogprobs | None]
 """A drawn token with its log-probabilities, which are None unless the parameters ask for them; or `NO_TOKEN` and None.
-The tokens of a step are in the order of its slices."""
+The tokens of a step are in the order of its slices, and of the samples of each."""

@@ -19,6 +19,7 @@ from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.kernels.support import triton_usable
 from pdserve.engine.kv.cache import TORCH_DTYPES, KvCache
+from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.elementwise import silu_and_mul, silu_and_mul_fixed
 from pdserve.engine.layers.rows import TiledRows, WholeRows
 from pdserve.engine.layers.torch_ops import TorchOps
@@ -40,12 +41,12 @@ class ModelRunner:
     """The model and the KV pool of one engine, made by `load`. The whole pool is allocated at once, and it never grows."""
 
     def __init__(
-        self, model: Model, kv: KvCache, *, weights_bytes: int, max_model_len: int, batch_invariant: bool, why: str
+        self, model: Model, kv: KvPool, *, weights_bytes: int, max_model_len: int, batch_invariant: bool, why: str
     ) -> None:
         """Hold a model and its pool. why: the reason, in words, why this kind of model was chosen."""
         self.kv = kv
         self.compiled = isinstance(model, native.NativeLlama)
-        self.batch_invariant = batch_invariant or (self.compiled and not kv.layout.quantised)
+        self.batch_invariant = batch_invariant or (self.compiled and not kv.spec.quantised)
         """True when a token's logits depend only on its sequence, bit for bit. The setting asks for it, or the compiled model
         has this property at no cost."""
         self.weights_bytes = weights_bytes
@@ -56,11 +57,11 @@ class ModelRunner:
 
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
         """Return steps that together need as much memory as any step. Execute them only while nobody uses the pool."""
-        layout, sizes = self.kv.layout, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
-        limits = StepLimits(self.kv.num_blocks, layout.block_size, *sizes, self.max_model_len)
+        spec, sizes = self.kv.spec, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
+        limits = StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len)
         if not isinstance(self._model, native.NativeLlama):
             return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
-        return largest_steps(limits, gathered=0, decode_batches=native.split_batches(layout.num_kv_heads))
+        return largest_steps(limits, gathered=0, decode_batches=native.split_batches(spec.groups[0].num_kv_heads))
 
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0) -> ModelRunner:
@@ -112,16 +113,16 @@ class ModelRunner:
         pool_tokens: the number of tokens that limits max_model_len; None means the tokens that the pool holds.
         """
         with torch.inference_mode(False):  # the pool is an ordinary tensor, which others may change
-            layout = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
-            kv = KvCache(layout, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)])
+            spec = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
+            kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)])
         tokens = pool_tokens or kv.num_blocks * config.block_size
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, tokens)
         try:
-            model = _model(card, weights, kv, config, max_model_len)
+            model = _model(card, weights, kv.caches[0], config, max_model_len)
         except MemoryError as exc:
             raise ConfigError("not enough memory to lay the model's weights out for the compiled code") from exc
         invariant = bool(config.batch_invariant)
-        why = native.obstacle(card, kv) or library.find().why
+        why = native.obstacle(card, kv.caches[0]) or library.find().why
         return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant, why=why)
 
     def describe(self) -> str:
@@ -147,9 +148,7 @@ class ModelRunner:
             raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
     def _execute(self, plan: StepPlan) -> list[Sampled]:
-        specs = [
-            piece.sample for piece in plan.slices if piece.sample is not None
-        ]  # taken now, while they are in the CPU's caches
+        specs = plan.specs  # taken now, while they are in the CPU's caches
         logits = self._model.forward(plan, plan.sampled_rows)
         if logits is None:
             return []

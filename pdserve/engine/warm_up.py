@@ -62,14 +62,16 @@ def settle(
     settled = _warm_up(runner, config, _taken_here)
     kept = max(0, host.resident_bytes() - before)
     check_host(available=available(), weights=0, pool=kv.nbytes, step=max(0, settled.step_bytes - kept), later=later)
-    host.touch(kv.address, kv.nbytes)
+    for cache in kv.caches:
+        host.touch(cache.address, cache.nbytes)
     return settled
 
 
 def settle_on(device: Device, runner: ModelRunner, config: EngineConfig, *, later: int) -> Settled:
     """Do the work of `settle` on a GPU. A measured pool leaves enough memory; a pool of a configured size is checked."""
     settled = _warm_up(runner, config, partial(_taken_on, device))
-    runner.kv.blocks.zero_()  # the KV that these steps wrote is meaningless
+    for cache in runner.kv.caches:
+        cache.blocks.zero_()  # the KV that these steps wrote is meaningless
     device.release()
     free = device.free()
     if config.kv_cache_memory is not None:

@@ -34,6 +34,12 @@ class Metrics:
         self._retries = Counter("pdserve_retries", "Attempts after the first, by reason.", ["reason"], registry=registry)
         self._rebinds = Counter("pdserve_rebinds", "Handoffs taken over by another decode worker.", registry=registry)
         self._broken = Counter("pdserve_router_invariant_failures", "Failed checks of the router.", registry=registry)
+        self._policy_faults = Counter(
+            "pdserve_placement_policy_faults",
+            "Choices that a placement policy of the operator's own could not make.",
+            ["role", "reason"],
+            registry=registry,
+        )
         self._ttft = _histogram(registry, "time_to_first_token", "Arrival to token 0 leaving the router.", LATENCY_S)
         self._tpot = _histogram(registry, "time_per_output_token", "(last - first) / (tokens - 1).", TOKEN_S)
         self._total = _histogram(registry, "e2e_request_latency", "Arrival to the last token.", LATENCY_S)
@@ -71,6 +77,10 @@ class Metrics:
     def invariant_broken(self) -> None:
         """Count one failed check of the router's invariants."""
         self._broken.inc()
+
+    def policy_fault(self, role: str, reason: str) -> None:
+        """Count one choice that the built-in policy made, because the pool's own policy raised or returned no number."""
+        self._policy_faults.labels(role, reason).inc()
 
     def render(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

@@ -17,7 +17,7 @@ from kvtransfer.staging.staging import Staging
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import Handle, Incarnation, SeqId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import link_pb2
 from pdserve.text.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ class Host:
 
     config: WorkerConfig
     card: ModelCard
-    layout: KvLayout
+    layout: KvGroup
     region: Region
     tokenizer: Tokenizer
     max_model_len: int
@@ -133,7 +133,7 @@ RoleFactory = Callable[[Host], Role]
 
 
 def region_of(kv: KvCache) -> Region:
-    """Return the region of the pool, which the transport registers and a ticket describes."""
+    """Return the region of the blocks of one KV group, which the transport registers and a ticket describes."""
     return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, device_of(kv.blocks))
 
 

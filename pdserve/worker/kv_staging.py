@@ -10,14 +10,14 @@ from kvtransfer.api import Region
 from kvtransfer.staging.staging import STAGING_BLOCKS
 from pdserve.checkpoint.card import KV_DTYPES
 from pdserve.core.ids import BlockSum
-from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
+from pdserve.core.kv_layout import DTYPE_BITS, KvGroup
 from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.convert import convert_blocks
 from pdserve.worker.host import device_of
 
 
-def most_staged_bytes(layout: KvLayout) -> int:
+def most_staged_bytes(layout: KvGroup) -> int:
     """Return the bytes that staging takes in a worker with such a pool once peers of all other dtypes have come. Scales, which
     are a hundredth of the bytes, are left out."""
     numbers = layout.data_bytes * 8 // DTYPE_BITS[layout.dtype]
@@ -28,7 +28,7 @@ def most_staged_bytes(layout: KvLayout) -> int:
 class StagedKv:
     """Staging blocks of a peer's layout, on the device of our pool. See `kvtransfer.staging.staging.StagingBlocks`."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, kv: KvCache) -> None:
+    def __init__(self, layout: KvGroup, num_blocks: int, kv: KvCache) -> None:
         device = kv.device
         self._source, self._target = layout, kv.layout
         self._staged = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)

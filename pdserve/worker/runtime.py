@@ -21,8 +21,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvtransfer.backends.exposure import exposure_of
-from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.backends.registry import prepare
 from kvtransfer.reads.thread import TransferThread
 from kvtransfer.staging.staging import Staging
 from pdserve.checkpoint.card import ModelCard
@@ -32,7 +31,7 @@ from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.engine.block_sums import BlockSums
-from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.memory.host import resident_bytes
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -86,7 +85,8 @@ class RunningWorker:
     def start(self) -> RunningWorker:
         """Load the model and bring the services up. Raises what went wrong; nothing runs any more then."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._exposure = exposure_of(self._config.host, allow_public=self._config.allow_public_bind)
+        transport, host = self._config.transfer.transport, self._config.host
+        self._make_transport = prepare(transport, host, allow_public=self._config.allow_public_bind)
         began_s = time.monotonic()
         directory = resolve(self._config.engine.model)
         self._card = ModelCard.load(directory)
@@ -157,7 +157,7 @@ class RunningWorker:
             return None
 
     @property
-    def kv(self) -> KvCache:
+    def kv(self) -> KvPool:
         """The KV pool, which the engine writes."""
         assert self._runner is not None
         return self._runner.kv
@@ -172,12 +172,12 @@ class RunningWorker:
         kv, weights, step = runner.kv, runner.weights_bytes, self._step_bytes
         here = weights + step + kv.nbytes if kv.device.type == "cpu" else 0
         rest = max(0, resident_bytes() - here)
-        return MemoryReport(weights, step, kv.nbytes, rest, kv.num_blocks, kv.layout.block_size, runner.max_model_len)
+        return MemoryReport(weights, step, kv.nbytes, rest, kv.num_blocks, kv.spec.block_size, runner.max_model_len)
 
     def _converts(self, engine: EngineConfig) -> int:
         """Return the bytes that staging may take. Only decode workers stage: they read from peers of any dtype."""
-        layout = self._card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
-        return most_staged_bytes(layout) if self._role_number == common_pb2.ROLE_DECODE else 0
+        spec = self._card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
+        return sum(map(most_staged_bytes, spec.groups)) if self._role_number == common_pb2.ROLE_DECODE else 0
 
     # Engine thread.
 
@@ -206,7 +206,7 @@ class RunningWorker:
     def _sums_of(self) -> BlockSums | None:
         """Return the function that sums the pool's blocks. None: this worker does not lend blocks, or checksums are off."""
         lends = self._role_number == common_pb2.ROLE_PREFILL
-        return BlockSums(self.kv.blocks) if lends and self._config.lease.kv_checksum else None
+        return BlockSums(self.kv.caches[0].blocks) if lends and self._config.lease.kv_checksum else None
 
     def _die(self, exc: BaseException) -> None:
         """Set exit status 1, because a thread died of a bug. The state of this process cannot be trusted, so it ends and is
@@ -243,13 +243,14 @@ class RunningWorker:
         assert self._runner is not None
         assert self._first_snapshot is not None
         runner, config = self._runner, self._config
-        region = region_of(runner.kv)
+        kv = runner.kv.caches[0]
+        region = region_of(kv)
         worker_id = WorkerId(config.worker_id)
         transfer = TransferThread(
-            lambda: NixlTransport(worker_id, self.incarnation, region, exposure=self._exposure),
-            sum_blocks=BlockSums(runner.kv.blocks, beside=True) if config.lease.kv_checksum else None,
+            lambda: self._make_transport(worker_id, self.incarnation, region),
+            sum_blocks=BlockSums(kv.blocks, beside=True) if config.lease.kv_checksum else None,
         )
-        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, runner.kv))
+        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, kv))
         server = grpc.aio.server(options=server_options())
         try:
             agent_metadata = await transfer.start()
@@ -266,7 +267,7 @@ class RunningWorker:
             host = Host(
                 config=config,
                 card=self._card,
-                layout=runner.kv.layout,
+                layout=kv.layout,
                 region=region,
                 tokenizer=self._tokenizer,
                 max_model_len=runner.max_model_len,

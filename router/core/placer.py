@@ -4,7 +4,7 @@ its turns."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,10 +15,11 @@ from router.core.events import LinkId, Role, WorkerHello
 from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
-from router.core.policy import filters, scorers
-from router.core.policy.candidate import Candidate
+from router.core.policy import filters
+from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.decider import Reason, decide
 from router.core.policy.picker import pick
+from router.core.policy.ranking import BUILT_IN, Rankings
 from router.core.registry import Registry, Worker
 
 SUSPECT_SHARE: Final = 0.6
@@ -44,11 +45,20 @@ class Wanted:
 class Placer:
     """Picks workers for requests. Equally good workers of a role are picked in turn."""
 
-    def __init__(self, config: RouterConfig, registry: Registry, ledger: Ledger, outputs: OutputMean, pairs: Pairs) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        ledger: Ledger,
+        outputs: OutputMean,
+        pairs: Pairs,
+        rankings: Rankings = BUILT_IN,
+    ) -> None:
         self._registry = registry
         self._ledger = ledger
         self._outputs = outputs
         self._pairs = pairs
+        self._rankings = {Role.PREFILL: rankings.prefill, Role.DECODE: rankings.decode}
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
@@ -130,7 +140,8 @@ class Placer:
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
             return None if peer is None or peer.draining else peer
         lenders = self._paired(self._lenders(request, now_s, serving=True), decode, now_s)
-        return self._pick(Role.PREFILL, lenders, scorers.prefill_score)
+        prompt_tokens = len(request.work_ids)
+        return self._pick(Role.PREFILL, lenders, RequestView(prompt_tokens, prompt_tokens))
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
         """Tell whether the worker is silent or its engine makes no steps. Such a worker gets nothing new, and may be lost."""
@@ -156,7 +167,7 @@ class Placer:
     def _roomiest(self, request: LiveRequest, fitting: list[Candidate]) -> Worker | None:
         need = self.need_tokens(request)
         roomy = filters.with_room(fitting, need)
-        return self._pick(Role.DECODE, roomy, lambda candidate: scorers.decode_score(candidate, need))
+        return self._pick(Role.DECODE, roomy, RequestView(len(request.work_ids), need))
 
     def _lenders(self, request: LiveRequest, now_s: float, *, serving: bool) -> list[Candidate]:
         alive = [c for c in filters.alive(self._candidates(Role.PREFILL, now_s, serving=serving)) if not c.refused]
@@ -176,13 +187,13 @@ class Placer:
         worker = self._registry.get(link)
         return None if worker is None else worker.hello
 
-    def _pick(self, role: Role, among: list[Candidate], score: Callable[[Candidate], float]) -> Worker | None:
-        picked = pick(among, score, self._turns[role])
+    def _pick(self, role: Role, among: list[Candidate], request: RequestView) -> Worker | None:
+        scores = self._rankings[role](among, request)
+        picked = pick(among, scores, self._turns[role])
         if picked is None:
             return None
-        self.scores = ", ".join(
-            [f"{hello.worker_id} {score(c):.3g}" for c in among if (hello := self._hello(c.link)) is not None]
-        )
+        named = [(self._hello(c.link), score) for c, score in zip(among, scores, strict=True)]
+        self.scores = ", ".join([f"{hello.worker_id} {score:.3g}" for hello, score in named if hello is not None])
         self._turns[role] += 1
         return self._registry.get(picked.link)
 

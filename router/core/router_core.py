@@ -51,6 +51,7 @@ from router.core.handoff import Handoff
 from router.core.live_request import RemoteWork
 from router.core.pairs import Pairs
 from router.core.placer import Placer
+from router.core.policy.ranking import BUILT_IN, Rankings
 from router.core.probes import Probes
 from router.core.recovery import Recovery
 from router.core.registry import Registry, Worker
@@ -65,13 +66,13 @@ _S, _E = RequestState, RequestEvent
 class RouterCore:
     """Holds all state of the router, and turns each event into effects."""
 
-    def __init__(self, config: RouterConfig, model_fingerprint: str) -> None:
+    def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN) -> None:
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
         self.waiting = WaitingRequests(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self.requests = Requests(self.registry, self.waiting)
         self.ledger = self.requests.ledger
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
-        self.placer = Placer(config, self.registry, self.ledger, self.requests.outputs, self.pairs)
+        self.placer = Placer(config, self.registry, self.ledger, self.requests.outputs, self.pairs, rankings)
         self._dispatcher = Dispatcher(self.requests, self.placer, recovery_wait_s=config.recovery_wait_s)
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
         self._handoff = Handoff(self.requests, self._dispatcher, self.recovery, self.pairs)

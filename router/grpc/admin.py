@@ -37,7 +37,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: inference_pb2.GetClusterStateRequest, context: Any
     ) -> inference_pb2.GetClusterStateResponse:
         await self._authorise(context)
-        return cluster_state_to_wire(self._router.snapshot(), self._router.model.layout.block_size)
+        return cluster_state_to_wire(self._router.snapshot(), self._router.model.kv_spec.block_size)
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
         """Start a drain and stream its progress. If the client leaves or its deadline passes, only the stream ends, not the

@@ -146,10 +146,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             architecture=model.card.architecture,
             vocab_size=model.card.vocab_size,
             max_model_len=self._router.max_model_len,
-            block_size=model.layout.block_size,
+            block_size=model.kv_spec.block_size,
             dtype=model.dtype,
-            kv_cache_dtype=model.layout.dtype,
-            kv_bytes_per_token=model.layout.bytes_per_token,
+            kv_cache_dtype=model.kv_spec.dtype,
+            kv_bytes_per_token=model.kv_spec.bytes_per_token,
             eos_token_ids=model.card.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
         )

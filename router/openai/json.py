@@ -14,6 +14,7 @@ from pdserve.core.errors import InvalidRequest
 
 MAX_SHOWN_CHARS: Final = 60  # a message shows so much of a refused value
 
+_CONSTANTS: Final = {None: "null", True: "true", False: "false"}
 _MISMATCH: Final = re.compile("Expected `(.+)`, got `(.+)`")
 _MISSING: Final = re.compile("Object missing required field `(.+)`")
 _KINDS: Final = {
@@ -34,7 +35,10 @@ def refuse(field: str, message: str) -> InvalidRequest:
 
 
 def show(value: Any) -> str:
-    """Return a client's value for a message. It is ASCII and cut, so that a huge value makes no huge error."""
+    """Return a client's value for a message. It is ASCII and cut, so that a huge value makes no huge error. Constants are
+    those of JSON."""
+    if value is None or isinstance(value, bool):
+        return _CONSTANTS[value]
     text = ascii(value if not isinstance(value, str) else value[:MAX_SHOWN_CHARS])
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 

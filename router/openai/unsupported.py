@@ -50,5 +50,5 @@ def _refuse_unless_neutral(field: str, text: bytes, neutral: tuple[Any, ...]) ->
     value = decode(text, _VALUE, field) if small else text[:MAX_SMALL_BYTES].decode(errors="replace")
     if value is None or any(type(value) is type(accepted) and value == accepted for accepted in neutral):
         return
-    allowed = f"; only {' or '.join(map(repr, neutral))} is accepted" if neutral else ""
+    allowed = f"; only {' or '.join(map(show, neutral))} is accepted" if neutral else ""
     raise refuse(field, f"{show(value)} is not supported{allowed}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, Final
 
 import msgspec
@@ -12,6 +12,7 @@ from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.core.errors import InvalidRequest, PdserveError, UnknownRequest
 from router.core import events as ev
+from router.core.policy.ranking import Rankings
 from router.core.router_core import RouterCore
 from router.core.story import RequestStory, Stories
 from router.recording.codec import Plain, event_from_plain
@@ -66,15 +67,18 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def replay(lines: Iterable[bytes]) -> Replay:
-    """Replay a recording up to its first difference. Raises `InvalidRequest` unless it is whole and of this format."""
+def replay(lines: Iterable[bytes], rankings_of: Callable[[RouterConfig], Rankings]) -> Replay:
+    """Replay a recording up to its first difference. `rankings_of` makes the policies of the recorded settings.
+
+    Raises `InvalidRequest` unless the recording is whole and of this format.
+    """
     numbered = enumerate(lines, 1)
     header = _header(next(numbered, (1, b""))[1])
     try:
-        config = RouterConfig(**header["router"])
-        core = RouterCore(config, str(header["model_fingerprint"]))
+        config, fingerprint = RouterConfig(**header["router"]), str(header["model_fingerprint"])
     except (KeyError, TypeError, PdserveError) as exc:
         raise _bad(f"line 1 has no settings that this pdserve, {__version__}, takes: {exc}") from exc
+    core = RouterCore(config, fingerprint, rankings_of(config))
     core.requests.stories = Stories(max_stories=MAX_STORIES, max_bytes=MAX_STORIES * 1024)
     result = Replay(core, str(header.get("pdserve")))
     redaction = Redaction(None, prompts=bool(header.get("prompts")))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
-from pdserve.core.kv_layout import KvLayout, fit_max_model_len
+from pdserve.core.kv_layout import KvSpec, fit_max_model_len
 from pdserve.text.tokenizer import Tokenizer
 
 
@@ -19,7 +19,7 @@ class ServedModel:
     card: ModelCard
     tokenizer: Tokenizer
     dtype: str
-    layout: KvLayout
+    kv_spec: KvSpec
     max_model_len: int  # prompt + output tokens of one request by the settings alone; see `router.service.limits`
 
     @classmethod
@@ -27,14 +27,14 @@ class ServedModel:
         """Resolve and read the model. This blocks, for seconds when the model has to be converted. Raises `ConfigError`."""
         directory = resolve(engine.model)
         card = ModelCard.load(directory)
-        layout = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
+        kv_spec = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
         kv_bytes = engine.known_kv_bytes
-        pool_tokens = card.max_position if kv_bytes is None else kv_bytes // layout.block_bytes * engine.block_size
+        pool_tokens = card.max_position if kv_bytes is None else kv_bytes // kv_spec.block_bytes * engine.block_size
         return cls(
             name=engine.served_model_name or card.name,
             card=card,
             tokenizer=Tokenizer.load(directory),
             dtype=resolve_dtype(engine.dtype),
-            layout=layout,
+            kv_spec=kv_spec,
             max_model_len=fit_max_model_len(engine.max_model_len, card.max_position, pool_tokens),
         )

@@ -32,6 +32,7 @@ from router.service.buffered_generation import BufferedGeneration
 from router.service.explaining import Explainer, Explanation
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
+from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
 from router.service.record import record_of
 from router.workers.link import Links, LinkService
@@ -75,13 +76,13 @@ class RouterService:
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
         self._notes = notes
-        self._core = RouterCore(config, model.card.fingerprint)
+        self._metrics = Metrics(self.snapshot)
+        self._core = RouterCore(config, model.card.fingerprint, rankings_of(config, self._metrics.policy_fault))
         self._explainer = Explainer(self._core, self.links, clock)
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
         self._admission = Admission(config, model, self._limit, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
-        self._metrics = Metrics(self.snapshot)
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
         self._busy = asyncio.Event()

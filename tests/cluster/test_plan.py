@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.cluster import plan
+from pdserve.cluster.launch import Cluster
 from pdserve.cluster.nodes import Node
 from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig
+from pdserve.core.errors import ConfigError
 
 
 def workers(config: ClusterConfig, nodes: Sequence[Node] = ()) -> tuple[plan.WorkerPlan, ...]:
@@ -124,3 +127,11 @@ def test_workers_beat_as_often_as_their_router_expects() -> None:
     """It could not be set, and a router could be told to give workers up sooner than they speak."""
     config = ClusterConfig(router=RouterConfig(heartbeat_interval_s=0.25, heartbeat_lost_s=1.5))
     assert {(w.config.heartbeat_interval_s, w.config.router_lost_s) for w in workers(config)} == {(0.25, 1.5)}
+
+
+def test_an_admin_port_for_others_needs_a_secret_that_they_know() -> None:
+    """A secret that this process makes up is known to nobody else, so no call could ever be allowed."""
+    config = ClusterConfig(router=RouterConfig(admin_host="0.0.0.0"))
+    with pytest.raises(ConfigError, match=r"router\.admin_host .* --cluster-token"):
+        Cluster(config, stop=threading.Event())
+    Cluster(config, stop=threading.Event(), cluster_token="known")

@@ -1,15 +1,15 @@
 """The size of a KV block, and the longest request that model and pool can hold."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import DTYPE_BITS, QUANTISED, KvLayout, ceil_div, fit_max_model_len
+from pdserve.core.kv_layout import DTYPE_BITS, QUANTISED, KvGroup, KvSpec, ceil_div, fit_max_model_len, gqa_group
 
-SMOLLM2 = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+SMOLLM2 = gqa_group(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 
 
 def test_the_default_models_block_is_360_kib():
@@ -19,7 +19,7 @@ def test_the_default_models_block_is_360_kib():
 
 @pytest.mark.parametrize(("dtype", "bits"), DTYPE_BITS.items())
 def test_bytes_follow_the_dtype(dtype, bits):
-    layout = KvLayout(1, 1, 8, 1, dtype)
+    layout = gqa_group(1, 1, 8, 1, dtype)
     assert layout.data_bytes == 2 * bits  # K and V, 8 numbers of so many bits
     assert layout.block_bytes - layout.data_bytes == (2 * 4 if dtype in QUANTISED else 0)
 
@@ -33,13 +33,59 @@ def test_a_quantised_block_is_a_half_or_a_quarter_and_its_scales(dtype, share):
 
 def test_quantised_numbers_that_fill_no_whole_words_are_refused():
     with pytest.raises(ConfigError, match="whole number of words"):
-        KvLayout(1, 1, 7, 1, "int4")
+        gqa_group(1, 1, 7, 1, "int4")
 
 
 def test_only_how_numbers_are_stored_may_differ_between_a_block_and_its_copy():
     assert all(SMOLLM2.holds_the_same_as(replace(SMOLLM2, dtype=dtype)) for dtype in DTYPE_BITS)
-    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
-        assert not SMOLLM2.holds_the_same_as(replace(SMOLLM2, **{name: 2}))
+    others = {"layers": (0, 1), "planes": ((3, 64),), "block_size": 2, "window": 128}
+    assert others.keys() | {"dtype"} == {field.name for field in fields(KvGroup)}
+    assert not any(SMOLLM2.holds_the_same_as(replace(SMOLLM2, **{name: value})) for name, value in others.items())
+
+
+def test_planes_may_have_different_shapes():
+    latent = KvGroup((0, 1), ((1, 512), (1, 64)), 16, "bfloat16")
+    assert latent.block_bytes == 2 * (512 + 64) * 16 * 2
+    assert replace(latent, dtype="int8").scale_bytes == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("layers", [(), (1, 0), (0, 0)])
+def test_a_group_lists_its_layers_in_order(layers):
+    with pytest.raises(ConfigError, match="layers in ascending order"):
+        KvGroup(layers, ((1, 8),), 16, "bfloat16")
+
+
+WIDE = KvGroup((0, 2), ((4, 64), (4, 64)), 16, "bfloat16")
+NARROW = KvGroup((1,), ((1, 16),), 16, "int8", window=128)
+
+
+def test_a_spec_adds_up_its_groups():
+    spec = KvSpec((WIDE, NARROW))
+    assert spec.block_bytes == WIDE.block_bytes + NARROW.block_bytes
+    assert spec.bytes_per_token == ceil_div(spec.block_bytes, 16)
+    assert (spec.block_size, spec.blocks_for(17), spec.quantised) == (16, 2, True)
+
+
+def test_a_spec_names_the_dtypes_of_its_groups():
+    assert KvSpec((WIDE,)).dtype == KvSpec((WIDE, replace(NARROW, dtype="bfloat16"))).dtype == "bfloat16"
+    assert KvSpec((WIDE, NARROW)).dtype == "bfloat16+int8"
+
+
+def test_specs_hold_the_same_when_each_group_does():
+    spec = KvSpec((WIDE, NARROW))
+    assert spec.holds_the_same_as(KvSpec((replace(WIDE, dtype="int8"), NARROW)))
+    assert not spec.holds_the_same_as(KvSpec((WIDE,)))
+    assert not spec.holds_the_same_as(KvSpec((NARROW, WIDE)))
+
+
+def test_groups_share_one_block_size_and_no_layer():
+    with pytest.raises(ConfigError, match="one block size"):
+        KvSpec((WIDE, replace(NARROW, block_size=8)))
+    with pytest.raises(ConfigError, match="each layer belongs to one"):
+        KvSpec((WIDE, WIDE))
+    for groups in ((), tuple(replace(NARROW, layers=(i,)) for i in range(17))):
+        with pytest.raises(ConfigError, match="1 to 16 KV groups"):
+            KvSpec(groups)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])

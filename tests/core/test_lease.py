@@ -1,6 +1,7 @@
 """The lease machine: what a late, repeated, foreign or premature event may and may not do."""
 
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pdserve.core import lease as lease_module
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
-from pdserve.core.lease import CommitAnswer, FirstToken, LeaseTable
+from pdserve.core.lease import CommitAnswer, FirstToken, LeaseState, LeaseTable
 
 TTL_S = 10.0
 READER = ReaderId(Incarnation(7), 1)
@@ -297,3 +298,80 @@ def test_every_lease_over_a_rotted_block_ends():
     table.release_all_over((BlockId(0),), now_s=0)
     assert [table.look(lease, now_s=0).held for lease in over] == [False, False, True]
     assert len(table.take_returned()) == 2
+
+
+# --- every call in every state
+
+
+PROOF, GUESS = b"the proof", b"a guess"
+Call = Callable[[LeaseTable, LeaseId, float], object]
+"""A call for a lease at a time in seconds."""
+
+COMMITS: dict[str, Call] = {
+    "by the reader": lambda t, i, s: t.commit(i, READER, 2, 0, SUMS, proof=PROOF, now_s=s),
+    "by another": lambda t, i, s: t.commit(i, OTHER, 2, 0, SUMS, proof=PROOF, now_s=s),
+    "a block short": lambda t, i, s: t.commit(i, READER, 1, 0, SUMS[:1], proof=PROOF, now_s=s),
+    "a block short, by another": lambda t, i, s: t.commit(i, OTHER, 1, 0, SUMS[:1], proof=PROOF, now_s=s),
+    "corrupt": lambda t, i, s: t.commit(i, READER, 2, 0, SUMS[::-1], proof=PROOF, now_s=s),
+    "unproven": lambda t, i, s: t.commit(i, READER, 2, 0, SUMS, proof=GUESS, now_s=s),
+}
+OK, GONE, CORRUPT = CommitAnswer.OK, CommitAnswer.GONE, CommitAnswer.CORRUPT
+ANSWERS: dict[LeaseState, list[CommitAnswer]] = {
+    LeaseState.HELD: [OK, OK, GONE, GONE, CORRUPT, GONE],
+    LeaseState.COMMITTED: [OK, GONE, OK, GONE, OK, GONE],
+    LeaseState.RELEASED: [GONE] * 6,
+    LeaseState.EXPIRED: [GONE] * 6,
+}
+"""The answers to `COMMITS`. A repeat by the reader that has committed gets OK again, whatever else it says."""
+VIEWS: list[Call] = [
+    lambda t, i, s: t.look(i, PROOF, now_s=s).held,
+    lambda t, i, s: t.renew(i, PROOF, now_s=s).held,
+    lambda t, i, s: t.advance(i, 32, TOKEN, now_s=s).held,
+]
+SILENT: list[Call] = [
+    lambda t, i, s: t.seal(i, 2, (), now_s=s),
+    lambda t, i, s: t.release(i, GUESS, now_s=s),
+    lambda t, i, s: t.release(i, PROOF, now_s=s),
+]
+
+
+def in_state(state: LeaseState) -> tuple[LeaseTable, LeaseId, float]:
+    """A lease by READER in this state, and the time, in seconds."""
+    table, lease = summed()
+    table.expect(lease, PROOF)
+    now_s = TTL_S if state is LeaseState.EXPIRED else 0.0
+    if state is LeaseState.COMMITTED:
+        assert table.commit(lease, READER, 2, 0, SUMS, proof=PROOF, now_s=now_s)
+    elif state is LeaseState.RELEASED:
+        table.release(lease, PROOF, now_s=now_s)
+    table.expire_due(now_s=now_s)
+    return table, lease, now_s
+
+
+def every_call_in_every_state() -> None:
+    for state in LeaseState:
+        for (name, commit), answer in zip(COMMITS.items(), ANSWERS[state], strict=True):
+            table, lease, now_s = in_state(state)
+            assert commit(table, lease, now_s) is answer, (state, name)
+            still_held = state is LeaseState.HELD and answer is not OK
+            assert table.num_held == still_held, (state, name)
+            table.check_invariants()
+        table, lease, now_s = in_state(state)
+        for view in VIEWS:
+            assert view(table, lease, now_s) == (state is LeaseState.HELD), state
+        for call in SILENT:
+            call(table, lease, now_s)
+        assert len(table.take_returned()) == 1, "its blocks come back once"
+        table.check_invariants()
+
+
+def test_every_call_in_every_state_gets_its_answer():
+    every_call_in_every_state()
+
+
+def test_an_unknown_lease_is_gone_to_every_call():
+    for commit in COMMITS.values():
+        assert commit(LeaseTable(Incarnation(1), ttl_s=TTL_S), LeaseId(Incarnation(1), 9), 0) is GONE
+    table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
+    assert not any(view(table, LeaseId(Incarnation(1), 9), 0) for view in VIEWS)
+    assert [call(table, LeaseId(Incarnation(1), 9), 0) for call in SILENT] == [None] * 3

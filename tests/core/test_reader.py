@@ -62,6 +62,9 @@ class ReaderMachine(RuleBasedStateMachine):
         self.seen: set[int] = set()
         self.commits = self.discards = self.reusables = 0
         self.discarded_in_flight = 0
+        self.answered = False
+        self.trouble_after = data.draw(st.integers(0, 12))  # without a quiet time nearly every run is abandoned at once
+        self.quiet = 0
 
     def take(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -93,8 +96,17 @@ class ReaderMachine(RuleBasedStateMachine):
         self.seen.add(read)
         self.reading[read] = blocks
 
+    @rule()
+    def quiet_passes(self) -> None:
+        self.quiet += 1
+
+    @rule()
+    def prefill_ends(self) -> None:
+        self.advance(self.reader.prompt_len)
+
     @rule(watermark=st.integers(0, 42))
     def advance(self, watermark: int) -> None:
+        self.quiet += 1
         if self.final <= watermark <= self.reader.prompt_len:
             self.final = watermark
         self.take(self.reader.advanced(OURS, watermark))
@@ -115,7 +127,7 @@ class ReaderMachine(RuleBasedStateMachine):
             self.here |= set(blocks)
         self.take(self.reader.read_done(read))
 
-    @precondition(lambda self: self.reading)
+    @precondition(lambda self: self.reading and self.quiet >= self.trouble_after)
     @rule(data=st.data())
     def a_read_fails(self, data: st.DataObject) -> None:
         read = data.draw(st.sampled_from(sorted(self.reading)))
@@ -130,22 +142,26 @@ class ReaderMachine(RuleBasedStateMachine):
         del self.reading[read]
         self.take(self.reader.read_stopped(read))
 
-    @precondition(lambda self: self.commits)
-    @rule(ok=st.booleans())
-    def an_answer_to_commit(self, ok: bool) -> None:
+    @precondition(lambda self: self.commits and not self.answered)
+    @rule(ok=st.sampled_from([True, False, None]))
+    def the_answer_to_commit(self, ok: bool | None) -> None:
+        """None: CORRUPT."""
+        self.answered = True
         before = self.reader.state
-        self.take(self.reader.commit_answered(ok))
+        self.take(self.reader.commit_corrupt() if ok is None else self.reader.commit_answered(ok))
         if before is ReaderState.COMMITTING:
             assert self.reader.state is (ReaderState.COMMITTED if ok else ReaderState.ABANDONED)
         else:
             assert self.reader.state is before
 
+    @precondition(lambda self: self.quiet >= self.trouble_after)
     @rule()
     def gone(self) -> None:
         before = self.reader.state
         self.take(self.reader.lease_gone())
         assert (self.reader.state is before) == (before is not ReaderState.PULLING)
 
+    @precondition(lambda self: self.quiet >= self.trouble_after)
     @rule()
     def abort(self) -> None:
         self.take(self.reader.abort())
@@ -220,7 +236,7 @@ def test_gone_that_is_pushed_does_not_outrun_the_answer_to_our_own_commit() -> N
 def test_no_answer_or_gone_is_no_commit(make: object) -> None:
     one = make()  # type: ignore[operator]
     one.abort()
-    assert one.commit_answered(ok=True) == one.commit_answered(ok=False) == []
+    assert one.commit_answered(ok=True) == one.commit_answered(ok=False) == one.commit_corrupt() == []
     assert one.state is ReaderState.ABANDONED
 
 
@@ -252,6 +268,6 @@ def test_the_end_is_the_end() -> None:
     """No transition leads out of COMMITTED or ABANDONED, and each absorbs what others may still say."""
     for state, event in itertools.product(TERMINAL, ReaderEvent):
         assert TRANSITIONS.get((state, event), state) is state
-    late = {ReaderEvent.ADVANCED, ReaderEvent.COMMIT_OK, ReaderEvent.LEASE_GONE, ReaderEvent.ABORT}
+    late = {ReaderEvent.ADVANCED, ReaderEvent.LEASE_GONE, ReaderEvent.ABORT}
     for state in TERMINAL:
         assert late <= {event for source, event in TRANSITIONS if source is state}

@@ -60,8 +60,8 @@ class Sheet:
         self.tokens = tokens
         self.block_table = tuple(BlockId(b) for b in blocks)
 
-    def piece(self, start: int, end: int, sample: SampleSpec | None = None) -> SequenceSlice:
-        return SequenceSlice(self.seq_id, start, self.tokens[start:end], self.block_table, sample)
+    def piece(self, start: int, end: int, *samples: SampleSpec) -> SequenceSlice:
+        return SequenceSlice(self.seq_id, start, self.tokens[start:end], (self.block_table,), samples)
 
     def whole(self) -> StepPlan:
         return StepPlan((self.piece(0, len(self.tokens)),))
@@ -72,7 +72,7 @@ def make_sheets() -> Callable[..., list[Sheet]]:
     """make_sheets(runner, lengths, rng): random tokens on shuffled, disjoint blocks."""
 
     def make(runner: ModelRunner, lengths: list[int], rng: random.Random, *, vocab: int = 512) -> list[Sheet]:
-        size = runner.kv.layout.block_size
+        size = runner.kv.spec.block_size
         blocks = rng.sample(range(runner.kv.num_blocks), sum(-(-n // size) for n in lengths))
         sheets = []
         for i, length in enumerate(lengths):

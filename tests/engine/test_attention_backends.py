@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.ids import BlockId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import gqa_group
 from pdserve.engine.attention.bounded import BoundedAttention
 from pdserve.engine.attention.fast import PIECE, FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
@@ -25,7 +25,7 @@ def make_case(spans: list[tuple[int, int]], *, block_size: int, kv_heads: int, g
     """Spans of (start, count) on shuffled blocks of a cache full of noise. Returns cache, spans, query."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     needed = [-(-(start + count) // block_size) for start, count in spans]
-    layout = KvLayout(2, kv_heads, dim, block_size, dtype)
+    layout = gqa_group(2, kv_heads, dim, block_size, dtype)
     kv = KvCache(layout, (sum(needed) + 3) * layout.block_bytes, CPU)
     kv.tensor.copy_(torch.randn(kv.tensor.shape, generator=generator))
     ids = [BlockId(b) for b in rng.sample(range(kv.num_blocks), sum(needed))]

@@ -65,9 +65,9 @@ def test_block_ids_and_what_lies_behind_the_end_do_not_matter(make_runner, make_
     first, second = make_sheets(runner, [length, length], random.Random(2))
     second.tokens = first.tokens
     expected = runner.logits(first.whole())
-    runner.kv.tensor[list(second.block_table)] = torch.inf
+    runner.kv.caches[0].tensor[list(second.block_table)] = torch.inf
     assert torch.equal(runner.logits(second.whole()), expected)
-    runner.kv.tensor.zero_()
+    runner.kv.caches[0].tensor.zero_()
 
 
 @pytest.fixture

@@ -32,10 +32,10 @@ def golden(request):
     return request.param, np.load(GOLDENS / f"{request.param}.npz"), len(described["prompts"])
 
 
-def slice_of(ids: tuple[int, ...], start: int, sample: SampleSpec | None = None) -> StepPlan:
+def slice_of(ids: tuple[int, ...], start: int, *samples: SampleSpec) -> StepPlan:
     """Tokens [start, len(ids)) on blocks in descending order."""
     table = tuple(BlockId(80 - i) for i in range(-(-(len(ids)) // 16)))
-    return StepPlan((SequenceSlice(SeqId(1), start, ids[start:], table, sample),))
+    return StepPlan((SequenceSlice(SeqId(1), start, ids[start:], (table,), samples),))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -92,18 +92,18 @@ def test_kv_that_is_no_number_costs_its_own_sequence_and_no_other_of_the_step(ma
         slices = []
         for i, prompt in enumerate(prompts):
             ids, begin = (prompt, 0) if start is None else ((first,), len(prompt))
-            slices.append(SequenceSlice(SeqId(i), begin, ids, tables[i], SampleSpec(params[i], 0)))
+            slices.append(SequenceSlice(SeqId(i), begin, ids, (tables[i],), (SampleSpec(params[i], 0),)))
         return [token_id for token_id, _ in runner.execute(StepPlan(tuple(slices)))]
 
     assert NO_TOKEN not in step(None)
     whole = step(1, 7)
-    runner.kv.tensor[1].fill_(NAN)
+    runner.kv.caches[0].tensor[1].fill_(NAN)
     try:
         assert step(1, 7) == [NO_TOKEN, whole[1]]
         params.reverse()
         assert step(1, 7)[0] == NO_TOKEN, "drawn instead of greedy"
     finally:
-        runner.kv.tensor[1].zero_()
+        runner.kv.caches[0].tensor[1].zero_()
 
 
 BLOCK = 4

@@ -25,7 +25,7 @@ from pdserve.engine.schedule.sequence import SequenceKind
 def serve(runner: ModelRunner, requests, *, blocks: int, budget: int) -> tuple[list[list[int]], int]:
     """All requests at once through one scheduler. Returns their outputs and how often one was preempted."""
     pool = BlockPool(blocks)
-    limit = blocks * runner.kv.layout.block_size
+    limit = blocks * runner.kv.spec.block_size
     scheduler = Scheduler(pool, 16, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=limit, eos_token_ids=(2,))
     outputs: list[list[int]] = [[] for _ in requests]
     for i, (prompt, params) in enumerate(requests):
@@ -77,9 +77,9 @@ def test_an_empty_plan_does_nothing(make_runner):
 def test_a_plan_writes_its_own_blocks_only(make_runner, make_sheets):
     runner = make_runner()
     (sheet,) = make_sheets(runner, [20], random.Random(0))
-    runner.kv.tensor.zero_()
+    runner.kv.caches[0].tensor.zero_()
     runner.logits(sheet.whole())
-    written = runner.kv.tensor.flatten(1).any(1).nonzero().flatten().tolist()
+    written = runner.kv.caches[0].tensor.flatten(1).any(1).nonzero().flatten().tolist()
     assert written == sorted(sheet.block_table)
 
 
@@ -87,8 +87,8 @@ def test_what_a_runner_says_of_itself(tiny_dir):
     card = ModelCard.load(tiny_dir)
     config = EngineConfig(kv_cache_memory=100_000, dtype="auto", threads=1)
     runner = ModelRunner.load(tiny_dir, card, config)
-    assert runner.kv.layout.dtype == "bfloat16"
-    assert runner.kv.num_blocks == 100_000 // runner.kv.layout.block_bytes
+    assert runner.kv.spec.dtype == "bfloat16"
+    assert runner.kv.num_blocks == 100_000 // runner.kv.spec.block_bytes
     assert runner.max_model_len == runner.kv.num_blocks * 16
     assert runner.weights_bytes == 2 * 213_568
     assert torch.get_num_threads() == 1

@@ -272,6 +272,7 @@ def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
         ("logprobs: must be an integer or false, got true", completion, {"logprobs": True}),
         ("placement: must be one of auto, disaggregated, colocated, got '\\xe9'", chat, {"placement": "é"}),
         ("n: 2 is not supported; only 1 is accepted", chat, {"n": 2}),
+        ("echo: true is not supported; only false is accepted", completion, {"echo": True}),
         ("messages[0].role: is missing", chat, {"messages": [{}]}),
         ("messages[0].content: is missing", chat, {"messages": [{"role": "user"}]}),
         ("messages[0]: must be an object, got a string", chat, {"messages": ["hi"]}),

@@ -23,10 +23,10 @@ class DyingTransport(NixlTransport):
 
 
 def main() -> None:
-    import pdserve.worker.runtime
+    import kvtransfer.backends.nixl
 
     _python, _m, module, *arguments = sys.argv[1:]
-    pdserve.worker.runtime.NixlTransport = DyingTransport  # type: ignore[misc]
+    kvtransfer.backends.nixl.NixlTransport = DyingTransport  # type: ignore[misc]
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

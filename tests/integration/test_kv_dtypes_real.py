@@ -19,7 +19,7 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.kv.convert import convert_blocks
@@ -71,8 +71,8 @@ def runner(dtype: str) -> ModelRunner:
     return ModelRunner.load(directory, ModelCard.load(directory), stores(dtype))
 
 
-def layout(dtype: str) -> KvLayout:
-    return runner(dtype).kv.layout
+def layout(dtype: str) -> KvGroup:
+    return runner(dtype).kv.spec.groups[0]
 
 
 def computed_here(prefill: str, decode: str, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -82,14 +82,14 @@ def computed_here(prefill: str, decode: str, prompt: list[int], params: Sampling
     tokens = list(prompt)
 
     def step(engine: ModelRunner, start: int, end: int) -> None:
-        spec = SampleSpec(params, len(tokens) - len(prompt)) if end == len(tokens) else None
-        plan = StepPlan((SequenceSlice(SeqId(1), start, tuple(tokens[start:end]), table, spec),))
+        samples = (SampleSpec(params, len(tokens) - len(prompt)),) if end == len(tokens) else ()
+        plan = StepPlan((SequenceSlice(SeqId(1), start, tuple(tokens[start:end]), (table,), samples),))
         tokens.extend(token_id for token_id, _ in engine.execute(plan))
 
     for start in range(0, len(prompt), CHUNK):
         step(runner(prefill), start, min(start + CHUNK, len(prompt)))
-    theirs = runner(prefill).kv.blocks[:filled].clone()
-    runner(decode).kv.blocks[:filled] = convert_blocks(theirs, layout(prefill), layout(decode), len(prompt))
+    theirs = runner(prefill).kv.caches[0].blocks[:filled].clone()
+    runner(decode).kv.caches[0].blocks[:filled] = convert_blocks(theirs, layout(prefill), layout(decode), len(prompt))
     while len(tokens) < len(prompt) + params.max_tokens:
         step(runner(decode), len(tokens) - 1, len(tokens))
     return tokens[len(prompt) :]

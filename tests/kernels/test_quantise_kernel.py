@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, LAYERS, make_pool, stored_values
 
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import gqa_group
 from pdserve.engine.kernels.quantise import quantise_write
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.format import from_numbers
@@ -116,7 +116,7 @@ def test_the_kernel_and_torch_store_the_same(kind, size):
     """Pieces of any length; 1e-33 is too small for a scale. On a GPU a quotient may be off by its last bit."""
     tokens = size * torch.randn(2, 21, 2, 64, generator=torch.Generator().manual_seed(5))
     pool = make_pool([], 2, heads=2, dim=64, block_size=16, kind=kind)
-    layout = KvLayout(LAYERS, 2, 64, 16, kind.name.lower())
+    layout = gqa_group(LAYERS, 2, 64, 16, kind.name.lower())
     torchs = KvCache(layout, 2 * layout.block_bytes, torch.device("cpu"), torch.float32)
     for start, end in ((0, 5), (5, 6), (6, 20), (20, 21)):
         write(pool.kv, tokens, start, end - start, (1, 0))

@@ -67,7 +67,7 @@ def steps(lengths: list[int], decodes: int, seed: int) -> list[StepPlan]:
     return [
         StepPlan(
             tuple(
-                SequenceSlice(SeqId(i), cut[n], tuple(tokens[i][cut[n] : cut[n + 1]]), tables[i], None)
+                SequenceSlice(SeqId(i), cut[n], tuple(tokens[i][cut[n] : cut[n + 1]]), (tables[i],), ())
                 for i, cut in enumerate(cuts)
             )
         )

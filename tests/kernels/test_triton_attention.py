@@ -13,7 +13,7 @@ import torch
 from kernel_cases import DEVICE, INTERPRETED, make_pool, make_sequences, poisoned, reference_attention, tolerance
 
 from pdserve.core.ids import BlockId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import gqa_group
 from pdserve.engine.attention.triton import TritonAttention
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.paged import KvFormat, plain_kv
@@ -37,7 +37,7 @@ def make_case(spans: list[tuple[int, int]], dtype: torch.dtype, seed: int, kept_
         row += count
     pool = make_pool(written, num_blocks, heads=KV_HEADS, dim=DIM, block_size=16, dtype=dtype, seed=seed)
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    layout = KvLayout(2, KV_HEADS, DIM, 16, names[dtype])
+    layout = gqa_group(2, KV_HEADS, DIM, 16, names[dtype])
     kv = KvCache(layout, num_blocks * layout.block_bytes, DEVICE)
     kv.tensor.copy_(pool.kv.data)
     return kv, tuple(made), torch.randn(row, HEADS, DIM, generator=generator).to(dtype).to(DEVICE)

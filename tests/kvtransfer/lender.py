@@ -18,13 +18,13 @@ from kvtransfer.lease.service import LeaseService, PeerService
 from kvtransfer.lease.ticket import Ticket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, SeqId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup, gqa_group
 from pdserve.core.lease import FirstToken, Lease, LeaseTable
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import peer_pb2_grpc
 
 TOKEN = "the cluster's token"
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=64, block_size=64, dtype="bfloat16")  # blocks of 96 KiB
+LAYOUT = gqa_group(num_layers=2, num_kv_heads=3, head_dim=64, block_size=64, dtype="bfloat16")  # blocks of 96 KiB
 SECRET = bytes(range(32))
 PROMPT_HASH = prompt_hash(b"", "")
 FIRST = FirstToken(token_id=42, finish_reason=None)
@@ -81,7 +81,7 @@ def ticket_of(
     prompt_len: int,
     *,
     address: str = "127.0.0.1:1",
-    layout: KvLayout = LAYOUT,
+    layout: KvGroup = LAYOUT,
     checksums: bool = False,
 ) -> Ticket:
     """As a prefill worker seals it."""

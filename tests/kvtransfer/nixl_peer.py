@@ -1,4 +1,5 @@
-"""A process with a pool that others read: prints where it is, then answers digests of blocks until stdin ends."""
+"""A process with a pool that others read over a named transport: prints where it is, then answers digests of blocks until
+stdin ends."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ import sys
 
 from transfer_testing import Pool
 
-from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.backends.registry import prepare
 from pdserve.core.ids import Incarnation, WorkerId
 
 
 def main() -> None:
-    incarnation, seed, num_blocks = (int(argument) for argument in sys.argv[1:])
+    name, *numbers = sys.argv[1:]
+    incarnation, seed, num_blocks = map(int, numbers)
     pool = Pool(seed=seed, num_blocks=num_blocks)
-    transport = NixlTransport(WorkerId("peer"), Incarnation(incarnation), pool.region)
+    transport = prepare(name, "127.0.0.1", allow_public=False)(WorkerId("peer"), Incarnation(incarnation), pool.region)
     region = pool.region
     hello = {"metadata": transport.metadata().hex(), "address": region.address}
     print(json.dumps(hello | {"num_blocks": region.num_blocks, "block_bytes": region.block_bytes}), flush=True)

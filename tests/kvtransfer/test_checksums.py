@@ -23,7 +23,7 @@ from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, InternalBug, KvCorrupt, KvRotted, LeaseGone, TransferFailed
 from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, WorkerId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup
 
 REMOTE = (5, 3, 7, 1)
 PROMPT_LEN = 3 * LAYOUT.block_size + 5
@@ -34,7 +34,7 @@ BOUND_S = 40.0
 class Reader:
     """A decode worker, as far as a pull sees it. `damage` may change its pool before what was read is summed."""
 
-    layout: KvLayout
+    layout: KvGroup
     config: WorkerConfig
     transfer: TransferThread
     pool: Pool

@@ -25,7 +25,7 @@ from kvtransfer.reads.thread import TransferThread
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.errors import LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId, WorkerId
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
@@ -40,7 +40,7 @@ CHUNK = 4 * LAYOUT.block_size
 class Reader:
     """A decode worker, as far as a pull sees it."""
 
-    layout: KvLayout
+    layout: KvGroup
     config: WorkerConfig
     transfer: TransferThread
     pool: Pool

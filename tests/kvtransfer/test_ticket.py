@@ -15,10 +15,10 @@ from kvtransfer.lease.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket, Wro
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId
-from pdserve.core.kv_layout import DTYPE_BITS, KvLayout
+from pdserve.core.kv_layout import DTYPE_BITS, gqa_group
 
 SECRET = b"the lender's own"
-LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+LAYOUT = gqa_group(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 TICKET = Ticket(
     incarnation=Incarnation(0xFEDCBA9876543210),
     lease_counter=3,
@@ -54,7 +54,7 @@ tickets = st.builds(
     st.integers(0, (1 << 64) - 1),
     st.sampled_from(["localhost", "10.1.2.3", "[::1]", "worker-0.pool"]),
     st.integers(1, 65535),
-    st.builds(KvLayout, *[st.integers(1, 128)] * 3, st.integers(1, 64), st.sampled_from(["float32", "bfloat16", "float16"])),
+    st.builds(gqa_group, *[st.integers(1, 128)] * 3, st.integers(1, 64), st.sampled_from(["float32", "bfloat16", "float16"])),
     st.integers(1, 1 << 47),
     st.lists(st.integers(0, 1 << 16), min_size=1, max_size=50, unique=True),
     st.integers(0, 1 << 10),
@@ -182,8 +182,12 @@ def test_deep_nesting_is_refused() -> None:
 
 
 def test_layouts_of_other_shapes_never_pair() -> None:
-    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
-        other = dataclasses.replace(LAYOUT, **{name: 2 * getattr(LAYOUT, name)})
+    for other in (
+        gqa_group(60, 3, 64, 16, "bfloat16"),
+        gqa_group(30, 6, 64, 16, "bfloat16"),
+        gqa_group(30, 3, 128, 16, "bfloat16"),
+        gqa_group(30, 3, 64, 32, "bfloat16"),
+    ):
         with pytest.raises(IncompatiblePeer, match=r"127\.0\.0\.1:40123"):
             TICKET.check_layout(other)
 

@@ -1,4 +1,4 @@
-"""What every transport must do: the same tests over the fake, NIXL within a host (CMA) and NIXL over TCP."""
+"""What every transport must do: the same tests over the fake, CMA, NIXL within a host (CMA) and NIXL over TCP."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import pytest
 from transfer_testing import BLOCK_BYTES, NUM_BLOCKS, FakePeer, NixlPeer, Peer, Pool, new_incarnation, wait_for
 
 from kvtransfer.api import Region, Transport
+from kvtransfer.backends.cma import CmaTransport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport, prepare_environment
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import WorkerId
 
-KINDS = ("fake", "nixl", "nixl-tcp")
+KINDS = ("fake", "cma", "nixl", "nixl-tcp")
 
 
 @dataclass
@@ -49,6 +50,8 @@ def make_pair(kind: str, pool: Pool | None = None) -> Iterator[Pair]:
         if kind == "fake":
             fabric = FakeFabric()
             peer, transport = FakePeer(fabric), FakeTransport(fabric, incarnation, pool.region)
+        elif kind == "cma":
+            peer, transport = NixlPeer(name=kind), CmaTransport(WorkerId("reader"), incarnation, pool.region)
         else:
             pytest.importorskip("nixl", reason="NIXL is not installed")
             peer, transport = NixlPeer(), NixlTransport(WorkerId("reader"), incarnation, pool.region)

@@ -89,10 +89,10 @@ class FakePeer:
 class NixlPeer:
     """The passive side in a process of its own, so that bytes cross a real boundary."""
 
-    def __init__(self, *, seed: int = 1, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, *, name: str = "nixl", seed: int = 1, num_blocks: int = NUM_BLOCKS) -> None:
         self.incarnation = new_incarnation()
         command = [sys.executable, str(Path(__file__).with_name("nixl_peer.py"))]
-        command += [str(self.incarnation), str(seed), str(num_blocks)]
+        command += [name, str(self.incarnation), str(seed), str(num_blocks)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT

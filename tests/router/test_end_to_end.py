@@ -453,7 +453,7 @@ def test_state_info_tokenize_and_metrics() -> None:
             ids = (await cluster.stub.Tokenize(inference_pb2.TokenizeRequest(text="hello there"))).ids
             assert list(ids) == cluster.service.model.tokenizer.encode("hello there")
             state = await cluster.admin.GetClusterState(inference_pb2.GetClusterStateRequest())
-            assert state.block_size == cluster.service.model.layout.block_size
+            assert state.block_size == cluster.service.model.kv_spec.block_size
             assert [(w.worker_id, w.ready, w.pid, w.blocks.total) for w in state.workers] == [
                 ("prefill-0", True, 1, 1024),
                 ("decode-0", True, 1, 1024),

@@ -106,7 +106,7 @@ class CorruptEnds(LeaseTable):
     def commit(self, lease_id: LeaseId, *args: Any, **kwargs: Any) -> CommitAnswer:
         answer = super().commit(lease_id, *args, **kwargs)
         if answer is CommitAnswer.CORRUPT:
-            self._end(self._held[lease_id], LeaseEvent.RELEASE)
+            self._move(self._held[lease_id], LeaseEvent.RELEASE)
         return answer
 
 
@@ -136,8 +136,11 @@ class AnyPromptsTicket(Handoff):
 
 
 class NoProof(LeaseTable):
-    def _find(self, lease_id: LeaseId, proof: bytes | None) -> Lease | None:
-        return self._held.get(lease_id)
+    def _ask(self, lease_id: LeaseId, event: LeaseEvent, proof: bytes | None = None) -> Lease | None:
+        return super()._ask(lease_id, event)
+
+    def commit(self, *args: Any, proof: bytes | None = None, **kwargs: Any) -> CommitAnswer:
+        return super().commit(*args, **kwargs)
 
 
 class ChangedTicket(Handoff):

@@ -138,14 +138,15 @@ def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
 
 def an_expired_lease_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
     """Rule 2: references return exactly once."""
-    real = LeaseTable._end
+    real = LeaseTable._move
 
-    def end(self: Any, lease: Any, event: LeaseEvent) -> None:
-        real(self, lease, event)
+    def move(self: Any, lease: Any, event: LeaseEvent) -> CommitAnswer:
+        answer = real(self, lease, event)
         if event is LeaseEvent.EXPIRE:
             self._returned.remove(lease)
+        return answer
 
-    patch.setattr(LeaseTable, "_end", end)
+    patch.setattr(LeaseTable, "_move", move)
 
 
 def a_renewal_revives_a_lease(patch: pytest.MonkeyPatch) -> None:

@@ -326,7 +326,7 @@ class Storm:
 
     def _hand_over(self, request: Request, *, ended: bool) -> None:
         """Prefill is through: copy what decode lacks, commit, and give the lease back."""
-        source, target = (self.sides[name].runner.kv.blocks for name in ("prefill", "decode"))
+        source, target = (self.sides[name].runner.kv.caches[0].blocks for name in ("prefill", "decode"))
         count = -(-len(request.prompt) // BLOCK)
         assert len(request.lent) == count
         for index in range(request.hits, count):

@@ -8,7 +8,6 @@ from hypothesis import given
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import Handle, SeqId
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.step_plan import SampleSpec
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.counted import CountedCommands
 from pdserve.worker.engine_steps import EngineSteps
@@ -37,8 +36,7 @@ def test_counts_and_their_last_command_are_of_one_moment(history: list[tuple[boo
         plan, events = steps.begin(waiting)
         waiting = []
         while plan.slices:
-            drawn = [s for s in plan.slices if isinstance(s.sample, SampleSpec)]
-            events = steps.finish([(7, None) for _ in drawn])
+            events = steps.finish([(7, None) for _ in plan.specs])
             plan, more = steps.begin([])
             events = events if plan.slices or more is None else more
         assert events is not None

@@ -29,7 +29,7 @@ class CountingRunner:
         self.steps += 1
         if self.fail:
             raise RuntimeError("planted")
-        return [(s.token_ids[-1] + 1, None) for s in plan.slices if s.sample is not None]
+        return [(s.token_ids[-1] + 1, None) for s in plan.slices if s.samples]
 
 
 class Engine:

@@ -10,12 +10,12 @@ import torch
 
 from kvtransfer.staging.staging import STAGING_BLOCKS
 from pdserve.checkpoint.card import KV_DTYPES
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import gqa_group
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.convert import convert_blocks
 from pdserve.worker.kv_staging import StagedKv, most_staged_bytes
 
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4, dtype="bfloat16")
+LAYOUT = gqa_group(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4, dtype="bfloat16")
 STAGED, LOCAL = (5, 0, 2), (7, 1, 3)
 
 
@@ -51,7 +51,7 @@ def test_the_transport_sees_blocks_of_the_peers_size() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_what_is_set_aside_at_the_start_holds_lanes_for_every_other_dtype(dtype):
     """The check at the start must not be met by less than what peers of all dtypes make a worker take."""
-    layout = KvLayout(30, 3, 64, 16, dtype)
+    layout = gqa_group(30, 3, 64, 16, dtype)
     lanes = [replace(layout, dtype=other) for other in KV_DTYPES.values() if other != dtype]
     taken = sum(STAGING_BLOCKS * lane.block_bytes for lane in lanes)
     assert 0.98 * taken < most_staged_bytes(layout) <= taken

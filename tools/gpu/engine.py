@@ -87,7 +87,7 @@ def check_drawn_by_steps(setup: Setup) -> bool:
         vocab, asked = card(shape_name(setup)).vocab_size, specs(len(plan.slices), 64)
         logits = runner.logits(plan).cpu()
         assert logits.shape[1] == vocab
-        drawn = runner.execute(StepPlan(tuple(p._replace(sample=s) for p, s in zip(plan.slices, asked, strict=True))))
+        drawn = runner.execute(StepPlan(tuple(p._replace(samples=(s,)) for p, s in zip(plan.slices, asked, strict=True))))
         expected = sample(logits, specs(len(plan.slices), 64))
         equal += sum(a == b for a, b in zip(drawn, expected, strict=True))
         total += len(drawn)
@@ -163,7 +163,7 @@ def plans(setup: Setup) -> list[StepPlan]:
     def piece(sequence: int, step: int) -> SequenceSlice:
         begin, end = cuts[sequence][step : step + 2]
         ids = tuple((11 + 17 * sequence + 7 * j) % 128 for j in range(begin, end))
-        return SequenceSlice(SeqId(sequence), begin, ids, tables[sequence], None)
+        return SequenceSlice(SeqId(sequence), begin, ids, (tables[sequence],), ())
 
     steps = [[piece(i, step) for i in range(len(each))] for step in range(decodes(setup) + 2)]
     return [StepPlan(tuple(piece for piece in pieces if piece.token_ids)) for pieces in steps]

@@ -77,8 +77,8 @@ def prefill(runner: ModelRunner, each: Sizes, tables: list[tuple[BlockId, ...]])
         ids = tuple((7 + 31 * i + 13 * j) % vocab for j in range(length))
         cut = length // 2 // BLOCK_SIZE * BLOCK_SIZE
         if cut:
-            runner.execute(StepPlan((SequenceSlice(SeqId(i), 0, ids[:cut], table, None),)))
-        last = SequenceSlice(SeqId(i), cut, ids[cut:], table, SampleSpec(params(i), 0))
+            runner.execute(StepPlan((SequenceSlice(SeqId(i), 0, ids[:cut], (table,), ()),)))
+        last = SequenceSlice(SeqId(i), cut, ids[cut:], (table,), (SampleSpec(params(i), 0),))
         firsts.append(runner.execute(StepPlan((last,)))[0][0])
     return firsts
 
@@ -88,7 +88,7 @@ def decode(runner: ModelRunner, each: Sizes, tables: list[tuple[BlockId, ...]], 
     tokens = [[first] for first in firsts]
     for step in range(1, each.output):
         slices = tuple(
-            SequenceSlice(SeqId(i), length + step - 1, (tokens[i][-1],), tables[i], SampleSpec(params(i), step))
+            SequenceSlice(SeqId(i), length + step - 1, (tokens[i][-1],), (tables[i],), (SampleSpec(params(i), step),))
             for i, length in enumerate(each.prompts)
         )
         for i, (token, _) in enumerate(runner.execute(StepPlan(slices))):
@@ -98,7 +98,7 @@ def decode(runner: ModelRunner, each: Sizes, tables: list[tuple[BlockId, ...]], 
 
 def region_of(runner: ModelRunner) -> Region:
     """Return the runner's pool as the worker registers it."""
-    kv = runner.kv
+    kv = runner.kv.caches[0]
     return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, Device("cuda" if kv.device.type == "cuda" else "cpu"))
 
 

@@ -73,7 +73,7 @@ def make_runner(
         kv_cache_memory=blocks * shape.kv_layout(BLOCK_SIZE, "bfloat16", kv_cache_dtype).block_bytes,
     )  # fmt: skip
     runner = ModelRunner.make(shape, config, lambda dtype, device: random_weights(shape, dtype, device))
-    fill(runner.kv.paged)
+    fill(runner.kv.caches[0].paged)
     return runner
 
 
@@ -86,7 +86,7 @@ def plan(shape: ModelCard, sequences: range, *, start: int, count: int, room: in
     for i in sequences:
         table = tuple(BlockId(i * blocks + j) for j in range(blocks))
         ids = tuple((7 + 31 * i + j) % shape.vocab_size for j in range(start, start + count))
-        slices.append(SequenceSlice(SeqId(i), start, ids, table, SampleSpec(GREEDY, 0)))
+        slices.append(SequenceSlice(SeqId(i), start, ids, (table,), (SampleSpec(GREEDY, 0),)))
     return StepPlan(tuple(slices))
 
 

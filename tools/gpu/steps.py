@@ -22,7 +22,7 @@ def run_decode(setup: Setup) -> None:
     for batch in batches:
         step = plan(shape, range(batch), start=context - 1, count=1, room=room)
         took_s = wall_s(lambda step=step: runner.execute(step))
-        kv_bytes = batch * context * runner.kv.layout.bytes_per_token
+        kv_bytes = batch * context * runner.kv.spec.bytes_per_token
         floor_s = (matrix_bytes(shape, runner) + kv_bytes) / bytes_s
         case = f"{shape.name}, B={batch}, {context} positions"
         beside_floor("decode", case, took_s, floor_s, "bytes", f"{batch / took_s:,.0f} tokens/s; goal 75 %").emit()

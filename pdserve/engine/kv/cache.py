@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup
 from pdserve.engine.kv.format import from_numbers, scales_for, to_numbers
 from pdserve.engine.kv.paged import (
     TOUCH_FIELDS,
@@ -39,7 +39,7 @@ NOBODY: Final = -1
 class KvCache:
     """Owner of the blocks' memory. It lives as long as its process, because peers may hold its address."""
 
-    def __init__(self, layout: KvLayout, memory_bytes: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, layout: KvGroup, memory_bytes: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Allocate as many blocks as `memory_bytes` holds.
 
         dtype: the dtype of tokens that are written and gathered; None means that of the layout. Raises `ConfigError` when
@@ -177,7 +177,7 @@ class KvCache:
         return base + which + torch.arange(heads, device=block_ids.device)
 
 
-def _views(layout: KvLayout, blocks: Tensor) -> PagedKv:
+def _views(layout: KvGroup, blocks: Tensor) -> PagedKv:
     heads, size, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
     if not layout.quantised:
         numbers = blocks.view(-1).view(TORCH_DTYPES[layout.dtype])

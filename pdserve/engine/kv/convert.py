@@ -15,12 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import KvGroup
 from pdserve.engine.kv.cache import TORCH_DTYPES
 from pdserve.engine.kv.format import dequantise, quantise, stored_dim
 
 
-def convert_blocks(blocks: Tensor, source: KvLayout, target: KvLayout, tokens: int) -> Tensor:
+def convert_blocks(blocks: Tensor, source: KvGroup, target: KvGroup, tokens: int) -> Tensor:
     """Return the blocks in the target's layout: [n, target.block_bytes] uint8 in new memory of the same device.
 
     blocks: [n, source.block_bytes] uint8. They hold tokens [0, tokens) of a text in this order; all but the last are full.
@@ -34,7 +34,7 @@ def convert_blocks(blocks: Tensor, source: KvLayout, target: KvLayout, tokens: i
     return _store(values, target)
 
 
-def _read(blocks: Tensor, layout: KvLayout) -> Tensor:
+def _read(blocks: Tensor, layout: KvGroup) -> Tensor:
     """Return a copy of the values: [n, num_layers, 2, num_kv_heads, block_size, head_dim] float32."""
     heads = (len(blocks), layout.num_layers, 2, layout.num_kv_heads)
     data = blocks[:, : layout.data_bytes]
@@ -46,7 +46,7 @@ def _read(blocks: Tensor, layout: KvLayout) -> Tensor:
     return dequantise(numbers, scales, layout.dtype)
 
 
-def _store(values: Tensor, layout: KvLayout) -> Tensor:
+def _store(values: Tensor, layout: KvGroup) -> Tensor:
     if not layout.quantised:
         return values.to(TORCH_DTYPES[layout.dtype]).flatten(1).view(torch.uint8)
     numbers, scales = quantise(values, layout.dtype)

@@ -2,7 +2,7 @@
 
 A value is a stored number times its head's scale. int8: [-127, 127]. fp8_e4m3: no infinities, up to 448 (Micikevicius et
 al. 2022, section 3). int4: [-7, 7] stored plus 8, two neighbouring dimensions in a byte, the even one in the low half.
-Numbers are bytes here, in the order of `KvLayout`. The compiled and the Triton kernels compute the same: the scale is the
+Numbers are bytes here, in the order of `KvGroup`. The compiled and the Triton kernels compute the same: the scale is the
 largest magnitude divided by the largest number; a value is multiplied by 1 / scale and then rounded, integers with halves
 upwards, fp8 with halves to even.
 """

@@ -17,7 +17,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 
 LONG_TOKENS: Final = 128  # tokens at the end of a prompt: attention computes prompts in pieces of at most so many
-_DRAW: Final = SampleSpec(SamplingParams(temperature=1.0, top_p=0.999, max_tokens=1, seed=0), 0)
+_DRAW: Final = (SampleSpec(SamplingParams(temperature=1.0, top_p=0.999, max_tokens=1, seed=0), 0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +76,4 @@ def _slice(limits: StepLimits, index: int, start: int, count: int) -> SequenceSl
     """Return a slice of tokens [start, start + count) whose blocks are taken in turn from the whole pool."""
     blocks = ceil_div(start + count, limits.block_size)
     table = tuple(BlockId((index + i) % limits.num_blocks) for i in range(blocks))
-    return SequenceSlice(SeqId(index), start, (0,) * count, table, _DRAW)
+    return SequenceSlice(SeqId(index), start, (0,) * count, (table,), _DRAW)

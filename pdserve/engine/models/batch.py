@@ -36,7 +36,7 @@ def make_batch(plan: StepPlan, kv: KvCache, padded: int) -> Batch:
     positions: list[int] = []
     spans: list[Span] = []
     for piece in plan.slices:
-        span = Span(len(ids), piece.start, len(piece.token_ids), piece.block_table)
+        span = Span(len(ids), piece.start, len(piece.token_ids), piece.block_tables[0])
         assert span.count > 0
         assert span.end <= len(span.block_table) * size, "tokens without a block"
         assert min(span.block_table) >= 0

@@ -111,8 +111,10 @@ class NativeLlama:
         """
         _, starts, token_ids, block_tables, _, packed = zip(*plan.slices, strict=True)
         tokens = array("i", chain.from_iterable(token_ids))
-        tables = array("i", b"".join(packed if all(packed) else map(_packed, block_tables)))
-        begins = array("q", accumulate(map(len, block_tables), initial=0))
+        tables = array(
+            "i", b"".join(chain.from_iterable(packed) if all(packed) else map(_packed, chain.from_iterable(block_tables)))
+        )
+        begins = array("q", accumulate(map(len, chain.from_iterable(block_tables)), initial=0))
         best = array("i", bytes(4 * len(rows)))
         self._make_room(len(rows))
         arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), begins, tables, array("i", rows))

@@ -31,12 +31,22 @@ from pdserve.core.step_plan import NO_TOKEN, Sampled, StepPlan
 from pdserve.engine.schedule.outcome import Admitted, Advance, Final, OutputToken, StepOutcome
 from pdserve.engine.schedule.prefix_cache import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
+from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
 from pdserve.engine.schedule.turns import floor_of, overtaken, turn_of
 
 __all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
 
 _RANK = attrgetter("rank")
 _ARRIVAL = attrgetter("arrival")
+_S, _E = SequenceState, SequenceEvent
+_ORDER = {
+    _S.WAITING: _RANK,
+    _S.INBOUND: _ARRIVAL,
+    _S.PREFILLING: _RANK,
+    _S.DECODING: _ARRIVAL,
+    _S.ABORTING: _ARRIVAL,
+}
+"""The order of the list of each state, smallest first. The other states have no list."""
 
 
 class Scheduler:
@@ -74,15 +84,15 @@ class Scheduler:
         self._prompt_tokens = 0  # prompt tokens planned so far: the clock for turns
         self._steps = 0  # steps planned so far
         self._sequences: dict[SeqId, Sequence] = {}
-        self._waiting: list[Sequence] = []  # by rank
+        # A sequence is in the list of its state, and in no other one: only `_move` changes these lists.
+        self._places: dict[SequenceState, list[Sequence]] = {state: [] for state in _ORDER}
+        self._waiting = self._places[_S.WAITING]
+        self._prefilling = self._places[_S.PREFILLING]
+        self._decoding = self._places[_S.DECODING]
+        self._aborting = self._places[_S.ABORTING]
         self._waiting_tokens = 0  # tokens that waiting sequences still have to compute
-        # A running sequence is in exactly one of these two lists.
-        self._prefilling: list[Sequence] = []  # by rank
-        self._decoding: list[Sequence] = []  # by arrival, oldest first
-        self._inbound: dict[SeqId, Sequence] = {}
         self._step: list[Sequence] | None = None  # the step that is planned and not yet collected
         self._decodes_planned = 0  # the first sequences of that step, which decode
-        self._aborted: set[SeqId] = set()  # sequences of that step that were aborted during it
         self._admitted: list[Admitted] = []
         self._preempted: list[SeqId] = []
 
@@ -105,7 +115,7 @@ class Scheduler:
         `resumed`. Blocks are shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        self._wait(self._new(seq_id, prompt, params, kind, priority, resumed, self.prefix.chain(cache_salt)))
+        self._move(self._new(seq_id, prompt, params, kind, priority, resumed, self.prefix.chain(cache_salt)), _E.QUEUED)
 
     def reserve(
         self,
@@ -137,24 +147,23 @@ class Scheduler:
         seq = self._new(seq_id, prompt, params, kind, priority, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
         reservation = self.prefix.take(seq, holder, count, hashes)
-        if local_prefill:
-            self._run(seq)
-        else:
-            self._inbound[seq_id] = seq
+        self._move(seq, _E.RESERVED_LOCAL if local_prefill else _E.RESERVED_INBOUND)
+        if local_prefill and seq.decodes:
+            self._move(seq, _E.PREFILLED)
         return reservation
 
     def activate(self, seq_id: SeqId, first_token: int) -> None:
         """Start to decode an inbound sequence whose KV is here and whose lease is committed.
 
-        Raises KeyError when the sequence is not inbound.
+        Raises KeyError when there is no such sequence, and `IllegalTransition` when it is not inbound.
         """
-        seq = self._inbound.pop(seq_id)
+        seq = self._sequences[seq_id]
+        self._move(seq, _E.ACTIVATED)
         self._pool.hand_over(Holder(HolderKind.INBOUND, seq_id), seq.holder)
         seq.computed = len(seq.tokens)
         self.prefix.publish(seq)
         seq.tokens.append(first_token)
         assert seq.finish_reason() is None, "a sequence that its first token ended is aborted, not activated"
-        self._run(seq)
 
     def abort(self, seq_id: SeqId, read_in_flight: bool = False) -> None:
         """Forget a sequence in any state. An unknown id is no error, since the sequence may just have finished.
@@ -163,18 +172,18 @@ class Scheduler:
         The references of a lease stay until `return_lease`.
         """
         seq = self._sequences.get(seq_id)
-        if seq is None or seq_id in self._aborted:
+        if seq is None:
             return
         if seq.planned:
-            self._aborted.add(seq_id)
-        elif self._inbound.pop(seq_id, None) is not None:
-            del self._sequences[seq_id]
+            self._move(seq, _E.ABORTED_IN_STEP)
+        elif seq.state is not _S.INBOUND:
+            self._forget(seq, _E.ABORTED)
+        else:
+            self._end(seq, _E.ABORTED)
             if read_in_flight:
                 self._pool.quarantine(seq_id)
             else:
                 self._pool.drop(Holder(HolderKind.INBOUND, seq_id))
-        else:
-            self._forget(seq)
 
     def end_quarantine(self, seq_id: SeqId) -> None:
         """Free the blocks of an aborted inbound sequence: the transport has said that nothing writes them any more."""
@@ -211,7 +220,7 @@ class Scheduler:
         """
         assert self._step is not None, "no step was planned"
         step, self._step = self._step, None
-        aborted, self._aborted = self._aborted, set()
+        aborting = self._aborting
         tokens: list[OutputToken] = []
         advanced: list[Advance] = []
         failed: list[SeqId] = []
@@ -223,8 +232,8 @@ class Scheduler:
         ):  # zip asks for a sequence first, so it takes no token too many
             seq.computed = computed = seq.computed + 1
             seq.planned = 0
-            if aborted and seq.seq_id in aborted:
-                self._forget(seq)
+            if aborting and seq.state is _S.ABORTING:
+                self._forget(seq, _E.COLLECTED)
                 continue
             if token[0] == NO_TOKEN:
                 self._fail(seq, failed)
@@ -236,15 +245,15 @@ class Scheduler:
             seq.computed = computed = seq.computed + seq.planned
             seq.planned = 0
             last = next(drawn) if computed == len(seq.tokens) else None
-            if seq.seq_id in aborted:
-                self._forget(seq)
+            if seq.state is _S.ABORTING:
+                self._forget(seq, _E.COLLECTED)
                 continue
             if last is not None and last[0] == NO_TOKEN:
                 self._fail(seq, failed)
                 continue
             if seq.kind is SequenceKind.LENT:
                 final.append(self._final(seq))
-            if seq.decoding:  # it was admitted with all but its last token computed
+            if seq.state is _S.DECODING:  # it was admitted with all but its last token computed
                 self.prefix.publish(seq)
             else:
                 self._prefilled(seq, advanced, drawn=last is not None)
@@ -263,8 +272,8 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that prefill or decode."""
-        return len(self._prefilling) + len(self._decoding)
+        """Sequences that prefill or decode, also those that were aborted during the step under way."""
+        return len(self._prefilling) + len(self._decoding) + len(self._aborting)
 
     @property
     def num_live(self) -> int:
@@ -289,12 +298,12 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Check the scheduler's lists against each other and against the pool. Raises AssertionError when they disagree."""
         self._pool.check_invariants()
-        assert self._waiting == sorted(self._waiting, key=_RANK)
         assert self._waiting_tokens == sum(s.remaining for s in self._waiting)
-        assert self._prefilling == sorted(self._prefilling, key=_RANK)
-        assert self._decoding == sorted(self._decoding, key=_ARRIVAL)
-        placed = [*self._waiting, *self._prefilling, *self._decoding, *self._inbound.values()]
-        assert sorted(s.seq_id for s in placed) == sorted(self._sequences)
+        for state, place in self._places.items():
+            assert place == sorted(place, key=_ORDER[state])
+            assert all(seq.state is state for seq in place)
+        placed = [seq.seq_id for place in self._places.values() for seq in place]
+        assert sorted(placed) == sorted(self._sequences)
         for seq in self._sequences.values():
             self._check_sequence(seq)
 
@@ -327,7 +336,7 @@ class Scheduler:
         """
         size = self._block_size
         for seq in [s for s in self._decoding if len(s.tokens) > len(s.block_table) * size]:
-            if seq.decoding:  # otherwise it has just been preempted for an older one
+            if seq.state is _S.DECODING:  # otherwise it has just been preempted for an older one
                 self._grow(seq)
         return list(self._decoding)
 
@@ -345,12 +354,10 @@ class Scheduler:
         seq.has_blocks(seq.block_table + grown)
 
     def _preempt(self, seq: Sequence) -> None:
-        self._leave(seq)
         self._pool.drop(seq.holder)
         seq.has_blocks(())
         seq.computed = seq.published = 0
-        seq.preempted = True
-        self._wait(seq)
+        self._move(seq, _E.PREEMPTED)
         self._preempted.append(seq.seq_id)
 
     def _plan_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
@@ -397,7 +404,7 @@ class Scheduler:
         return budget - beyond if beyond < budget else budget
 
     def _head_fits(self) -> bool:
-        if not self._waiting or self.num_running + len(self._inbound) >= self._max_seqs:
+        if not self._waiting or self.num_running + len(self._places[_S.INBOUND]) >= self._max_seqs:
             return False
         head = self._waiting[0]
         return self._pool.fits(
@@ -406,10 +413,11 @@ class Scheduler:
 
     def _admit(self) -> Sequence:
         seq = self._waiting[0]
-        self._leave(seq)
+        self._move(seq, _E.ADMITTED)
         hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
         blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
-        self._run(seq)
+        if seq.decodes:
+            self._move(seq, _E.PREFILLED)
         if seq.kind is SequenceKind.LENT:
             self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id))
             self._admitted.append(Admitted(seq.seq_id, blocks))
@@ -417,37 +425,30 @@ class Scheduler:
 
     # --- where a sequence stands
 
-    def _wait(self, seq: Sequence) -> None:
-        bisect.insort(self._waiting, seq, key=_RANK)
-        self._waiting_tokens += seq.remaining
-
-    def _run(self, seq: Sequence) -> None:
-        seq.decoding = seq.decodes
-        if seq.decoding:
-            bisect.insort(self._decoding, seq, key=_ARRIVAL)
-        else:
-            bisect.insort(self._prefilling, seq, key=_RANK)
-
-    def _leave(self, seq: Sequence) -> None:
-        """Remove the sequence from the list in which it waits or runs."""
-        if not seq.block_table:
+    def _move(self, seq: Sequence, event: SequenceEvent) -> None:
+        """Change the sequence's state as the table says, and put it into the list of its new state."""
+        source, target = seq.state, seq.move(event)
+        if target is source:
+            return
+        if source in self._places:
+            self._places[source].remove(seq)
+        if target in self._places:
+            bisect.insort(self._places[target], seq, key=_ORDER[target])
+        if source is _S.WAITING:
             self._waiting_tokens -= seq.remaining
-        place = self._decoding if seq.decoding else self._prefilling if seq.block_table else self._waiting
-        place.remove(seq)
-        seq.decoding = False
+        if target is _S.WAITING:
+            self._waiting_tokens += seq.remaining
 
     def _prefilled(self, seq: Sequence, advanced: list[Advance], *, drawn: bool) -> None:
         """Finish a chunk of a prefilling sequence: publish its blocks and report the advance of a lent one.
 
-        The sequence decodes from now on when a token was drawn after the chunk, or when only its last output token is left.
+        Any other sequence decodes from now on if a token was drawn after the chunk, or if only its last output token is left.
         """
         self.prefix.publish(seq)
         if seq.kind is SequenceKind.LENT:
             advanced.append(Advance(seq.seq_id, seq.computed))
-        if drawn or seq.decodes:
-            self._prefilling.remove(seq)
-            bisect.insort(self._decoding, seq, key=_ARRIVAL)
-            seq.decoding = True
+        elif drawn or seq.decodes:
+            self._move(seq, _E.PREFILLED)
 
     def _final(self, seq: Sequence) -> Final:
         """Return the blocks of a lent sequence that became final with its last chunk."""
@@ -462,20 +463,24 @@ class Scheduler:
         seq.tokens.append(token_id)
         reason = seq.finish_reason()
         if reason is not None or seq.kind is SequenceKind.LENT:
-            self._forget(seq)
+            self._forget(seq, _E.FINISHED)
         return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
 
     def _fail(self, seq: Sequence, failed: list[SeqId]) -> None:
         """End a sequence whose logits are not finite numbers. Its KV may be the reason, so no other sequence may find it."""
         self.prefix.withdraw(seq)
-        self._forget(seq)
+        self._forget(seq, _E.FAILED)
         failed.append(seq.seq_id)
 
-    def _forget(self, seq: Sequence) -> None:
-        """Remove the sequence and drop its own references. This is the only place where they end for good."""
+    def _forget(self, seq: Sequence, event: SequenceEvent) -> None:
+        """End the sequence and drop its own references."""
         self._pool.drop(seq.holder)
+        self._end(seq, event)
+
+    def _end(self, seq: Sequence, event: SequenceEvent) -> None:
+        """End the sequence. This is the only place where sequences end for good."""
+        self._move(seq, event)
         del self._sequences[seq.seq_id]
-        self._leave(seq)
 
     def _blocks_for(self, tokens: int) -> int:
         return ceil_div(tokens, self._block_size)
@@ -486,8 +491,9 @@ class Scheduler:
     def _check_sequence(self, seq: Sequence) -> None:
         assert seq.remaining >= max(seq.planned, 1)
         assert not seq.planned or (self._step is not None and seq in self._step)
-        assert not seq.decoding or seq in self._decoding
-        kind = HolderKind.INBOUND if seq.seq_id in self._inbound else HolderKind.SEQUENCE
+        assert seq.planned or seq.state is not _S.ABORTING
+        assert seq.decodes or seq.state is not _S.DECODING
+        kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE
         assert self._pool.blocks_of(Holder(kind, seq.seq_id)) == seq.block_table
-        assert bool(seq.block_table) == (seq not in self._waiting)
+        assert bool(seq.block_table) == (seq.state is not _S.WAITING)
         assert seq.computed <= len(seq.block_table) * self._block_size

@@ -9,10 +9,12 @@ from functools import lru_cache
 
 from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import Holder, HolderKind
+from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
 from pdserve.core.sampling import FinishReason, SamplingParams
-from pdserve.core.step_plan import GREEDY, SampleSpec, SequenceSlice
+from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
+from pdserve.engine.schedule.sequence_machine import MAX_HISTORY, TRANSITIONS, SequenceEvent, SequenceState
 
 
 class SequenceKind(Enum):
@@ -63,7 +65,10 @@ class Sequence:
     arrival: int
     rule: StopRule
     computed: int = 0
-    preempted: bool = False
+    state: SequenceState = SequenceState.NEW
+    preemptions: int = 0
+    """Number of times that it lost its blocks and was recomputed."""
+    history: tuple[str, ...] = ()
     block_table: tuple[BlockId, ...] = field(default=())
     chain: PrefixChain | None = None
     """Hashes of its blocks; None when its blocks are not shared."""
@@ -71,8 +76,6 @@ class Sequence:
     """Number of leading blocks that others can find: its own prefix hits and the blocks that it has published."""
     final: int = 0
     """Number of leading blocks of a lent sequence that nothing writes any more."""
-    decoding: bool = False
-    """True while it runs and only its last output token is left to compute."""
     served: int = 0
     """Number of the step that computed its last chunk."""
     planned: int = 0
@@ -82,8 +85,9 @@ class Sequence:
     stop_ids: tuple[int, ...] = field(init=False)
     longest: int = field(init=False)
     """Length in tokens at which it ends, whatever the tokens are."""
-    packed: bytes = b""
-    """`block_table` as int32 for compiled code. It is made when the table changes, not at each step."""
+    block_tables: tuple[tuple[BlockId, ...], ...] = ()
+    packed: tuple[bytes, ...] = ()
+    """`block_tables` as int32 for compiled code. They are made when a table changes, not at each step."""
     _stops: frozenset[int] = field(init=False)
     _min_tokens: int = field(init=False)
     _plain: bool = field(init=False)
@@ -119,26 +123,39 @@ class Sequence:
     @property
     def rank(self) -> tuple[bool, int, int]:
         """Order of service, smallest first: preempted sequences come first, then the order is by turn, then by arrival."""
-        return (not self.preempted, self.turn, self.arrival)
+        return (not self.preemptions, self.turn, self.arrival)
+
+    def move(self, event: SequenceEvent) -> SequenceState:
+        """Change the state as the table says, and return the new one. Raises `IllegalTransition`, with the history and nothing
+        changed, when the state does not allow the event."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransition(f"sequence {self.seq_id}", self.state.name, event.name, self.history)
+        if target is not self.state:
+            self.history = (*self.history[-(MAX_HISTORY - 1) :], f"{event.name}:{target.name}")
+        if event is SequenceEvent.PREEMPTED:
+            self.preemptions += 1
+        self.state = target
+        return target
 
     def last_slice(self) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence. The result is that of `next_slice(1)` in half the time."""
         self.planned = 1
-        sample = GREEDY if self._plain else self.sample_spec()
-        return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_table, sample, self.packed)
+        samples = ONE_GREEDY if self._plain else (self.sample_spec(),)
+        return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_tables, samples, self.packed)
 
     def next_slice(self, count: int) -> SequenceSlice:
         """Plan the next `count` tokens. A slice that ends with the last known token also draws the next one."""
         assert not self.planned, "a sequence is planned twice in one step"
         self.planned = count
         end = self.computed + count
-        sample = self.sample_spec() if end == len(self.tokens) else None
+        samples = (self.sample_spec(),) if end == len(self.tokens) else ()
         ids = tuple(self.tokens[self.computed : end])
-        return SequenceSlice(self.seq_id, self.computed, ids, self.block_table, sample, self.packed)
+        return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
 
     def has_blocks(self, table: tuple[BlockId, ...]) -> None:
         """Set the block table, in both of its forms."""
-        self.block_table, self.packed = table, array("i", table).tobytes()
+        self.block_table, self.block_tables, self.packed = table, (table,), (array("i", table).tobytes(),)
 
     def sample_spec(self) -> SampleSpec:
         """Return the specification for drawing the next token.

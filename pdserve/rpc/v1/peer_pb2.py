@@ -25,41 +25,41 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/v1/peer.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"?\n\x10HandshakeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\"@\n\x11HandshakeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\"H\n\x0cWatchRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\r\n\x05proof\x18( \x01(\x0c\"\xa7\x01\n\x0bLeaseStatus\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.pdserve.rpc.v1.LeaseState\x12\x11\n\twatermark\x18\x03 \x01(\r\x12/\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.FirstToken\"M\n\nFirstToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x33\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\"J\n\x0cRenewRequest\x12*\n\tlease_ids\x18\x01 \x03(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06proofs\x18( \x03(\x0c\">\n\rRenewResponse\x12-\n\x08statuses\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.LeaseStatus\"\xa3\x01\n\rCommitRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12+\n\treader_id\x18\x02 \x01(\x0b\x32\x18.pdserve.rpc.v1.ReaderId\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\r\n\x05\x66irst\x18( \x01(\r\x12\x0c\n\x04sums\x18) \x03(\x06\x12\r\n\x05proof\x18* \x01(\x0c\"l\n\x0e\x43ommitResponse\x12,\n\x06result\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.CommitResult\x12\x1a\n\rrotted_blocks\x18( \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_rotted_blocks\"J\n\x0eReleaseRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\r\n\x05proof\x18( \x01(\x0c\"\x11\n\x0fReleaseResponse*U\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10LEASE_STATE_HELD\x10\x01\x12\x14\n\x10LEASE_STATE_GONE\x10\x02*v\n\x0c\x43ommitResult\x12\x1d\n\x19\x43OMMIT_RESULT_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMMIT_RESULT_OK\x10\x01\x12\x16\n\x12\x43OMMIT_RESULT_GONE\x10\x02\x12\x19\n\x15\x43OMMIT_RESULT_CORRUPT\x10\x03\x32X\n\x04Peer\x12P\n\tHandshake\x12 .pdserve.rpc.v1.HandshakeRequest\x1a!.pdserve.rpc.v1.HandshakeResponse2\xaa\x02\n\x05Lease\x12\x46\n\x05Watch\x12\x1c.pdserve.rpc.v1.WatchRequest\x1a\x1b.pdserve.rpc.v1.LeaseStatus(\x01\x30\x01\x12\x44\n\x05Renew\x12\x1c.pdserve.rpc.v1.RenewRequest\x1a\x1d.pdserve.rpc.v1.RenewResponse\x12G\n\x06\x43ommit\x12\x1d.pdserve.rpc.v1.CommitRequest\x1a\x1e.pdserve.rpc.v1.CommitResponse\x12J\n\x07Release\x12\x1e.pdserve.rpc.v1.ReleaseRequest\x1a\x1f.pdserve.rpc.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/v1/peer.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"R\n\x10HandshakeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\"S\n\x11HandshakeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\"H\n\x0cWatchRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\r\n\x05proof\x18( \x01(\x0c\"\xa7\x01\n\x0bLeaseStatus\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.pdserve.rpc.v1.LeaseState\x12\x11\n\twatermark\x18\x03 \x01(\r\x12/\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.FirstToken\"M\n\nFirstToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x33\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\"J\n\x0cRenewRequest\x12*\n\tlease_ids\x18\x01 \x03(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06proofs\x18( \x03(\x0c\">\n\rRenewResponse\x12-\n\x08statuses\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.LeaseStatus\"\xa3\x01\n\rCommitRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12+\n\treader_id\x18\x02 \x01(\x0b\x32\x18.pdserve.rpc.v1.ReaderId\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\r\n\x05\x66irst\x18( \x01(\r\x12\x0c\n\x04sums\x18) \x03(\x06\x12\r\n\x05proof\x18* \x01(\x0c\"l\n\x0e\x43ommitResponse\x12,\n\x06result\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.CommitResult\x12\x1a\n\rrotted_blocks\x18( \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_rotted_blocks\"J\n\x0eReleaseRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\r\n\x05proof\x18( \x01(\x0c\"\x11\n\x0fReleaseResponse*U\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10LEASE_STATE_HELD\x10\x01\x12\x14\n\x10LEASE_STATE_GONE\x10\x02*v\n\x0c\x43ommitResult\x12\x1d\n\x19\x43OMMIT_RESULT_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMMIT_RESULT_OK\x10\x01\x12\x16\n\x12\x43OMMIT_RESULT_GONE\x10\x02\x12\x19\n\x15\x43OMMIT_RESULT_CORRUPT\x10\x03\x32X\n\x04Peer\x12P\n\tHandshake\x12 .pdserve.rpc.v1.HandshakeRequest\x1a!.pdserve.rpc.v1.HandshakeResponse2\xaa\x02\n\x05Lease\x12\x46\n\x05Watch\x12\x1c.pdserve.rpc.v1.WatchRequest\x1a\x1b.pdserve.rpc.v1.LeaseStatus(\x01\x30\x01\x12\x44\n\x05Renew\x12\x1c.pdserve.rpc.v1.RenewRequest\x1a\x1d.pdserve.rpc.v1.RenewResponse\x12G\n\x06\x43ommit\x12\x1d.pdserve.rpc.v1.CommitRequest\x1a\x1e.pdserve.rpc.v1.CommitResponse\x12J\n\x07Release\x12\x1e.pdserve.rpc.v1.ReleaseRequest\x1a\x1f.pdserve.rpc.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASESTATE']._serialized_start=1039
-  _globals['_LEASESTATE']._serialized_end=1124
-  _globals['_COMMITRESULT']._serialized_start=1126
-  _globals['_COMMITRESULT']._serialized_end=1244
+  _globals['_LEASESTATE']._serialized_start=1077
+  _globals['_LEASESTATE']._serialized_end=1162
+  _globals['_COMMITRESULT']._serialized_start=1164
+  _globals['_COMMITRESULT']._serialized_end=1282
   _globals['_HANDSHAKEREQUEST']._serialized_start=74
-  _globals['_HANDSHAKEREQUEST']._serialized_end=137
-  _globals['_HANDSHAKERESPONSE']._serialized_start=139
-  _globals['_HANDSHAKERESPONSE']._serialized_end=203
-  _globals['_WATCHREQUEST']._serialized_start=205
-  _globals['_WATCHREQUEST']._serialized_end=277
-  _globals['_LEASESTATUS']._serialized_start=280
-  _globals['_LEASESTATUS']._serialized_end=447
-  _globals['_FIRSTTOKEN']._serialized_start=449
-  _globals['_FIRSTTOKEN']._serialized_end=526
-  _globals['_RENEWREQUEST']._serialized_start=528
-  _globals['_RENEWREQUEST']._serialized_end=602
-  _globals['_RENEWRESPONSE']._serialized_start=604
-  _globals['_RENEWRESPONSE']._serialized_end=666
-  _globals['_COMMITREQUEST']._serialized_start=669
-  _globals['_COMMITREQUEST']._serialized_end=832
-  _globals['_COMMITRESPONSE']._serialized_start=834
-  _globals['_COMMITRESPONSE']._serialized_end=942
-  _globals['_RELEASEREQUEST']._serialized_start=944
-  _globals['_RELEASEREQUEST']._serialized_end=1018
-  _globals['_RELEASERESPONSE']._serialized_start=1020
-  _globals['_RELEASERESPONSE']._serialized_end=1037
-  _globals['_PEER']._serialized_start=1246
-  _globals['_PEER']._serialized_end=1334
-  _globals['_LEASE']._serialized_start=1337
-  _globals['_LEASE']._serialized_end=1635
+  _globals['_HANDSHAKEREQUEST']._serialized_end=156
+  _globals['_HANDSHAKERESPONSE']._serialized_start=158
+  _globals['_HANDSHAKERESPONSE']._serialized_end=241
+  _globals['_WATCHREQUEST']._serialized_start=243
+  _globals['_WATCHREQUEST']._serialized_end=315
+  _globals['_LEASESTATUS']._serialized_start=318
+  _globals['_LEASESTATUS']._serialized_end=485
+  _globals['_FIRSTTOKEN']._serialized_start=487
+  _globals['_FIRSTTOKEN']._serialized_end=564
+  _globals['_RENEWREQUEST']._serialized_start=566
+  _globals['_RENEWREQUEST']._serialized_end=640
+  _globals['_RENEWRESPONSE']._serialized_start=642
+  _globals['_RENEWRESPONSE']._serialized_end=704
+  _globals['_COMMITREQUEST']._serialized_start=707
+  _globals['_COMMITREQUEST']._serialized_end=870
+  _globals['_COMMITRESPONSE']._serialized_start=872
+  _globals['_COMMITRESPONSE']._serialized_end=980
+  _globals['_RELEASEREQUEST']._serialized_start=982
+  _globals['_RELEASEREQUEST']._serialized_end=1056
+  _globals['_RELEASERESPONSE']._serialized_start=1058
+  _globals['_RELEASERESPONSE']._serialized_end=1075
+  _globals['_PEER']._serialized_start=1284
+  _globals['_PEER']._serialized_end=1372
+  _globals['_LEASE']._serialized_start=1375
+  _globals['_LEASE']._serialized_end=1673
 # @@protoc_insertion_point(module_scope)

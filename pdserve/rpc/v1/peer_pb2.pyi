@@ -29,20 +29,24 @@ COMMIT_RESULT_GONE: CommitResult
 COMMIT_RESULT_CORRUPT: CommitResult
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("incarnation", "agent_metadata")
+    __slots__ = ("incarnation", "agent_metadata", "transport")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     agent_metadata: bytes
-    def __init__(self, incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
+    transport: str
+    def __init__(self, incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class HandshakeResponse(_message.Message):
-    __slots__ = ("incarnation", "agent_metadata")
+    __slots__ = ("incarnation", "agent_metadata", "transport")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     agent_metadata: bytes
-    def __init__(self, incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
+    transport: str
+    def __init__(self, incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("lease_id", "proof")

@@ -1,4 +1,4 @@
-"""A worker as placement sees it."""
+"""A worker and a request as placement sees them."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ class Candidate:
     suspect: bool  # it is silent, or its engine makes no steps
     refused: bool  # it refused work and has not shown since that it takes more
     claimed: bool = False  # its next room goes to a probe
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """An immutable view of one request."""
+
+    prompt_tokens: int  # tokens whose KV must be computed: the prompt, and on a retry what the client has
+    kv_tokens: int  # tokens whose KV the request will probably take on the worker

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from router.core.policy.candidate import Candidate
 
 
-def pick(candidates: Sequence[Candidate], score: Callable[[Candidate], float], turn: int) -> Candidate | None:
+def pick(candidates: Sequence[Candidate], scores: Sequence[float], turn: int) -> Candidate | None:
     """Return the candidate with the highest score. `turn` chooses among equals. None: there is no candidate."""
     if not candidates:
         return None
-    scores = [score(c) for c in candidates]
     best = max(scores)
     equals = [c for c, s in zip(candidates, scores, strict=True) if s == best]
     return equals[turn % len(equals)]

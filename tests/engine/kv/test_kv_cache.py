@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import KvLayout
+from pdserve.core.kv_layout import gqa_group
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.span import Span
 
-LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+LAYOUT = gqa_group(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 CPU = torch.device("cpu")
 
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.core.kv_layout import DTYPE_BITS, QUANTISED, KvLayout
+from pdserve.core.kv_layout import DTYPE_BITS, QUANTISED, KvGroup, gqa_group
 from pdserve.engine.kv.cache import TORCH_DTYPES
 from pdserve.engine.kv.convert import convert_blocks
 
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+LAYOUT = gqa_group(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 LARGEST = {"int8": 127, "fp8_e4m3": 448, "int4": 7}
 PAIRS = list(product(DTYPE_BITS, DTYPE_BITS))
 SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -25,7 +25,7 @@ HALF_STEP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Relative, of a normal number."""
 
 
-def layout_of(dtype: str) -> KvLayout:
+def layout_of(dtype: str) -> KvGroup:
     return replace(LAYOUT, dtype=dtype)
 
 

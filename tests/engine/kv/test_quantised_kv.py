@@ -16,7 +16,7 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.kv_layout import QUANTISED, KvLayout
+from pdserve.core.kv_layout import QUANTISED, gqa_group
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.kv.cache import KvCache
@@ -37,7 +37,7 @@ compiled_only = pytest.mark.skipif(library.load() is None, reason="the kernels w
 
 def poisoned(dtype: str, blocks: int = 6, heads: int = 2, dim: int = 8, compute: torch.dtype = torch.float32) -> KvCache:
     """NaN scales, and numbers that are NaN in fp8 and large otherwise."""
-    layout = KvLayout(3, heads, dim, SIZE, dtype)
+    layout = gqa_group(3, heads, dim, SIZE, dtype)
     kv = KvCache(layout, blocks * layout.block_bytes, CPU, compute)
     kv.tensor.fill_(0x7F)
     kv.scales.fill_(math.nan)
@@ -132,7 +132,7 @@ def test_older_tokens_keep_their_bits_while_the_scale_stays(dtype):
 
 @pytest.mark.parametrize(("stored", "compute"), [("float32", torch.bfloat16), ("bfloat16", torch.float32)])
 def test_plain_kv_of_another_dtype_is_cast_both_ways(stored, compute):
-    layout = KvLayout(2, 2, 8, SIZE, stored)
+    layout = gqa_group(2, 2, 8, SIZE, stored)
     kv = KvCache(layout, 3 * layout.block_bytes, CPU, compute)
     key, value = torch.randn(2, 20, 2, 8, generator=torch.Generator().manual_seed(2)).to(compute)
     table = (BlockId(2), BlockId(0))
@@ -144,7 +144,7 @@ def test_plain_kv_of_another_dtype_is_cast_both_ways(stored, compute):
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_the_same_memory_holds_twice_or_four_times_the_blocks(dtype):
-    plain = KvLayout(30, 3, 64, 16, "bfloat16")
+    plain = gqa_group(30, 3, 64, 16, "bfloat16")
     layout = dataclasses.replace(plain, dtype=dtype)
     blocks = [KvCache(one, 64 * MIB, CPU, torch.bfloat16).num_blocks for one in (plain, layout)]
     times = 4 if dtype == "int4" else 2
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused_by_the_name_of_the_setting():
 
 def replayed(runner: ModelRunner, ids: tuple[int, ...], cuts: list[int], table: tuple[BlockId, ...]) -> torch.Tensor:
     """The logits of all tokens, computed in the pieces between `cuts`."""
-    pieces = [SequenceSlice(SeqId(1), a, ids[a:b], table, None) for a, b in itertools.pairwise(cuts)]
+    pieces = [SequenceSlice(SeqId(1), a, ids[a:b], (table,), ()) for a, b in itertools.pairwise(cuts)]
     return torch.cat([runner.logits(StepPlan((piece,))) for piece in pieces])
 
 
@@ -206,18 +206,18 @@ def test_compiled_and_torch_store_the_same_bytes_of_the_same_values(make_runner,
     plain = make_runner(model, dtype="bfloat16", kv_cache_dtype="fp32", kv_cache_memory=96 * MIB)
     quantised = make_runner(model, dtype="bfloat16", kv_cache_dtype=kind)
     assert isinstance(quantised._model, native.NativeLlama)
-    quantised.kv.blocks.fill_(0xFF)  # NaN wherever a former owner's numbers or scales would be read
+    quantised.kv.caches[0].blocks.fill_(0xFF)  # NaN wherever a former owner's numbers or scales would be read
     for runner in (plain, quantised):
         assert replayed(runner, ids, CUTS, TABLE).isfinite().all()
     used = list(TABLE[:19])
-    values = plain.kv.tensor[used, 0].permute(1, 0, 3, 2, 4).flatten(1, 2)  # [2, tokens, heads, dim]
-    torchs = KvCache(quantised.kv.layout, quantised.kv.nbytes, CPU, torch.float32)
+    values = plain.kv.caches[0].tensor[used, 0].permute(1, 0, 3, 2, 4).flatten(1, 2)  # [2, tokens, heads, dim]
+    torchs = KvCache(quantised.kv.spec.groups[0], quantised.kv.nbytes, CPU, torch.float32)
     torchs.blocks.fill_(0xFF)
     for start, end in itertools.pairwise(CUTS):
         torchs.write(0, torchs.slots([Span(0, start, end - start, TABLE)]), *values[:, start:end])
-    assert torch.equal(quantised.kv.tensor[:, 0], torchs.tensor[:, 0])
-    assert torch.equal(quantised.kv.scales[used, 0], torchs.scales[used, 0])
-    quantised.kv.blocks.zero_()
+    assert torch.equal(quantised.kv.caches[0].tensor[:, 0], torchs.tensor[:, 0])
+    assert torch.equal(quantised.kv.caches[0].scales[used, 0], torchs.scales[used, 0])
+    quantised.kv.caches[0].blocks.zero_()
 
 
 @compiled_only
@@ -240,7 +240,7 @@ def test_compiled_attention_reads_what_is_stored(tiny_dir, kind):
     for length in (2, 17, 70, 128, 300):
         ids = random_ids(length)
         replayed(compiled, ids, [0, *range(length // 2, length)], TABLE)
-        by_torch.kv.blocks.copy_(compiled.kv.blocks)
+        by_torch.kv.caches[0].blocks.copy_(compiled.kv.caches[0].blocks)
         found, expected = (replayed(runner, ids, [length - 1, length], TABLE) for runner in (compiled, by_torch))
         off.append(rms(found - expected))
         size.append(rms(expected))
@@ -254,17 +254,17 @@ def test_chunks_of_whole_blocks_and_threads_do_not_touch_the_bits(make_runner, k
     runner = make_runner(dtype="bfloat16", kv_cache_dtype=kind)
     ids = random_ids(300)
     expected = replayed(runner, ids, [0, 300], TABLE)
-    kept = runner.kv.blocks[list(TABLE[:19])].clone()
+    kept = runner.kv.caches[0].blocks[list(TABLE[:19])].clone()
     try:
         for threads, cuts in ((1, [0, 16, 80, 288, 300]), (2, [0, 300]), (3, [0, 160, 300])):
             runner._model.threads = threads
-            runner.kv.blocks.fill_(0xFF)
+            runner.kv.caches[0].blocks.fill_(0xFF)
             assert torch.equal(replayed(runner, ids, cuts, TABLE), expected)
-            found = runner.kv.blocks[list(TABLE[:19])]
+            found = runner.kv.caches[0].blocks[list(TABLE[:19])]
             assert torch.equal(found[:-1], kept[:-1])
     finally:
         runner._model.threads = 1
-        runner.kv.blocks.zero_()
+        runner.kv.caches[0].blocks.zero_()
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=compiled_only), False])
@@ -276,12 +276,12 @@ def test_blocks_that_moved_to_another_pool_as_bytes_go_on_alike(make_runner, tin
     assert here is not there
     ids, moved = random_ids(60), tuple(BlockId(7 * i + 3) for i in range(4))
     replayed(here, ids[:41], [0, 20, 41], TABLE[:4])
-    there.kv.blocks.fill_(0xFF if compiled else 0x11)  # torch's attention takes finite garbage, NaN it does not
+    there.kv.caches[0].blocks.fill_(0xFF if compiled else 0x11)  # torch's attention takes finite garbage, NaN it does not
     for source, target in zip(TABLE[:3], moved, strict=False):
-        there.kv.blocks[target] = here.kv.blocks[source]
+        there.kv.caches[0].blocks[target] = here.kv.caches[0].blocks[source]
     cuts = list(range(41, 61))
     assert torch.equal(replayed(there, ids, cuts, moved), replayed(here, ids, cuts, TABLE[:4]))
-    there.kv.blocks.zero_()
+    there.kv.caches[0].blocks.zero_()
 
 
 def served(runner: ModelRunner, prompts: list[tuple[int, ...]], *, blocks: int, salt: bytes | None, at_once: bool):
@@ -313,11 +313,11 @@ def test_a_prefix_hit_gives_the_tokens_of_the_miss(make_runner, kind, compiled):
     system = random_ids(150)
     prompts = [system[: 30 * i] + random_ids(20 + i) for i in range(6)]
     missed, _, _ = served(runner, prompts, blocks=200, salt=None, at_once=False)
-    runner.kv.blocks.fill_(0xFF)
+    runner.kv.caches[0].blocks.fill_(0xFF)
     found, hit, _ = served(runner, prompts, blocks=200, salt=b"model", at_once=False)
     assert found == missed
     assert hit > 200
-    runner.kv.blocks.zero_()
+    runner.kv.caches[0].blocks.zero_()
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=compiled_only), False])

@@ -179,7 +179,7 @@ class Runner:
     """As much of a `ModelRunner` as settling uses, with one step that takes `size`."""
 
     def __init__(self, device: CountingDevice, size: int) -> None:
-        self.kv = SimpleNamespace(blocks=torch.ones(4))
+        self.kv = SimpleNamespace(caches=(SimpleNamespace(blocks=torch.ones(4)),))
         self._device = device
         self._size = size
 
@@ -203,7 +203,7 @@ def test_settling_on_a_gpu_refuses_a_set_pool_without_room_for_staging_and_the_m
             settle_on(device, runner, config, later=later)
     else:
         assert settle_on(device, runner, config, later=later).step_bytes == step
-    assert not runner.kv.blocks.any()
+    assert not runner.kv.caches[0].blocks.any()
     settle_on(device, runner, EngineConfig(), later=later)  # one that was measured has been sized for it
 
 
@@ -249,12 +249,12 @@ def test_the_largest_steps_could_be_planned_and_reach_every_bound(limits, batche
             end = piece.start + len(piece.token_ids)
             assert len(piece.token_ids) >= 1
             assert 0 <= piece.start < end < limits.max_model_len
-            assert len(set(piece.block_table)) == len(piece.block_table) == -(-end // limits.block_size)
-            assert all(0 <= block < limits.num_blocks for block in piece.block_table)
+            assert len(set(piece.block_tables[0])) == len(piece.block_tables[0]) == -(-end // limits.block_size)
+            assert all(0 <= block < limits.num_blocks for block in piece.block_tables[0])
     wide, long = plans[:2]
     most = min(limits.max_num_batched_tokens, limits.sequences * (limits.max_model_len - 1))
     assert wide.num_tokens == most
-    assert sum(piece.sample is not None for piece in wide.slices) == limits.sequences
+    assert len(wide.specs) == limits.sequences
     prompt = long.slices[-1]
     assert prompt.start + len(prompt.token_ids) == limits.max_model_len - 1
     assert len(prompt.token_ids) <= LONG_TOKENS

@@ -93,4 +93,4 @@ def test_settling_takes_the_whole_pool_at_once_or_refuses(tiny_dir):
     before = host.resident_bytes()
     settle(runner, config)
     assert host.resident_bytes() - before > 60 * MIB
-    assert not runner.kv.blocks.any(), "what the largest steps wrote is gone"
+    assert not runner.kv.caches[0].blocks.any(), "what the largest steps wrote is gone"

@@ -51,10 +51,10 @@ def tiny_runner(make_runner) -> ModelRunner:
     return make_runner("tiny", dtype="bfloat16")
 
 
-def plan_of(ids: list[int], start: int, sample: SampleSpec | None = None) -> StepPlan:
+def plan_of(ids: list[int], start: int, *samples: SampleSpec) -> StepPlan:
     """Tokens [start, len(ids)) on blocks in descending order."""
     table = tuple(BlockId(80 - i) for i in range(-(-len(ids) // 16)))
-    return StepPlan((SequenceSlice(SeqId(1), start, tuple(ids[start:]), table, sample),))
+    return StepPlan((SequenceSlice(SeqId(1), start, tuple(ids[start:]), (table,), samples),))
 
 
 def vocab_of(compiled: ModelRunner) -> int:
@@ -157,24 +157,24 @@ def test_nan_behind_the_end_and_in_other_blocks_does_not_leak(make_runner, make_
     runner = make_runner(dtype="bfloat16", block_size=block_size)
     (sheet,) = make_sheets(runner, [83], random.Random(4))
     expected = runner.logits(sheet.whole())
-    runner.kv.tensor.fill_(torch.nan)
+    runner.kv.caches[0].tensor.fill_(torch.nan)
     assert torch.equal(runner.logits(sheet.whole()), expected)
     assert torch.equal(runner.logits(StepPlan((sheet.piece(82, 83),)))[0], expected[-1])
-    runner.kv.tensor.zero_()
+    runner.kv.caches[0].tensor.zero_()
 
 
 @pytest.mark.parametrize(("tokens", "table"), [(17, (0,)), (2, (1 << 30,)), (2, (-1,))])
 def test_a_step_outside_its_blocks_is_not_computed(tiny_runner, tokens, table):
     blocks = tuple(BlockId(block) for block in table)
     with pytest.raises(AssertionError, match="block"):
-        tiny_runner.logits(StepPlan((SequenceSlice(SeqId(0), 0, (5,) * tokens, blocks, None),)))
+        tiny_runner.logits(StepPlan((SequenceSlice(SeqId(0), 0, (5,) * tokens, (blocks,), ()),)))
 
 
 def test_only_the_wanted_rows_are_answered_and_chunks_without_any_write_their_kv(make_runner, make_sheets):
     runner = make_runner(dtype="bfloat16")
     first, second = make_sheets(runner, [40, 33], random.Random(5))
     expected = torch.cat([runner.logits(first.whole())[-1:], runner.logits(second.whole())[-1:]]).argmax(1).tolist()
-    runner.kv.tensor.zero_()
+    runner.kv.caches[0].tensor.zero_()
     spec = SampleSpec(SamplingParams(temperature=0.0), 0)
     assert runner.execute(StepPlan((first.piece(0, 21), second.piece(0, 32)))) == []
     drawn = runner.execute(StepPlan((first.piece(21, 40, spec), second.piece(32, 33, spec))))
@@ -221,10 +221,11 @@ def test_a_greedy_row_a_banned_one_and_drawn_ones_share_a_step(tiny_runner):
     first = tiny_runner.logits(plan_of(ids[0], 0))[-1].topk(2).indices.tolist()
     specs = [SampleSpec(greedy, 0, (first[0],)), SampleSpec(greedy, 0), SampleSpec(warm, 3)]
     alone = [
-        tiny_runner.execute(StepPlan((SequenceSlice(SeqId(i), 0, tuple(ids[i]), table[i], specs[i]),)))[0] for i in range(3)
+        tiny_runner.execute(StepPlan((SequenceSlice(SeqId(i), 0, tuple(ids[i]), (table[i],), (specs[i],)),)))[0]
+        for i in range(3)
     ]
     together = tiny_runner.execute(
-        StepPlan(tuple(SequenceSlice(SeqId(i), 0, tuple(ids[i]), table[i], specs[i]) for i in range(3)))
+        StepPlan(tuple(SequenceSlice(SeqId(i), 0, tuple(ids[i]), (table[i],), (specs[i],)) for i in range(3)))
     )
     assert list(together) == alone
     assert together[0][0] == first[1]

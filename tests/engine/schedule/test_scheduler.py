@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from pdserve.core.blocks import BlockPool
+from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import StepPlan
@@ -34,7 +35,7 @@ def step(scheduler: Scheduler, token: int = 7) -> tuple[StepPlan, StepOutcome | 
     scheduler.check_invariants()
     if not plan.slices:
         return plan, None
-    outcome = scheduler.collect([(token, None) for s in plan.slices if s.sample is not None])
+    outcome = scheduler.collect([(token, None) for _ in plan.specs])
     scheduler.check_invariants()
     return plan, outcome
 
@@ -59,7 +60,7 @@ def test_a_long_prompt_is_chunked_then_decoded_and_leaves_no_trace():
     spans = []
     while scheduler.has_work:
         plan, _ = step(scheduler)
-        spans += [(s.start, len(s.token_ids), s.sample is not None) for s in plan.slices]
+        spans += [(s.start, len(s.token_ids), len(s.samples) == 1) for s in plan.slices]
     assert spans == [(0, 8, False), (8, 8, False), (16, 3, True), (19, 1, True), (20, 1, True)]
     assert_empty(scheduler)
 
@@ -140,7 +141,7 @@ def test_inbound_is_reserved_whole_activated_and_decoded():
     plan, outcome = step(scheduler)
     assert plan.slices[0].token_ids == (42,)
     assert plan.slices[0].start == 8
-    assert plan.slices[0].block_table == blocks
+    assert plan.slices[0].block_tables == (blocks,)
     assert outcome is not None
     assert outcome.tokens == ((1, 1, 7, None, None),)
     _, outcome = step(scheduler)
@@ -209,6 +210,18 @@ def test_inbound_blocks_of_an_aborted_read_are_quarantined_until_it_stops():
     assert_empty(scheduler)
 
 
+def test_an_event_that_the_state_does_not_list_raises_with_the_history_and_changes_nothing():
+    scheduler = make()
+    add(scheduler, 1, 5)
+    scheduler.plan()
+    with pytest.raises(IllegalTransition, match="sequence 1: ACTIVATED is illegal in PREFILLING") as raised:
+        scheduler.activate(SeqId(1), 42)
+    assert raised.value.history == ("QUEUED:WAITING", "ADMITTED:PREFILLING")
+    with pytest.raises(KeyError):
+        scheduler.activate(SeqId(2), 42)
+    scheduler.check_invariants()
+
+
 def test_a_sequence_aborted_during_a_step_keeps_its_blocks_until_the_step_is_collected():
     scheduler = make()
     seq = add(scheduler, 1, 4, max_tokens=5)
@@ -267,8 +280,7 @@ def test_stopping_ids_are_banned_until_min_tokens_are_out():
     banned = []
     for _ in range(3):
         plan, _ = step(scheduler)
-        spec = plan.slices[0].sample
-        assert spec is not None
+        (spec,) = plan.slices[0].samples
         banned.append(spec.banned_ids)
     assert banned == [(EOS, 5), (EOS, 5), ()]
 

@@ -6,6 +6,7 @@ The model is a function of all tokens so far, so any wrong token, position or in
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from itertools import accumulate
 
 from hypothesis import settings
@@ -135,8 +136,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.memory.update({(block, slot): VOCAB for slot in range(BLOCK)})
         self.scheduler.end_quarantine(seq_id)
 
-    @rule()
-    def step(self) -> None:
+    @precondition(lambda self: self.outputs)
+    @rule(data=st.data())
+    def step_with_aborts(self, data: st.DataObject) -> None:
+        """Some requests end, perhaps twice, while the model computes the step."""
+        self.step(data.draw(st.lists(st.sampled_from(sorted(self.outputs)), max_size=3)))
+
+    @rule(aborted=st.just(()))
+    def step(self, aborted: Sequence[SeqId] = ()) -> None:
         had_work = self.scheduler.has_work
         plan = self.scheduler.plan()
         self.leases += [a.seq_id for a in self.scheduler.take_admitted()]
@@ -149,6 +156,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for i in [i for i in range(len(sampled)) if (self.steps + i) % FAILS_EVERY == 0]:
             sampled[i] = (NO_TOKEN, None)
         self.steps += 1
+        for seq_id in aborted:
+            self.scheduler.abort(seq_id)
+            self.outputs.pop(seq_id, None)
+            self.inbound.pop(seq_id, None)
         outcome = self.scheduler.collect(sampled)
         for seq_id in outcome.failed:
             del self.outputs[seq_id]
@@ -162,20 +173,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
         ends = accumulate(len(piece.token_ids) for piece in plan.slices)
-        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.sample is not None]
+        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.samples]
         assert plan.sampled_rows == rows, "the model would draw after other tokens"
         sampled: list[Sampled] = []
         written: set[tuple[BlockId, int]] = set()
         for piece in plan.slices:
             for offset, token in enumerate(piece.token_ids):
                 position = piece.start + offset
-                slot = (piece.block_table[position // BLOCK], position % BLOCK)
+                slot = (piece.block_tables[0][position // BLOCK], position % BLOCK)
                 assert slot not in written
                 written.add(slot)
                 self.memory[slot] = token
-            if piece.sample is not None:
+            if piece.samples:
                 end = piece.start + len(piece.token_ids)
-                tokens = tuple(self.memory[piece.block_table[p // BLOCK], p % BLOCK] for p in range(end))
+                tokens = tuple(self.memory[piece.block_tables[0][p // BLOCK], p % BLOCK] for p in range(end))
                 sampled.append((model(tokens), None))
         return sampled
 

@@ -12,10 +12,11 @@ from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
 from router.core.events import LinkId
 from router.core.ledger import OutputMean
-from router.core.policy import filters, scorers
-from router.core.policy.candidate import Candidate
+from router.core.policy import filters, most_free_kv, shortest_queue
+from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.decider import Reason, decide
 from router.core.policy.picker import pick
+from router.core.policy.ranking import ranking_of
 
 BASE = Candidate(LinkId(1), 100, 0, 4, 0, 64, suspect=False, refused=False)
 
@@ -67,16 +68,18 @@ def test_filters_keep_those_that_may_serve() -> None:
 
 @given(st.lists(candidates), st.integers(0, 10_000), st.integers(0, 100))
 def test_scores_are_within_0_and_1_and_the_best_is_picked(pool: list[Candidate], need: int, turn: int) -> None:
-    for score in (lambda c: scorers.decode_score(c, need), scorers.prefill_score):
-        assert all(0 <= score(c) <= 1 for c in pool)
-        picked = pick(pool, score, turn)
+    for policy in (most_free_kv.score, shortest_queue.score):
+        request = RequestView(need, need)
+        scores = ranking_of(policy)(pool, request)
+        assert all(0 <= score <= 1 for score in scores)
+        picked = pick(pool, scores, turn)
         assert (picked is None) == (not pool)
-        assert picked is None or score(picked) == max(map(score, pool))
+        assert picked is None or policy(picked, request) == max(scores)
 
 
 def test_equals_take_turns() -> None:
     pool = [dataclasses.replace(BASE, link=LinkId(n)) for n in range(3)]
-    links = [picked.link for turn in range(6) if (picked := pick(pool, scorers.prefill_score, turn))]
+    links = [picked.link for turn in range(6) if (picked := pick(pool, [0.5] * 3, turn))]
     assert links == [0, 1, 2, 0, 1, 2]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import stat
+import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ from pdserve.cli import main
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, InvalidRequest, Overloaded
 from router.core import events as ev
+from router.core.policy.ranking import BUILT_IN
 from router.recording import recorder as recorder_module
 from router.recording.recorder import END_BYTES, Recorder
-from router.recording.replay import replay
+from router.recording.replay import Replay
+from router.recording.replay import replay as replay_with
 from router.recording.transcript import Transcript
 from tests.router.core_peers import FINGERPRINT, Stage
 
@@ -38,6 +42,10 @@ def played(**config: object) -> Stage:
     stage.run()
     stage.assert_empty()
     return stage
+
+
+def replay(lines: Iterable[bytes]) -> Replay:
+    return replay_with(lines, lambda config: BUILT_IN)
 
 
 LINES = played().notes.lines
@@ -133,6 +141,19 @@ def test_what_is_no_recording_is_a_typed_error(tmp_path: Path, lines: list[bytes
     assert shown.exit_code == 1
     assert shown.stderr.startswith(f"error: recording: {says}")
     assert len(shown.stderr.splitlines()) == 1
+
+
+def test_a_policy_that_is_code_is_not_imported_unless_asked_for(tmp_path: Path) -> None:
+    """A recording comes from elsewhere: it must not choose what is run here."""
+    own = [LINES[0].replace(b'"prefill_policy":"shortest_queue"', b'"prefill_policy":"antigravity:fly"'), *LINES[1:]]
+    shown = run_replay(tmp_path / "file", own)
+    assert shown.exit_code == 1
+    assert "names the policy 'antigravity:fly', which --own-policies would import" in shown.stderr
+    assert "antigravity" not in sys.modules
+    known = [
+        LINES[0].replace(b'"prefill_policy":"shortest_queue"', b'"prefill_policy":"router.core.policy.shortest_queue:score"')
+    ]
+    assert run_replay(tmp_path / "file", [*known, *LINES[1:]], "--own-policies").exit_code == 0
 
 
 def test_an_unknown_request_is_a_typed_error(tmp_path: Path) -> None:

@@ -1,0 +1,172 @@
+"""The transport over cross-memory attach (process_vm_readv): the processes of one machine and one user, in host memory.
+
+It needs no library, so it serves where NIXL is not installed. A read is over when it is posted. It opens nothing to the
+network, but lets every process of this user read the memory of this one, as UCX does for the same system call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from kvtransfer.api import LocalRegion, Region, RemoteRegion, TransportRead, check_shapes
+from pdserve.core.errors import ConfigError, TransferFailed
+from pdserve.core.ids import Incarnation, WorkerId
+
+CALL_BLOCKS: Final = 512  # a call takes at most 1024 pieces (IOV_MAX)
+CALL_BYTES: Final = 1 << 30  # a call moves less than 2 GiB
+MAX_METADATA_BYTES: Final = 512
+_PR_SET_PTRACER: Final = 0x59616D61
+_PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_PIECES: Final = ctypes.POINTER(_Piece)
+_LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+_LIBC.process_vm_readv.argtypes = (ctypes.c_int, _PIECES, ctypes.c_ulong, _PIECES, ctypes.c_ulong, ctypes.c_ulong)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One process and its pool. `machine` tells one boot of one machine, and one namespace of process ids, from others."""
+
+    incarnation: int
+    machine: str
+    pid: int
+    started: str  # ticks since the boot; another process may get the id of one that has ended
+    address: int
+    num_blocks: int
+    block_bytes: int
+
+    @property
+    def region(self) -> RemoteRegion:
+        """The pool in the process's address space."""
+        return Region(self.address, self.num_blocks, self.block_bytes)
+
+
+class CmaTransport:
+    """Reads the pools of other processes. `kvtransfer.api.Transport` has the contract of each method."""
+
+    def __init__(self, worker_id: WorkerId, incarnation: Incarnation, region: LocalRegion) -> None:
+        """Let other processes read this one. Raises `ConfigError` for a pool in GPU memory."""
+        if region.device.kind != "cpu":
+            raise ConfigError(f"transfer.transport cma reads host memory only, and the KV of {worker_id} is on a GPU: use nixl")
+        _LIBC.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # fails where no rule forbids reading anyway
+        pid = os.getpid()
+        own = _Process(incarnation, _machine(), pid, _started(pid), region.address, region.num_blocks, region.block_bytes)
+        self._metadata: bytes = msgpack.packb(astuple(own))
+        self._region = region
+        self._peers: dict[Incarnation, _Process] = {}
+
+    def metadata(self) -> bytes:
+        """Return the description of this process and its pool."""
+        return self._metadata
+
+    def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
+        """Remember the process of a peer. Raises `TransferFailed` for a process of another machine and for one that has
+        ended."""
+        peer = _parse(metadata)
+        name = f"peer {incarnation:016x}"
+        if peer.incarnation != incarnation:
+            raise TransferFailed(f"the metadata of {name} names another process")
+        if peer.machine != _machine():
+            raise TransferFailed(f"{name} is on another machine, or in a container of its own; transport cma does not reach it")
+        _check_alive(peer)
+        self._peers[incarnation] = peer
+
+    def disconnect(self, incarnation: Incarnation) -> None:
+        """Forget a peer."""
+        self._peers.pop(incarnation, None)
+
+    def post_read(
+        self,
+        peer: Incarnation,
+        region: RemoteRegion,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        into: LocalRegion | None = None,
+    ) -> TransportRead:
+        """Copy the blocks. Every byte has arrived when this returns."""
+        into = into or self._region
+        process = self._peers.get(peer)
+        if process is None:
+            raise TransferFailed(f"peer {peer:016x} is not connected")
+        check_shapes(into, region, remote_blocks, local_blocks)
+        if region != process.region:
+            raise TransferFailed(f"the pool {region} is not peer {peer:016x}'s")
+        _check_alive(process)
+        for part in _parts(len(local_blocks), region.block_bytes):
+            _copy(
+                process, [region.address_of(b) for b in remote_blocks[part]], [into.address_of(b) for b in local_blocks[part]]
+            )
+        return TransportRead(peer, len(local_blocks))
+
+    def poll(self, handle: TransportRead) -> bool:
+        """Return True: a read is over when it is posted."""
+        return True
+
+    def close(self) -> None:
+        """Forget every peer."""
+        self._peers.clear()
+
+
+def prepare(host: str, allow_public: bool) -> type[CmaTransport]:
+    """Return the class. The transport opens nothing to the network, so it takes any `host`."""
+    return CmaTransport
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started, in ticks. Empty: there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def _check_alive(peer: _Process) -> None:
+    if _started(peer.pid) != peer.started:
+        raise TransferFailed(f"cannot connect to peer {peer.incarnation:016x}: its process {peer.pid} has ended")
+
+
+def _parse(metadata: bytes) -> _Process:
+    """Read the description that a peer gave. Raises `TransferFailed` for anything else."""
+    kinds = (int, str, int, str, int, int, int)
+    fields: Any = ()
+    try:
+        fields = msgpack.unpackb(metadata[: MAX_METADATA_BYTES + 1], use_list=False)
+    except (ValueError, msgpack.exceptions.UnpackException):
+        pass
+    if not isinstance(fields, tuple) or tuple(map(type, fields)) != kinds or min(fields[2], *fields[4:]) < 1:
+        raise TransferFailed(f"the metadata of {len(metadata)} bytes is not that of a cma transport")
+    return _Process(*fields)
+
+
+def _parts(count: int, block_bytes: int) -> Iterator[slice]:
+    size = max(1, min(CALL_BLOCKS, CALL_BYTES // block_bytes))
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def _copy(process: _Process, remote: Sequence[int], local: Sequence[int]) -> None:
+    """Copy one block to each local address. Raises `TransferFailed` when not every byte was copied."""
+    count, nbytes = len(local), process.block_bytes
+    theirs, ours = ((_Piece * count)(*(_Piece(address, nbytes) for address in side)) for side in (remote, local))
+    copied = _LIBC.process_vm_readv(process.pid, ours, count, theirs, count, 0)
+    if copied != count * nbytes:
+        reason = os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} of {count * nbytes} bytes were read"
+        raise TransferFailed(f"a read of {count} blocks from peer {process.incarnation:016x} failed: {reason}")

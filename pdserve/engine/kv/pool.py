@@ -1,0 +1,41 @@
+"""The memory of a model's KV: one `KvCache` for each KV group, with the same number of blocks in each."""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv_layout import KvSpec
+from pdserve.engine.kv.cache import KvCache
+
+
+class KvPool:
+    """Owner of the blocks of all groups. It lives as long as its process, because peers may hold its addresses."""
+
+    def __init__(self, spec: KvSpec, memory_bytes: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Allocate as many blocks in each group as `memory_bytes` holds of all groups together.
+
+        dtype: the dtype of tokens that are written and gathered; None means that of each group. Raises `ConfigError` when
+        `memory_bytes` is less than one block of each group.
+        """
+        self.spec = spec
+        self.num_blocks = memory_bytes // spec.block_bytes
+        if self.num_blocks == 0:
+            raise ConfigError(f"kv_cache_memory of {memory_bytes} B is less than one block of {spec.block_bytes} B")
+        self.caches = tuple(KvCache(group, self.num_blocks * group.block_bytes, device, dtype) for group in spec.groups)
+        """The memory of each group, in the order of the groups."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the memory."""
+        return self.caches[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first group's tokens that are written and gathered."""
+        return self.caches[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks of all groups."""
+        return sum(cache.nbytes for cache in self.caches)

@@ -1,0 +1,89 @@
+"""The placement policies that the settings name, guarded so that a policy of the operator's own cannot end the router.
+
+A policy that raises, or returns anything but a finite number, is counted and logged, and the built-in policy of its pool
+makes that one choice. No request fails by it. A policy that does not return at all cannot be guarded against.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, Final
+
+from pdserve.config import RouterConfig
+from pdserve.plugins import resolve
+from router.core.events import Role
+from router.core.policy.candidate import Candidate, RequestView
+from router.core.policy.ranking import BUILT_IN, Policy, Ranking, Rankings, ranking_of
+
+logger = logging.getLogger(__name__)
+
+BUILTINS: Final = {
+    "shortest_queue": "router.core.policy.shortest_queue:score",
+    "most_free_kv": "router.core.policy.most_free_kv:score",
+}
+MAX_LOGGED: Final = 16
+"""One policy's faults are logged for this many different reasons, once each. All faults are counted."""
+
+
+class _NotANumber(Exception):
+    """The policy returned something else than a finite number."""
+
+
+class GuardedPolicy:
+    """The ranking of a policy that may raise or return nonsense."""
+
+    def __init__(self, setting: str, policy: Policy, fallback: Ranking, count: Callable[[str], None]) -> None:
+        """`fallback` ranks when the policy cannot. `count` gets the reason of each fault, "raised" or "not_a_number"."""
+        self._setting = setting
+        self._policy = policy
+        self._fallback = fallback
+        self._count = count
+        self._logged: set[str] = set()
+
+    def __call__(self, candidates: Sequence[Candidate], request: RequestView) -> Sequence[float]:
+        """Return the policy's scores. If one of them is wrong, return the fallback's for all candidates, since the scores of
+        two policies do not compare."""
+        try:
+            return [_number(self._policy(candidate, request)) for candidate in candidates]
+        except _NotANumber as exc:
+            self._fault("not_a_number", f"returned {exc}")
+        except (Exception, SystemExit) as exc:  # noqa: BLE001 - it is the operator's code: whatever it raises stays here
+            self._fault("raised", f"raised {type(exc).__name__}", exc)
+        return self._fallback(candidates, request)
+
+    def _fault(self, reason: str, text: str, exc: BaseException | None = None) -> None:
+        self._count(reason)
+        if text not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(text)
+            logger.error("%s: the policy %s; the built-in policy chooses instead", self._setting, text, exc_info=exc)
+
+
+def rankings_of(config: RouterConfig, count: Callable[[str, str], None]) -> Rankings:
+    """Return the rankings that the settings name. `count` gets the role and the reason of each fault of a policy.
+
+    Raises `ConfigError` for an unknown name, with the known ones.
+    """
+    return Rankings(
+        prefill=_ranking("router.prefill_policy", config.prefill_policy, BUILT_IN.prefill, Role.PREFILL, count),
+        decode=_ranking("router.decode_policy", config.decode_policy, BUILT_IN.decode, Role.DECODE, count),
+    )
+
+
+def _ranking(setting: str, name: str, fallback: Ranking, role: Role, count: Callable[[str, str], None]) -> Ranking:
+    policy: Policy = resolve(name, BUILTINS, setting)
+    if name in BUILTINS:
+        return ranking_of(policy)
+    return GuardedPolicy(setting, policy, fallback, lambda reason: count(role.value, reason))
+
+
+def _number(value: Any) -> float:
+    """Return a score as a float. Raises `_NotANumber` that says what it is instead."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _NotANumber(type(value).__name__)
+    number = float(value)
+    if not math.isfinite(number):
+        raise _NotANumber(str(number))
+    return number

@@ -1,0 +1,98 @@
+"""Each entry of each state table fires in some run, so no table says what cannot happen.
+
+Runs are the properties of each machine, which random examples drive, and every state of small handoffs. The examples follow
+from the numbers of the rounds. A table that is silent in one round gets the next one, up to a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from pdserve.core import blocks, lease, reader
+from pdserve.engine.schedule import sequence
+from tests.core import test_blocks, test_blocks_prefix, test_lease, test_reader
+from tests.engine.schedule import test_scheduler_machine
+from tests.search.explorer import explore
+from tests.search.handoff import Handoff
+from tests.search.test_handoff_model import MAX_STATES, SMALL
+
+ROUNDS = 50
+"""The bound. Ten rounds were enough for each table when this was written."""
+HANDOFFS = ("prefix hits on both sides", "a block of the lender rots, and a copy goes wrong", "changed tickets")
+
+
+class Recorded(dict[tuple[Enum, Enum], Any]):
+    """A table that notes which of its entries were asked for."""
+
+    def __init__(self, table: dict[tuple[Enum, Enum], Any]) -> None:
+        super().__init__(table)
+        self.silent = set(table)
+
+    def get(self, key: tuple[Enum, Enum], default: Any = None) -> Any:
+        self.silent.discard(key)
+        return super().get(key, default)
+
+
+def play(*machines: type[RuleBasedStateMachine]) -> Callable[[int], None]:
+    """Return a run of these machines, whose examples follow from the number of the round."""
+    fixed = settings(
+        max_examples=30,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+
+    def run(number: int) -> None:
+        for machine in machines:
+            run_state_machine_as_test(seed(number)(type(machine.__name__, (machine,), {})), settings=fixed)
+
+    return run
+
+
+def search(_: int) -> None:
+    for name in HANDOFFS:
+        assert explore(Handoff(SMALL[name]), max_states=MAX_STATES).counterexample is None
+
+
+RUNS: dict[ModuleType, tuple[Callable[[int], None], Callable[[int], None]]] = {
+    lease: (search, lambda _: test_lease.every_call_in_every_state()),
+    reader: (search, play(test_reader.ReaderMachine)),
+    blocks: (search, play(test_blocks.PoolMachine, test_blocks_prefix.PrefixMachine)),
+    sequence: (lambda _: None, play(test_scheduler_machine.SchedulerMachine)),
+}
+"""What each table gets first, and then in each round."""
+
+
+def rounds(module: ModuleType) -> Iterator[None]:
+    first, again = RUNS[module]
+    yield first(0)
+    for number in range(ROUNDS):
+        yield again(number)
+
+
+@pytest.mark.parametrize("module", RUNS, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_entry_of_the_table_fires(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Recorded(module.TRANSITIONS)
+    monkeypatch.setattr(module, "TRANSITIONS", table)
+    for _ in rounds(module):
+        if not table.silent:
+            return
+    pytest.fail(f"these never fire: {sorted((state.name, event.name) for state, event in table.silent)}")
+
+
+def test_an_entry_that_cannot_fire_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = (lease.LeaseState.EXPIRED, lease.LeaseEvent.COMMIT_CORRUPT)
+    table = Recorded({**lease.TRANSITIONS, silent: (lease.LeaseState.EXPIRED, lease.CommitAnswer.GONE)})
+    monkeypatch.setattr(lease, "TRANSITIONS", table)
+    for run in RUNS[lease]:
+        run(0)
+    assert table.silent == {silent}
