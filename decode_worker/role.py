@@ -119,14 +119,14 @@ class DecodeRole:
                 rows.append(self._token(request, token))
             except Exception as exc:  # noqa: BLE001 - as above
                 self._break(request, exc)
+        if rows:
+            self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
         for seq_id in events.preempted:
             if (request := self._by_seq.get(seq_id)) is not None:
                 self._note(request, WorkKind.PREEMPTED)
         for seq_id in events.failed:
             if (request := self._by_seq.get(seq_id)) is not None:
                 self._fail(request, no_numbers(self._host))
-        if rows:
-            self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
 
     def on_tick(self) -> None:
         """Do nothing: a decode worker has no lease that could expire."""
@@ -171,13 +171,13 @@ class DecodeRole:
         )
 
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:
-        if result.block_ids is None:
+        if result.block_tables is None:
             self._forget(request)
             self._no_room(request.handle, request.request_id, request.prompt_len)
             return
-        self._note(request, WorkKind.RESERVED, blocks=len(result.block_ids), cached_blocks=result.hits)
+        self._note(request, WorkKind.RESERVED, blocks=sum(map(len, result.block_tables)), cached_blocks=result.hits)
         if not request.local_prefill:
-            blocks = result.block_ids[: self._host.layout.blocks_for(request.prompt_len)]
+            blocks = result.block_tables[0][: self._host.layout.blocks_for(request.prompt_len)]
             request.inbound = InboundBlocks(
                 self._host,
                 self._leases,

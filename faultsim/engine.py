@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from faultsim.oracle import EOS, chain, draw
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import BlockId, BlockSum
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SequenceSlice, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -51,9 +51,9 @@ class SimKv:
             for block in blocks:
                 self.blocks[block][:] = [self._rng.getrandbits(40)] * BLOCK_SIZE
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Compute one step: write the tags of all slices, and return the tokens that are drawn."""
-        return [drawn for piece in plan.slices for drawn in self._slice(piece)]
+    def collect(self, pending: StepPlan) -> list[Sampled]:
+        """End a step: write the tags of all slices, and return the tokens that are drawn. A launched step is its plan."""
+        return [drawn for piece in pending.slices for drawn in self._slice(piece)]
 
     def _slice(self, piece: SequenceSlice) -> list[Sampled]:
         table, blocks = piece.block_tables[0], self.blocks
@@ -81,7 +81,7 @@ class SimEngine:
         self,
         process: Process,
         kv: SimKv,
-        pool: BlockPool,
+        pool: BlockPools,
         publish: Callable[[StepEvents], None],
         reached: Callable[[str], None],
         rng: random.Random,
@@ -105,7 +105,7 @@ class SimEngine:
             prefix_salt=b"sim" if prefix_caching else None,
         )
         self.steps = 0
-        self._engine = EngineSteps(self.scheduler, pool, kv.sums if checksums else None)
+        self._engine = EngineSteps(self.scheduler, pool, [kv.sums] if checksums else None)
         self._process = process
         self._publish = publish
         self._reached = reached
@@ -140,12 +140,12 @@ class SimEngine:
         else:
             self._next()
 
-    def _finish(self, plan: StepPlan) -> None:
+    def _finish(self, pending: StepPlan) -> None:
         self.steps += 1
         self._reached("engine_step")
         if not self._process.alive:
             return
-        events = self._engine.finish(self.kv.execute(plan))
+        events = self._engine.finish(self.kv.collect(pending))
         self._settle()
         self._tell(events)
         if (sealed := self._engine.seal()) is not None:
@@ -172,6 +172,6 @@ class SimEngine:
             self.scheduler.check_invariants()
 
 
-def free_blocks(pool: BlockPool) -> list[BlockId]:
+def free_blocks(pool: BlockPools) -> list[BlockId]:
     """Return the free blocks, whose content means nothing."""
-    return list(pool._free)
+    return list(pool.groups[0]._free)

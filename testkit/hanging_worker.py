@@ -11,8 +11,8 @@ import runpy
 import signal
 import threading
 
-from pdserve.core.step_plan import Sampled, StepPlan
-from pdserve.engine.runner import ModelRunner
+from pdserve.core.step_plan import StepPlan
+from pdserve.engine.runner import ModelRunner, Pending
 from testkit.processes import MODULE
 
 
@@ -20,14 +20,14 @@ def main() -> None:
     """Install the signal handler, and run the role's module."""
     hang = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: hang.set())
-    execute = ModelRunner.execute
+    launch = ModelRunner.launch
 
-    def execute_or_hang(self: ModelRunner, plan: StepPlan) -> list[Sampled]:
+    def launch_or_hang(self: ModelRunner, plan: StepPlan) -> Pending:
         if hang.is_set():
             threading.Event().wait()
-        return execute(self, plan)
+        return launch(self, plan)
 
-    ModelRunner.execute = execute_or_hang  # type: ignore[method-assign]
+    ModelRunner.launch = launch_or_hang  # type: ignore[method-assign]
     runpy.run_module(os.environ[MODULE], run_name="__main__")
 
 

@@ -5,8 +5,10 @@ The types are named tuples, since a step makes some for each of its sequences: o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
@@ -88,3 +90,20 @@ NO_TOKEN: Final = -1
 Sampled = tuple[int, TokenLogprobs | None]
 """A drawn token with its log-probabilities, which are None unless the parameters ask for them; or `NO_TOKEN` and None.
 The tokens of a step are in the order of its slices, and of the samples of each."""
+
+Drafts = Mapping[SeqId, tuple[int, ...]]
+"""Guesses of the next tokens of sequences, as ids of the vocabulary. A wrong guess costs time and changes no output."""
+NO_DRAFTS: Final[Drafts] = MappingProxyType({})
+
+
+def accept(drafts: tuple[int, ...], drawn: Sequence[Sampled]) -> Sequence[Sampled]:
+    """Return the drawn tokens that count: all up to the first one that differs from its draft, and this one.
+
+    drafts: the guesses that a slice computed after its last known token. drawn: len(drafts) + 1 tokens, one for the last known
+    token and one for each draft. drawn[i] is the true token after the known tokens only if all drafts before it were right.
+    Each row is drawn with its own index, so these tokens are those that steps of one token draw.
+    """
+    for count, (draft, (token_id, _)) in enumerate(zip(drafts, drawn, strict=False), start=1):
+        if token_id != draft:
+            return drawn[:count]
+    return drawn

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import fit_max_model_len
-from pdserve.core.step_plan import Sampled, StepPlan
+from pdserve.core.step_plan import GREEDY, Sampled, StepPlan
 from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
@@ -32,9 +34,26 @@ from pdserve.engine.models.batched import BatchedLlama, Hidden
 from pdserve.engine.models.llama import Backend, Llama
 from pdserve.engine.models.weights import LlamaWeights, load_llama
 from pdserve.engine.native import library
-from pdserve.engine.sampler import sample
+from pdserve.engine.sampler import best_ids, sample
 
+DRAFTS_OBSTACLE: Final = (
+    "kv_cache_dtype stores scaled blocks, and the scale of a block would depend on drafts that turn out to be wrong"
+)
 ReadWeights = Callable[[torch.dtype, torch.device], LlamaWeights]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A step that was launched. `ModelRunner.collect` takes it; nobody else looks inside.
+
+    best: [rows] int64 on the CPU, the tokens of a step of plainly greedy rows, once `written` has passed; None: `drawn` holds
+    the tokens. written: the event after the step's last work on the device; None: nothing is pending.
+    """
+
+    plan: StepPlan
+    drawn: list[Sampled]
+    best: Tensor | None = None
+    written: torch.cuda.Event | None = None
 
 
 class ModelRunner:
@@ -52,6 +71,9 @@ class ModelRunner:
         self.weights_bytes = weights_bytes
         """Bytes of the checkpoint's tensors in the model's dtype. The copy of a tied head for its kernel is not counted."""
         self.max_model_len = max_model_len
+        self.drafts_obstacle = DRAFTS_OBSTACLE if kv.spec.quantised else None
+        """The reason, in words, why steps cannot take drafts; None when they can."""
+        self._on_cuda = kv.device.type == "cuda"
         self._model = model
         self._why = why
 
@@ -130,29 +152,57 @@ class ModelRunner:
         way = f"{'compiled' if self.compiled else 'torch'} {str(self.kv.dtype).removeprefix('torch.')}"
         return f"{way} ({self._why}); batch-invariant: {'yes' if self.batch_invariant else 'no'}"
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Compute the plan, write its KV, and draw a token for every slice that asks for one, in plan order.
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start the step of a plan: it computes the plan, writes its KV, and draws a token for each of its samples.
 
-        Raises `OutOfMemory` or `OutOfThreads`; the KV that the step has written by then is unusable.
+        On a CPU nothing is pending: the step is done when this returns. On a GPU the step is queued. A step in which all
+        rows are plainly greedy, or none is drawn, is not waited for here; a step with other rows waits for its draws here.
+        `collect` must follow before the next launch. Raises `OutOfMemory` or `OutOfThreads`, as `collect` does; the KV that
+        the step has written by then is unusable.
         """
         if not plan.slices:
-            return []
+            return Pending(plan, [])
         try:
             if not self._model.computes_in_torch:
-                return self._execute(plan)
+                return self._launch(plan)
             with torch.inference_mode():
-                return self._execute(plan)
+                return self._launch(plan)
         except (MemoryError, RuntimeError) as exc:
-            if not is_memory_error(exc):
-                raise
-            raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
+            _raise_out_of_memory(exc, plan)
+            raise
 
-    def _execute(self, plan: StepPlan) -> list[Sampled]:
+    def _launch(self, plan: StepPlan) -> Pending:
         specs = plan.specs  # taken now, while they are in the CPU's caches
         logits = self._model.forward(plan, plan.sampled_rows)
-        if logits is None:
-            return []
-        return sample(logits.values, specs, logits.best, logits.sample)
+        drawn: list[Sampled] = []
+        best: Tensor | None = None
+        if logits is not None and self._on_cuda and all(spec is GREEDY for spec in specs):
+            best = best_ids(logits.values).to("cpu", non_blocking=True)  # into pinned memory, so the copy is queued as well
+        elif logits is not None:
+            drawn = sample(logits.values, specs, logits.best, logits.sample)
+        if not self._on_cuda:
+            return Pending(plan, drawn)
+        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        written.record()
+        return Pending(plan, drawn, best, written)
+
+    def collect(self, pending: Pending) -> list[Sampled]:
+        """Wait until the step is done and its KV is written, and return its tokens, one for each sample, in plan order.
+
+        Raises `OutOfMemory` or `OutOfThreads`, for work that had only been queued.
+        """
+        if pending.written is None:
+            return pending.drawn
+        try:
+            pending.written.synchronize()
+        except (MemoryError, RuntimeError) as exc:
+            _raise_out_of_memory(exc, pending.plan)
+            raise
+        return pending.drawn if pending.best is None else [(token_id, None) for token_id in pending.best.tolist()]
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Launch a plan and collect its tokens at once, where nothing else is to be done meanwhile."""
+        return self.collect(self.launch(plan))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -160,6 +210,12 @@ class ModelRunner:
         logits = self._model.forward(plan, list(range(plan.num_tokens)))
         assert logits is not None
         return logits.values.clone()
+
+
+def _raise_out_of_memory(exc: BaseException, plan: StepPlan) -> None:
+    """Raise `OutOfMemory` if an exception of this plan's step means that memory ran out."""
+    if is_memory_error(exc):
+        raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
 
 def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineConfig, max_positions: int) -> Model:

@@ -52,7 +52,7 @@ def sample(
     assert best is None or len(best) == len(specs)
     others = [i for i, spec in enumerate(specs) if spec is not GREEDY and (not spec.params.plainly_greedy or spec.banned_ids)]
     if best is None:
-        best = _best(logits).tolist() if len(others) < len(specs) else [0] * len(specs)
+        best = best_ids(logits).tolist() if len(others) < len(specs) else [0] * len(specs)
     taken: list[Sampled] = list(zip(best, repeat(None)))
     if others and NO_TOKEN in best:
         others = [i for i in others if best[i] != NO_TOKEN]
@@ -63,7 +63,7 @@ def sample(
     return taken
 
 
-def _best(logits: Tensor) -> Tensor:
+def best_ids(logits: Tensor) -> Tensor:
     """Return the lowest id of each row's largest logit: [rows]; `NO_TOKEN` where this logit is not a finite number.
 
     Torch's argmax takes NaN for the largest, so a row with a NaN gets `NO_TOKEN`.
@@ -88,7 +88,7 @@ def _take(logits: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
     usable = logits.amax(dim=1).isfinite() if edited else None  # an edit could hide that they are not finite
     for row, spec in zip(logits, specs, strict=True):
         _edit(row, spec)
-    best = _best(logits)
+    best = best_ids(logits)
     if usable is not None:
         best = torch.where(usable, best, NO_TOKEN)
     ids: list[int] = best.tolist()

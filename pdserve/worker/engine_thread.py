@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import InternalBug, Overloaded
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -26,8 +26,11 @@ engine is stuck."""
 class Runner(Protocol):
     """The model, as the engine thread uses it."""
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Compute a plan. Return one token for each slice that asks for one, in the order of the plan."""
+    def launch(self, plan: StepPlan) -> Any:
+        """Start the step of a plan. Return an opaque value for `collect`, which follows before the next launch."""
+
+    def collect(self, pending: Any) -> list[Sampled]:
+        """Wait until the step is done. Return one token for each sample of the plan, in the order of the plan."""
 
 
 class EngineThread:
@@ -35,12 +38,13 @@ class EngineThread:
 
     def __init__(
         self,
-        build: Callable[[], tuple[Runner, Scheduler, BlockPool]],
+        build: Callable[[], tuple[Runner, Scheduler, BlockPools]],
         publish: Callable[[StepEvents], None],
         on_death: Callable[[BaseException], None],
-        sums_of: Callable[[], SumBlocks | None] = lambda: None,
+        sums_of: Callable[[], Sequence[SumBlocks] | None] = lambda: None,
     ) -> None:
-        """`sums_of` is called after `build` and returns the function that sums blocks. None: no block is summed."""
+        """`sums_of` is called after `build` and returns a function for each KV group that sums its blocks. None: no block is
+        summed."""
         self._build = build
         self._sums_of = sums_of
         self._publish = publish
@@ -93,7 +97,7 @@ class EngineThread:
         if early is not None:
             self._publish(early)
         if plan.slices:
-            self._publish(steps.finish(runner.execute(plan)))
+            self._publish(steps.finish(runner.collect(runner.launch(plan))))
             if (sealed := steps.seal()) is not None:
                 self._publish(sealed)
 

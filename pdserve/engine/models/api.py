@@ -37,7 +37,8 @@ class Model(Protocol):
     """True when steps need torch's inference mode, which takes 65 us to enter when the CPU's caches are cold."""
 
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits | None:
-        """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty.
+        """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty. On a GPU all of this is
+        queued on the current stream.
 
         The tokens of all slices, one after the other, are the rows of the step. `rows` is ascending.
         """

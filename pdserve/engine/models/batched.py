@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from pdserve.core.step_plan import StepPlan
@@ -33,12 +32,5 @@ class BatchedLlama:
         """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty."""
         hidden = self._hidden(make_batch(plan, self._kv, self._rows.padded(plan.num_tokens)))
         if not rows:
-            _wait_written(self._kv)
             return None
         return Logits(self._model.logits(hidden[rows]))
-
-
-def _wait_written(kv: KvCache) -> None:
-    """Wait until the step's KV is written. A step without logits waits for nothing else, but a peer may read its KV soon."""
-    if kv.device.type == "cuda":
-        torch.cuda.synchronize(kv.device)

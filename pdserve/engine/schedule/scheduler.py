@@ -20,14 +20,17 @@ Sequences that begin with the same tokens share blocks: see prefix_cache.py.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence as Many
 from operator import attrgetter
 
 from pdserve.core.block_hash import PrefixChain
-from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
+from pdserve.core.block_pools import BlockPools, TableReservation
+from pdserve.core.blocks import Holder, HolderKind
+from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.step_plan import NO_TOKEN, Sampled, StepPlan
+from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, StepPlan, accept
 from pdserve.engine.schedule.outcome import Admitted, Advance, Final, OutputToken, StepOutcome
 from pdserve.engine.schedule.prefix_cache import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
@@ -57,7 +60,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: BlockPools,
         layout_block_size: int,
         *,
         max_num_seqs: int,
@@ -65,11 +68,13 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         prefix_salt: bytes | None = None,
+        drafts_obstacle: str | None = None,
     ) -> None:
         """Make a scheduler over `pool`. Asserts that the limits are positive and that the longest request fits the pool.
 
         At most `max_num_batched_tokens` sequences run, so that a step has a token for each of them. `prefix_salt` turns
         prefix caching on; it names everything besides the tokens that KV depends on (see `core.block_hash`).
+        `drafts_obstacle`: the reason, in words, why this engine cannot take drafts; None when it can.
         """
         assert 1 <= max_model_len <= pool.num_blocks * layout_block_size, "the longest request must fit an empty pool"
         assert max_num_seqs >= 1
@@ -92,7 +97,9 @@ class Scheduler:
         self._aborting = self._places[_S.ABORTING]
         self._waiting_tokens = 0  # tokens that waiting sequences still have to compute
         self._step: list[Sequence] | None = None  # the step that is planned and not yet collected
-        self._decodes_planned = 0  # the first sequences of that step, which decode
+        self._decodes_planned = 0  # the first sequences of that step, which decode without drafts
+        self._drafts: dict[SeqId, tuple[int, ...]] = {}  # the sequences after them, which decode, and their drafts
+        self._drafts_obstacle = drafts_obstacle
         self._admitted: list[Admitted] = []
         self._preempted: list[SeqId] = []
 
@@ -127,12 +134,12 @@ class Scheduler:
         local_prefill: bool,
         resumed: int = 0,
         cache_salt: str = "",
-    ) -> Reservation | None:
+    ) -> TableReservation | None:
         """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
-        The result lists the blocks of the prompt in order, then a block to grow into if the sequence can grow. Its first
-        `hits` blocks hold their KV already. None means that the pool has no room beside the needs of waiting sequences, or
-        that all slots are taken.
+        The result lists the blocks of the prompt in order, for each KV group, and then a block to grow into if the sequence
+        can grow. Its first `hits` blocks hold their KV already. None means that the pool has no room beside the needs of
+        waiting sequences, or that all slots are taken.
 
         With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
         `activate` or `abort` follows. `resumed` and `cache_salt` are those of `add`.
@@ -195,14 +202,24 @@ class Scheduler:
 
     # --- steps
 
-    def plan(self) -> StepPlan:
-        """Plan the next step. It is empty when nothing can run now; otherwise `collect` must be called before the next plan."""
+    def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan:
+        """Plan the next step. It is empty when nothing can run now; otherwise `collect` must be called before the next plan.
+
+        drafts: guesses of the next tokens of decoding sequences. The step computes as many of them as it can without harm to
+        others (see `_plan_drafts`); the rest and those of other sequences are ignored. Raises `ConfigError` for drafts that
+        this engine cannot take.
+        """
         assert self._step is None, "the last step was not collected"
         self._steps += 1
         step = self._plan_decodes()
-        decodes = len(step)
-        slices = [seq.last_slice() for seq in step]
-        for seq, count in self._plan_prefills(self._token_budget - decodes):
+        chunks = self._plan_prefills(self._token_budget - len(step))
+        self._drafts = self._plan_drafts(step, chunks, drafts) if drafts else {}
+        if self._drafts:
+            step.sort(key=lambda seq: seq.seq_id in self._drafts)
+        decodes = len(step) - len(self._drafts)
+        slices = [seq.last_slice() for seq in step[:decodes]]
+        slices += [seq.drafted_slice(self._drafts[seq.seq_id]) for seq in step[decodes:]]
+        for seq, count in chunks:
             step.append(seq)
             slices.append(seq.next_slice(count))
         self._step, self._decodes_planned = step or None, decodes
@@ -216,7 +233,8 @@ class Scheduler:
     def collect(self, sampled: list[Sampled]) -> StepOutcome:
         """Finish the planned step: its tokens count as computed, and every sampled token is appended to its sequence.
 
-        sampled: one token for each slice that draws one, in the order of the slices.
+        sampled: one token for each sample of the plan, in the order of the slices. Of those of a slice with drafts, the
+        tokens that `accept` returns are appended, up to the one that ends the sequence.
         """
         assert self._step is not None, "no step was planned"
         step, self._step = self._step, None
@@ -241,7 +259,15 @@ class Scheduler:
             if not computed % self._block_size:
                 self.prefix.publish(seq)
             tokens.append(self._append(seq, token))
-        for seq in step[decodes:]:
+        drafted = self._drafts
+        for seq, drafts in zip(step[decodes:], drafted.values(), strict=False):
+            seq.planned = 0
+            run = accept(drafts, [next(drawn) for _ in range(len(drafts) + 1)])
+            if seq.state is _S.ABORTING:
+                self._forget(seq, _E.COLLECTED)
+            else:
+                self._append_run(seq, run, tokens, failed)
+        for seq in step[decodes + len(drafted) :]:
             seq.computed = computed = seq.computed + seq.planned
             seq.planned = 0
             last = next(drawn) if computed == len(seq.tokens) else None
@@ -335,23 +361,60 @@ class Scheduler:
         Sequences that are preempted for lack of blocks are left out.
         """
         size = self._block_size
-        for seq in [s for s in self._decoding if len(s.tokens) > len(s.block_table) * size]:
+        for seq in [s for s in self._decoding if len(s.tokens) > s.num_blocks * size]:
             if seq.state is _S.DECODING:  # otherwise it has just been preempted for an older one
                 self._grow(seq)
         return list(self._decoding)
 
+    def _plan_drafts(
+        self, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], drafts: Drafts
+    ) -> dict[SeqId, tuple[int, ...]]:
+        """Return the drafts that the step computes, of the sequences that have some, in the order of `decoding`.
+
+        Drafts take only what the step leaves: tokens of the budget, and rows that draw a token, of which a step has at most
+        as many as sequences may run, because the memory for logits is measured for so many. They preempt nobody. A sequence
+        gets no drafts behind its longest length, and none at all if it has edits, which depend on every token before.
+        """
+        if self._drafts_obstacle is not None:
+            raise ConfigError(f"this engine takes no drafts: {self._drafts_obstacle}")
+        tokens = self._token_budget - len(decoding) - sum(count for _, count in chunks)
+        room = min(tokens, self._max_seqs - len(decoding) - len(chunks))
+        taken: dict[SeqId, tuple[int, ...]] = {}
+        for seq in decoding:
+            wanted = drafts.get(seq.seq_id, ())[: min(room, seq.longest - len(seq.tokens) - 1)]
+            if not wanted or seq.edits is not None:
+                continue
+            if kept := wanted[: self._room_for_drafts(seq, len(wanted))]:
+                taken[seq.seq_id] = kept
+                room -= len(kept)
+        return taken
+
+    def _room_for_drafts(self, seq: Sequence, count: int) -> int:
+        """Return how many of `count` drafts the sequence's blocks hold, after it grew by blocks that nobody else may need.
+
+        A block stays free for each running sequence, and all blocks that waiting sequences need.
+        """
+        missing = self._blocks_for(len(seq.tokens) + count) - seq.num_blocks
+        if missing > 0 and self._pool.num_allocatable - missing >= self.num_running + self._blocks_awaited():
+            self._take_blocks(seq, missing)
+        return min(count, seq.num_blocks * self._block_size - len(seq.tokens))
+
     def _grow(self, seq: Sequence) -> None:
         """Give the sequence one more block. While the pool has none, preempt the youngest sequence, perhaps this one."""
-        assert self._blocks_for(len(seq.tokens)) == len(seq.block_table) + 1
+        assert self._blocks_for(len(seq.tokens)) == seq.num_blocks + 1
         while self._pool.num_allocatable < 1:
             running = (*self._decoding, *self._prefilling)
             victim = max((s for s in running if s.kind is not SequenceKind.LENT), key=_ARRIVAL)
             self._preempt(victim)
             if victim is seq:
                 return
-        grown = self._pool.allocate(seq.holder, 1)
+        self._take_blocks(seq, 1)
+
+    def _take_blocks(self, seq: Sequence, count: int) -> None:
+        """Give a sequence `count` more blocks in each group. The caller has checked that the pools have them."""
+        grown = self._pool.allocate(seq.holder, count)
         assert grown is not None
-        seq.has_blocks(seq.block_table + grown)
+        seq.has_blocks(tuple([table + more for table, more in zip(seq.block_tables, grown, strict=True)]))
 
     def _preempt(self, seq: Sequence) -> None:
         self._pool.drop(seq.holder)
@@ -415,7 +478,7 @@ class Scheduler:
         seq = self._waiting[0]
         self._move(seq, _E.ADMITTED)
         hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
-        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
+        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_tables
         if seq.decodes:
             self._move(seq, _E.PREFILLED)
         if seq.kind is SequenceKind.LENT:
@@ -455,7 +518,7 @@ class Scheduler:
         ended = seq.computed == len(seq.tokens)
         blocks = self._blocks_for(seq.computed) if ended else seq.computed // self._block_size
         first, seq.final = seq.final, blocks
-        return Final(seq.seq_id, first, seq.block_table[first:blocks])
+        return Final(seq.seq_id, first, tuple([table[first:blocks] for table in seq.block_tables]))
 
     def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
         token_id, logprobs = sampled
@@ -465,6 +528,22 @@ class Scheduler:
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq, _E.FINISHED)
         return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
+
+    def _append_run(self, seq: Sequence, run: Many[Sampled], tokens: list[OutputToken], failed: list[SeqId]) -> None:
+        """Append the accepted tokens of a sequence, as if each was drawn by a step of its own, up to the one that ends it.
+
+        The KV of the other drafts is behind `computed`, where the next slice overwrites it before anything reads it.
+        """
+        for token in run:
+            seq.computed += 1
+            if token[0] == NO_TOKEN:
+                self._fail(seq, failed)
+                return
+            if not seq.computed % self._block_size:
+                self.prefix.publish(seq)
+            tokens.append(self._append(seq, token))
+            if tokens[-1].finish_reason is not None:
+                return
 
     def _fail(self, seq: Sequence, failed: list[SeqId]) -> None:
         """End a sequence whose logits are not finite numbers. Its KV may be the reason, so no other sequence may find it."""
@@ -494,6 +573,8 @@ class Scheduler:
         assert seq.planned or seq.state is not _S.ABORTING
         assert seq.decodes or seq.state is not _S.DECODING
         kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE
-        assert self._pool.blocks_of(Holder(kind, seq.seq_id)) == seq.block_table
-        assert bool(seq.block_table) == (seq.state is not _S.WAITING)
-        assert seq.computed <= len(seq.block_table) * self._block_size
+        held = self._pool.blocks_of(Holder(kind, seq.seq_id))
+        assert held == seq.block_tables or not any((*held, *seq.block_tables))
+        assert all(len(table) == seq.num_blocks for table in seq.block_tables)
+        assert bool(seq.num_blocks) == (seq.state is not _S.WAITING)
+        assert seq.computed <= seq.num_blocks * self._block_size

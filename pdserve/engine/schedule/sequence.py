@@ -69,7 +69,6 @@ class Sequence:
     preemptions: int = 0
     """Number of times that it lost its blocks and was recomputed."""
     history: tuple[str, ...] = ()
-    block_table: tuple[BlockId, ...] = field(default=())
     chain: PrefixChain | None = None
     """Hashes of its blocks; None when its blocks are not shared."""
     published: int = 0
@@ -79,13 +78,16 @@ class Sequence:
     served: int = 0
     """Number of the step that computed its last chunk."""
     planned: int = 0
-    """Tokens that the step under way computes."""
+    """Known tokens that the step under way computes; its drafts do not count."""
     edits: LogitEdits | None = field(init=False)
     holder: Holder = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
     longest: int = field(init=False)
     """Length in tokens at which it ends, whatever the tokens are."""
     block_tables: tuple[tuple[BlockId, ...], ...] = ()
+    """Its blocks in each KV group; empty while it waits."""
+    num_blocks: int = 0
+    """Number of its blocks in each KV group."""
     packed: tuple[bytes, ...] = ()
     """`block_tables` as int32 for compiled code. They are made when a table changes, not at each step."""
     _stops: frozenset[int] = field(init=False)
@@ -153,20 +155,33 @@ class Sequence:
         ids = tuple(self.tokens[self.computed : end])
         return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
 
-    def has_blocks(self, table: tuple[BlockId, ...]) -> None:
-        """Set the block table, in both of its forms."""
-        self.block_table, self.block_tables, self.packed = table, (table,), (array("i", table).tobytes(),)
+    def drafted_slice(self, drafts: tuple[int, ...]) -> SequenceSlice:
+        """Plan the one token that is left of a decoding sequence, and guesses of the tokens after it. Asserts that the
+        sequence has no edits, because these depend on the tokens that are drawn before."""
+        assert self.edits is None
+        self.planned = 1
+        index = self.output_count
+        samples = tuple([self._spec(i) for i in range(index, index + len(drafts) + 1)])
+        ids = (self.tokens[-1], *drafts)
+        return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
+
+    def has_blocks(self, tables: tuple[tuple[BlockId, ...], ...]) -> None:
+        """Set the block tables, in both of their forms."""
+        self.block_tables, self.num_blocks = tables, len(tables[0]) if tables else 0
+        self.packed = tuple([array("i", table).tobytes() for table in tables])
 
     def sample_spec(self) -> SampleSpec:
         """Return the specification for drawing the next token.
 
         Stop ids are banned until the output has min_tokens tokens, so a stop token always comes on top of them (as in vLLM).
         """
-        if self._plain:
-            return GREEDY
         if self.edits is not None:
             self.edits.catch_up(self.tokens)
-        index = len(self.tokens) - self.prompt_len
+        return self._spec(len(self.tokens) - self.prompt_len)
+
+    def _spec(self, index: int) -> SampleSpec:
+        if self._plain:
+            return GREEDY
         return SampleSpec(self.params, index, self.stop_ids if index < self._min_tokens else (), self.edits)
 
     def finish_reason(self) -> FinishReason | None:

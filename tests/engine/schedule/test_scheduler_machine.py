@@ -1,4 +1,5 @@
-"""Random histories on a pool of ten blocks: nothing is lost, everyone finishes, preemption is invisible in the output.
+"""Random histories on a pool of ten blocks: nothing is lost, everyone finishes, preemption and drafts are invisible in the
+output.
 
 The model is a function of all tokens so far, so any wrong token, position or index shows in the output.
 """
@@ -13,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdserve.core.blocks import BlockPool, Reservation
+from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import FinishReason, SamplingParams
-from pdserve.core.step_plan import NO_TOKEN, Sampled, StepPlan
+from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 
@@ -50,9 +51,14 @@ priorities = st.integers(-1, 1)
 class SchedulerMachine(RuleBasedStateMachine):
     """Plays the engine thread, its commands, and a KV memory of (sequence, tokens up to here) per slot."""
 
-    @initialize(seqs=st.integers(1, 5), budget=st.integers(1, 12), salt=st.sampled_from([None, b"model"]))
-    def start(self, seqs: int, budget: int, salt: bytes | None) -> None:
-        self.pool = BlockPool(BLOCKS)
+    @initialize(
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        salt=st.sampled_from([None, b"model"]),
+        groups=st.sampled_from([(BLOCKS,), (BLOCKS, BLOCKS + 3)]),
+    )
+    def start(self, seqs: int, budget: int, salt: bytes | None, groups: tuple[int, ...]) -> None:
+        self.pool = BlockPools(*groups)
         self.scheduler = Scheduler(
             self.pool,
             BLOCK,
@@ -62,13 +68,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=(EOS,),
             prefix_salt=salt,
         )
-        self.budget = budget
-        self.memory: dict[tuple[BlockId, int], int] = {}
+        self.budget, self.seqs = budget, min(seqs, budget)
+        self.memory: dict[tuple[int, BlockId, int], int] = {}
         self.asked: dict[SeqId, tuple[tuple[int, ...], SamplingParams, SequenceKind]] = {}
         self.outputs: dict[SeqId, list[int]] = {}
-        self.inbound: dict[SeqId, Reservation] = {}
+        self.inbound: dict[SeqId, TableReservation] = {}
         self.leases: list[SeqId] = []
-        self.quarantined: list[tuple[SeqId, Reservation]] = []
+        self.quarantined: list[tuple[SeqId, TableReservation]] = []
         self.finished: list[SeqId] = []
         self.steps = 0
 
@@ -108,7 +114,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.abort(seq_id)
             return
         for position in range(room.hits * BLOCK, len(prompt)):  # the rest was found here
-            self.memory[room.block_ids[position // BLOCK], position % BLOCK] = prompt[position]
+            for group, table in enumerate(room.block_tables):
+                self.memory[group, table[position // BLOCK], position % BLOCK] = prompt[position]
         self.outputs[seq_id].append(first)
         self.scheduler.activate(seq_id, first)
 
@@ -132,26 +139,39 @@ class SchedulerMachine(RuleBasedStateMachine):
     def read_stops(self) -> None:
         """Until then it may have written whatever it likes into the blocks that were its own."""
         seq_id, room = self.quarantined.pop(0)
-        for block in room.block_ids[room.hits :]:
-            self.memory.update({(block, slot): VOCAB for slot in range(BLOCK)})
+        for group, table in enumerate(room.block_tables):
+            self.memory.update({(group, block, slot): VOCAB for block in table[room.hits :] for slot in range(BLOCK)})
         self.scheduler.end_quarantine(seq_id)
 
     @precondition(lambda self: self.outputs)
     @rule(data=st.data())
     def step_with_aborts(self, data: st.DataObject) -> None:
         """Some requests end, perhaps twice, while the model computes the step."""
-        self.step(data.draw(st.lists(st.sampled_from(sorted(self.outputs)), max_size=3)))
+        self.step(aborted=data.draw(st.lists(st.sampled_from(sorted(self.outputs)), max_size=3)))
+
+    @rule(data=st.data())
+    def step_with_drafts(self, data: st.DataObject) -> None:
+        """Each sequence gets drafts of its true output, some of them replaced by a wrong id."""
+        drafts = {}
+        for seq_id, output in sorted(self.outputs.items()):
+            prompt, params, _ = self.asked[seq_id]
+            right = expected_output(prompt, params)[len(output) :] + [0] * 3
+            wrong = data.draw(st.sets(st.integers(0, 6)))
+            count = data.draw(st.integers(0, 7))
+            drafts[seq_id] = tuple((token + (i in wrong)) % VOCAB for i, token in enumerate(right[:count]))
+        self.step(drafts)
 
     @rule(aborted=st.just(()))
-    def step(self, aborted: Sequence[SeqId] = ()) -> None:
+    def step(self, drafts: Drafts = NO_DRAFTS, aborted: Sequence[SeqId] = ()) -> None:
         had_work = self.scheduler.has_work
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(drafts)
         self.leases += [a.seq_id for a in self.scheduler.take_admitted()]
         if not plan.slices:
             assert not self.scheduler.has_work, "an engine with work left would spin"
             return
         assert had_work
         assert plan.num_tokens <= self.budget
+        assert len(plan.specs) <= self.seqs, "more rows draw a token than there is memory for"
         sampled = self.execute(plan)
         for i in [i for i in range(len(sampled)) if (self.steps + i) % FAILS_EVERY == 0]:
             sampled[i] = (NO_TOKEN, None)
@@ -173,21 +193,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
         ends = accumulate(len(piece.token_ids) for piece in plan.slices)
-        rows = [end - 1 for end, piece in zip(ends, plan.slices, strict=True) if piece.samples]
+        rows = [end - k for end, piece in zip(ends, plan.slices, strict=True) for k in range(len(piece.samples), 0, -1)]
         assert plan.sampled_rows == rows, "the model would draw after other tokens"
         sampled: list[Sampled] = []
-        written: set[tuple[BlockId, int]] = set()
+        written: set[tuple[int, BlockId, int]] = set()
         for piece in plan.slices:
             for offset, token in enumerate(piece.token_ids):
                 position = piece.start + offset
-                slot = (piece.block_tables[0][position // BLOCK], position % BLOCK)
-                assert slot not in written
-                written.add(slot)
-                self.memory[slot] = token
-            if piece.samples:
-                end = piece.start + len(piece.token_ids)
-                tokens = tuple(self.memory[piece.block_tables[0][p // BLOCK], p % BLOCK] for p in range(end))
-                sampled.append((model(tokens), None))
+                for group, table in enumerate(piece.block_tables):
+                    slot = (group, table[position // BLOCK], position % BLOCK)
+                    assert slot not in written
+                    written.add(slot)
+                    self.memory[slot] = token
+            end = piece.start + len(piece.token_ids)
+            assert end <= LIMIT - 1, "a token behind the last one that can be drawn"
+            for last in range(end - len(piece.samples), end):
+                texts = {
+                    tuple(self.memory[group, table[p // BLOCK], p % BLOCK] for p in range(last + 1))
+                    for group, table in enumerate(piece.block_tables)
+                }
+                assert len(texts) == 1, "the groups hold different tokens"
+                sampled.append((model(texts.pop()), None))
         return sampled
 
     def finish(self, seq_id: SeqId, reason: FinishReason | None) -> None:
@@ -226,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.leases:
             self.lease_ends()
         counts = self.pool.counts()
-        assert counts.free + counts.cached == BLOCKS
+        assert counts.free + counts.cached == counts.total
         assert not self.scheduler.has_work
 
 

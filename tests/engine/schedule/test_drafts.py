@@ -1,0 +1,244 @@
+"""Drafts change how many steps an output takes, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.core.block_pools import BlockPools
+from pdserve.core.errors import ConfigError
+from pdserve.core.ids import SeqId
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.step_plan import GREEDY, NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan, accept
+from pdserve.engine.schedule.outcome import OutputToken, StepOutcome
+from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.engine.schedule.sequence import SequenceKind
+
+BLOCK, EOS, VOCAB = 4, 3, 13
+Requests = list[tuple[tuple[int, ...], SamplingParams]]
+
+
+def make(*, blocks: int = 64, seqs: int = 16, budget: int = 32, limit: int = 64, obstacle: str | None = None) -> Scheduler:
+    return Scheduler(
+        BlockPools(blocks), BLOCK, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=limit, eos_token_ids=(EOS,),
+        prefix_salt=b"model", drafts_obstacle=obstacle,
+    )  # fmt: skip
+
+
+def model(tokens: tuple[int, ...], spec: SampleSpec) -> int:
+    """A draw that depends on all tokens, and on seed, index and bans as those of the sampler do."""
+    seed = 0 if spec is GREEDY else zlib.crc32(repr((spec.params.seed, spec.output_index)).encode())
+    token_id = zlib.crc32(bytes(tokens), seed) % VOCAB
+    while token_id in spec.banned_ids:
+        token_id = (token_id + 1) % VOCAB
+    return token_id
+
+
+class Play:
+    """One scheduler and its outputs. `known` holds the prompt and the output of each sequence."""
+
+    def __init__(self, requests: Requests, **sizes: int) -> None:
+        self.scheduler = make(**sizes)
+        self.known: dict[SeqId, list[int]] = {}
+        self.reasons: dict[SeqId, FinishReason | None] = {}
+        self.preempted = 0
+        for i, (prompt, params) in enumerate(requests):
+            self.scheduler.add(SeqId(i), prompt, params, kind=SequenceKind.LOCAL, priority=0)
+            self.known[SeqId(i)] = list(prompt)
+
+    def step(self, guess: Callable[[SeqId, int], tuple[int, ...]]) -> StepPlan:
+        drafts = {seq_id: guess(seq_id, len(tokens)) for seq_id, tokens in self.known.items()}
+        plan = self.scheduler.plan(drafts)
+        self.scheduler.check_invariants()
+        outcome = self.scheduler.collect([(token_id, None) for piece in plan.slices for token_id in self._draw(piece)])
+        self.scheduler.check_invariants()
+        self.preempted += len(outcome.preempted)
+        for token in outcome.tokens:
+            self.known[token.seq_id].append(token.token_id)
+            self.reasons[token.seq_id] = token.finish_reason
+        return plan
+
+    def _draw(self, piece: SequenceSlice) -> list[int]:
+        tokens = (*self.known[piece.seq_id][: piece.start], *piece.token_ids)
+        first = len(tokens) - len(piece.samples) + 1
+        return [model(tokens[: first + i], spec) for i, spec in enumerate(piece.samples)]
+
+    def run(self, guess: Callable[[SeqId, int], tuple[int, ...]] = lambda *_: ()) -> Play:
+        while self.scheduler.has_work:
+            self.step(guess)
+        return self
+
+
+def oracle(play: Play, errors: random.Random, wrong: float, most: int) -> Callable[[SeqId, int], tuple[int, ...]]:
+    """Guess up to `most` tokens of the output that `play` has found; a share of `wrong` is replaced."""
+
+    def guess(seq_id: SeqId, known: int) -> tuple[int, ...]:
+        right = (play.known[seq_id] + [0] * most)[known : known + errors.randint(0, most)]
+        return tuple((token + (errors.random() < wrong)) % VOCAB for token in right)
+
+    return guess
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Requests:
+    requests = []
+    for seed in range(draw(st.integers(1, 6))):
+        prompt = (1,) * draw(st.sampled_from([1, 3, 4, 8, 9])) + draw(st.sampled_from([(), (2,), (5, 6)]))
+        least = draw(st.integers(0, 6))
+        temperature = draw(st.sampled_from([0.0, 1.0]))
+        most = least + draw(st.integers(1, 24))
+        stops = draw(st.sampled_from([(), (5,)]))
+        params = SamplingParams(max_tokens=most, min_tokens=least, temperature=temperature, seed=seed, stop_token_ids=stops)
+        requests.append((prompt, params))
+    return requests
+
+
+@given(workloads(), st.sampled_from([0.0, 0.2, 1.0]), st.integers(1, 9), st.integers(10, 64), st.integers(0, 99))
+@settings(max_examples=300, deadline=None)
+def test_drafts_change_no_output_no_reason_and_no_block_that_stays(requests, wrong, most, blocks, seed):
+    """A small pool preempts; then blocks are evicted at other times, so only a large one has the same cached blocks."""
+    sizes = {"blocks": blocks, "seqs": 4, "budget": 12, "limit": 40}
+    plain = Play(requests, **sizes).run()
+    drafted = Play(requests, **sizes).run(oracle(plain, random.Random(seed), wrong, most))
+    assert drafted.known == plain.known
+    assert drafted.reasons == plain.reasons
+    counts = [play.scheduler._pool.counts() for play in (plain, drafted)]
+    assert all(one.held == one.quarantined == 0 for one in counts)
+    if blocks == 64:
+        assert counts[0] == counts[1]
+
+
+def decoding(*, length: int = 5, sizes: dict[str, int] | None = None, **params: object) -> Scheduler:
+    """A scheduler with one sequence after its prompt: `length` tokens are known, the last of them not computed."""
+    scheduler = make(**(sizes or {}))
+    scheduler.add(SeqId(1), (1,) * (length - 1), SamplingParams(**params), kind=SequenceKind.LOCAL, priority=0)  # type: ignore[arg-type]
+    scheduler.plan()
+    scheduler.collect([(7, None)])
+    return scheduler
+
+
+def drawn(scheduler: Scheduler, drafts: tuple[int, ...], tokens: list[int]) -> StepOutcome:
+    plan = scheduler.plan({SeqId(1): drafts})
+    outcome = scheduler.collect([(token_id, None) for token_id in tokens[: len(plan.specs)]])
+    scheduler.check_invariants()
+    return outcome
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(-1, 2), min_size=7, max_size=7))
+def test_the_rule_is_the_loop_of_single_steps(drafts, truth):
+    """truth[i] is drawn after right drafts only; a row behind a wrong draft has some other token."""
+    rows: list[Sampled] = [(truth[i] if drafts[:i] == truth[:i] else 99, None) for i in range(len(drafts) + 1)]
+    expected = [truth[0]]
+    while len(expected) <= len(drafts) and drafts[: len(expected)] == expected:
+        expected.append(truth[len(expected)])
+    assert [token_id for token_id, _ in accept(tuple(drafts), rows)] == expected
+
+
+def test_right_drafts_give_one_token_more_than_there_are_drafts():
+    scheduler = decoding(max_tokens=20)
+    plan = scheduler.plan({SeqId(1): (8, 9)})
+    assert [(s.start, s.token_ids, len(s.samples)) for s in plan.slices] == [(4, (7, 8, 9), 3)]
+    assert plan.decodes == 0
+    assert plan.sampled_rows == [0, 1, 2]
+    outcome = scheduler.collect([(8, None), (9, None), (10, None)])
+    assert outcome.tokens == tuple(OutputToken(SeqId(1), i, i + 7, None) for i in (1, 2, 3))
+    assert [(s.start, s.token_ids) for s in scheduler.plan().slices] == [(7, (10,))]
+
+
+def test_a_wrong_draft_is_computed_again_with_the_right_token():
+    scheduler = decoding(max_tokens=20)
+    assert [t.token_id for t in drawn(scheduler, (8, 9), [8, 11, 12]).tokens] == [8, 11]
+    assert [(s.start, s.token_ids) for s in scheduler.plan().slices] == [(6, (11,))]
+
+
+def test_a_stop_token_inside_the_accepted_run_ends_it():
+    scheduler = decoding(max_tokens=20)
+    tokens = drawn(scheduler, (8, EOS, 9), [8, EOS, 9, 10]).tokens
+    assert [(t.token_id, t.finish_reason) for t in tokens] == [(8, None), (EOS, FinishReason.STOP)]
+    assert scheduler.num_live == 0
+
+
+def test_every_row_has_the_index_and_the_bans_of_its_own_token():
+    scheduler = decoding(max_tokens=20, min_tokens=3, temperature=1.0, seed=5)
+    (piece,) = scheduler.plan({SeqId(1): (8, 9)}).slices
+    assert [(spec.output_index, spec.banned_ids) for spec in piece.samples] == [(1, (EOS,)), (2, (EOS,)), (3, ())]
+
+
+def test_drafts_end_before_the_last_token_that_can_be_drawn():
+    scheduler = decoding(max_tokens=4)
+    plan = scheduler.plan({SeqId(1): (8,) * 9})
+    assert len(plan.specs) == 3, "one token is out, and three are left"
+
+
+@pytest.mark.parametrize(("sizes", "room"), [({"budget": 4}, 3), ({"seqs": 3}, 2), ({"seqs": 1}, 0)])
+def test_drafts_take_what_the_step_leaves(sizes, room):
+    """A step draws at most as many rows as sequences may run: memory for logits is measured for so many."""
+    scheduler = decoding(max_tokens=30, sizes=sizes)
+    assert scheduler.plan({SeqId(1): (8,) * 9}).num_tokens == 1 + room
+
+
+def test_prompts_go_before_drafts():
+    scheduler = decoding(max_tokens=30, sizes={"budget": 9})
+    scheduler.add(SeqId(2), (2,) * 20, SamplingParams(), kind=SequenceKind.LOCAL, priority=0)
+    assert [len(s.token_ids) for s in scheduler.plan({SeqId(1): (8,) * 9}).slices] == [1, 8]
+
+
+def test_plain_decodes_stand_before_those_with_drafts():
+    """The first `decodes` slices have one token each, whichever sequences have drafts."""
+    play = Play([((1, 2), SamplingParams(max_tokens=9, ignore_eos=True))] * 3)
+    play.step(lambda *_: ())
+    plan = play.step(lambda seq_id, _: (8,) if seq_id < 2 else ())
+    assert [(s.seq_id, len(s.token_ids)) for s in plan.slices] == [(2, 1), (0, 2), (1, 2)]
+    assert plan.decodes == 1
+
+
+@pytest.mark.parametrize(("held", "tokens"), [(2, 1 + BLOCK), (3, 1), (4, 1)])
+def test_a_sequence_grows_for_drafts_only_while_a_block_is_left_for_each_running_one(held, tokens):
+    """It has two of six blocks and needs one more; `held` are reserved for a prompt that is pulled."""
+    scheduler = decoding(length=2 * BLOCK, max_tokens=16, sizes={"blocks": 6, "limit": 6 * BLOCK})
+    other = (2,) * (held * BLOCK - 1)
+    assert scheduler.reserve(SeqId(2), other, SamplingParams(max_tokens=1), priority=0, local_prefill=False) is not None
+    assert scheduler.plan({SeqId(1): (8,) * BLOCK}).num_tokens == tokens
+    assert scheduler._pool.num_allocatable == (4 - held) - (1 if tokens > 1 else 0)
+
+
+def test_a_sequence_with_edits_ignores_its_drafts():
+    scheduler = decoding(max_tokens=30, presence_penalty=1.0)
+    assert scheduler.plan({SeqId(1): (8, 9)}).num_tokens == 1
+
+
+def test_an_engine_that_cannot_take_drafts_says_why():
+    scheduler = make(obstacle="kv_cache_dtype is int8")
+    assert not scheduler.plan().slices
+    with pytest.raises(ConfigError, match="takes no drafts: kv_cache_dtype is int8"):
+        scheduler.plan({SeqId(1): (8,)})
+
+
+def test_tokens_before_a_row_without_numbers_count():
+    scheduler = decoding(max_tokens=30)
+    outcome = drawn(scheduler, (8, 9), [8, NO_TOKEN, 5])
+    assert [t.token_id for t in outcome.tokens] == [8]
+    assert outcome.failed == (SeqId(1),)
+    assert scheduler.num_live == 0
+
+
+def test_rows_behind_a_wrong_draft_may_have_no_numbers():
+    scheduler = decoding(max_tokens=30)
+    outcome = drawn(scheduler, (8, 9), [11, NO_TOKEN, NO_TOKEN])
+    assert [t.token_id for t in outcome.tokens] == [11]
+    assert outcome.failed == ()
+
+
+def test_an_abort_during_a_step_with_drafts_frees_all_blocks():
+    scheduler = decoding(max_tokens=30)
+    scheduler.plan({SeqId(1): (8,) * 6})
+    scheduler.abort(SeqId(1))
+    outcome = scheduler.collect([(8, None)] * 7)
+    assert outcome.tokens == ()
+    scheduler.check_invariants()
+    assert scheduler._pool.counts().held == 0

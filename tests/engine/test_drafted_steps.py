@@ -1,0 +1,171 @@
+"""Drafts on the tiny model: no token and no bit of KV depends on them in batch-invariant mode."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from engine_ways import WAYS
+
+from pdserve.core.block_pools import BlockPools
+from pdserve.core.errors import ConfigError, OutOfMemory
+from pdserve.core.ids import SeqId
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import StepPlan
+from pdserve.engine.runner import DRAFTS_OBSTACLE, ModelRunner
+from pdserve.engine.schedule.outcome import OutputToken
+from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.engine.schedule.sequence import SequenceKind
+
+BLOCKS, BLOCK, LONGEST, OUTPUT = 96, 16, 160, 36
+Guess = Callable[[int, int], tuple[int, ...]]
+Served = tuple[list[list[OutputToken]], list[torch.Tensor], int]
+
+
+def prompts() -> list[tuple[int, ...]]:
+    rng = random.Random(1)
+    return [tuple(rng.randrange(3, 512) for _ in range(length)) for length in (1, 15, 16, 33, 70)]
+
+
+def params(i: int) -> SamplingParams:
+    """Greedy and random draws, with log-probabilities and with banned stop ids."""
+    logprobs, least = (2 if i == 2 else None), (20 if i == 3 else 0)
+    return SamplingParams(
+        max_tokens=OUTPUT, temperature=i % 2 * 0.9, top_p=0.9, seed=i, logprobs=logprobs, min_tokens=least, stop_token_ids=(7,)
+    )
+
+
+def serve(runner: ModelRunner, guess: Guess) -> Served:
+    """Serve all prompts at once. Return the output and the KV of each, and the number of steps.
+
+    The KV is that of all tokens but the last, [tokens, ...], read when the sequence ends.
+    """
+    pool = BlockPools(BLOCKS)
+    scheduler = Scheduler(pool, BLOCK, max_num_seqs=64, max_num_batched_tokens=48, max_model_len=LONGEST, eos_token_ids=(2,))
+    for i, prompt in enumerate(prompts()):
+        scheduler.add(SeqId(i), prompt, params(i), kind=SequenceKind.LOCAL, priority=0)
+    outputs: list[list[OutputToken]] = [[] for _ in prompts()]
+    kv = [torch.empty(0)] * len(outputs)
+    steps = 0
+    while scheduler.has_work:
+        plan = scheduler.plan({SeqId(i): guess(i, len(output)) for i, output in enumerate(outputs)})
+        outcome = scheduler.collect(runner.collect(runner.launch(plan)))
+        steps += 1
+        tables = {piece.seq_id: piece.block_tables[0] for piece in plan.slices}
+        for token in outcome.tokens:
+            outputs[token.seq_id].append(token)
+            if token.finish_reason is not None:
+                count = len(prompts()[token.seq_id]) + token.output_index
+                kv[token.seq_id] = committed(runner, tables[token.seq_id], count)
+    scheduler.check_invariants()
+    assert pool.num_free == BLOCKS
+    return outputs, kv, steps
+
+
+def committed(runner: ModelRunner, table: tuple[int, ...], count: int) -> torch.Tensor:
+    """Return the KV of the first `count` tokens: [count, layers, 2, heads, dim]."""
+    blocks = runner.kv.caches[0].tensor[list(table)]
+    return blocks.movedim(-2, 1).flatten(0, 1)[:count].clone()
+
+
+def guesses(outputs: list[list[OutputToken]], wrong: float, most: int) -> Guess:
+    """Guess up to `most` tokens of known outputs; a share of `wrong` of them is replaced by any id."""
+    rng = random.Random(3)
+
+    def guess(i: int, known: int) -> tuple[int, ...]:
+        right = [token.token_id for token in outputs[i][known : known + rng.randint(0, most)]]
+        return tuple(rng.randrange(512) if rng.random() < wrong else token_id for token_id in right)
+
+    return guess
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_and_kv_are_those_without_drafts(make_runner, way):
+    runner = make_runner(**way, batch_invariant=True)
+    outputs, kv, steps = serve(runner, lambda *_: ())
+    assert any(token.logprobs for token in outputs[2])
+    for wrong, most in ((0.0, 7), (0.4, 5), (1.0, 3)):
+        drafted, drafted_kv, drafted_steps = serve(runner, guesses(outputs, wrong, most))
+        assert drafted == outputs
+        assert all(torch.equal(a, b) for a, b in zip(kv, drafted_kv, strict=True))
+        if wrong < 1.0:
+            assert drafted_steps < steps, "no draft was taken"
+
+
+def test_an_engine_with_quantised_kv_takes_no_drafts(make_runner):
+    runner = make_runner(dtype="bfloat16", kv_cache_dtype="int8")
+    assert runner.drafts_obstacle == DRAFTS_OBSTACLE
+    assert make_runner().drafts_obstacle is None
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64}
+    scheduler = Scheduler(BlockPools(8), BLOCK, **sizes, eos_token_ids=(), drafts_obstacle=runner.drafts_obstacle)
+    with pytest.raises(ConfigError, match="takes no drafts: kv_cache_dtype stores scaled blocks"):
+        scheduler.plan({SeqId(1): (5,)})
+
+
+class Event:
+    """A CUDA event whose work is done once somebody has waited for it."""
+
+    def __init__(self) -> None:
+        self.recorded = self.waited = False
+        self.error: Exception | None = None
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+        self.waited = True
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def as_on_cuda(make_runner, monkeypatch) -> ModelRunner:
+    """A runner on the CPU that queues its steps as it does on a GPU."""
+    runner = make_runner()
+    monkeypatch.setattr(runner, "_on_cuda", True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return runner
+
+
+def plans(scheduler: Scheduler) -> StepPlan:
+    for i, prompt in enumerate(prompts()[:2]):
+        scheduler.add(SeqId(i), prompt, SamplingParams(temperature=i * 1.0), kind=SequenceKind.LOCAL, priority=0)
+    return scheduler.plan()
+
+
+@pytest.mark.parametrize("budget", [1, 48])
+def test_a_queued_step_is_waited_for_by_collect(as_on_cuda, make_runner, budget):
+    """A step of plainly greedy rows (1 token) and one with other rows (both prompts) give the tokens of the CPU."""
+    scheduler = Scheduler(
+        BlockPools(16), BLOCK, max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=64, eos_token_ids=()
+    )
+    plan = plans(scheduler)
+    pending = as_on_cuda.launch(plan)
+    assert not pending.written.waited
+    assert (pending.best is not None) == (budget == 1)
+    drawn = as_on_cuda.collect(pending)
+    assert pending.written.waited
+    as_on_cuda._on_cuda = False
+    assert drawn == as_on_cuda.execute(plan)
+    assert len(drawn) == len(plan.specs)
+
+
+def test_a_step_that_draws_nothing_is_waited_for_as_well(as_on_cuda, make_sheets):
+    (sheet,) = make_sheets(as_on_cuda, [20], random.Random(0))
+    pending = as_on_cuda.launch(sheet.whole())
+    assert as_on_cuda.collect(pending) == []
+    assert pending.written.waited
+
+
+def test_queued_work_that_gets_no_memory_is_told_by_collect(as_on_cuda, make_sheets):
+    (sheet,) = make_sheets(as_on_cuda, [20], random.Random(0))
+    pending = as_on_cuda.launch(sheet.whole())
+    pending.written.error = torch.OutOfMemoryError("planted")
+    with pytest.raises(OutOfMemory, match="a step of 20 tokens of 1 sequences got no memory"):
+        as_on_cuda.collect(pending)
+    pending.written.error = RuntimeError("planted")
+    with pytest.raises(RuntimeError, match="planted"):
+        as_on_cuda.collect(pending)
