@@ -182,7 +182,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 50051
-    # `pdserve drain` and `pdserve status` connect here. On an address that others reach, each call needs the cluster's token.
+    # `pdserve status`, `drain` and `explain` connect here. Where others reach the address, each call needs the cluster's token.
     admin_host: str = "127.0.0.1"
     # None is 50053, or any free port if `grpc_port` is 0.
     admin_port: Port | None = None

@@ -12,8 +12,9 @@ from typing import Final, Generic, NamedTuple, TypeVar
 Value = str | int | float
 
 MAX_ENTRIES: Final = 64
-"""A request that nothing disturbs has 9 entries in the router. A retry adds 8 of them, and a rebind 4. Four attempts, the
-default limit, with a rebind in each make 9 + 3 * 8 + 4 * 4 = 49. A request that is refused room again and again has more."""
+"""A request that nothing disturbs has 9 entries in the router, and 10 if it waits for room. A retry adds 9, and a rebind 4.
+Four attempts, the default limit, with a rebind in each make 10 + 3 * 9 + 4 * 4 = 53. A request that is refused room again and
+again has more."""
 KEPT_FIRST: Final = MAX_ENTRIES // 2
 """The first entries say how the request began, the last ones why it ended. Entries between them are left out."""
 MAX_TEXT_CHARS: Final = 240
@@ -64,6 +65,12 @@ class Story:
     def entries(self) -> tuple[Entry, ...]:
         """The entries that were kept, in order."""
         return (*self._first, *self._last)
+
+    @property
+    def last_kind(self) -> str:
+        """The kind of the newest entry. Empty: there is none."""
+        entries = self._last or self._first
+        return entries[-1].kind if entries else ""
 
     @property
     def num_bytes(self) -> int:

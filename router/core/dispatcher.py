@@ -61,6 +61,7 @@ class Dispatcher:
                 self._requests.waiting.remove(request)
                 self.bind(request, place.worker, place.placement, place.reason, now_s)
                 continue
+            request.story.waits(now_s, len(place.links))
             position, blocked = position + 1, blocked + 1
             kept.update(place.links)
             if blocked == LOOK_PAST or not self._placer.room_beside(kept, now_s=now_s):

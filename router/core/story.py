@@ -27,6 +27,7 @@ class StoryKind(Enum):
 
     QUEUED = "queued"
     NO_WORKER = "no_worker"
+    WAITS = "waits"
     PLACED = "placed"
     RESERVED = "reserved"
     NO_ROOM = "no_room"
@@ -59,6 +60,11 @@ class RequestStory(Story):
     def note(self, now_s: float, kind: StoryKind, **fields: Value) -> None:
         """Write down what has just happened."""
         self.add(now_s, kind.value, **fields)
+
+    def waits(self, now_s: float, workers: int) -> None:
+        """Write down that none of the `workers` that could serve the request has room. Repeated calls are one entry."""
+        if self.last_kind != StoryKind.WAITS.value:
+            self.note(now_s, StoryKind.WAITS, workers=workers)
 
     def took_part(self, hello: WorkerHello) -> None:
         """Note that the request was placed on a worker."""

@@ -304,3 +304,19 @@ class Stage:
             assert not peer.jobs, f"{peer.hello.worker_id} still holds {list(peer.jobs)}"
         for request_id, outcome in self.outcomes.items():
             assert len(outcome.ended) == 1, f"{request_id} ended as {outcome.ended}"
+            self._check_story(request_id, outcome)
+
+    def _check_story(self, request_id: RequestId, outcome: Outcome) -> None:
+        """Check that a story is whole: it begins and ends once, in the order of time, and agrees with the report."""
+        story = self.core.requests.stories.get(request_id)
+        if story is None or outcome.report is None:
+            return  # many requests have ended since
+        kinds = [entry.kind for entry in story.entries]
+        assert (kinds[0], kinds[-1], kinds.count("queued"), kinds.count("ended")) == ("queued", "ended", 1, 1)
+        times = [entry.at_s for entry in story.entries]
+        assert times == sorted(times)
+        if not story.left_out:
+            assert kinds.count("retried") == outcome.report.attempts - 1
+            assert kinds.count("placed") + kinds.count("rebound") == outcome.report.binds
+            assert kinds.count("rebound") == outcome.report.rebinds
+            assert kinds.count("first_token") == bool(outcome.emitted)

@@ -93,9 +93,10 @@ def test_a_worker_that_left_is_named_and_a_running_request_is_told_too() -> None
                 worker.gate.clear()
             call = cluster.stub.Generate(generate_request([1, 2, 3], 3, placement=common_pb2.PLACEMENT_COLOCATED))
             request_id = str(dict(await call.initial_metadata())[REQUEST_ID_METADATA])
-            first = next(w for w in cluster.workers if w.role == DECODE and w.commands)
+            decodes = [worker for worker in cluster.workers if worker.role == DECODE]
+            await decodes[0].wait_for(lambda: any("bind" in worker.commands for worker in decodes))
+            first, other = sorted(decodes, key=lambda worker: not worker.commands)
             await first.stop()
-            other = next(w for w in cluster.workers if w.role == DECODE and w is not first)
             await other.wait_for(lambda: "bind" in other.commands)
             told = await ask(cluster, request_id)
             assert told.outcome == ""
@@ -131,6 +132,24 @@ def test_too_many_questions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask(cluster, await serve(cluster))
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    asyncio.run(story())
+
+
+def test_the_error_of_a_failed_request_names_the_command_that_explains_it() -> None:
+    """A request that was refused at once has no story, and no hint."""
+
+    async def story() -> None:
+        async with asyncio.timeout(30), local_cluster() as cluster:
+            cluster.decode.fail_next = common_pb2.ERROR_REASON_INTERNAL_BUG
+            asked = ("generate", "hi", "--max-tokens", "3", "--address", cluster.grpc_address)
+            failed = await asyncio.to_thread(CliRunner().invoke, main, asked)
+            assert failed.exit_code == 1
+            hint = failed.stderr.partition("; `pdserve explain ")[2].partition("` tells its story\n")
+            assert (await ask(cluster, hint[0])).outcome == "failed"
+            refused = await asyncio.to_thread(CliRunner().invoke, main, (*asked, "--priority", "1", "--max-tokens", "9999"))
+            assert refused.exit_code == 1
+            assert "explain" not in refused.stderr
 
     asyncio.run(story())
 
