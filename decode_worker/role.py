@@ -145,29 +145,30 @@ class DecodeRole:
     def _bind(self, command: decode_pb2.Bind) -> None:
         handle = Handle(command.handle)
         try:
-            prompt, params = read_request(command, self._host)
+            spec, resumed = read_request(command, self._host)
+            prompt_len = len(spec.prompt_ids) + len(resumed)
             if self._host.draining:
-                self._no_room(handle, command.request_id, len(prompt))
+                self._no_room(handle, command.request_id, prompt_len)
                 return
             seq_id = self._host.next_seq_id(handle)
-            local, salt = command.local_prefill, command.cache_salt
-            self._host.submit(Reserve(seq_id, prompt, params, command.priority, local, command.resumed, salt))
+            self._host.submit(Reserve(seq_id, spec, command.local_prefill, resumed))
         except PdserveError as exc:
             self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code.value, message=exc.message)
             self._host.send(failed(handle, exc))
             return
-        self._host.stories.note(command.request_id, WorkKind.RECEIVED, tokens=len(prompt), local_prefill=int(local))
+        local = int(command.local_prefill)
+        self._host.stories.note(command.request_id, WorkKind.RECEIVED, tokens=prompt_len, local_prefill=local)
         self._binds += 1
         self._by_handle[handle] = self._by_seq[seq_id] = BoundRequest(
             handle,
             command.request_id,
             seq_id,
             ReaderId(self._host.incarnation, self._binds),
-            prompt_hash(command.prompt_ids, command.cache_salt),
-            len(prompt),
+            prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt),
+            prompt_len,
             command.deadline_s,
             command.local_prefill,
-            OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :]),
+            OutputStream(handle, self._host.tokenizer, spec.sampling, resumed),
         )
 
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:

@@ -113,7 +113,7 @@ def _input_of(ask: Ask) -> GenerateInput:
         request_id=ask.name,
         deadline_s=ask.deadline_s,
         placement=ask.placement,
-        priority=ask.priority,
+        options={"priority": ask.priority},
     )
 
 

@@ -154,18 +154,18 @@ class PrefillRole:
         try:
             if self._host.draining:
                 raise Unavailable("this worker is draining")
-            prompt, params = read_request(command, self._host)
+            spec, resumed = read_request(command, self._host)
             seq_id = self._host.next_seq_id(handle)
-            self._host.submit(AddLent(seq_id, prompt, params, command.priority, command.resumed, command.cache_salt))
+            self._host.submit(AddLent(seq_id, spec, resumed))
         except PdserveError as exc:
             self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code.value, message=exc.message)
             self._host.send(failed(handle, exc))
             return
-        output = OutputStream(handle, self._host.tokenizer, params, prompt[len(prompt) - command.resumed :])
-        name = prompt_hash(command.prompt_ids, command.cache_salt)
-        request = LentRequest(handle, command.request_id, seq_id, name, len(prompt), output)
+        output = OutputStream(handle, self._host.tokenizer, spec.sampling, resumed)
+        name = prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt)
+        request = LentRequest(handle, command.request_id, seq_id, name, len(spec.prompt_ids) + len(resumed), output)
         self._by_handle[handle] = self._by_seq[seq_id] = request
-        self._note(request, WorkKind.RECEIVED, tokens=len(prompt), resumed=command.resumed)
+        self._note(request, WorkKind.RECEIVED, tokens=request.prompt_len, resumed=len(resumed))
 
     def _note(self, request: LentRequest, kind: WorkKind, **fields: Value) -> None:
         self._host.stories.note(request.request_id, kind, **fields)

@@ -51,16 +51,17 @@ class _Sequence:
     prompt_ids: tuple[int, ...]
     sampling: common_pb2.SamplingParams
     runs: bool  # False: it only holds blocks (a bind before its Attach, a lease after token 0)
-    resumed: int = 0  # the number of ids at the end of the prompt that an earlier attempt drew
+    resumed: int = 0  # the number of ids that an earlier attempt drew
     next_index: int = 0
     attached: bool = False  # its KV comes from a prefill worker
 
     def __post_init__(self) -> None:
         self.next_index = self.resumed
 
-    @property
-    def true_prompt(self) -> tuple[int, ...]:
-        return self.prompt_ids[: len(self.prompt_ids) - self.resumed]
+    @classmethod
+    def of(cls, command: decode_pb2.Bind | prefill_pb2.Prefill, *, runs: bool) -> _Sequence:
+        ids, resumed = unpack_ids(command.spec.prompt_ids), len(unpack_ids(command.resumed_ids))
+        return cls(command.handle, ids, command.spec.sampling, runs=runs, resumed=resumed)
 
 
 def logprobs_at(index: int, sampling: common_pb2.SamplingParams) -> common_pb2.Logprobs | None:
@@ -240,8 +241,8 @@ class FakeWorker:
         )
 
     def _blocks(self, sequence: _Sequence) -> int:
-        growth = 0 if self.role == PREFILL else sequence.sampling.max_tokens - sequence.resumed
-        return ceil_div(len(sequence.prompt_ids) + growth, self.block_size)
+        output = sequence.resumed if self.role == PREFILL else sequence.sampling.max_tokens
+        return ceil_div(len(sequence.prompt_ids) + output, self.block_size)
 
     def _obey(self, message: link_pb2.RouterMessage) -> None:
         kind = message.WhichOneof("body")
@@ -288,8 +289,7 @@ class FakeWorker:
         self._send(request_failed=link_pb2.RequestFailed(handle=handle, reason=reason, message=message))
 
     def _bind(self, bind: decode_pb2.Bind) -> None:
-        ids = unpack_ids(bind.prompt_ids)
-        sequence = _Sequence(bind.handle, ids, bind.sampling, runs=bind.local_prefill, resumed=bind.resumed)
+        sequence = _Sequence.of(bind, runs=bind.local_prefill)
         free = self.num_blocks - sum(self._blocks(s) for s in self._sequences.values())
         needed = self._blocks(sequence)
         if self.refuse_binds > 0 or needed > free:
@@ -301,8 +301,7 @@ class FakeWorker:
         self._work.set()
 
     def _prefill(self, prefill: prefill_pb2.Prefill) -> None:
-        ids = unpack_ids(prefill.prompt_ids)
-        self._sequences[prefill.handle] = _Sequence(prefill.handle, ids, prefill.sampling, runs=True, resumed=prefill.resumed)
+        self._sequences[prefill.handle] = _Sequence.of(prefill, runs=True)
         lease_id = common_pb2.LeaseId(incarnation=self.incarnation, counter=prefill.handle)
         started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ticket=b"ticket")
         self._send(prefill_started=started)
@@ -355,7 +354,7 @@ class FakeWorker:
     def _draw(self, sequence: _Sequence, index: int) -> tuple[int, str, common_pb2.FinishReason]:
         """Return token id, text and finish reason of output `index`. A stop string is found only within one token's text."""
         sampling = sequence.sampling
-        token_id = token_at(sequence.true_prompt, index, self.vocab_size)
+        token_id = token_at(sequence.prompt_ids, index, self.vocab_size)
         text = self.text_of(token_id)
         stop = next((s for s in sampling.stop if s in text), None)
         if stop is not None:
@@ -365,7 +364,7 @@ class FakeWorker:
         return token_id, text, _LENGTH if index + 1 >= sampling.max_tokens else _UNFINISHED
 
     def _commit(self, sequence: _Sequence) -> None:
-        blocks = ceil_div(len(sequence.prompt_ids), self.block_size)
+        blocks = ceil_div(len(sequence.prompt_ids) + sequence.resumed, self.block_size)
         committed = decode_pb2.KvCommitted(
             handle=sequence.handle,
             kv_bytes=blocks * self.block_size * self.kv_bytes_per_token,

@@ -12,7 +12,7 @@ import grpc
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc import codec
 from pdserve.rpc.channel import server_options
-from pdserve.rpc.v1 import decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2
+from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2
 
 WAIT_S = 20.0
 _END = link_pb2.RouterMessage()
@@ -64,6 +64,12 @@ class Worker:
 
 def _kind(message: Any) -> str:
     return type(message).__name__
+
+
+def _attempt(prompt: list[int], params: SamplingParams, resumed: int) -> dict[str, Any]:
+    true_len = len(prompt) - resumed
+    spec = common_pb2.RequestSpec(prompt_ids=codec.pack_ids(prompt[:true_len]), sampling=codec.sampling_to_wire(params))
+    return {"spec": spec, "resumed_ids": codec.pack_ids(prompt[true_len:])}
 
 
 class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
@@ -142,15 +148,13 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
     def bind(
         self, worker: Worker, prompt: list[int], params: SamplingParams, *, local_prefill: bool = False, resumed: int = 0
     ) -> int:
-        """Send a Bind under a new handle, and return the handle."""
+        """Send a Bind under a new handle, and return the handle. The last `resumed` ids are output of an earlier attempt."""
         handle = self.next_handle()
         command = decode_pb2.Bind(
             handle=handle,
-            prompt_ids=codec.pack_ids(prompt),
-            sampling=codec.sampling_to_wire(params),
             deadline_s=WAIT_S,
             local_prefill=local_prefill,
-            resumed=resumed,
+            **_attempt(prompt, params, resumed),
         )
         worker.send(link_pb2.RouterMessage(bind=command))
         return handle
@@ -158,13 +162,7 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
     def prefill(self, worker: Worker, prompt: list[int], params: SamplingParams, *, resumed: int = 0) -> int:
         """Send a Prefill under a new handle, and return the handle."""
         handle = self.next_handle()
-        wire = codec.sampling_to_wire(params)
-        command = prefill_pb2.Prefill(
-            handle=handle,
-            prompt_ids=codec.pack_ids(prompt),
-            sampling=wire,
-            resumed=resumed,
-        )
+        command = prefill_pb2.Prefill(handle=handle, **_attempt(prompt, params, resumed))
         worker.send(link_pb2.RouterMessage(prefill=command))
         return handle
 

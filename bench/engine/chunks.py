@@ -33,6 +33,7 @@ from pdserve.config import EngineConfig
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -89,7 +90,7 @@ class Engine:
         """Start a sequence with a prompt of `tokens` tokens."""
         prompt = tuple((7 + 31 * seq_id + i) % 500 for i in range(tokens))
         params = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
-        self.thread.submit(Reserve(seq_id, prompt, params, priority=0, local_prefill=True))
+        self.thread.submit(Reserve(seq_id, RequestSpec(prompt, params), local_prefill=True))
 
     def next(self) -> tuple[float, StepEvents]:
         """Return the next message and its time. Raises `queue.Empty` after TIMEOUT_S, for example when the engine has died."""

@@ -89,7 +89,7 @@ class _Worker:
         lease_id = common_pb2.LeaseId(incarnation=1, counter=prefill.handle)
         started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ticket=bytes(400))
         self._send(prefill_started=started)
-        self._send(step_batch=link_pb2.StepBatch(rows=[_row(prefill.handle, 0, prefill.sampling.max_tokens)]))
+        self._send(step_batch=link_pb2.StepBatch(rows=[_row(prefill.handle, 0, prefill.spec.sampling.max_tokens)]))
 
     def _bind(self, bind: decode_pb2.Bind) -> None:
         self._binds[bind.handle] = bind
@@ -113,7 +113,7 @@ class _Worker:
             group.create_task(self._decode(wave))
 
     async def _decode(self, wave: list[decode_pb2.Bind]) -> None:
-        sampling = wave[0].sampling
+        sampling = wave[0].spec.sampling
         steps = [_step(wave, index, sampling.max_tokens) for index in range(1, sampling.max_tokens)]
         loop = asyncio.get_running_loop()
         due_s = loop.time()

@@ -130,6 +130,7 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
 def _turn(engine, messages, work: Work, numbers: Iterator[int]) -> Turn:  # type: ignore[no-untyped-def]
     """Run one turn. Each stream asks its next prompt once it has the last token of the one before."""
     from pdserve.core.ids import SeqId
+    from pdserve.core.request_spec import RequestSpec
     from pdserve.core.sampling import SamplingParams
     from pdserve.worker.messages import Reserve
 
@@ -142,7 +143,7 @@ def _turn(engine, messages, work: Work, numbers: Iterator[int]) -> Turn:  # type
         if left[stream]:
             seq_id = SeqId(next(numbers))
             running[seq_id] = (stream, [time.perf_counter()])
-            engine.submit(Reserve(seq_id, left[stream].pop(), params, priority=0, local_prefill=True))
+            engine.submit(Reserve(seq_id, RequestSpec(left[stream].pop(), params), local_prefill=True))
 
     for stream in left:
         ask(stream)

@@ -18,6 +18,7 @@ from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.runner import ModelRunner
@@ -50,7 +51,7 @@ class Prefill:
         """Compute one prompt. Return the CPU seconds of the whole, sums included, and those until token 0 was told."""
         self.count += 1
         began_s = time.thread_time()
-        plan, _ = self.steps.begin([AddLent(SeqId(self.count), prompt, PARAMS, 0)])
+        plan, _ = self.steps.begin([AddLent(SeqId(self.count), RequestSpec(prompt, PARAMS))])
         told_s = began_s
         while plan.slices:
             self.steps.finish(self.runner.execute(plan))

@@ -6,18 +6,13 @@ any worker and in any batch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.limits import IntRange, MaxCount, RealRange, TextLengths, check_fields, limited
 
-MAX_STOP_STRINGS = 16  # OpenAI allows 4; vLLM has no limit; each string is searched for at each token
-MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIASES = 300  # OpenAI's and vLLM's limit
-MAX_LOGPROBS = 20  # OpenAI's for chat; vLLM's default too
 SEED_LIMIT = 1 << 64
 LEAST_REAL = 1e-6
 """The smallest temperature, top_p and min_p other than 0. Draws are computed in float32: logits over 3e38 times the
@@ -45,6 +40,18 @@ class Placement(Enum):
     COLOCATED = "colocated"
 
 
+class _Biases:
+    """Pairs of (token id, bias): each id occurs once, and each bias is in [-100, 100]."""
+
+    def check(self, name: str, value: tuple[tuple[int, float], ...]) -> None:
+        """Raise `InvalidRequest` for an id that occurs twice, or for a bias outside the range. NaN is in no range."""
+        if len({token_id for token_id, _ in value}) < len(value):
+            raise InvalidRequest("names an id twice", field=name)
+        for token_id, bias in value:
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest(f"the bias of token id {token_id} must be in [-100, 100], got {bias}", field=name)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of one request. Raises `InvalidRequest`, which names the field and its range.
@@ -59,50 +66,33 @@ class SamplingParams:
     model's logits before any of these changes (vLLM's `raw_logprobs`). None: no log-probabilities are returned.
     """
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = limited(16, IntRange(1, 1 << 31))
+    temperature: float = limited(1.0, RealRange(LEAST_REAL, 2.0, or_zero=True))
+    top_k: int = limited(0, IntRange(0, 1 << 31))
+    top_p: float = limited(1.0, RealRange(LEAST_REAL, 1.0))
+    min_p: float = limited(0.0, RealRange(LEAST_REAL, 1.0, or_zero=True))
+    seed: int = limited(0, IntRange(0, SEED_LIMIT - 1))
+    stop: tuple[str, ...] = limited((), MaxCount(16, "strings"), TextLengths(1, 1024))
+    """OpenAI allows 4 strings; vLLM has no limit. Each string is searched for at each token."""
+    stop_token_ids: tuple[int, ...] = limited((), MaxCount(256, "ids"))
     min_tokens: int = 0
+    """It is `max_tokens` or less."""
     ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of (id, bias); each id occurs once."""
-    logprobs: int | None = None
+    presence_penalty: float = limited(0.0, RealRange(-2.0, 2.0))
+    frequency_penalty: float = limited(0.0, RealRange(-2.0, 2.0))
+    repetition_penalty: float = limited(1.0, RealRange(LEAST_REPETITION_PENALTY, 2.0))
+    logit_bias: tuple[tuple[int, float], ...] = limited((), MaxCount(300, "entries"), _Biases())
+    """Pairs of (id, bias); each id occurs once. The number of entries is OpenAI's and vLLM's limit."""
+    logprobs: int | None = limited(None, IntRange(0, 20))
+    """The limit is OpenAI's for chat, and vLLM's default."""
     edits_logits: bool = field(init=False, repr=False, compare=False)
     """Derived: True when a bias or a penalty is set."""
     plainly_greedy: bool = field(init=False, repr=False, compare=False)
     """Derived: True when each draw is the model's largest logit, and no bias, penalty or log-probability is asked for."""
 
     def __post_init__(self) -> None:
-        _int("max_tokens", self.max_tokens, 1, 1 << 31)
-        _real("temperature", self.temperature, LEAST_REAL, 2.0, or_zero=True)
-        _int("top_k", self.top_k, 0, 1 << 31)
-        _real("top_p", self.top_p, LEAST_REAL, 1.0)
-        _real("min_p", self.min_p, LEAST_REAL, 1.0, or_zero=True)
-        _int("seed", self.seed, 0, SEED_LIMIT - 1)
-        _int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", field="stop")
-        for text in self.stop:
-            if not text or len(text) > MAX_STOP_STRING_CHARS:
-                raise InvalidRequest(f"each string must have 1 to {MAX_STOP_STRING_CHARS} characters", field="stop")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                f"has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed", field="stop_token_ids"
-            )
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 2.0)
-        _check_biases(self.logit_bias)
-        if self.logprobs is not None:
-            _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        check_fields(self)
+        IntRange(0, self.max_tokens).check("min_tokens", self.min_tokens)
         self._derive()
 
     def _derive(self) -> None:
@@ -116,26 +106,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the token with the largest edited logit is taken."""
         return self.temperature == 0.0
-
-
-def _check_biases(biases: tuple[tuple[int, float], ...]) -> None:
-    if len(biases) > MAX_LOGIT_BIASES:
-        raise InvalidRequest(f"has {len(biases)} entries; at most {MAX_LOGIT_BIASES} are allowed", field="logit_bias")
-    if len({token_id for token_id, _ in biases}) < len(biases):
-        raise InvalidRequest("names an id twice", field="logit_bias")
-    for token_id, bias in biases:
-        if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
-            raise InvalidRequest(f"the bias of token id {token_id} must be in [-100, 100], got {bias}", field="logit_bias")
-
-
-def _int(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidRequest(f"must be from {low} to {high}, got {value}", field=field)
-
-
-def _real(field: str, value: float, low: float, high: float, *, or_zero: bool = False) -> None:
-    if not low <= value <= high and not (or_zero and value == 0):  # NaN is in no range
-        raise InvalidRequest(f"must be {'0 or ' if or_zero else ''}a number in [{low:g}, {high:g}], got {value}", field=field)
 
 
 _MASK = (1 << 64) - 1

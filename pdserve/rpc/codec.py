@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import cast
+from typing import Final, cast
 
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
+from pdserve.rpc.fields import FieldCodec
 from pdserve.rpc.v1 import common_pb2, peer_pb2
 
 _FINISH_TO_WIRE = {reason: cast(common_pb2.FinishReason, number) for number, reason in FINISH_BY_NUMBER.items()}
@@ -62,46 +64,33 @@ def placement_to_wire(placement: Placement | None) -> common_pb2.Placement:
     return _PLACEMENT_TO_WIRE[placement]
 
 
+_SAMPLING: Final = FieldCodec(SamplingParams, common_pb2.SamplingParams)
+_SPEC: Final = FieldCodec(
+    RequestSpec,
+    common_pb2.RequestSpec,
+    prompt_ids=(pack_ids, unpack_ids),
+    sampling=(_SAMPLING.to_wire, _SAMPLING.from_wire),
+)
+
+
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
     """Write sampling parameters as a message in which every field is set, but `logprobs` when it is None."""
-    return common_pb2.SamplingParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        min_tokens=params.min_tokens,
-        ignore_eos=params.ignore_eos,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=dict(params.logit_bias),
-        logprobs=params.logprobs,
-    )
+    return _SAMPLING.to_wire(params)
 
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
-    """Read the sampling parameters that a router sends to a worker, with every field set. Raises `InvalidRequest`."""
-    return SamplingParams(
-        max_tokens=wire.max_tokens,
-        temperature=wire.temperature,
-        top_k=wire.top_k,
-        top_p=wire.top_p,
-        min_p=wire.min_p,
-        seed=wire.seed,
-        stop=tuple(wire.stop),
-        stop_token_ids=tuple(wire.stop_token_ids),
-        min_tokens=wire.min_tokens,
-        ignore_eos=wire.ignore_eos,
-        presence_penalty=wire.presence_penalty,
-        frequency_penalty=wire.frequency_penalty,
-        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0,  # older routers lack it
-        logit_bias=tuple(sorted(wire.logit_bias.items())),
-        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
-    )
+    """Read sampling parameters from a message in which every field is set. Raises `InvalidRequest`."""
+    return _SAMPLING.from_wire(wire)
+
+
+def spec_to_wire(spec: RequestSpec) -> common_pb2.RequestSpec:
+    """Write a request as a message."""
+    return _SPEC.to_wire(spec)
+
+
+def spec_from_wire(wire: common_pb2.RequestSpec) -> RequestSpec:
+    """Read a request. Raises `InvalidRequest`, and ValueError for half a token id."""
+    return _SPEC.from_wire(wire)
 
 
 def logprobs_to_wire(tokens: Sequence[TokenLogprobs]) -> common_pb2.Logprobs | None:

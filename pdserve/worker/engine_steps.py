@@ -142,15 +142,12 @@ class EngineSteps:
     def _apply(self, command: Command) -> ReserveResult | Rehashed | None:
         scheduler = self._scheduler
         match command:
-            case AddLent(seq_id, prompt, params, priority, resumed, salt):
+            case AddLent(seq_id, spec, resumed):
                 self._last_seq_id = seq_id
-                kind = SequenceKind.LENT
-                scheduler.add(seq_id, prompt, params, kind=kind, priority=priority, resumed=resumed, cache_salt=salt)
-            case Reserve(seq_id, prompt, params, priority, local, resumed, salt):
+                scheduler.add(seq_id, spec, kind=SequenceKind.LENT, resumed=resumed)
+            case Reserve(seq_id, spec, local, resumed):
                 self._last_seq_id = seq_id
-                room = scheduler.reserve(
-                    seq_id, prompt, params, priority=priority, local_prefill=local, resumed=resumed, cache_salt=salt
-                )
+                room = scheduler.reserve(seq_id, spec, local_prefill=local, resumed=resumed)
                 return ReserveResult(seq_id, room.block_tables, room.hits) if room is not None else ReserveResult(seq_id, None)
             case Activate(seq_id, first_token):
                 scheduler.activate(seq_id, first_token)

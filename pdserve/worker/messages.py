@@ -8,20 +8,18 @@ from typing import NamedTuple
 from pdserve.core.block_pools import BlockTables
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import BlockId, BlockSum, SeqId
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.request_spec import RequestSpec
 from pdserve.engine.schedule.outcome import Advance, OutputToken
 
 
 @dataclass(frozen=True, slots=True)
 class AddLent:
-    """Compute this prompt and one token, and lend the blocks to a remote reader. `Scheduler.add` explains the fields."""
+    """Compute this request's prompt and one token, and lend the blocks to a remote reader. `Scheduler.add` explains the
+    fields."""
 
     seq_id: SeqId
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    priority: int
-    resumed: int = 0
-    cache_salt: str = ""
+    spec: RequestSpec
+    resumed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +27,9 @@ class Reserve:
     """Reserve blocks for this sequence now or not at all. With `local_prefill` it starts to run at once."""
 
     seq_id: SeqId
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    priority: int
+    spec: RequestSpec
     local_prefill: bool
-    resumed: int = 0
-    cache_salt: str = ""
+    resumed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.core.errors import InvalidRequest, NumericalError, PdserveError
 from pdserve.core.ids import Handle
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.request_spec import RequestSpec
 from pdserve.rpc import codec
 from pdserve.rpc.status import to_reason
 from pdserve.rpc.v1 import link_pb2
@@ -13,27 +13,30 @@ from pdserve.rpc.v1.prefill_pb2 import Prefill
 from pdserve.worker.host import Host
 
 
-def read_request(command: Prefill | Bind, host: Host) -> tuple[tuple[int, ...], SamplingParams]:
-    """Return the prompt and parameters of a command. Raises `InvalidRequest` for values that the model or the pool cannot
-    take."""
+def read_request(command: Prefill | Bind, host: Host) -> tuple[RequestSpec, tuple[int, ...]]:
+    """Return the request of a command, and the output of its earlier attempts.
+
+    Raises `InvalidRequest` for values that the model or the pool cannot take.
+    """
     try:
-        prompt = codec.unpack_ids(command.prompt_ids)
+        spec, resumed = codec.spec_from_wire(command.spec), codec.unpack_ids(command.resumed_ids)
     except ValueError as exc:
         raise InvalidRequest(str(exc), field="prompt_ids") from exc
+    prompt = spec.prompt_ids + resumed
     if not 0 < len(prompt) < host.max_model_len:
         raise InvalidRequest(f"has {len(prompt)} tokens; from 1 to {host.max_model_len - 1} are allowed", field="prompt")
     if max(prompt) >= host.card.vocab_size:
         raise InvalidRequest(f"token id {max(prompt)} is not below {host.card.vocab_size}", field="prompt")
-    params = codec.sampling_from_wire(command.sampling)
+    params = spec.sampling
     named = max((*params.stop_token_ids, *(token_id for token_id, _ in params.logit_bias)), default=0)
     if named >= host.card.vocab_size:
         raise InvalidRequest(f"names token id {named}, which is not below {host.card.vocab_size}", field="sampling")
-    if not command.resumed < min(len(prompt), params.max_tokens):
+    if not len(resumed) < min(len(prompt), params.max_tokens):
         raise InvalidRequest(
-            f"{command.resumed} ids cannot be output: the prompt has {len(prompt)} ids, max_tokens is {params.max_tokens}",
+            f"{len(resumed)} ids cannot be output: the prompt has {len(prompt)} ids, max_tokens is {params.max_tokens}",
             field="resumed",
         )
-    return prompt, params
+    return spec, resumed
 
 
 def no_numbers(host: Host) -> NumericalError:

@@ -24,8 +24,9 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 class GenerateInput:
     """One request as a client wrote it, not yet checked against the model's limits.
 
-    `sampling` holds by name the fields of `SamplingParams` that the client set (`logit_bias` as a mapping). Other fields take
-    their defaults. Without `max_tokens` the output may be as long as fits; without `seed` the router draws one.
+    `sampling` holds by name the fields of `SamplingParams` that the client set (`logit_bias` as a mapping), and `options` those
+    of `RequestSpec` beside them. Other fields take their defaults. Without `max_tokens` the output may be as long as fits;
+    without `seed` the router draws one.
     """
 
     prompt: Prompt
@@ -36,8 +37,5 @@ class GenerateInput:
     correlation_id: str = ""
     """The client's name for the request. It is logged and sent back, and need not be unique."""
     deadline_s: float | None = None
-    priority: int = 0
     placement: Placement | None = None
-    cache_salt: str = ""
-    """KV of equal prefixes is shared only among requests with the same salt, so a tenant cannot find another's prompts by
-    timing."""
+    options: Mapping[str, Any] = field(default_factory=dict)

@@ -7,16 +7,17 @@ worker. An event about one request also carries a handle, which names one (reque
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeVar
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.logprobs import PackedLogprobs
-from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import Placement
 from router.api.answer import Delta, Report
 
 LinkId = NewType("LinkId", int)
@@ -88,13 +89,10 @@ class Submit:
     """A checked request. `arrived_s` and `deadline_s` are times of the core's clock."""
 
     request_id: RequestId
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
+    spec: RequestSpec
     arrived_s: float
     deadline_s: float
-    priority: int = 0
     placement: Placement | None = None
-    cache_salt: str = ""
     correlation_id: str = ""
 
 
@@ -258,19 +256,13 @@ Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The part of a command that both kinds of worker get.
-
-    The last `resumed` ids of `prompt_ids` are output of earlier attempts. The first token that is drawn now has the index
-    `resumed` in the output. `sampling` is that of the original request.
-    """
+    """The part of a command that both kinds of worker get: the request, and the ids with which this attempt starts."""
 
     handle: Handle
     request_id: RequestId
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int
-    resumed: int = 0
-    cache_salt: str = ""
+    spec: RequestSpec
+    resumed: tuple[int, ...] = ()
+    """The output of earlier attempts. It follows the prompt, and the first token that is drawn now comes after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,5 +356,20 @@ class EmitFailed:
     report: Report
 
 
+@dataclass(frozen=True, slots=True)
+class ReportBug:
+    """Report a bug in the router that broke off an action. The effects before this one are those of all that was done. If the
+    action concerned one request, this request has failed; otherwise the books may disagree."""
+
+    bug: Exception
+
+
+_T = TypeVar("_T")
+
 Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendDrain
-Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed
+Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed | ReportBug
+
+EffectsThen = Generator[Effect, None, _T]
+"""An action of the core: it gives out its effects, in order, and then a value for its caller. It runs while they are taken."""
+Effects = EffectsThen[None]
+"""An action of the core without a value."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, RequestId, WorkerId
 from pdserve.core.request_machine import RequestMachine
-from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import Placement
+from pdserve.core.work_machine import WorkMachine
 from router.api.answer import Report
 from router.core.events import KvCommitted, LinkId, PrefillStarted, Role, Submit, Work
 from router.core.output import OrderedOutput
@@ -22,10 +24,7 @@ class RemoteWork:
     link: LinkId
     role: Role
     request: LiveRequest
-    reserved: bool = False
-    """Decode only: the worker holds the blocks."""
-    attached: bool = False
-    """Decode only: the worker was told which lease it reads."""
+    machine: WorkMachine
 
 
 @dataclass(slots=True)
@@ -67,9 +66,7 @@ class LiveRequest:
     """One request or probe that has not ended yet."""
 
     request_id: RequestId
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int
+    spec: RequestSpec
     deadline_s: float
     asked: Placement | None
     arrival: int
@@ -79,16 +76,13 @@ class LiveRequest:
     times: Times
     story: RequestStory
     probe: Probe | None = None
-    cache_salt: str = ""
     correlation_id: str = ""
     placement: Placement = Placement.AUTO
     placement_reason: str = ""
     emitted: list[int] = field(default_factory=list)
     """The output ids that the client has. A replay does not draw them again."""
-    resumed: int = 0
-    """The number of emitted ids with which this attempt started."""
-    work_ids: tuple[int, ...] = ()
-    """The ids that this attempt computes first: the prompt and the output of earlier attempts."""
+    resumed: tuple[int, ...] = ()
+    """The emitted ids with which this attempt started. They follow the prompt."""
     loss: PdserveError | None = None
     """The last error that the router tried to recover from."""
     retry_reasons: tuple[str, ...] = ()
@@ -103,27 +97,25 @@ class LiveRequest:
     prefill_worker: WorkerId = field(default=WorkerId(""))
     decode_worker: WorkerId = field(default=WorkerId(""))
     lease: PrefillStarted | None = None
+    """The lease of this attempt, as the prefill worker reported it. The machine of its work says when it may come."""
     committed: KvCommitted | None = None
+    """The report that decode has the KV of this attempt. The machine of its work says when it may come."""
 
     @classmethod
     def of(cls, submit: Submit, arrival: int, probe: Probe | None = None) -> LiveRequest:
         """Make the record of a submitted request, in its first attempt."""
         return cls(
             request_id=submit.request_id,
-            prompt_ids=submit.prompt_ids,
-            sampling=submit.sampling,
-            priority=submit.priority,
+            spec=submit.spec,
             deadline_s=submit.deadline_s,
             asked=submit.placement,
             arrival=arrival,
             machine=RequestMachine(submit.request_id),
-            output=OrderedOutput(submit.sampling.max_tokens),
+            output=OrderedOutput(submit.spec.sampling.max_tokens),
             times=Times(submit.arrived_s),
             story=RequestStory(submit),
             probe=probe,
-            cache_salt=submit.cache_salt,
             correlation_id=submit.correlation_id,
-            work_ids=submit.prompt_ids,
         )
 
     def start_over(self) -> None:
@@ -132,8 +124,7 @@ class LiveRequest:
         assert self.prefill is None
         assert self.decode is None
         self.output.restart()
-        self.resumed = len(self.emitted)
-        self.work_ids = (*self.prompt_ids, *self.emitted)
+        self.resumed = tuple(self.emitted)
         self.lease = self.committed = None
         self.times.attempt = AttemptTimes()
 
@@ -145,24 +136,21 @@ class LiveRequest:
     @property
     def remaining_tokens(self) -> int:
         """Return how many output tokens may still follow those that the client has."""
-        return self.sampling.max_tokens - len(self.emitted)
+        return self.spec.sampling.max_tokens - len(self.emitted)
 
     @property
     def max_len(self) -> int:
         """Return how many tokens prompt and output may have together."""
-        return len(self.prompt_ids) + self.sampling.max_tokens
+        return len(self.spec.prompt_ids) + self.spec.sampling.max_tokens
+
+    @property
+    def work_len(self) -> int:
+        """Return how many ids this attempt computes first: those of the prompt and the output of earlier attempts."""
+        return len(self.spec.prompt_ids) + len(self.resumed)
 
     def work(self, handle: Handle) -> Work:
         """Return what a command tells a worker about this request."""
-        return Work(
-            handle=handle,
-            request_id=self.request_id,
-            prompt_ids=self.work_ids,
-            sampling=self.sampling,
-            priority=self.priority,
-            resumed=self.resumed,
-            cache_salt=self.cache_salt,
-        )
+        return Work(handle, self.request_id, self.spec, self.resumed)
 
     def report(self, *, now_s: float) -> Report:
         """Return how the request was served so far. The report is complete once the request has ended."""
@@ -172,7 +160,7 @@ class LiveRequest:
         return Report(
             placement=self.placement,
             placement_reason=self.placement_reason,
-            prompt_tokens=len(self.prompt_ids),
+            prompt_tokens=len(self.spec.prompt_ids),
             output_tokens=tokens,
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,

@@ -88,7 +88,7 @@ class Placer:
         return decide(
             request.asked,
             self._configured,
-            prompt_tokens=len(request.work_ids),
+            prompt_tokens=request.work_len,
             colocate_below_tokens=self._colocate_below_tokens,
             has_prefill=bool(lenders),
             has_pair=any(self._paired(lenders, decoder.link, paired_s) for decoder in decoders),
@@ -96,7 +96,7 @@ class Placer:
 
     def need_tokens(self, request: LiveRequest) -> int:
         """Return how many tokens of KV the request will probably take on its decode worker."""
-        return len(request.work_ids) + self._outputs.expect(request.remaining_tokens)
+        return request.work_len + self._outputs.expect(request.remaining_tokens)
 
     def place(self, request: LiveRequest, *, now_s: float, kept: Container[LinkId] = ()) -> Place | Wanted:
         """Pick a decode worker and the placement, or return the workers that the request waits for. Workers in `kept` are left
@@ -140,7 +140,7 @@ class Placer:
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
             return None if peer is None or peer.draining else peer
         lenders = self._paired(self._lenders(request, now_s, serving=True), decode, now_s)
-        prompt_tokens = len(request.work_ids)
+        prompt_tokens = request.work_len
         return self._pick(Role.PREFILL, lenders, RequestView(prompt_tokens, prompt_tokens))
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
@@ -167,11 +167,11 @@ class Placer:
     def _roomiest(self, request: LiveRequest, fitting: list[Candidate]) -> Worker | None:
         need = self.need_tokens(request)
         roomy = filters.with_room(fitting, need)
-        return self._pick(Role.DECODE, roomy, RequestView(len(request.work_ids), need))
+        return self._pick(Role.DECODE, roomy, RequestView(request.work_len, need))
 
     def _lenders(self, request: LiveRequest, now_s: float, *, serving: bool) -> list[Candidate]:
         alive = [c for c in filters.alive(self._candidates(Role.PREFILL, now_s, serving=serving)) if not c.refused]
-        return filters.long_enough(alive, len(request.work_ids) + 1)
+        return filters.long_enough(alive, request.work_len + 1)
 
     def _paired(self, lenders: list[Candidate], decode: LinkId, now_s: float) -> list[Candidate]:
         """Return the lenders whose KV may go to that decode worker."""

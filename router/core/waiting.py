@@ -41,6 +41,8 @@ class WaitingRequests:
         self._new = 0
         self._new_tokens = 0
         self._finished_s: deque[float] = deque(maxlen=DRAIN_SAMPLES)
+        self.added = 0
+        """The number of times that a request began to wait."""
 
     def check_room(self, prompt_tokens: int, *, now_s: float) -> None:
         """Check that a new request of `prompt_tokens` may wait. Raises `Overloaded` if not. One may always wait when no other
@@ -57,21 +59,26 @@ class WaitingRequests:
         """Insert a request at its turn."""
         key = _key(request)
         position = bisect.bisect_left(self._keys, key)
+        self._count(request, 1)
         self._keys.insert(position, key)
         self._requests.insert(position, request)
-        self._count(request, 1)
+        self.added += 1
+
+    def holds(self, request: LiveRequest) -> bool:
+        """Tell whether a request waits."""
+        return self.at(bisect.bisect_left(self._keys, _key(request))) is request
 
     def remove(self, request: LiveRequest) -> None:
         """Remove a request that waits."""
         position = bisect.bisect_left(self._keys, _key(request))
         assert self._requests[position] is request
-        del self._keys[position], self._requests[position]
         self._count(request, -1)
+        del self._keys[position], self._requests[position]
 
     def _count(self, request: LiveRequest, sign: int) -> None:
         if not request.replay:
             self._new += sign
-            self._new_tokens += sign * len(request.prompt_ids)
+            self._new_tokens += sign * len(request.spec.prompt_ids)
 
     def at(self, position: int) -> LiveRequest | None:
         """Return the request at a position, counted from 0 in order of turns. None: the list ends before it."""
@@ -93,7 +100,7 @@ class WaitingRequests:
         assert self._keys == sorted(set(self._keys))
         assert self._keys == [_key(r) for r in self._requests]
         new = [r for r in self._requests if not r.replay]
-        assert (self._new, self._new_tokens) == (len(new), sum(len(r.prompt_ids) for r in new))
+        assert (self._new, self._new_tokens) == (len(new), sum(len(r.spec.prompt_ids) for r in new))
 
     def _retry_after_s(self, now_s: float) -> float:
         """Return how many seconds all waiting requests will take at the rate of the last finishes. Replays are counted, because
@@ -107,4 +114,4 @@ class WaitingRequests:
 
 
 def _key(request: LiveRequest) -> _Key:
-    return (request.times.arrived_s - LEVEL_S * (request.priority + request.replay), request.arrival)
+    return (request.times.arrived_s - LEVEL_S * (request.spec.priority + request.replay), request.arrival)

@@ -6,22 +6,20 @@ from typing import Final
 
 from pdserve.rpc.story import entries_to_wire
 from pdserve.rpc.v1 import common_pb2, story_pb2
-from router.core.events import Role
-from router.service.explaining import Explanation, WorkerPart
+from router.api.explanation import Explanation, WorkerPart
 
-_ROLES_TO_WIRE: Final = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
+_ROLES_TO_WIRE: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 
 
 def explanation_to_wire(explanation: Explanation) -> story_pb2.ExplainRequestResponse:
     """Return the message of an explanation, with times relative to the request's arrival."""
-    story = explanation.story
     return story_pb2.ExplainRequestResponse(
-        request_id=story.request_id,
-        correlation_id=story.correlation_id,
-        outcome="" if story.outcome is None else story.outcome.value,
-        entries=entries_to_wire(story.entries, since_s=story.arrived_s),
-        left_out=story.left_out,
-        workers=[_part(part, story.arrived_s) for part in explanation.parts],
+        request_id=explanation.request_id,
+        correlation_id=explanation.correlation_id,
+        outcome=explanation.outcome,
+        entries=entries_to_wire(explanation.entries, since_s=explanation.arrived_s),
+        left_out=explanation.left_out,
+        workers=[_part(part, explanation.arrived_s) for part in explanation.parts],
         others=explanation.others,
     )
 

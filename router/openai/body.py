@@ -6,10 +6,13 @@ undecoded JSON, so a large value of a field that is refused anyway costs nothing
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, defstruct
 
+from pdserve.core.limits import field_types
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import SamplingParams
 from router.openai.unsupported import unsupported
 
 EMPTY: Final[tuple[Any, ...]] = ([], {}, "", 0, 0.0, False)
@@ -40,32 +43,37 @@ class Message(Struct):
     audio: Raw = unsupported(*EMPTY)
 
 
-class Body(Struct, kw_only=True):
-    """The fields that both endpoints share. Ranges are checked where the values are used."""
+SCALARS: Final[dict[str, Any]] = {
+    name: kind
+    for name, kind in {**field_types(RequestSpec), **field_types(SamplingParams)}.items()
+    if kind in (bool, int, float, str)
+}
+"""The fields of a request that have the same name and form in JSON, with their types."""
+
+if TYPE_CHECKING:
+
+    class _Scalars(Struct, kw_only=True):
+        max_tokens: int | None
+        top_k: int | None
+        seed: int | None
+
+else:
+    _Scalars = defstruct("_Scalars", [(name, kind | None, None) for name, kind in SCALARS.items()], kw_only=True)
+
+
+class Body(_Scalars, kw_only=True):
+    """The fields that both endpoints share, after those of `SCALARS`. Ranges are checked where the values are used."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = None
     deadline_s: float | None = None
-    priority: int | None = None
     placement: str | None = None
-    cache_salt: str | None = None
 
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[str, Raw] | None = None
 
     n: Raw = unsupported(1)

@@ -18,7 +18,7 @@ from router.api.request import GenerateInput, Prompt
 from router.openai.body import ChatBody, CompletionBody, StreamOptions
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
-from router.openai.sampling import read_sampling
+from router.openai.sampling import read_options, read_sampling
 from router.openai.unsupported import refuse_unsupported
 
 _CORRELATION_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
@@ -67,9 +67,8 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, prompts: tuple
         request_id=request_id,
         correlation_id=correlation_id,
         deadline_s=body.deadline_s,
-        priority=body.priority or 0,
         placement=_placement(body.placement),
-        cache_salt=body.cache_salt or "",
+        options=read_options(body),
     )
     chat = isinstance(body, ChatBody)
     return Call(chat, request_id, _inputs(common, prompts), stream, include_usage, continuous_usage, correlation_id)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import MutableMapping, MutableSequence
+from typing import Any
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.limits import MAX_MESSAGES
-from pdserve.core.sampling import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, Placement
+from pdserve.core.limits import MAX_MESSAGES, MaxCount, limit_of
+from pdserve.core.request_spec import OPTIONS
+from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.rpc.codec import placement_from_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from router.api.request import ChatMessage, GenerateInput, Prompt
-
-_MAX_COUNTS: Final = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 
 
 def generate_input(
@@ -30,9 +30,8 @@ def generate_input(
         model=request.model or None,
         correlation_id=request.request_id,
         deadline_s=_deadline_s(request, call_remaining_s, max_deadline_s),
-        priority=request.priority,
         placement=_placement(request.placement),
-        cache_salt=request.cache_salt,
+        options={descriptor.name: value for descriptor, value in request.ListFields() if descriptor.name in OPTIONS},
     )
 
 
@@ -58,13 +57,10 @@ def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
 def _sampling(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
     """Return the fields that are present, zero or not. Repeated fields are present when they are not empty."""
     values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
-    for name in ("stop", "stop_token_ids"):
-        if name in values:
-            _check_count(name, len(values[name]), _MAX_COUNTS[name])
-            values[name] = tuple(values[name])
-    if "logit_bias" in values:
-        _check_count("logit_bias", len(values["logit_bias"]), MAX_LOGIT_BIASES)
-        values["logit_bias"] = dict(values["logit_bias"])
+    for name, value in values.items():
+        if isinstance(value, MutableSequence | MutableMapping):
+            _check_count(name, len(value), limit_of(SamplingParams, name, MaxCount).count)
+            values[name] = dict(value) if isinstance(value, MutableMapping) else tuple(value)
     return values
 
 

@@ -23,6 +23,14 @@ EFFECTS: Final[dict[str, type[Any]]] = {cls.__name__: cls for cls in typing.get_
 TYPE: Final = "type"
 
 
+class RecordedBug(Exception):
+    """A recorded exception that is no error of ours: the name of its class, and its message."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedLogprobs:
     """The packed log-probabilities of a recorded row. It has the shape of `PackedLogprobs`."""
@@ -91,13 +99,17 @@ def _from_plain(plain: Plain, types: dict[str, type[Any]]) -> Any:
 def _from_foreign(value: Any) -> Any:
     if isinstance(value, PdserveError):
         return error_to_plain(value)
+    if isinstance(value, Exception):
+        return {"name": value.name if isinstance(value, RecordedBug) else type(value).__name__, "message": str(value)}
     raise NotImplementedError(f"{type(value).__name__} cannot be recorded")
 
 
 def _to_foreign(cls: type[Any], plain: Any) -> Any:
-    if not issubclass(cls, PdserveError):
+    if not issubclass(cls, Exception):
         raise NotImplementedError(f"{cls.__name__} cannot be read from a recording")
     fields = dict(plain)
+    if "name" in fields:
+        return RecordedBug(**fields)
     return CLASSES[ErrorCode(fields.pop("code"))](fields.pop("message"), **fields)
 
 

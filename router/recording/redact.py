@@ -28,6 +28,7 @@ class Redaction:
         if not prompts:
             self._rules |= {
                 "prompt_ids": len,
+                "resumed": len,
                 "ids": len,
                 "text": len,
                 "stop": _lengths,

@@ -9,6 +9,8 @@ from typing import Any, Final
 from pdserve.config import RouterConfig
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from pdserve.core.ids import RequestId
+from pdserve.core.limits import MaxBytes, check_limits, field_types
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from router.api.identity import new_request_id
 from router.api.request import ChatMessage, GenerateInput, Prompt
@@ -17,9 +19,7 @@ from router.service.limits import LengthLimit
 from router.service.model import ServedModel
 from router.service.prompts import PromptEncoder
 
-MAX_CORRELATION_ID_BYTES: Final = 128
-MAX_CACHE_SALT_BYTES: Final = 128
-PRIORITY_LIMIT: Final = 100
+_CORRELATION_ID: Final = MaxBytes(128)
 
 
 class Admission:
@@ -45,24 +45,16 @@ class Admission:
         self.check_model(request.model)
         _check_correlation_id(request.correlation_id)
         deadline_s = self._deadline_s(request.deadline_s)
-        if not -PRIORITY_LIMIT <= request.priority <= PRIORITY_LIMIT:
-            raise InvalidRequest(
-                f"must be from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}, got {request.priority}", field="priority"
-            )
-        if len(request.cache_salt.encode(errors="replace")) > MAX_CACHE_SALT_BYTES:
-            raise InvalidRequest(f"must have at most {MAX_CACHE_SALT_BYTES} bytes", field="cache_salt")
+        check_limits(RequestSpec, request.options)
         check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
         prompt_ids = await self._encoder.encode(request.prompt)
         self._check_length(request.prompt, prompt_ids)
         return Submit(
             request_id=RequestId(request.request_id or new_request_id()),
-            prompt_ids=prompt_ids,
-            sampling=self._sampling(request.sampling, len(prompt_ids)),
+            spec=RequestSpec(prompt_ids, self._sampling(request.sampling, len(prompt_ids)), **request.options),
             arrived_s=arrived_s,
             deadline_s=arrived_s + deadline_s,
-            priority=request.priority,
             placement=request.placement,
-            cache_salt=request.cache_salt,
             correlation_id=request.correlation_id,
         )
 
@@ -119,37 +111,9 @@ class Admission:
 
 def _check_correlation_id(given: str) -> None:
     """Check the client's id, which is written to the log. The error names the field as clients know it."""
-    if len(given.encode(errors="replace")) > MAX_CORRELATION_ID_BYTES:
-        raise InvalidRequest(f"must have at most {MAX_CORRELATION_ID_BYTES} bytes", field="request_id")
+    _CORRELATION_ID.check("request_id", given)
     if not given.isprintable():
         raise InvalidRequest("must be printable", field="request_id")
-
-
-_INT_FIELDS: Final = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs")
-_REAL_FIELDS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-
-
-def check_field_types(fields: Mapping[str, Any]) -> None:
-    """Check names and types of sampling fields. Raises `InvalidRequest` for a field that does not exist or has the wrong
-    type."""
-    for name, value in fields.items():
-        if name in _INT_FIELDS:
-            good, wanted = _is_int(value), "an integer"
-        elif name in _REAL_FIELDS:
-            good, wanted = _is_real(value), "a number"
-        elif name == "stop":
-            good, wanted = isinstance(value, tuple) and all(isinstance(s, str) for s in value), "strings"
-        elif name == "stop_token_ids":
-            good, wanted = isinstance(value, tuple) and all(type(i) is int for i in value), "integers"
-        elif name == "logit_bias":
-            good = isinstance(value, Mapping) and all(_is_int(i) and _is_real(bias) for i, bias in value.items())
-            wanted = "numbers by token id"
-        elif name == "ignore_eos":
-            good, wanted = isinstance(value, bool), "true or false"
-        else:
-            raise InvalidRequest("is not a sampling parameter", field=name)
-        if not good:
-            raise InvalidRequest(f"must be {wanted}, got {value!r:.100}", field=name)
 
 
 def _is_int(value: Any) -> bool:
@@ -158,3 +122,32 @@ def _is_int(value: Any) -> bool:
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_int(i) and _is_real(bias) for i, bias in value.items())
+
+
+_SORTS: Final[dict[Any, tuple[Callable[[Any], bool], str]]] = {
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (_is_int, "an integer"),
+    int | None: (_is_int, "an integer"),
+    float: (_is_real, "a number"),
+    tuple[str, ...]: (lambda value: isinstance(value, tuple) and all(isinstance(s, str) for s in value), "strings"),
+    tuple[int, ...]: (lambda value: isinstance(value, tuple) and all(type(i) is int for i in value), "integers"),
+    tuple[tuple[int, float], ...]: (_are_biases, "numbers by token id"),
+}
+"""The check of each type that a field of `SamplingParams` has, and its name for clients."""
+
+_CHECKS: Final = {name: _SORTS[kind] for name, kind in field_types(SamplingParams).items()}
+
+
+def check_field_types(fields: Mapping[str, Any]) -> None:
+    """Check names and types of sampling fields. Raises `InvalidRequest` for a field that does not exist or has the wrong
+    type."""
+    for name, value in fields.items():
+        if name not in _CHECKS:
+            raise InvalidRequest("is not a sampling parameter", field=name)
+        is_good, wanted = _CHECKS[name]
+        if not is_good(value):
+            raise InvalidRequest(f"must be {wanted}, got {value!r:.100}", field=name)

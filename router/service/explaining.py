@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.errors import Overloaded
 from pdserve.core.ids import Incarnation, WorkerId
-from pdserve.observe.story import Entry
+from router.api.explanation import Explanation, WorkerPart
 from router.core.events import Role
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
@@ -24,26 +23,6 @@ ANSWER_S: Final = 2.0
 """A worker answers on its loop, within milliseconds. One whose loop is held longer is worth a look of its own."""
 MAX_QUESTIONS: Final = 256
 """At most this many questions wait for an answer. An explanation asks each worker that took part, mostly two to eight."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPart:
-    """One worker's part of a request, with times on the router's clock. `missing` says why there is none, or is empty."""
-
-    worker_id: WorkerId
-    role: Role
-    entries: tuple[Entry, ...] = ()
-    left_out: int = 0
-    missing: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """All that is known of a request. `others` are ids of older requests to which the client gave the same id."""
-
-    story: RequestStory
-    parts: tuple[WorkerPart, ...]
-    others: tuple[str, ...]
 
 
 class Explainer:
@@ -63,7 +42,16 @@ class Explainer:
         if len(self._waiting) + len(story.workers) > MAX_QUESTIONS:
             raise Overloaded(f"{len(self._waiting)} questions to workers wait already", retry_after_s=ANSWER_S)
         parts = await asyncio.gather(*[self._ask(story, *worker, role) for worker, role in story.workers.items()])
-        return Explanation(story, tuple(parts), tuple([other.request_id for other in others]))
+        return Explanation(
+            request_id=story.request_id,
+            correlation_id=story.correlation_id,
+            arrived_s=story.arrived_s,
+            outcome="" if story.outcome is None else story.outcome.value,
+            entries=story.entries,
+            left_out=story.left_out,
+            parts=tuple(parts),
+            others=tuple([other.request_id for other in others]),
+        )
 
     def answered(self, event: WorkExplained) -> None:
         """Take the answer of a worker. An answer that comes too late is dropped."""
@@ -74,18 +62,18 @@ class Explainer:
     async def _ask(self, story: RequestStory, worker_id: WorkerId, incarnation: Incarnation, role: Role) -> WorkerPart:
         worker = self._core.registry.find(worker_id)
         if worker is None:
-            return WorkerPart(worker_id, role, missing="it is not linked to this router now")
+            return WorkerPart(worker_id, role.value, missing="it is not linked to this router now")
         if worker.hello.incarnation != incarnation:
-            return WorkerPart(worker_id, role, missing="that process has ended; another one has its id now")
+            return WorkerPart(worker_id, role.value, missing="that process has ended; another one has its id now")
         try:
             answer = await self._question(worker, story)
         except TimeoutError:
-            return WorkerPart(worker_id, role, missing=f"it did not answer within {ANSWER_S:g} s")
+            return WorkerPart(worker_id, role.value, missing=f"it did not answer within {ANSWER_S:g} s")
         if not answer.entries:
-            return WorkerPart(worker_id, role, missing="it keeps no story of the request any more, or never heard of it")
+            return WorkerPart(worker_id, role.value, missing="it keeps no story of the request any more, or never heard of it")
         now_s = self._clock()
         entries = tuple([entry._replace(at_s=entry.at_s + now_s) for entry in answer.entries])
-        return WorkerPart(worker_id, role, entries, answer.left_out)
+        return WorkerPart(worker_id, role.value, entries, answer.left_out)
 
     async def _question(self, worker: Worker, story: RequestStory) -> WorkExplained:
         self._asked += 1

@@ -20,8 +20,10 @@ from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
+from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
+from router.api.router_api import ModelInfo
 from router.core import events as ev
 from router.core.pairs import AsidePair
 from router.core.registry import Worker
@@ -29,7 +31,7 @@ from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.buffered_generation import BufferedGeneration
-from router.service.explaining import Explainer, Explanation
+from router.service.explaining import Explainer
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
 from router.service.policies import rankings_of
@@ -48,7 +50,8 @@ CHECK_MAX_REQUESTS = 64
 
 
 class RouterService:
-    """Implements `router.api.router_api.RouterApi`. `start` it on the loop that it is to run on, and `close` it."""
+    """Implements `RouterApi` and `AdminApi` of `router.api.router_api`. `start` it on the loop that it is to run on, and
+    `close` it."""
 
     def __init__(
         self,
@@ -125,12 +128,11 @@ class RouterService:
         return known
 
     def drain(self, worker_id: str) -> None:
-        """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
-        `UnknownWorker`."""
+        """Implements `AdminApi.drain`."""
         self.tell(ev.DrainAsked(WorkerId(worker_id)))
 
     async def explain(self, name: str) -> Explanation:
-        """Explain the newest request with this request id or correlation id. Raises `UnknownRequest` and `Overloaded`."""
+        """Implements `AdminApi.explain`."""
         return await self._explainer.explain(name)
 
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
@@ -159,7 +161,7 @@ class RouterService:
         return not self._core.placer.not_ready_reason(worker, now_s=self._clock())
 
     async def next_ready(self, known: bool) -> bool:
-        """Wait until `ready` differs from `known`, and return it. Only one task may wait."""
+        """Implements `RouterApi.next_ready`."""
         while self.ready == known:
             await self._ready_flipped.wait()
             self._ready_flipped.clear()
@@ -175,12 +177,28 @@ class RouterService:
         """A prompt may have at most this many tokens, since one token of output must fit after it."""
         return self._limit.max_model_len - 1
 
+    def model_info(self) -> ModelInfo:
+        """Implements `RouterApi.model_info`."""
+        model = self.model
+        return ModelInfo(
+            model=model.name,
+            architecture=model.card.architecture,
+            vocab_size=model.card.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=model.kv_spec.block_size,
+            dtype=model.dtype,
+            kv_cache_dtype=model.kv_spec.dtype,
+            kv_bytes_per_token=model.kv_spec.bytes_per_token,
+            eos_token_ids=model.card.eos_token_ids,
+            has_chat_template=model.tokenizer.has_chat_template,
+        )
+
     def metrics(self) -> bytes:
         """Implements `RouterApi.metrics`."""
         return self._metrics.render()
 
     def snapshot(self) -> ClusterSnapshot:
-        """Return the state of the cluster at this moment, as status calls and metrics show it."""
+        """Implements `AdminApi.snapshot`. Metrics show it as well."""
         now_s = self._clock()
         queued = len(self._core.waiting)
         return ClusterSnapshot(
@@ -202,18 +220,27 @@ class RouterService:
             self.tell(heard)
 
     def tell(self, event: ev.Event) -> None:
-        """Give the core an event and perform its effects. Every event except a Submit goes through here."""
-        self._perform(self._handle(event))
+        """Give the core an event and perform its effects. Every event except a Submit goes through here. A bug of the core is
+        raised after the effects were performed."""
+        bug = self._perform(self._handle(event))
         if type(event) is not ev.StepRows:  # tokens do not change readiness
             self._note_ready()
+        if bug is not None:
+            raise bug
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
-        generation = BufferedGeneration(submit.request_id, len(submit.prompt_ids), self._released)
+        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released)
         effects = self._handle(submit)  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None
         self._busy.set()
-        self._perform(effects)
+        bug = self._perform(effects)
+        if bug is not None:
+            try:
+                self._released(generation)  # the core may have taken the request
+            finally:
+                self._live.pop(submit.request_id, None)
+            raise bug
         return generation
 
     def _handle(self, event: ev.Event) -> list[ev.Effect]:
@@ -228,7 +255,9 @@ class RouterService:
         self._notes.note(now_s, event, effects)
         return effects
 
-    def _perform(self, effects: list[ev.Effect]) -> None:
+    def _perform(self, effects: list[ev.Effect]) -> Exception | None:
+        """Perform the effects in their order. Return the first bug that they report, after a look at the core's books."""
+        bug: Exception | None = None
         for effect in effects:
             if isinstance(effect, ev.EmitDelta):
                 self._live[effect.request_id].push(effect.delta)
@@ -240,8 +269,13 @@ class RouterService:
                 self._ended(effect.request_id, effect, None)
             elif isinstance(effect, ev.EmitFailed):
                 self._ended(effect.request_id, effect, effect.error)
+            elif isinstance(effect, ev.ReportBug):
+                bug = bug or effect.bug
             else:
                 self.links.send(effect.link, command_to_wire(effect))
+        if bug is not None:
+            self._check_books()
+        return bug
 
     def _ended(self, request_id: RequestId, effect: ev.EmitDone | ev.EmitFailed, error: PdserveError | None) -> None:
         generation = self._live.pop(request_id)
@@ -271,10 +305,16 @@ class RouterService:
                 await self._wait_busy(IDLE_TICK_S)
             late = not late and self._clock() - began_s > IDLE_TICK_S + LATE_S
             if not late:
-                self.tell(ev.Tick())
+                self._tick()
                 self._drop_stalled_clients()
             if turn % CHECK_TICKS == 0 and self._core.num_requests <= CHECK_MAX_REQUESTS:
                 self._check_books()
+
+    def _tick(self) -> None:
+        try:
+            self.tell(ev.Tick())
+        except Exception:  # a bug of ours costs the requests that it concerned, and later ticks are still given
+            logger.exception("the core failed on a tick")
 
     def _check_books(self) -> None:
         """Check the core's invariants. A broken one is our own bug: operators hear of it in the log and the metrics, clients do

@@ -10,7 +10,7 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
 from pdserve.observe.story import MAX_ENTRIES, Entry
-from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, sampling_to_wire
+from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, spec_to_wire
 from pdserve.rpc.status import from_reason
 from pdserve.rpc.story import entries_from_wire
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2, story_pb2
@@ -171,9 +171,6 @@ def _work(work: ev.Work) -> dict[str, Any]:
     return {
         "handle": work.handle,
         "request_id": work.request_id,
-        "prompt_ids": pack_ids(work.prompt_ids),
-        "sampling": sampling_to_wire(work.sampling),
-        "priority": work.priority,
-        "resumed": work.resumed,
-        "cache_salt": work.cache_salt,
+        "spec": spec_to_wire(work.spec),
+        "resumed_ids": pack_ids(work.resumed),
     }

@@ -12,6 +12,7 @@ from engine_ways import WAYS
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.ids import SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.runner import DRAFTS_OBSTACLE, ModelRunner
@@ -45,7 +46,7 @@ def serve(runner: ModelRunner, guess: Guess) -> Served:
     pool = BlockPools(BLOCKS)
     scheduler = Scheduler(pool, BLOCK, max_num_seqs=64, max_num_batched_tokens=48, max_model_len=LONGEST, eos_token_ids=(2,))
     for i, prompt in enumerate(prompts()):
-        scheduler.add(SeqId(i), prompt, params(i), kind=SequenceKind.LOCAL, priority=0)
+        scheduler.add(SeqId(i), RequestSpec(prompt, params(i)), kind=SequenceKind.LOCAL)
     outputs: list[list[OutputToken]] = [[] for _ in prompts()]
     kv = [torch.empty(0)] * len(outputs)
     steps = 0
@@ -132,7 +133,7 @@ def as_on_cuda(make_runner, monkeypatch) -> ModelRunner:
 
 def plans(scheduler: Scheduler) -> StepPlan:
     for i, prompt in enumerate(prompts()[:2]):
-        scheduler.add(SeqId(i), prompt, SamplingParams(temperature=i * 1.0), kind=SequenceKind.LOCAL, priority=0)
+        scheduler.add(SeqId(i), RequestSpec(prompt, SamplingParams(temperature=i * 1.0)), kind=SequenceKind.LOCAL)
     return scheduler.plan()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import GREEDY, NO_TOKEN, SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.native import library
@@ -128,15 +129,15 @@ def test_a_sequence_without_numbers_ends_alone_and_nobody_finds_its_kv():
     pool = BlockPools(20)
     scheduler = scheduler_of(pool)
     prompt, other = (1,) * 9, (2,) * 9
-    scheduler.add(SeqId(1), prompt, LONG, kind=SequenceKind.LOCAL, priority=0)
-    scheduler.add(SeqId(2), other, LONG, kind=SequenceKind.LOCAL, priority=0)
+    scheduler.add(SeqId(1), RequestSpec(prompt, LONG), kind=SequenceKind.LOCAL)
+    scheduler.add(SeqId(2), RequestSpec(other, LONG), kind=SequenceKind.LOCAL)
     collect(scheduler, 5, 5)
     outcome = collect(scheduler, NO_TOKEN, 6)
     assert outcome.failed == (1,)
     assert [(token.seq_id, token.token_id) for token in outcome.tokens] == [(2, 6)]
     scheduler.check_invariants()
     asked = enumerate((prompt, other))
-    again = [scheduler.reserve(SeqId(3 + i), ids, LONG, priority=0, local_prefill=True) for i, ids in asked]
+    again = [scheduler.reserve(SeqId(3 + i), RequestSpec(ids, LONG), local_prefill=True) for i, ids in asked]
     assert [room.hits for room in again] == [0, 2]
     scheduler.check_invariants()
 
@@ -144,7 +145,7 @@ def test_a_sequence_without_numbers_ends_alone_and_nobody_finds_its_kv():
 def test_a_lent_prompt_without_numbers_keeps_its_leases_blocks_until_they_come_back():
     pool = BlockPools(20)
     scheduler = scheduler_of(pool)
-    scheduler.add(SeqId(1), (1,) * 36, LONG, kind=SequenceKind.LENT, priority=0)
+    scheduler.add(SeqId(1), RequestSpec((1,) * 36, LONG), kind=SequenceKind.LENT)
     assert collect(scheduler).advanced == ((1, 32),)
     outcome = collect(scheduler, NO_TOKEN)
     assert (outcome.failed, outcome.tokens, outcome.advanced) == ((1,), (), ())
@@ -157,7 +158,7 @@ def test_a_lent_prompt_without_numbers_keeps_its_leases_blocks_until_they_come_b
 def test_one_that_was_aborted_during_the_step_is_not_told_of_again():
     pool = BlockPools(20)
     scheduler = scheduler_of(pool)
-    scheduler.add(SeqId(1), (1,) * 9, LONG, kind=SequenceKind.LOCAL, priority=0)
+    scheduler.add(SeqId(1), RequestSpec((1,) * 9, LONG), kind=SequenceKind.LOCAL)
     collect(scheduler, 5)
     scheduler.plan()
     scheduler.abort(SeqId(1))

@@ -14,6 +14,7 @@ from pdserve.config import EngineConfig
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.layers import linear
@@ -29,7 +30,7 @@ def serve(runner: ModelRunner, requests, *, blocks: int, budget: int) -> tuple[l
     scheduler = Scheduler(pool, 16, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=limit, eos_token_ids=(2,))
     outputs: list[list[int]] = [[] for _ in requests]
     for i, (prompt, params) in enumerate(requests):
-        scheduler.add(SeqId(i), prompt, params, kind=SequenceKind.LOCAL, priority=0)
+        scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
     preempted = 0
     while scheduler.has_work:
         outcome = scheduler.collect(runner.execute(scheduler.plan()))

@@ -96,7 +96,7 @@ class FakeApi:
         assert set(request.sampling) <= {f.name for f in fields(SamplingParams)}
         biases = tuple(request.sampling.get("logit_bias", {}).items())
         SamplingParams(**{"max_tokens": 4096, **request.sampling, "logit_bias": biases})
-        if not -100 <= request.priority <= 100:
+        if not -100 <= request.options.get("priority", 0) <= 100:
             raise InvalidRequest("priority: must be from -100 to 100", field="priority")
         if self.error is not None and self.fail_at is None:
             raise self.error

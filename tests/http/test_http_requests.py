@@ -54,7 +54,7 @@ def test_every_sampling_field_arrives() -> None:
         **fields, ignore_eos=True, stop="x", stop_token_ids=[1, 2], priority=-3, placement="auto", cache_salt="t"
     ).inputs[0]
     assert request.sampling == {**fields, "ignore_eos": True, "stop": ("x",), "stop_token_ids": (1, 2)}
-    assert (request.priority, request.placement, request.cache_salt) == (-3, Placement.AUTO, "t")
+    assert (request.options, request.placement) == ({"priority": -3, "cache_salt": "t"}, Placement.AUTO)
 
 
 def test_penalties_and_biases_arrive() -> None:

@@ -160,8 +160,8 @@ def test_defaults_fill_the_context_and_draw_a_seed() -> None:
             admit = cluster.service._admission.admit
             first = await admit(GenerateInput(prompt=(1, 2)), arrived_s=0.0)
             second = await admit(GenerateInput(prompt=(1, 2)), arrived_s=0.0)
-            assert first.sampling.max_tokens == 254
-            assert first.sampling.seed != second.sampling.seed
+            assert first.spec.sampling.max_tokens == 254
+            assert first.spec.sampling.seed != second.spec.sampling.seed
             assert first.request_id != second.request_id
             assert first.deadline_s == 600.0
 

@@ -217,7 +217,7 @@ def idle_and_wanted(stage: Stage) -> list[tuple[str, str]]:
     core, found = stage.core, []
     workers = [worker for worker in core.registry.of_role(ev.Role.DECODE) if not worker.work and worker.has_room]
     for request in core.waiting.all()[:LOOK_PAST]:
-        lenders = [p for p in core.registry.of_role(ev.Role.PREFILL) if p.hello.max_model_len > len(request.work_ids)]
+        lenders = [p for p in core.registry.of_role(ev.Role.PREFILL) if p.hello.max_model_len > request.work_len]
         for worker in workers:
             paired = any(core.pairs.usable(p.hello, worker.hello, now_s=stage.now_s) for p in lenders)
             able = worker.hello.max_model_len >= request.max_len

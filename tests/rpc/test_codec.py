@@ -48,11 +48,6 @@ def test_sampling(params: SamplingParams) -> None:
     assert codec.sampling_from_wire(wire) == params
 
 
-def test_sampling_of_an_older_peer_penalises_nothing() -> None:
-    wire = common_pb2.SamplingParams(max_tokens=4, temperature=1.0, top_p=1.0)
-    assert codec.sampling_from_wire(wire) == SamplingParams(max_tokens=4)
-
-
 F32 = st.floats(-9999, 0, width=32)
 
 

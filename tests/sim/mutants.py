@@ -214,12 +214,12 @@ def a_gap_on_a_link_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Incoming, "is_new", is_new)
 
 
-def a_replay_counts_its_output_from_the_wrong_index(patch: pytest.MonkeyPatch) -> None:
+def a_replay_tells_its_last_id_twice(patch: pytest.MonkeyPatch) -> None:
     real = LiveRequest.start_over
 
     def start_over(self: Any) -> None:
         real(self)
-        self.resumed = max(0, self.resumed - 1)
+        self.resumed += self.resumed[-1:]
 
     patch.setattr(LiveRequest, "start_over", start_over)
 
@@ -277,7 +277,7 @@ MUTANTS: tuple[Mutant, ...] = (
     decode_is_not_told_of_a_cancellation,
     a_repeat_on_a_link_is_taken_for_new,
     a_gap_on_a_link_is_ignored,
-    a_replay_counts_its_output_from_the_wrong_index,
+    a_replay_tells_its_last_id_twice,
     a_replay_begins_its_text_anew,
     a_ledger_entry_is_not_returned,
     deadlines_are_forgotten,

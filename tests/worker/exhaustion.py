@@ -18,6 +18,7 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
 from pdserve.core.block_pools import BlockPools, BlockTables
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.memory.host import resident_bytes
@@ -261,7 +262,9 @@ class Storm:
         if self._asked is None and self._waiting:
             request = self._asked = self._waiting[0]
             local = not request.handoff
-            self.sides["decode"].submit(Reserve(request.seq_id, request.prompt, request.params, 0, local_prefill=local))
+            self.sides["decode"].submit(
+                Reserve(request.seq_id, RequestSpec(request.prompt, request.params), local_prefill=local)
+            )
 
     def _abort(self, request: Request) -> None:
         in_flight = not request.active and self._rng.random() < 0.5
@@ -325,7 +328,7 @@ class Storm:
         request.active = not request.handoff
         self._bound[request.seq_id] = request
         if request.handoff:
-            self.sides["prefill"].submit(AddLent(request.seq_id, request.prompt, request.params, 0))
+            self.sides["prefill"].submit(AddLent(request.seq_id, RequestSpec(request.prompt, request.params)))
 
     def _hand_over(self, request: Request, *, ended: bool) -> None:
         """Prefill is through: copy what decode lacks, commit, and give the lease back."""
@@ -353,7 +356,7 @@ def alone(runner: ModelRunner, eos: tuple[int, ...], prompt: tuple[int, ...], pa
     """The request's output with the engine to itself."""
     pool = BlockPools(runner.kv.num_blocks)
     scheduler = Scheduler(pool, BLOCK, max_num_seqs=1, max_num_batched_tokens=BUDGET, max_model_len=LONGEST, eos_token_ids=eos)
-    scheduler.add(SeqId(1), prompt, params, kind=SequenceKind.LOCAL, priority=0)
+    scheduler.add(SeqId(1), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
     output: list[int] = []
     while scheduler.num_live:
         outcome = scheduler.collect(runner.execute(scheduler.plan()))

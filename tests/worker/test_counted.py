@@ -7,6 +7,7 @@ from hypothesis import given
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import Handle, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.counted import CountedCommands
@@ -30,7 +31,7 @@ def test_counts_and_their_last_command_are_of_one_moment(history: list[tuple[boo
         seq_id, handle = SeqId(number), Handle(100 + 3 * number)
         counted.give(seq_id, handle)
         sent[handle] = length
-        waiting.append(AddLent(seq_id, tuple(range(length)), PARAMS, 0))
+        waiting.append(AddLent(seq_id, RequestSpec(tuple(range(length)), PARAMS)))
         if not runs_step:
             continue
         plan, events = steps.begin(waiting)

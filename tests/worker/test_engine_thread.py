@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import BlockId, BlockSum, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -87,7 +88,7 @@ def tokens(seen: list[StepEvents]) -> list[int]:
 
 def test_a_colocated_request_runs_to_its_end_and_frees_its_blocks():
     with Engine() as engine:
-        engine.thread.submit(Reserve(SeqId(1), (5, 6), GREEDY, 0, local_prefill=True))
+        engine.thread.submit(Reserve(SeqId(1), RequestSpec((5, 6), GREEDY), local_prefill=True))
         seen = engine.until(lambda seen: any(t.finish_reason for e in seen for t in e.tokens))
         assert seen[0].reserved[0].block_tables is not None
         assert tokens(seen) == [7, 8, 9, 10]
@@ -96,9 +97,9 @@ def test_a_colocated_request_runs_to_its_end_and_frees_its_blocks():
 
 def test_an_idle_engine_takes_no_steps_and_a_stuck_one_does_not_spin():
     with Engine(num_blocks=8) as engine:
-        engine.thread.submit(AddLent(SeqId(1), tuple(range(1, 29)), GREEDY, 0))
+        engine.thread.submit(AddLent(SeqId(1), RequestSpec(tuple(range(1, 29)), GREEDY)))
         engine.until(lambda seen: any(e.tokens for e in seen))
-        engine.thread.submit(AddLent(SeqId(2), tuple(range(1, 29)), GREEDY, 0))  # cannot fit: the lease holds 7 of 8
+        engine.thread.submit(AddLent(SeqId(2), RequestSpec(tuple(range(1, 29)), GREEDY)))  # cannot fit: the lease holds 7 of 8
         engine.until(lambda seen: seen[-1].snapshot is not None and seen[-1].snapshot.num_waiting == 1)
         threading.Event().wait(0.2)
         assert engine.events.qsize() <= 1, "a plan that is empty stays empty until a command arrives"
@@ -108,7 +109,7 @@ def test_an_idle_engine_takes_no_steps_and_a_stuck_one_does_not_spin():
 
 def test_lent_blocks_outlive_the_sequence_until_the_lease_returns():
     with Engine() as engine:
-        engine.thread.submit(AddLent(SeqId(1), tuple(range(1, 21)), GREEDY, 0))
+        engine.thread.submit(AddLent(SeqId(1), RequestSpec(tuple(range(1, 21)), GREEDY)))
         seen = engine.until(lambda seen: any(e.tokens for e in seen))
         assert len(seen[0].lent[0].block_tables[0]) == 5
         assert [computed for e in seen for _, computed in e.advanced][:2] == [8, 16], "chunks of the token budget"
@@ -120,7 +121,7 @@ def test_lent_blocks_outlive_the_sequence_until_the_lease_returns():
 def test_each_lent_block_is_summed_once_when_it_is_final_and_after_the_step_was_told():
     """(1) Chunks of 8 tokens: two blocks each; the last one is not full; (2) whoever shares them inherits the sums."""
     with Engine(lends=True) as engine:
-        engine.thread.submit(AddLent(SeqId(1), tuple(range(1, 19)), GREEDY, 0))
+        engine.thread.submit(AddLent(SeqId(1), RequestSpec(tuple(range(1, 19)), GREEDY)))
         seen = engine.until(lambda seen: sum(len(s.sums[0]) for e in seen for s in e.sealed) == 5)
         blocks = seen[0].lent[0].block_tables[0]
         assert seen[0].lent[0].sums == ((),)
@@ -130,7 +131,7 @@ def test_each_lent_block_is_summed_once_when_it_is_final_and_after_the_step_was_
         assert [(s.seq_id, s.first, s.sums[0]) for s in sealed] == [
             (1, first, tuple(engine.memory[b] for b in blocks[first : first + 2])) for first in (0, 2, 4)
         ]
-        engine.thread.submit(AddLent(SeqId(2), tuple(range(1, 19)), GREEDY, 0))
+        engine.thread.submit(AddLent(SeqId(2), RequestSpec(tuple(range(1, 19)), GREEDY)))
         seen = engine.until(lambda seen: any(e.sealed for e in seen))
         lent = next(lent for e in seen for lent in e.lent)
         assert lent.block_tables[0][:4] == blocks[:4]
@@ -140,7 +141,7 @@ def test_each_lent_block_is_summed_once_when_it_is_final_and_after_the_step_was_
 
 def test_a_rotted_block_is_found_and_never_shared_again_nor_what_came_after_it():
     with Engine(lends=True) as engine:
-        engine.thread.submit(AddLent(SeqId(1), tuple(range(1, 19)), GREEDY, 0))
+        engine.thread.submit(AddLent(SeqId(1), RequestSpec(tuple(range(1, 19)), GREEDY)))
         blocks = engine.until(lambda seen: sum(len(s.sums[0]) for e in seen for s in e.sealed) == 5)[0].lent[0].block_tables[0]
         engine.thread.submit(Rehash(SeqId(1)))
         assert engine.until(lambda seen: bool(seen[-1].rehashed))[-1].rehashed == (Rehashed(SeqId(1), ()),)
@@ -149,7 +150,7 @@ def test_a_rotted_block_is_found_and_never_shared_again_nor_what_came_after_it()
         engine.thread.submit(ReturnLease(SeqId(1)))
         seen = engine.until(lambda seen: any(e.rehashed for e in seen))
         assert seen[-1].rehashed == (Rehashed(SeqId(1), ((0, blocks[1]),)),)
-        engine.thread.submit(AddLent(SeqId(2), tuple(range(1, 19)), GREEDY, 0))
+        engine.thread.submit(AddLent(SeqId(2), RequestSpec(tuple(range(1, 19)), GREEDY)))
         lent = engine.until(lambda seen: any(e.lent for e in seen))[-1].lent[0]
         assert lent.sums == ((engine.memory[blocks[0]],),), "only the block before it is shared"
 
@@ -161,7 +162,7 @@ def test_every_group_is_summed_and_one_rotted_group_withdraws_the_prefix_from_al
     sums = [lambda blocks, group=group: tuple(memory[group][block] for block in blocks) for group in (0, 1)]
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 32}
     steps = EngineSteps(Scheduler(pools, 4, **sizes, eos_token_ids=(0,), prefix_salt=b"test"), pools, sums)
-    _, early = steps.begin([AddLent(SeqId(1), tuple(range(1, 19)), GREEDY, 0)])
+    _, early = steps.begin([AddLent(SeqId(1), RequestSpec(tuple(range(1, 19)), GREEDY))])
     tables = early.lent[0].block_tables
     assert [len(table) for table in tables] == [5, 5]
     steps.finish([(7, None)])
@@ -171,7 +172,7 @@ def test_every_group_is_summed_and_one_rotted_group_withdraws_the_prefix_from_al
     memory[1][tables[1][2]] = BlockSum(7)
     _, events = steps.begin([Rehash(SeqId(1))])
     assert events.rehashed == (Rehashed(SeqId(1), ((1, tables[1][2]),)),)
-    _, early = steps.begin([AddLent(SeqId(2), tuple(range(1, 19)), GREEDY, 0)])
+    _, early = steps.begin([AddLent(SeqId(2), RequestSpec(tuple(range(1, 19)), GREEDY))])
     shared = tuple(table[:2] for table in tables)
     assert tuple(table[:2] for table in early.lent[0].block_tables) == shared
     assert early.lent[0].sums == tuple(tuple(memory[g][block] for block in table) for g, table in enumerate(shared))
@@ -185,7 +186,7 @@ def test_a_lease_that_has_gone_back_has_nothing_to_look_at():
 
 def test_an_inbound_request_decodes_from_token_1_after_activation():
     with Engine() as engine:
-        engine.thread.submit(Reserve(SeqId(1), (5, 6), GREEDY, 0, local_prefill=False))
+        engine.thread.submit(Reserve(SeqId(1), RequestSpec((5, 6), GREEDY), local_prefill=False))
         engine.until(lambda seen: bool(seen[-1].reserved))
         engine.thread.submit(Activate(SeqId(1), 7))
         seen = engine.until(lambda seen: any(t.finish_reason is FinishReason.LENGTH for e in seen for t in e.tokens))
@@ -194,7 +195,7 @@ def test_an_inbound_request_decodes_from_token_1_after_activation():
 
 def test_an_aborted_inbound_request_with_a_read_in_flight_is_quarantined_until_it_stops():
     with Engine() as engine:
-        engine.thread.submit(Reserve(SeqId(1), (5, 6), GREEDY, 0, local_prefill=False))
+        engine.thread.submit(Reserve(SeqId(1), RequestSpec((5, 6), GREEDY), local_prefill=False))
         engine.thread.submit(Abort(SeqId(1), read_in_flight=True))
         assert engine.settled().snapshot.blocks.quarantined == 2
         engine.thread.submit(EndQuarantine(SeqId(1)))
@@ -203,8 +204,8 @@ def test_an_aborted_inbound_request_with_a_read_in_flight_is_quarantined_until_i
 
 def test_a_request_without_room_holds_nothing():
     with Engine(num_blocks=8) as engine:
-        engine.thread.submit(Reserve(SeqId(1), tuple(range(24)), GREEDY, 0, local_prefill=False))
-        engine.thread.submit(Reserve(SeqId(2), tuple(range(24)), GREEDY, 0, local_prefill=False))
+        engine.thread.submit(Reserve(SeqId(1), RequestSpec(tuple(range(24)), GREEDY), local_prefill=False))
+        engine.thread.submit(Reserve(SeqId(2), RequestSpec(tuple(range(24)), GREEDY), local_prefill=False))
         seen = engine.until(lambda seen: sum(len(e.reserved) for e in seen) == 2)
         results = {r.seq_id: r.block_tables for e in seen for r in e.reserved}
         assert results[1] is not None
@@ -225,5 +226,5 @@ def test_what_build_raises_is_raised_by_start():
 def test_a_dying_model_is_reported_once_and_the_thread_ends():
     with Engine() as engine:
         engine.runner.fail = True
-        engine.thread.submit(Reserve(SeqId(1), (5, 6), GREEDY, 0, local_prefill=True))
+        engine.thread.submit(Reserve(SeqId(1), RequestSpec((5, 6), GREEDY), local_prefill=True))
         assert "planted" in str(engine.deaths.get(timeout=WAIT_S))

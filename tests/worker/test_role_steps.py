@@ -15,6 +15,7 @@ from faultsim.worker import LAYOUT
 from kvtransfer.api import Region
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import BlockId, Incarnation, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.engine.schedule.outcome import Advance, OutputToken
 from pdserve.rpc import codec
@@ -29,6 +30,7 @@ FIRST, SECOND = 11, 12
 """Handles; the first is the one that breaks."""
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+SPEC = codec.spec_to_wire(RequestSpec(PROMPT, PARAMS))
 
 
 @dataclass
@@ -69,16 +71,12 @@ def bench(make_role: Callable[[Host], Role]) -> Bench:
 
 
 def bind(handle: int) -> link_pb2.RouterMessage:
-    sampling = codec.sampling_to_wire(PARAMS)
-    command = decode_pb2.Bind(handle=handle, prompt_ids=codec.pack_ids(PROMPT), sampling=sampling, local_prefill=True)
+    command = decode_pb2.Bind(handle=handle, spec=SPEC, local_prefill=True)
     return link_pb2.RouterMessage(bind=command)
 
 
 def prefill(handle: int) -> link_pb2.RouterMessage:
-    sampling = codec.sampling_to_wire(PARAMS)
-    return link_pb2.RouterMessage(
-        prefill=prefill_pb2.Prefill(handle=handle, prompt_ids=codec.pack_ids(PROMPT), sampling=sampling)
-    )
+    return link_pb2.RouterMessage(prefill=prefill_pb2.Prefill(handle=handle, spec=SPEC))
 
 
 def break_at(patch: pytest.MonkeyPatch, owner: Any, name: str, broken: Callable[..., bool]) -> None:
@@ -200,6 +198,22 @@ def test_a_sequence_without_numbers_fails_its_request_and_no_other_of_the_step(r
         assert worker.commands.count(ReturnLease(SeqId(1))) == (role is PrefillRole)
         worker.role.on_link_lost()
         assert worker.role.idle
+        await worker.role.close()
+
+    run(story)
+
+
+def test_tokens_of_a_sequence_that_fails_in_the_same_step_come_before_its_failure():
+    """Right drafts before a row without numbers: the tokens are good, and a replay starts behind them."""
+
+    async def story() -> None:
+        worker = bench(DecodeRole)
+        worker.role.on_command(bind(FIRST))
+        worker.role.on_step(StepEvents(reserved=(ReserveResult(SeqId(1), ((BlockId(1),),)),)))
+        worker.role.on_step(StepEvents(failed=(SeqId(1),), tokens=(OutputToken(SeqId(1), 0, 3, None),)))
+        kinds = [message.WhichOneof("body") for message in worker.said]
+        assert kinds[-2:] == ["step_batch", "request_failed"]
+        assert worker.rows() == [(FIRST, 0)]
         await worker.role.close()
 
     run(story)

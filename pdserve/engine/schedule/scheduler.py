@@ -15,12 +15,13 @@ need, so small requests never starve a big one.
 A block that a step may write is freed only after that step is collected.
 
 Sequences that begin with the same tokens share blocks: see prefix_cache.py.
+
+`plan` takes guesses of next tokens (drafts). They change how many steps an output takes, and nothing else.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence as Many
 from operator import attrgetter
 
 from pdserve.core.block_hash import PrefixChain
@@ -29,9 +30,12 @@ from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, StepPlan, accept
-from pdserve.engine.schedule.outcome import Admitted, Advance, Final, OutputToken, StepOutcome
+from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
+from pdserve.engine.schedule.collect import Collector, PlannedStep
+from pdserve.engine.schedule.drafts import take_drafts
+from pdserve.engine.schedule.outcome import Admitted, Advance, OutputToken, StepOutcome
 from pdserve.engine.schedule.prefix_cache import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
 from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
@@ -96,44 +100,25 @@ class Scheduler:
         self._decoding = self._places[_S.DECODING]
         self._aborting = self._places[_S.ABORTING]
         self._waiting_tokens = 0  # tokens that waiting sequences still have to compute
-        self._step: list[Sequence] | None = None  # the step that is planned and not yet collected
-        self._decodes_planned = 0  # the first sequences of that step, which decode without drafts
-        self._drafts: dict[SeqId, tuple[int, ...]] = {}  # the sequences after them, which decode, and their drafts
+        self._step: PlannedStep | None = None  # the step that is planned and not yet collected
+        self._collector = Collector(self.prefix, layout_block_size, self._move, self._forget)
         self._drafts_obstacle = drafts_obstacle
         self._admitted: list[Admitted] = []
         self._preempted: list[SeqId] = []
 
     # --- sequences come and go
 
-    def add(
-        self,
-        seq_id: SeqId,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        *,
-        kind: SequenceKind,
-        priority: int,
-        resumed: int = 0,
-        cache_salt: str = "",
-    ) -> None:
+    def add(self, seq_id: SeqId, spec: RequestSpec, *, kind: SequenceKind, resumed: tuple[int, ...] = ()) -> None:
         """Queue a sequence. It runs as soon as the pool has all blocks of its prompt at once.
 
-        The last `resumed` ids of `prompt` are output that another worker drew, so the next token drawn has output index
-        `resumed`. Blocks are shared only with sequences of the same `cache_salt`.
+        `resumed` is output that another worker drew. It follows the prompt, and the next token drawn comes after it. Blocks are
+        shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        self._move(self._new(seq_id, prompt, params, kind, priority, resumed, self.prefix.chain(cache_salt)), _E.QUEUED)
+        self._move(self._new(seq_id, spec, kind, resumed, self.prefix.chain(spec.cache_salt)), _E.QUEUED)
 
     def reserve(
-        self,
-        seq_id: SeqId,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        *,
-        priority: int,
-        local_prefill: bool,
-        resumed: int = 0,
-        cache_salt: str = "",
+        self, seq_id: SeqId, spec: RequestSpec, *, local_prefill: bool, resumed: tuple[int, ...] = ()
     ) -> TableReservation | None:
         """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
@@ -142,16 +127,17 @@ class Scheduler:
         waiting sequences, or that all slots are taken.
 
         With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
-        `activate` or `abort` follows. `resumed` and `cache_salt` are those of `add`.
+        `activate` or `abort` follows. `resumed` is that of `add`.
         """
-        count = self.blocks_to_reserve(len(prompt), params, resumed)
+        tokens = spec.prompt_ids + resumed
+        count = self.blocks_to_reserve(len(tokens), spec.sampling, len(resumed))
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
-        chain = self.prefix.chain(cache_salt)
+        chain = self.prefix.chain(spec.cache_salt)
         # A local prefill must compute at least the last token, which gives the first logits; a pulled prompt computes none.
-        hashes = self.prefix.hashes(chain, prompt, len(prompt) - 1 if local_prefill else len(prompt))
+        hashes = self.prefix.hashes(chain, tokens, len(tokens) - 1 if local_prefill else len(tokens))
         if self.num_live >= self._max_seqs or not self._pool.fits(count, hashes, spare=self._blocks_awaited()):
             return None
-        seq = self._new(seq_id, prompt, params, kind, priority, resumed, chain)
+        seq = self._new(seq_id, spec, kind, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
         reservation = self.prefix.take(seq, holder, count, hashes)
         self._move(seq, _E.RESERVED_LOCAL if local_prefill else _E.RESERVED_INBOUND)
@@ -206,23 +192,23 @@ class Scheduler:
         """Plan the next step. It is empty when nothing can run now; otherwise `collect` must be called before the next plan.
 
         drafts: guesses of the next tokens of decoding sequences. The step computes as many of them as it can without harm to
-        others (see `_plan_drafts`); the rest and those of other sequences are ignored. Raises `ConfigError` for drafts that
+        others (see drafts.py); the rest and those of other sequences are ignored. Raises `ConfigError` for drafts that
         this engine cannot take.
         """
         assert self._step is None, "the last step was not collected"
         self._steps += 1
         step = self._plan_decodes()
         chunks = self._plan_prefills(self._token_budget - len(step))
-        self._drafts = self._plan_drafts(step, chunks, drafts) if drafts else {}
-        if self._drafts:
-            step.sort(key=lambda seq: seq.seq_id in self._drafts)
-        decodes = len(step) - len(self._drafts)
+        taken = self._plan_drafts(step, chunks, drafts) if drafts else {}
+        if taken:
+            step.sort(key=lambda seq: seq.seq_id in taken)
+        decodes = len(step) - len(taken)
         slices = [seq.last_slice() for seq in step[:decodes]]
-        slices += [seq.drafted_slice(self._drafts[seq.seq_id]) for seq in step[decodes:]]
+        slices += [seq.drafted_slice(taken[seq.seq_id]) for seq in step[decodes:]]
         for seq, count in chunks:
             step.append(seq)
             slices.append(seq.next_slice(count))
-        self._step, self._decodes_planned = step or None, decodes
+        self._step = PlannedStep(step, decodes, tuple(taken.values())) if step else None
         return StepPlan(tuple(slices), decodes)
 
     def take_admitted(self) -> tuple[Admitted, ...]:
@@ -231,63 +217,14 @@ class Scheduler:
         return admitted
 
     def collect(self, sampled: list[Sampled]) -> StepOutcome:
-        """Finish the planned step: its tokens count as computed, and every sampled token is appended to its sequence.
+        """Finish the planned step: its tokens count as computed, and every accepted token is appended to its sequence.
 
-        sampled: one token for each sample of the plan, in the order of the slices. Of those of a slice with drafts, the
-        tokens that `accept` returns are appended, up to the one that ends the sequence.
+        sampled: one token for each sample of the plan, in the order of the slices.
         """
         assert self._step is not None, "no step was planned"
         step, self._step = self._step, None
-        aborting = self._aborting
-        tokens: list[OutputToken] = []
-        advanced: list[Advance] = []
-        failed: list[SeqId] = []
-        final: list[Final] = []
-        drawn, decodes = iter(sampled), self._decodes_planned
-        assert len(sampled) >= decodes, "there are fewer sampled tokens than decodes"
-        for seq, token in zip(
-            step[:decodes], drawn, strict=False
-        ):  # zip asks for a sequence first, so it takes no token too many
-            seq.computed = computed = seq.computed + 1
-            seq.planned = 0
-            if aborting and seq.state is _S.ABORTING:
-                self._forget(seq, _E.COLLECTED)
-                continue
-            if token[0] == NO_TOKEN:
-                self._fail(seq, failed)
-                continue
-            if not computed % self._block_size:
-                self.prefix.publish(seq)
-            tokens.append(self._append(seq, token))
-        drafted = self._drafts
-        for seq, drafts in zip(step[decodes:], drafted.values(), strict=False):
-            seq.planned = 0
-            run = accept(drafts, [next(drawn) for _ in range(len(drafts) + 1)])
-            if seq.state is _S.ABORTING:
-                self._forget(seq, _E.COLLECTED)
-            else:
-                self._append_run(seq, run, tokens, failed)
-        for seq in step[decodes + len(drafted) :]:
-            seq.computed = computed = seq.computed + seq.planned
-            seq.planned = 0
-            last = next(drawn) if computed == len(seq.tokens) else None
-            if seq.state is _S.ABORTING:
-                self._forget(seq, _E.COLLECTED)
-                continue
-            if last is not None and last[0] == NO_TOKEN:
-                self._fail(seq, failed)
-                continue
-            if seq.kind is SequenceKind.LENT:
-                final.append(self._final(seq))
-            if seq.state is _S.DECODING:  # it was admitted with all but its last token computed
-                self.prefix.publish(seq)
-            else:
-                self._prefilled(seq, advanced, drawn=last is not None)
-            if last is not None:
-                tokens.append(self._append(seq, last))
-        assert next(drawn, None) is None, "there are more sampled tokens than slices that draw one"
         preempted, self._preempted = tuple(self._preempted), []
-        return StepOutcome(tuple(tokens), tuple(advanced), preempted, tuple(failed), tuple(final))
+        return self._collector.collect(step, sampled, preempted, aborting=bool(self._aborting))
 
     # --- numbers for others
 
@@ -338,19 +275,19 @@ class Scheduler:
     def _new(
         self,
         seq_id: SeqId,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
+        spec: RequestSpec,
         kind: SequenceKind,
-        priority: int,
-        resumed: int,
+        resumed: tuple[int, ...],
         chain: PrefixChain | None,
     ) -> Sequence:
+        tokens = [*spec.prompt_ids, *resumed]
         assert seq_id not in self._sequences
-        assert 0 <= resumed < min(len(prompt), params.max_tokens), "the caller refuses an output that is complete already"
-        assert 1 <= len(prompt) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
+        assert spec.prompt_ids, "the caller refuses an empty prompt"
+        assert len(resumed) < spec.sampling.max_tokens, "the caller refuses an output that is complete already"
+        assert len(tokens) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
         self._arrivals += 1
-        turn = turn_of(self._prompt_tokens, priority, self._token_budget)
-        seq = Sequence(seq_id, kind, list(prompt), len(prompt) - resumed, params, turn, self._arrivals, self._rule)
+        turn = turn_of(self._prompt_tokens, spec.priority, self._token_budget)
+        seq = Sequence(seq_id, kind, tokens, spec, turn, self._arrivals, self._rule)
         seq.chain = chain
         self._sequences[seq_id] = seq
         return seq
@@ -369,25 +306,10 @@ class Scheduler:
     def _plan_drafts(
         self, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], drafts: Drafts
     ) -> dict[SeqId, tuple[int, ...]]:
-        """Return the drafts that the step computes, of the sequences that have some, in the order of `decoding`.
-
-        Drafts take only what the step leaves: tokens of the budget, and rows that draw a token, of which a step has at most
-        as many as sequences may run, because the memory for logits is measured for so many. They preempt nobody. A sequence
-        gets no drafts behind its longest length, and none at all if it has edits, which depend on every token before.
-        """
         if self._drafts_obstacle is not None:
             raise ConfigError(f"this engine takes no drafts: {self._drafts_obstacle}")
         tokens = self._token_budget - len(decoding) - sum(count for _, count in chunks)
-        room = min(tokens, self._max_seqs - len(decoding) - len(chunks))
-        taken: dict[SeqId, tuple[int, ...]] = {}
-        for seq in decoding:
-            wanted = drafts.get(seq.seq_id, ())[: min(room, seq.longest - len(seq.tokens) - 1)]
-            if not wanted or seq.edits is not None:
-                continue
-            if kept := wanted[: self._room_for_drafts(seq, len(wanted))]:
-                taken[seq.seq_id] = kept
-                room -= len(kept)
-        return taken
+        return take_drafts(drafts, decoding, min(tokens, self._max_seqs - len(decoding) - len(chunks)), self._room_for_drafts)
 
     def _room_for_drafts(self, seq: Sequence, count: int) -> int:
         """Return how many of `count` drafts the sequence's blocks hold, after it grew by blocks that nobody else may need.
@@ -502,55 +424,6 @@ class Scheduler:
         if target is _S.WAITING:
             self._waiting_tokens += seq.remaining
 
-    def _prefilled(self, seq: Sequence, advanced: list[Advance], *, drawn: bool) -> None:
-        """Finish a chunk of a prefilling sequence: publish its blocks and report the advance of a lent one.
-
-        Any other sequence decodes from now on if a token was drawn after the chunk, or if only its last output token is left.
-        """
-        self.prefix.publish(seq)
-        if seq.kind is SequenceKind.LENT:
-            advanced.append(Advance(seq.seq_id, seq.computed))
-        elif drawn or seq.decodes:
-            self._move(seq, _E.PREFILLED)
-
-    def _final(self, seq: Sequence) -> Final:
-        """Return the blocks of a lent sequence that became final with its last chunk."""
-        ended = seq.computed == len(seq.tokens)
-        blocks = self._blocks_for(seq.computed) if ended else seq.computed // self._block_size
-        first, seq.final = seq.final, blocks
-        return Final(seq.seq_id, first, tuple([table[first:blocks] for table in seq.block_tables]))
-
-    def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
-        token_id, logprobs = sampled
-        index = len(seq.tokens) - seq.prompt_len
-        seq.tokens.append(token_id)
-        reason = seq.finish_reason()
-        if reason is not None or seq.kind is SequenceKind.LENT:
-            self._forget(seq, _E.FINISHED)
-        return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
-
-    def _append_run(self, seq: Sequence, run: Many[Sampled], tokens: list[OutputToken], failed: list[SeqId]) -> None:
-        """Append the accepted tokens of a sequence, as if each was drawn by a step of its own, up to the one that ends it.
-
-        The KV of the other drafts is behind `computed`, where the next slice overwrites it before anything reads it.
-        """
-        for token in run:
-            seq.computed += 1
-            if token[0] == NO_TOKEN:
-                self._fail(seq, failed)
-                return
-            if not seq.computed % self._block_size:
-                self.prefix.publish(seq)
-            tokens.append(self._append(seq, token))
-            if tokens[-1].finish_reason is not None:
-                return
-
-    def _fail(self, seq: Sequence, failed: list[SeqId]) -> None:
-        """End a sequence whose logits are not finite numbers. Its KV may be the reason, so no other sequence may find it."""
-        self.prefix.withdraw(seq)
-        self._forget(seq, _E.FAILED)
-        failed.append(seq.seq_id)
-
     def _forget(self, seq: Sequence, event: SequenceEvent) -> None:
         """End the sequence and drop its own references."""
         self._pool.drop(seq.holder)
@@ -569,7 +442,7 @@ class Scheduler:
 
     def _check_sequence(self, seq: Sequence) -> None:
         assert seq.remaining >= max(seq.planned, 1)
-        assert not seq.planned or (self._step is not None and seq in self._step)
+        assert not seq.planned or (self._step is not None and seq in self._step.sequences)
         assert seq.planned or seq.state is not _S.ABORTING
         assert seq.decodes or seq.state is not _S.DECODING
         kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE

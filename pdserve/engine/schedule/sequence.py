@@ -12,6 +12,7 @@ from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
 from pdserve.engine.schedule.sequence_machine import MAX_HISTORY, TRANSITIONS, SequenceEvent, SequenceState
@@ -58,8 +59,7 @@ class Sequence:
     seq_id: SeqId
     kind: SequenceKind
     tokens: list[int]
-    prompt_len: int
-    params: SamplingParams
+    spec: RequestSpec
     turn: int
     """The time when it should be served, by the scheduler's clock: its arrival, or earlier for a larger priority."""
     arrival: int
@@ -79,6 +79,8 @@ class Sequence:
     """Number of the step that computed its last chunk."""
     planned: int = 0
     """Known tokens that the step under way computes; its drafts do not count."""
+    prompt_len: int = field(init=False)
+    params: SamplingParams = field(init=False)
     edits: LogitEdits | None = field(init=False)
     holder: Holder = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
@@ -96,6 +98,8 @@ class Sequence:
     """True when each of its draws is `GREEDY`."""
 
     def __post_init__(self) -> None:
+        self.prompt_len = len(self.spec.prompt_ids)
+        self.params = self.spec.sampling
         self.edits = edits_of(self.params, self.prompt_len)
         self.holder = Holder(HolderKind.SEQUENCE, self.seq_id)
         eos = () if self.params.ignore_eos else self.rule.eos_token_ids

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/v1/common.proto\x12\x0epdserve.rpc.v1\"\xe1\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\x08\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x0e \x03(\x0b\x32-.pdserve.rpc.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"8\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x03(\x02\"/\n\x07LeaseId\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"0\n\x08ReaderId\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"r\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x13\n\x0bquarantined\x18\x05 \x01(\r\x12\x13\n\x0bunaccounted\x18\x06 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8f\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x01\x12\x1e\n\x1a\x45RROR_REASON_UNKNOWN_MODEL\x10\x02\x12\"\n\x1e\x45RROR_REASON_REQUEST_TOO_LARGE\x10\x03\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x04\x12\"\n\x1e\x45RROR_REASON_DEADLINE_EXCEEDED\x10\x05\x12\x1a\n\x16\x45RROR_REASON_CANCELLED\x10\x06\x12\x1b\n\x17\x45RROR_REASON_LEASE_GONE\x10\x07\x12 \n\x1c\x45RROR_REASON_TRANSFER_FAILED\x10\x08\x12\x1d\n\x19\x45RROR_REASON_REPLICA_LOST\x10\t\x12\x1c\n\x18\x45RROR_REASON_UNAVAILABLE\x10\n\x12\"\n\x1e\x45RROR_REASON_INCOMPATIBLE_PEER\x10\x0b\x12\x1d\n\x19\x45RROR_REASON_INTERNAL_BUG\x10\x0c\x12\x1f\n\x1b\x45RROR_REASON_UNKNOWN_WORKER\x10\r\x12 \n\x1c\x45RROR_REASON_WORKER_ID_TAKEN\x10\x46\x12 \n\x1c\x45RROR_REASON_NUMERICAL_ERROR\x10G\x12 \n\x1c\x45RROR_REASON_REQUEST_TIMEOUT\x10\x32\x12\x1b\n\x17\x45RROR_REASON_KV_CORRUPT\x10(\x12\x1a\n\x16\x45RROR_REASON_KV_ROTTED\x10)\x12 \n\x1c\x45RROR_REASON_UNKNOWN_REQUEST\x10Z*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*p\n\tPlacement\x12\x19\n\x15PLACEMENT_UNSPECIFIED\x10\x00\x12\x12\n\x0ePLACEMENT_AUTO\x10\x01\x12\x1b\n\x17PLACEMENT_DISAGGREGATED\x10\x02\x12\x17\n\x13PLACEMENT_COLOCATED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/v1/common.proto\x12\x0epdserve.rpc.v1\"\xe1\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\x08\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x0e \x03(\x0b\x32-.pdserve.rpc.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"y\n\x0bRequestSpec\x12\x12\n\nprompt_ids\x18\x01 \x01(\x0c\x12\x30\n\x08sampling\x18\x02 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParams\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"8\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x03(\x02\"/\n\x07LeaseId\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"0\n\x08ReaderId\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"r\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x13\n\x0bquarantined\x18\x05 \x01(\r\x12\x13\n\x0bunaccounted\x18\x06 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8f\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x01\x12\x1e\n\x1a\x45RROR_REASON_UNKNOWN_MODEL\x10\x02\x12\"\n\x1e\x45RROR_REASON_REQUEST_TOO_LARGE\x10\x03\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x04\x12\"\n\x1e\x45RROR_REASON_DEADLINE_EXCEEDED\x10\x05\x12\x1a\n\x16\x45RROR_REASON_CANCELLED\x10\x06\x12\x1b\n\x17\x45RROR_REASON_LEASE_GONE\x10\x07\x12 \n\x1c\x45RROR_REASON_TRANSFER_FAILED\x10\x08\x12\x1d\n\x19\x45RROR_REASON_REPLICA_LOST\x10\t\x12\x1c\n\x18\x45RROR_REASON_UNAVAILABLE\x10\n\x12\"\n\x1e\x45RROR_REASON_INCOMPATIBLE_PEER\x10\x0b\x12\x1d\n\x19\x45RROR_REASON_INTERNAL_BUG\x10\x0c\x12\x1f\n\x1b\x45RROR_REASON_UNKNOWN_WORKER\x10\r\x12 \n\x1c\x45RROR_REASON_WORKER_ID_TAKEN\x10\x46\x12 \n\x1c\x45RROR_REASON_NUMERICAL_ERROR\x10G\x12 \n\x1c\x45RROR_REASON_REQUEST_TIMEOUT\x10\x32\x12\x1b\n\x17\x45RROR_REASON_KV_CORRUPT\x10(\x12\x1a\n\x16\x45RROR_REASON_KV_ROTTED\x10)\x12 \n\x1c\x45RROR_REASON_UNKNOWN_REQUEST\x10Z*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*p\n\tPlacement\x12\x19\n\x15PLACEMENT_UNSPECIFIED\x10\x00\x12\x12\n\x0ePLACEMENT_AUTO\x10\x01\x12\x1b\n\x17PLACEMENT_DISAGGREGATED\x10\x02\x12\x17\n\x13PLACEMENT_COLOCATED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=932
-  _globals['_FINISHREASON']._serialized_end=1027
-  _globals['_ERRORREASON']._serialized_start=1030
-  _globals['_ERRORREASON']._serialized_end=1685
-  _globals['_ROLE']._serialized_start=1687
-  _globals['_ROLE']._serialized_end=1750
-  _globals['_PLACEMENT']._serialized_start=1752
-  _globals['_PLACEMENT']._serialized_end=1864
+  _globals['_FINISHREASON']._serialized_start=1055
+  _globals['_FINISHREASON']._serialized_end=1150
+  _globals['_ERRORREASON']._serialized_start=1153
+  _globals['_ERRORREASON']._serialized_end=1808
+  _globals['_ROLE']._serialized_start=1810
+  _globals['_ROLE']._serialized_end=1873
+  _globals['_PLACEMENT']._serialized_start=1875
+  _globals['_PLACEMENT']._serialized_end=1987
   _globals['_SAMPLINGPARAMS']._serialized_start=48
   _globals['_SAMPLINGPARAMS']._serialized_end=657
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=460
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=508
-  _globals['_LOGPROBS']._serialized_start=659
-  _globals['_LOGPROBS']._serialized_end=715
-  _globals['_LEASEID']._serialized_start=717
-  _globals['_LEASEID']._serialized_end=764
-  _globals['_READERID']._serialized_start=766
-  _globals['_READERID']._serialized_end=814
-  _globals['_BLOCKCOUNTS']._serialized_start=816
-  _globals['_BLOCKCOUNTS']._serialized_end=930
+  _globals['_REQUESTSPEC']._serialized_start=659
+  _globals['_REQUESTSPEC']._serialized_end=780
+  _globals['_LOGPROBS']._serialized_start=782
+  _globals['_LOGPROBS']._serialized_end=838
+  _globals['_LEASEID']._serialized_start=840
+  _globals['_LEASEID']._serialized_end=887
+  _globals['_READERID']._serialized_start=889
+  _globals['_READERID']._serialized_end=937
+  _globals['_BLOCKCOUNTS']._serialized_start=939
+  _globals['_BLOCKCOUNTS']._serialized_end=1053
 # @@protoc_insertion_point(module_scope)

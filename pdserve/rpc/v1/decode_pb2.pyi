@@ -7,26 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Bind(_message.Message):
-    __slots__ = ("handle", "request_id", "prompt_ids", "sampling", "deadline_s", "priority", "local_prefill", "resumed", "cache_salt")
+    __slots__ = ("handle", "request_id", "deadline_s", "local_prefill", "spec", "resumed_ids")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
-    RESUMED_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_IDS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
-    prompt_ids: bytes
-    sampling: _common_pb2.SamplingParams
     deadline_s: float
-    priority: int
     local_prefill: bool
-    resumed: int
-    cache_salt: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., resumed: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    spec: _common_pb2.RequestSpec
+    resumed_ids: bytes
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., deadline_s: _Optional[float] = ..., local_prefill: _Optional[bool] = ..., spec: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., resumed_ids: _Optional[bytes] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("handle",)

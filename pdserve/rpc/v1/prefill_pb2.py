@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/prefill.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xcb\x01\n\x07Prefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x01(\x0c\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0f\n\x07resumed\x18\x08 \x01(\r\x12\x12\n\ncache_salt\x18\t \x01(\tJ\x04\x08\x03\x10\x04J\x04\x08\x06\x10\x07R\x07\x61ttemptR\ndeadline_s\"x\n\x0ePrefillStarted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08lease_id\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06ticket\x18\x04 \x01(\x0cJ\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06R\x05ttl_sR\x08queued_sb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/prefill.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xbd\x01\n\x07Prefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12)\n\x04spec\x18\n \x01(\x0b\x32\x1b.pdserve.rpc.v1.RequestSpec\x12\x13\n\x0bresumed_ids\x18\x0b \x01(\x0cJ\x04\x08\x03\x10\nR\x07\x61ttemptR\ndeadline_sR\nprompt_idsR\x08samplingR\x08priorityR\x07resumedR\ncache_salt\"x\n\x0ePrefillStarted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08lease_id\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06ticket\x18\x04 \x01(\x0cJ\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06R\x05ttl_sR\x08queued_sb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.prefill_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILL']._serialized_start=78
-  _globals['_PREFILL']._serialized_end=281
-  _globals['_PREFILLSTARTED']._serialized_start=283
-  _globals['_PREFILLSTARTED']._serialized_end=403
+  _globals['_PREFILL']._serialized_end=267
+  _globals['_PREFILLSTARTED']._serialized_start=269
+  _globals['_PREFILLSTARTED']._serialized_end=389
 # @@protoc_insertion_point(module_scope)

@@ -7,22 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Prefill(_message.Message):
-    __slots__ = ("handle", "request_id", "prompt_ids", "sampling", "priority", "resumed", "cache_salt")
+    __slots__ = ("handle", "request_id", "spec", "resumed_ids")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    RESUMED_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_IDS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
-    prompt_ids: bytes
-    sampling: _common_pb2.SamplingParams
-    priority: int
-    resumed: int
-    cache_salt: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., resumed: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    spec: _common_pb2.RequestSpec
+    resumed_ids: bytes
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., spec: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., resumed_ids: _Optional[bytes] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("handle", "lease_id", "ticket")

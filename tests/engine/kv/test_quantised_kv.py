@@ -17,6 +17,7 @@ from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import QUANTISED, gqa_group
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.kv.cache import KvCache
@@ -295,7 +296,7 @@ def served(runner: ModelRunner, prompts: list[tuple[int, ...]], *, blocks: int, 
     for group in [list(enumerate(prompts))] if at_once else [[one] for one in enumerate(prompts)]:
         for i, prompt in group:
             params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-            scheduler.add(SeqId(i), prompt, params, kind=SequenceKind.LOCAL, priority=0)
+            scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
         while scheduler.has_work:
             outcome = scheduler.collect(runner.execute(scheduler.plan()))
             preempted += len(outcome.preempted)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import GREEDY, NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan, accept
 from pdserve.engine.schedule.outcome import OutputToken, StepOutcome
@@ -48,7 +49,7 @@ class Play:
         self.reasons: dict[SeqId, FinishReason | None] = {}
         self.preempted = 0
         for i, (prompt, params) in enumerate(requests):
-            self.scheduler.add(SeqId(i), prompt, params, kind=SequenceKind.LOCAL, priority=0)
+            self.scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
             self.known[SeqId(i)] = list(prompt)
 
     def step(self, guess: Callable[[SeqId, int], tuple[int, ...]]) -> StepPlan:
@@ -116,7 +117,7 @@ def test_drafts_change_no_output_no_reason_and_no_block_that_stays(requests, wro
 def decoding(*, length: int = 5, sizes: dict[str, int] | None = None, **params: object) -> Scheduler:
     """A scheduler with one sequence after its prompt: `length` tokens are known, the last of them not computed."""
     scheduler = make(**(sizes or {}))
-    scheduler.add(SeqId(1), (1,) * (length - 1), SamplingParams(**params), kind=SequenceKind.LOCAL, priority=0)  # type: ignore[arg-type]
+    scheduler.add(SeqId(1), RequestSpec((1,) * (length - 1), SamplingParams(**params)), kind=SequenceKind.LOCAL)  # type: ignore[arg-type]
     scheduler.plan()
     scheduler.collect([(7, None)])
     return scheduler
@@ -184,7 +185,7 @@ def test_drafts_take_what_the_step_leaves(sizes, room):
 
 def test_prompts_go_before_drafts():
     scheduler = decoding(max_tokens=30, sizes={"budget": 9})
-    scheduler.add(SeqId(2), (2,) * 20, SamplingParams(), kind=SequenceKind.LOCAL, priority=0)
+    scheduler.add(SeqId(2), RequestSpec((2,) * 20, SamplingParams()), kind=SequenceKind.LOCAL)
     assert [len(s.token_ids) for s in scheduler.plan({SeqId(1): (8,) * 9}).slices] == [1, 8]
 
 
@@ -202,7 +203,7 @@ def test_a_sequence_grows_for_drafts_only_while_a_block_is_left_for_each_running
     """It has two of six blocks and needs one more; `held` are reserved for a prompt that is pulled."""
     scheduler = decoding(length=2 * BLOCK, max_tokens=16, sizes={"blocks": 6, "limit": 6 * BLOCK})
     other = (2,) * (held * BLOCK - 1)
-    assert scheduler.reserve(SeqId(2), other, SamplingParams(max_tokens=1), priority=0, local_prefill=False) is not None
+    assert scheduler.reserve(SeqId(2), RequestSpec(other, SamplingParams(max_tokens=1)), local_prefill=False) is not None
     assert scheduler.plan({SeqId(1): (8,) * BLOCK}).num_tokens == tokens
     assert scheduler._pool.num_allocatable == (4 - held) - (1 if tokens > 1 else 0)
 

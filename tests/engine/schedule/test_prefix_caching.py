@@ -10,6 +10,7 @@ from engine_ways import WAYS
 from pdserve.checkpoint.card import ModelCard
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
@@ -49,7 +50,7 @@ def finish(scheduler: Scheduler, runner=None) -> tuple[int, dict[SeqId, list[int
 def add(
     scheduler: Scheduler, seq_id: int, prompt: tuple[int, ...], kind: SequenceKind = SequenceKind.LOCAL, cache_salt: str = ""
 ) -> None:
-    scheduler.add(SeqId(seq_id), prompt, GREEDY, kind=kind, priority=0, cache_salt=cache_salt)
+    scheduler.add(SeqId(seq_id), RequestSpec(prompt, GREEDY, cache_salt=cache_salt), kind=kind)
 
 
 def test_a_system_prompt_shared_by_a_hundred_requests_is_computed_once():

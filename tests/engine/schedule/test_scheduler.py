@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler, StepOutcome
@@ -50,7 +51,7 @@ def assert_empty(scheduler: Scheduler) -> None:
 
 
 def add(scheduler: Scheduler, seq_id: int, length: int, *, kind=SequenceKind.LOCAL, priority: int = 0, **params) -> SeqId:
-    scheduler.add(SeqId(seq_id), prompt(length), SamplingParams(**params), kind=kind, priority=priority)
+    scheduler.add(SeqId(seq_id), RequestSpec(prompt(length), SamplingParams(**params), priority), kind=kind)
     return SeqId(seq_id)
 
 
@@ -78,7 +79,7 @@ def test_decodes_come_first_and_prompts_share_what_is_left():
 def test_a_lent_prompt_with_one_token_left_still_tells_its_reader_that_the_rest_is_final():
     """A replayed one ends with output, and a chunk may end just before its last token: it looks like a decode."""
     scheduler = make(budget=4)
-    scheduler.add(SeqId(1), prompt(5), SamplingParams(max_tokens=9), kind=SequenceKind.LENT, priority=0, resumed=2)
+    scheduler.add(SeqId(1), RequestSpec(prompt(3), SamplingParams(max_tokens=9)), kind=SequenceKind.LENT, resumed=(4, 5))
     advanced = [step(scheduler)[1].advanced for _ in range(2)]
     assert [[(a.seq_id, a.computed) for a in one] for one in advanced] == [[(1, 4)], [(1, 5)]]
     scheduler.return_lease(SeqId(1))
@@ -132,7 +133,7 @@ def test_larger_priority_is_served_first_even_while_a_prompt_is_being_computed()
 
 def test_inbound_is_reserved_whole_activated_and_decoded():
     scheduler = make()
-    room = scheduler.reserve(SeqId(1), prompt(8), SamplingParams(max_tokens=3), priority=0, local_prefill=False)
+    room = scheduler.reserve(SeqId(1), RequestSpec(prompt(8), SamplingParams(max_tokens=3)), local_prefill=False)
     assert room is not None
     blocks = room.block_tables[0]
     assert len(blocks) == 3
@@ -153,7 +154,7 @@ def test_inbound_is_reserved_whole_activated_and_decoded():
 def test_growth_room_is_not_asked_for_when_it_can_never_be_used():
     scheduler = make(num_blocks=2)
     params = SamplingParams(max_tokens=100)
-    assert scheduler.reserve(SeqId(1), prompt(7), params, priority=0, local_prefill=True) is not None
+    assert scheduler.reserve(SeqId(1), RequestSpec(prompt(7), params), local_prefill=True) is not None
     scheduler.abort(SeqId(1))
     assert_empty(scheduler)
 
@@ -161,7 +162,7 @@ def test_growth_room_is_not_asked_for_when_it_can_never_be_used():
 def test_reserve_refuses_without_room_or_slot_and_changes_nothing():
     scheduler = make(num_blocks=4, seqs=2)
     params = SamplingParams(max_tokens=30)
-    reserve = lambda seq_id, length: scheduler.reserve(SeqId(seq_id), prompt(length), params, priority=0, local_prefill=False)  # noqa: E731 - short
+    reserve = lambda seq_id, length: scheduler.reserve(SeqId(seq_id), RequestSpec(prompt(length), params), local_prefill=False)  # noqa: E731 - short
     assert reserve(1, 4) is not None
     assert reserve(2, 8) is None
     assert scheduler.num_live == 1
@@ -176,8 +177,8 @@ def test_reserve_leaves_room_for_those_who_wait():
     scheduler = make(num_blocks=4)
     add(scheduler, 1, 12)
     params = SamplingParams(max_tokens=30)
-    assert scheduler.reserve(SeqId(2), prompt(4), params, priority=0, local_prefill=False) is None
-    assert scheduler.reserve(SeqId(3), prompt(1), SamplingParams(max_tokens=1), priority=0, local_prefill=False) is not None
+    assert scheduler.reserve(SeqId(2), RequestSpec(prompt(4), params), local_prefill=False) is None
+    assert scheduler.reserve(SeqId(3), RequestSpec(prompt(1), SamplingParams(max_tokens=1)), local_prefill=False) is not None
 
 
 def test_the_youngest_is_preempted_and_its_output_goes_on_where_it_was():
@@ -201,7 +202,7 @@ def test_inbound_blocks_of_an_aborted_read_are_quarantined_until_it_stops():
     scheduler = make()
     params = SamplingParams(max_tokens=9)
     for seq_id in (1, 2):
-        assert scheduler.reserve(SeqId(seq_id), prompt(4), params, priority=0, local_prefill=False) is not None
+        assert scheduler.reserve(SeqId(seq_id), RequestSpec(prompt(4), params), local_prefill=False) is not None
     scheduler.abort(SeqId(1), read_in_flight=True)
     scheduler.abort(SeqId(2), read_in_flight=False)
     assert scheduler._pool.counts().quarantined == 2
@@ -290,7 +291,7 @@ def test_a_budget_below_the_sequence_limit_limits_the_sequences():
     scheduler = make(seqs=8, budget=2)
     params = SamplingParams(max_tokens=4)
     for seq_id, fits in ((1, True), (2, True), (3, False)):
-        room = scheduler.reserve(SeqId(seq_id), prompt(2), params, priority=0, local_prefill=False)
+        room = scheduler.reserve(SeqId(seq_id), RequestSpec(prompt(2), params), local_prefill=False)
         assert (room is not None) == fits
     for seq_id in (1, 2):
         scheduler.activate(SeqId(seq_id), 7)

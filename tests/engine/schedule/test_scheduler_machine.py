@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -88,13 +89,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind = SequenceKind.LENT if lent else SequenceKind.LOCAL
         seq_id, params = self.ask(prompt, length, kind)
         self.outputs[seq_id] = []
-        self.scheduler.add(seq_id, prompt, params, kind=kind, priority=priority)
+        self.scheduler.add(seq_id, RequestSpec(prompt, params, priority), kind=kind)
 
     @rule(prompt=prompts, length=lengths, priority=priorities, local=st.booleans())
     def reserve(self, prompt: tuple[int, ...], length: int, priority: int, local: bool) -> None:
         seq_id, params = self.ask(prompt, length, SequenceKind.LOCAL if local else SequenceKind.INBOUND)
         before = self.pool.counts()
-        room = self.scheduler.reserve(seq_id, prompt, params, priority=priority, local_prefill=local)
+        room = self.scheduler.reserve(seq_id, RequestSpec(prompt, params, priority), local_prefill=local)
         if room is None:
             assert self.pool.counts() == before
             return

@@ -51,7 +51,11 @@ def test_a_pair_is_ready_when_decode_has_drawn_a_token_from_pulled_kv() -> None:
     stage.deliver(decode)
     assert (reason(stage, prefill), reason(stage, decode)) == ("", "")
     (bind,) = [e for e in stage.effects if isinstance(e, ev.SendBind)]
-    assert (len(bind.work.prompt_ids), bind.work.sampling.max_tokens, bind.work.sampling.ignore_eos) == (5, 2, True)
+    assert (len(bind.work.spec.prompt_ids), bind.work.spec.sampling.max_tokens, bind.work.spec.sampling.ignore_eos) == (
+        5,
+        2,
+        True,
+    )
     assert not [e for e in stage.effects if isinstance(e, ev.EmitDelta | ev.EmitDone | ev.EmitFailed)]
     stage.assert_empty()
 

@@ -101,9 +101,9 @@ def test_a_lost_prefill_worker_is_replaced_and_the_stream_goes_on(reach: Callabl
     seen = len(outcome.emitted)
     stage.leave(stage.peers[lost])
     replay = sent(stage, ev.SendBind)[-1].work
-    assert (replay.resumed, replay.prompt_ids) == (seen, (0, 1, 2, 3, *range(seen)))
+    assert (replay.resumed, replay.spec.prompt_ids) == (tuple(range(seen)), (0, 1, 2, 3))
     assert stage.placed[replay.handle] == ("r", 2)
-    assert replay.sampling.max_tokens == 6
+    assert replay.spec.sampling.max_tokens == 6
     finish(stage, outcome, attempts=2, binds=2)
     assert sent(stage, ev.SendPrefill)[-1].link != lost
 
@@ -134,7 +134,7 @@ def test_a_decode_worker_lost_in_the_handoff_is_rebound_to_the_same_lease(reach:
     first, second = sent(stage, ev.SendBind)
     assert second.link != lost.link
     assert stage.placed[first.work.handle] == stage.placed[second.work.handle] == ("r", 1)
-    assert second.work.resumed == 0
+    assert second.work.resumed == ()
     assert stage.core.ledger.charged(lost.link) == 0
     assert stage.core.ledger.charged(second.link) > 0
     assert prefill is None or prefill.jobs, "the prefill goes on"
@@ -229,7 +229,7 @@ def test_a_decode_worker_lost_in_mid_stream_is_replayed_from_what_the_client_has
     assert len(outcome.emitted) == 3
     stage.leave(busy(stage, ev.Role.DECODE))
     replay = sent(stage, ev.SendBind)[-1]
-    assert (replay.work.resumed, replay.work.prompt_ids) == (3, (0, 1, 2, 3, 0, 1, 2))
+    assert (replay.work.resumed, replay.work.spec.prompt_ids) == ((0, 1, 2), (0, 1, 2, 3))
     finish(stage, outcome, attempts=2, binds=2)
 
 
@@ -256,7 +256,7 @@ def test_tokens_held_for_a_lost_attempt_are_drawn_again() -> None:
     stage.tell(ev.StepRows(decode.link, [row(handle, 1, ids=[99])]))
     assert outcome.emitted == []
     stage.leave(busy(stage, ev.Role.PREFILL))
-    assert sent(stage, ev.SendBind)[-1].work.resumed == 0
+    assert sent(stage, ev.SendBind)[-1].work.resumed == ()
     finish(stage, outcome, attempts=2, binds=2)
 
 

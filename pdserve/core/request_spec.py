@@ -1,0 +1,30 @@
+"""One request, as it goes unchanged from admission through the router and the wire to the scheduler of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.limits import IntRange, MaxBytes, field_types, limited
+from pdserve.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """The work that a client asks for.
+
+    Every attempt of a request gets the same value. The output of earlier attempts is no part of it: it belongs to the attempt.
+    The limits are those of clients, and admission checks them. The router's own probes go before all clients.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = limited(0, IntRange(-100, 100))
+    """Requests with a larger priority are served first, but no request waits for ever."""
+    cache_salt: str = limited("", MaxBytes(128))
+    """KV of equal prefixes is shared only among requests with the same salt, so a tenant cannot find another's prompts by
+    timing."""
+
+
+OPTIONS: Final = tuple(name for name in field_types(RequestSpec) if name not in ("prompt_ids", "sampling"))
+"""The fields that a client sets directly. Front ends pass them on by these names."""

@@ -1,0 +1,56 @@
+"""The codec of a dataclass whose message has the same fields. A new field is named in the dataclass and in `proto/` only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Final, Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from pdserve.core.limits import field_types
+
+Value = TypeVar("Value")
+Wire = TypeVar("Wire", bound=Message)
+Converter = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""One function that writes the value of a field to its message, and one that reads it back."""
+
+_BY_TYPE: Final[dict[Any, Converter]] = {
+    tuple[str, ...]: (tuple, tuple),
+    tuple[int, ...]: (tuple, tuple),
+    tuple[tuple[int, float], ...]: (dict, lambda entries: tuple(sorted(entries.items()))),
+}
+
+
+class FieldCodec(Generic[Value, Wire]):
+    """Writes values of the dataclass `kind` as messages of the type `wire`, and reads them back.
+
+    Numbers, texts and booleans are copied. None is written as a field that is not set. `special` has the converters of fields
+    that have another form on the wire. An AssertionError tells that the two types do not have the same fields.
+    """
+
+    def __init__(self, kind: type[Value], wire: type[Wire], **special: Converter) -> None:
+        types = field_types(kind)
+        assert set(types) == set(wire.DESCRIPTOR.fields_by_name), f"{kind.__name__} and its message differ"
+        self._kind, self._wire = kind, wire
+        self._names = tuple(types)
+        self._read = attrgetter(*types)
+        self._special = {name: _BY_TYPE[one] for name, one in types.items() if one in _BY_TYPE} | special
+        self._optional = tuple(name for name, one in types.items() if type(None) in getattr(one, "__args__", ()))
+
+    def to_wire(self, value: Value) -> Wire:
+        """Return the message of a value."""
+        fields = dict(zip(self._names, self._read(value), strict=True))
+        for name, (write, _) in self._special.items():
+            fields[name] = write(fields[name])
+        return self._wire(**fields)
+
+    def from_wire(self, message: Wire) -> Value:
+        """Return the value of a message. Raises what the dataclass and the converters raise."""
+        fields = dict(zip(self._names, self._read(message), strict=True))
+        for name, (_, read) in self._special.items():
+            fields[name] = read(fields[name])
+        for name in self._optional:
+            if not message.HasField(name):
+                fields[name] = None
+        return self._kind(**fields)

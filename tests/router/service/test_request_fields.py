@@ -1,0 +1,182 @@
+"""Each field of a request is named once, in its dataclass. These tests fail when a part does not know a field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.limits import IntRange, MaxBytes, MaxCount, RealRange, TextLengths, field_types, limits_of
+from pdserve.core.request_spec import OPTIONS, RequestSpec
+from pdserve.core.sampling import SamplingParams
+from pdserve.rpc import codec
+from pdserve.rpc.v1 import common_pb2, inference_pb2
+from router.api.request import GenerateInput
+from router.core.events import Submit
+from router.openai.request import parse_chat, parse_completion
+from router.parsing.generate import generate_input
+from router.service.admission import Admission, check_field_types
+
+MODEL_LEN, VOCAB_SIZE = 256, 512
+FIELDS: Final = {**field_types(SamplingParams), **{name: field_types(RequestSpec)[name] for name in OPTIONS}}
+NOT_IN_CHAT: Final = {"logprobs": "chat has `logprobs: true` and `top_logprobs`, as OpenAI's API"}
+"""Fields that a JSON body of the chat endpoint does not take under their name, and why."""
+
+U32 = st.integers(0, (1 << 32) - 1)
+
+
+class Encoder:
+    async def encode(self, prompt: object) -> tuple[int, ...]:
+        return (1, 2)
+
+
+def admit(request: GenerateInput) -> Submit:
+    limit = SimpleNamespace(max_model_len=MODEL_LEN, open_ended_room=lambda prompt_len: MODEL_LEN - prompt_len)
+    model = SimpleNamespace(name="m", card=SimpleNamespace(vocab_size=VOCAB_SIZE))
+    admission = Admission(RouterConfig(), *cast(Any, (model, limit, Encoder())), draw_seed=lambda: 7)
+    return asyncio.run(admission.admit(request, arrived_s=0.0))
+
+
+def over_grpc(name: str, value: Any) -> Submit:
+    request = inference_pb2.GenerateRequest(text="x")
+    target: Any = request if name in OPTIONS else request.sampling
+    if isinstance(value, tuple):
+        getattr(target, name).extend(value)
+    elif isinstance(value, dict):
+        getattr(target, name).update(value)
+    else:
+        setattr(target, name, value)
+    return admit(generate_input(request, call_remaining_s=None, max_deadline_s=600.0, max_prompt_tokens=MODEL_LEN - 1))
+
+
+def over_completions(name: str, value: Any) -> Submit:
+    return admit(parse_completion(json.dumps({"prompt": "x", name: value}).encode(), None).inputs[0])
+
+
+def over_chat(name: str, value: Any) -> Submit:
+    body = {"messages": [{"role": "user", "content": "x"}], name: value}
+    return admit(parse_chat(json.dumps(body).encode(), None).inputs[0])
+
+
+FRONT_ENDS: Final = {"grpc": over_grpc, "completions": over_completions, "chat": over_chat}
+
+
+def ordinary(name: str) -> Any:
+    """Return a value that differs from the default and is within all limits."""
+    samples: dict[Any, Any] = {bool: True, int: 3, int | None: 3, float: 0.5, str: "s"}
+    samples |= {tuple[str, ...]: ("s",), tuple[int, ...]: (5,), tuple[tuple[int, float], ...]: {5: 1.5}}
+    return samples[FIELDS[name]]
+
+
+def beyond(name: str) -> list[tuple[Any, str]]:
+    """Return values beyond each limit of a field, and a part of the error that names the limit."""
+    found: list[tuple[Any, str]] = []
+    owner = RequestSpec if name in OPTIONS else SamplingParams
+    for limit in limits_of(owner).get(name, ()):
+        match limit:
+            case IntRange(low, high):
+                found += [(value, str(high)) for value in (low - 1, high + 1)]
+            case RealRange(low, high):
+                found += [(value, f"{high:g}") for value in (math.nextafter(low, -1e9), math.nextafter(high, 1e9))]
+            case MaxBytes(count):
+                found.append(("é" * (count // 2 + 1), str(count)))
+            case MaxCount(count) if name == "logit_bias":
+                found.append((dict.fromkeys(range(count + 1), 1.0), str(count)))
+            case MaxCount(count):
+                found.append((("s" if FIELDS[name] == tuple[str, ...] else 5,) * (count + 1), str(count)))
+            case TextLengths(low, high):
+                found += [(("s" * length,), str(high)) for length in (low - 1, high + 1)]
+            case _:
+                assert name == "logit_bias"
+                found.append(({5: 100.5}, "100"))
+    return found
+
+
+@pytest.mark.parametrize(("front", "send"), FRONT_ENDS.items())
+@pytest.mark.parametrize("name", FIELDS)
+def test_both_front_ends_carry_each_field_to_the_core(name: str, front: str, send: Callable[[str, Any], Submit]) -> None:
+    if front == "chat" and name in NOT_IN_CHAT:
+        return
+    spec = send(name, ordinary(name)).spec
+    got = getattr(spec if name in OPTIONS else spec.sampling, name)
+    assert (dict(got) if name == "logit_bias" else got) == ordinary(name)
+
+
+@pytest.mark.parametrize(("front", "send"), FRONT_ENDS.items())
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_value_beyond_a_limit_is_refused_by_field_and_limit(
+    name: str, front: str, send: Callable[[str, Any], Submit]
+) -> None:
+    if front == "chat" and name in NOT_IN_CHAT:
+        return
+    for value, limit in beyond(name):
+        if front != "grpc" and (name, value) in (("top_k", -1), ("seed", -1)):
+            continue  # vLLM's clients write -1 for off; OpenAI's seed is signed
+        try:
+            with pytest.raises(InvalidRequest) as refused:
+                send(name, value)
+        except ValueError:
+            assert front == "grpc", "protobuf itself refuses what its field cannot hold"
+            continue
+        assert refused.value.field == name
+        assert limit in str(refused.value)
+
+
+def test_limits_are_tried_beyond_their_ends() -> None:
+    assert [value for value, _ in beyond("priority")] == [-101, 101]
+    assert [value for value, _ in beyond("cache_salt")] == ["é" * 65]
+    assert len([name for name in FIELDS if beyond(name)]) == len(FIELDS) - 2  # min_tokens depends on another field; ignore_eos
+
+
+@pytest.mark.parametrize("name", field_types(SamplingParams))
+def test_admission_knows_the_type_of_each_field(name: str) -> None:
+    check_field_types({name: ordinary(name)})
+    with pytest.raises(InvalidRequest, match=f"{name}: must be "):
+        check_field_types({name: object()})
+
+
+def test_every_field_is_in_the_messages_of_clients_and_of_workers() -> None:
+    assert set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name) == set(field_types(SamplingParams))
+    assert set(common_pb2.RequestSpec.DESCRIPTOR.fields_by_name) == set(field_types(RequestSpec))
+    assert set(OPTIONS) <= set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+
+
+def values_of(name: str, kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Return values of a field between its limits, so that a new field needs no line here."""
+    for limit in limits_of(kind).get(name, ()):
+        if isinstance(limit, IntRange):
+            values: st.SearchStrategy[Any] = st.integers(limit.low, min(limit.high, (1 << 64) - 1))
+            return values if field_types(kind)[name] is int else values | st.none()
+        if isinstance(limit, RealRange):
+            return st.floats(limit.low, limit.high) | (st.just(0.0) if limit.or_zero else st.nothing())
+    text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=9)
+    by_type: dict[Any, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.just(0),
+        str: text,
+        tuple[str, ...]: st.lists(text, max_size=4).map(tuple),
+        tuple[int, ...]: st.lists(U32).map(tuple),
+        tuple[tuple[int, float], ...]: st.dictionaries(U32, st.floats(-100, 100)).map(lambda d: tuple(sorted(d.items()))),
+    }
+    return by_type[field_types(kind)[name]]
+
+
+SAMPLING: Final = st.builds(SamplingParams, **{n: values_of(n, SamplingParams) for n in field_types(SamplingParams)})
+SPECS: Final = st.builds(
+    RequestSpec, st.lists(U32).map(tuple), SAMPLING, **{name: values_of(name, RequestSpec) for name in OPTIONS}
+)
+
+
+@given(SPECS)
+def test_a_request_comes_back_equal_from_the_wire(spec: RequestSpec) -> None:
+    wire = common_pb2.RequestSpec.FromString(codec.spec_to_wire(spec).SerializeToString())
+    assert codec.spec_from_wire(wire) == spec
