@@ -162,12 +162,12 @@ class DecodeRole:
         )
 
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:
-        if result.block_ids is None:
+        if result.block_tables is None:
             self._forget(request)
             self._no_room(request.handle, request.prompt_len)
             return
         if not request.local_prefill:
-            blocks = result.block_ids[: self._host.layout.blocks_for(request.prompt_len)]
+            blocks = result.block_tables[0][: self._host.layout.blocks_for(request.prompt_len)]
             request.inbound = InboundBlocks(
                 self._host,
                 self._leases,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from faultsim.oracle import EOS, chain, draw
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import BlockId, BlockSum
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SequenceSlice, StepPlan
 from pdserve.core.worker import WorkerLoad
@@ -82,7 +82,7 @@ class SimEngine:
         self,
         process: Process,
         kv: SimKv,
-        pool: BlockPool,
+        pool: BlockPools,
         publish: Callable[[StepEvents], None],
         reached: Callable[[str], None],
         rng: random.Random,
@@ -106,7 +106,7 @@ class SimEngine:
             prefix_salt=b"sim" if prefix_caching else None,
         )
         self.steps = 0
-        self._engine = EngineSteps(self.scheduler, pool, kv.sums if checksums else None)
+        self._engine = EngineSteps(self.scheduler, pool, [kv.sums] if checksums else None)
         self._process = process
         self._publish = publish
         self._reached = reached
@@ -174,6 +174,6 @@ class SimEngine:
             self.scheduler.check_invariants()
 
 
-def free_blocks(pool: BlockPool) -> list[BlockId]:
+def free_blocks(pool: BlockPools) -> list[BlockId]:
     """Return the free blocks, whose content means nothing."""
-    return list(pool._free)
+    return list(pool.groups[0]._free)

@@ -18,7 +18,7 @@ from faultsim.staging import SimConverter, make_staging
 from faultsim.transfer import Pools, SimTransfer
 from kvtransfer.api import Region
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import Incarnation
 from pdserve.core.kv_layout import gqa_group
 from pdserve.rpc.v1 import common_pb2
@@ -82,7 +82,7 @@ class SimWorker:
         self.engine = SimEngine(
             process,
             self.kv,
-            BlockPool(shape.num_blocks),
+            BlockPools(shape.num_blocks),
             lambda events: self.member.on_step(events),
             lambda step: reached(f"{step}_{process.role}", process),
             rng,

@@ -186,7 +186,9 @@ class PrefillRole:
 
     def _grant(self, request: LentRequest, lent: Lent) -> None:
         now_s = self._clock()
-        request.lease_id = self._table.grant(lent.seq_id, lent.block_ids, request.prompt_len, sums=lent.sums, now_s=now_s)
+        request.lease_id = self._table.grant(
+            lent.seq_id, lent.block_tables[0], request.prompt_len, sums=None if lent.sums is None else lent.sums[0], now_s=now_s
+        )
         ticket = self._ticket(request.lease_id, lent, request)
         self._table.expect(request.lease_id, ticket.proof)
         started = prefill_pb2.PrefillStarted(
@@ -206,7 +208,7 @@ class PrefillRole:
             address=region.address,
             num_blocks=region.num_blocks,
             device=region.device,
-            block_ids=lent.block_ids,
+            block_ids=lent.block_tables[0],
             prompt_len=request.prompt_len,
             prompt_hash=request.prompt_hash,
             checksums=lent.sums is not None,
@@ -216,7 +218,7 @@ class PrefillRole:
     def _seal(self, sealed: Sealed) -> None:
         request = self._by_seq.get(sealed.seq_id)
         if request is not None and request.lease_id is not None:
-            self._leases.seal(request.lease_id, sealed.first, sealed.sums)
+            self._leases.seal(request.lease_id, sealed.first, sealed.sums[0])
 
     async def _rehash(self, seq_id: SeqId) -> int:
         """Return how many blocks of this sequence's lease differ from their checksums. Concurrent calls share one answer."""
@@ -229,9 +231,11 @@ class PrefillRole:
     def _rehashed(self, rehashed: Rehashed) -> None:
         """Answer `_rehash`. End every lease over a rotted block, so that no other reader uses the KV that it read from one."""
         if rehashed.rotted:
-            log.error("KV has changed in this worker's memory: blocks %s", ", ".join(map(str, rehashed.rotted)))
+            log.error(
+                "KV has changed in this worker's memory: blocks %s", ", ".join(str(block) for _, block in rehashed.rotted)
+            )
             self._rotted_blocks += len(rehashed.rotted)
-            self._table.release_all_over(rehashed.rotted, now_s=self._clock())
+            self._table.release_all_over([block for _, block in rehashed.rotted], now_s=self._clock())
         self._rehashes.pop(rehashed.seq_id).set_result(len(rehashed.rotted))
 
     def _advance(self, request: LentRequest, computed: int) -> None:

@@ -25,7 +25,7 @@ from router.grpc.admin import AdminServer
 from router.grpc.front import GrpcFront
 from router.http import serve_http
 from router.parsing.parser import RequestParser
-from router.service.descriptors import raise_limit, share_of_clients, share_of_links
+from router.service.descriptors import MAX_ADMINS, raise_limit, share_of_clients, share_of_links
 from router.service.model import ServedModel
 from router.service.service import RouterService
 from router.workers.link_thread import LinkThread
@@ -102,7 +102,7 @@ async def serve(
         stack.push_async_callback(front.close)
         await front.start(settings.host, settings.grpc_port)
 
-        admin = AdminServer(service, config.cluster_token)
+        admin = AdminServer(service, config.cluster_token, MAX_ADMINS)
         stack.push_async_callback(admin.close)
         await admin.start(settings.admin_host, settings.admin_port_or_default)
 

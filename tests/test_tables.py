@@ -15,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from pdserve.core import blocks, lease, reader
+from pdserve.core import blocks, lease, reader, request_machine, work_machine
 from pdserve.engine.schedule import sequence
 from tests.core import test_blocks, test_blocks_prefix, test_lease, test_reader
 from tests.engine.schedule import test_scheduler_machine
+from tests.router.core import test_core_faults, test_core_machine, test_recovery_stories
 from tests.search.explorer import explore
 from tests.search.handoff import Handoff
 from tests.search.test_handoff_model import MAX_STATES, SMALL
@@ -63,11 +64,22 @@ def search(_: int) -> None:
         assert explore(Handoff(SMALL[name]), max_states=MAX_STATES).counterexample is None
 
 
+def serve(number: int) -> None:
+    for machine in (test_core_machine.CoreMachine, test_core_machine.ProbingCoreMachine):
+        test_core_machine.long_random_run(number, machine)
+    test_core_faults.run(test_core_faults.FaultyMachine, number)
+
+
 RUNS: dict[ModuleType, tuple[Callable[[int], None], Callable[[int], None]]] = {
     lease: (search, lambda _: test_lease.every_call_in_every_state()),
     reader: (search, play(test_reader.ReaderMachine)),
     blocks: (search, play(test_blocks.PoolMachine, test_blocks_prefix.PrefixMachine)),
     sequence: (lambda _: None, play(test_scheduler_machine.SchedulerMachine)),
+    request_machine: (
+        lambda _: test_recovery_stories.test_a_worker_that_turns_requests_away_is_not_asked_again_before_its_heartbeat(),
+        serve,
+    ),
+    work_machine: (lambda _: None, serve),
 }
 """What each table gets first, and then in each round."""
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.request_spec import RequestSpec
@@ -74,7 +74,7 @@ class Engine:
     def __init__(self, runner: ModelRunner, budget: int, clock: Callable[[], float]) -> None:
         self._messages: queue.Queue[tuple[float, StepEvents]] = queue.Queue()
         self._clock = clock
-        pool = BlockPool(runner.kv.num_blocks)
+        pool = BlockPools(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
             runner.kv.spec.block_size,
@@ -132,7 +132,7 @@ def run_prompt(engine: Engine, streams: int, tokens: int) -> tuple[float, list[f
     while True:
         now, events = engine.next()
         if any(result.seq_id == PROMPT for result in events.reserved):
-            assert all(result.block_ids is not None for result in events.reserved), "no room for the prompt"
+            assert all(result.block_tables is not None for result in events.reserved), "no room for the prompt"
             times = [now]
         elif times and events.snapshot is not None:
             times.append(now)

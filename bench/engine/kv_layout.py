@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.transfer.reads import SEED, NixlWay, Pool
+from bench.transfer.reads import SEED, Pool, TransportWay
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
@@ -57,7 +57,7 @@ def wire(layout: KvGroup, blocks: int, runs: int) -> dict[str, list[float]]:
             ("one run a block", blocks, layout.block_bytes, order),
             (f"{pieces} runs a block", blocks * pieces, layout.block_bytes // pieces, split),
         ):
-            ways[name] = NixlWay(stack, count, size, Pool(count, size, fill=True), wanted)
+            ways[name] = TransportWay(stack, "nixl", Pool(count, size, fill=True), wanted)
         rounds = [{name: way.run() for name, way in ways.items()} for _ in range(runs + 1)]
     return {name: [one[name] for one in rounds[1:]] for name in ways}
 

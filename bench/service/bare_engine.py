@@ -87,7 +87,7 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
 
     from pdserve.checkpoint.card import ModelCard
     from pdserve.checkpoint.resolve import resolve
-    from pdserve.core.blocks import BlockPool
+    from pdserve.core.block_pools import BlockPools
     from pdserve.engine.runner import ModelRunner
     from pdserve.engine.schedule.scheduler import Scheduler
     from pdserve.engine.warm_up import settle
@@ -99,10 +99,10 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
     directory = resolve(config.model)
     messages: queue.SimpleQueue[tuple[float, StepEvents]] = queue.SimpleQueue()
 
-    def build() -> tuple[ModelRunner, Scheduler, BlockPool]:
+    def build() -> tuple[ModelRunner, Scheduler, BlockPools]:
         runner = ModelRunner.load(directory, ModelCard.load(directory), config)
         settle(runner, config)
-        pool = BlockPool(runner.kv.num_blocks)
+        pool = BlockPools(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
             runner.kv.spec.block_size,
@@ -149,7 +149,7 @@ def _turn(engine, messages, work: Work, numbers: Iterator[int]) -> Turn:  # type
         ask(stream)
     while running:
         now_s, events = messages.get(timeout=TIMEOUT_S)
-        assert all(result.block_ids is not None for result in events.reserved), "no room for a prompt"
+        assert all(result.block_tables is not None for result in events.reserved), "no room for a prompt"
         for token in events.tokens:
             stream, times_s = running[token.seq_id]
             times_s.append(now_s)

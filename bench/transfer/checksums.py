@@ -16,7 +16,7 @@ import time
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
@@ -34,7 +34,7 @@ class Prefill:
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, *, checksums: bool) -> None:
         self.runner = runner
-        pool = BlockPool(runner.kv.num_blocks)
+        pool = BlockPools(runner.kv.num_blocks)
         scheduler = Scheduler(
             pool,
             config.block_size,
@@ -44,7 +44,7 @@ class Prefill:
             eos_token_ids=(),
             prefix_salt=b"bench",
         )
-        self.steps = EngineSteps(scheduler, pool, BlockSums(runner.kv.caches[0].blocks) if checksums else None)
+        self.steps = EngineSteps(scheduler, pool, [BlockSums(runner.kv.caches[0].blocks)] if checksums else None)
         self.count = 0
 
     def compute(self, prompt: tuple[int, ...]) -> tuple[float, float]:

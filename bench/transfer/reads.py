@@ -1,10 +1,11 @@
 """Measure how fast KV blocks cross between two processes, beside what the machine can do.
 
-    python -m bench.transfer.reads [--blocks 256] [--block-kib 360] [--runs 15]
+    python -m bench.transfer.reads [--blocks 256] [--block-kib 360] [--runs 15] [--transport nixl]
 
-Four ways move the same scattered blocks, one after the other in every round, so that a busy machine slows all of
-them: a plain copy within this process (the floor), NIXL as the workers use it, NIXL held to TCP, and a raw TCP
-loopback socket to compare the latter with. Every NIXL read is compared bit for bit.
+Several ways move the same scattered blocks, one after the other in every round, so that a busy machine slows all of
+them: a plain copy within this process (the floor), the transport as the workers use it, NIXL held to TCP, and a raw TCP
+loopback socket to compare the latter with. Every read is compared bit for bit. --transport takes what the setting
+transfer.transport takes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtransfer.api import Region, Transport
-from kvtransfer.backends.nixl import NixlTransport
+from kvtransfer.backends.registry import prepare
 from pdserve.core.ids import Incarnation, WorkerId
 
 SEED = 1
@@ -51,17 +52,22 @@ class Pool:
 
 @dataclass(frozen=True)
 class Peer:
-    """The passive process as a reader sees it: its NIXL metadata, its pool, and the port of its socket."""
+    """The passive process as a reader sees it: its metadata, its pool, and the port of its socket."""
 
     metadata: bytes
     region: Region
     port: int
 
 
-def serve(num_blocks: int, block_bytes: int) -> None:
+def make_transport(name: str, worker_id: str, incarnation: Incarnation, region: Region) -> Transport:
+    """Make the transport of one process on loopback."""
+    return prepare(name, "127.0.0.1", allow_public=False)(WorkerId(worker_id), incarnation, region)
+
+
+def serve(name: str, num_blocks: int, block_bytes: int) -> None:
     """Run the passive process until stdin ends. It prints where its pool is, and sends the pool to the client of its socket."""
     pool = Pool(num_blocks, block_bytes, fill=True)
-    transport = NixlTransport(WorkerId("peer"), PEER_INCARNATION, pool.region)
+    transport = make_transport(name, "peer", PEER_INCARNATION, pool.region)
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=answer, args=(server, pool), daemon=True).start()
     hello = {"metadata": transport.metadata().hex(), "address": pool.region.address, "port": server.getsockname()[1]}
@@ -81,10 +87,10 @@ def answer(server: socket.socket, pool: Pool) -> None:
 
 
 @contextmanager
-def started_peer(num_blocks: int, block_bytes: int) -> Iterator[Peer]:
+def started_peer(name: str, num_blocks: int, block_bytes: int) -> Iterator[Peer]:
     """Run a passive process until the block ends."""
     command = [sys.executable, "-m", "bench.transfer.reads", "--serve", "--blocks", str(num_blocks)]
-    command += ["--block-bytes", str(block_bytes)]
+    command += ["--block-bytes", str(block_bytes), "--transport", name]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -112,15 +118,16 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class NixlWay:
+class TransportWay:
     """A reader with a passive process of its own. `run` reads the whole pool in scattered order."""
 
-    def __init__(self, stack: ExitStack, num_blocks: int, block_bytes: int, source: Pool, order: list[int]) -> None:
-        self.peer = stack.enter_context(started_peer(num_blocks, block_bytes))
+    def __init__(self, stack: ExitStack, name: str, source: Pool, order: list[int]) -> None:
+        num_blocks, block_bytes = source.array.shape
+        self.peer = stack.enter_context(started_peer(name, num_blocks, block_bytes))
         self.pool = Pool(num_blocks, block_bytes, fill=False)
         self.source = source
         self.order = order
-        self.transport: Transport = NixlTransport(WorkerId("reader"), READER_INCARNATION, self.pool.region)
+        self.transport = make_transport(name, "reader", READER_INCARNATION, self.pool.region)
         stack.callback(self.transport.close)
         self.transport.connect(PEER_INCARNATION, self.peer.metadata)
 
@@ -156,23 +163,23 @@ def receive(connection: socket.socket, target: Pool) -> float:
     return time.perf_counter() - started_s
 
 
-def measure(num_blocks: int, block_bytes: int, runs: int) -> dict[str, list[float]]:
+def measure(name: str, num_blocks: int, block_bytes: int, runs: int) -> dict[str, list[float]]:
     """Return the seconds of each run, by way. The first round warms up and is not counted."""
     order = [int(block) for block in np.random.default_rng(SEED).permutation(num_blocks)]
     source, target = Pool(num_blocks, block_bytes, fill=True), Pool(num_blocks, block_bytes, fill=False)
     with ExitStack() as stack:
-        nixl = NixlWay(stack, num_blocks, block_bytes, source, order)
-        with environment(UCX_TLS="tcp"):
-            nixl_tcp = NixlWay(stack, num_blocks, block_bytes, source, order)
-        connection = stack.enter_context(socket.create_connection(("127.0.0.1", nixl.peer.port), timeout=TIMEOUT_S))
+        read = TransportWay(stack, name, source, order)
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", read.peer.port), timeout=TIMEOUT_S))
         ways: dict[str, Callable[[], float]] = {
             "memcpy in one process (floor)": lambda: copy(source, target, order),
-            "NIXL read": nixl.run,
-            "NIXL read, UCX_TLS=tcp": nixl_tcp.run,
+            f"{name} read": read.run,
             "TCP loopback socket": lambda: receive(connection, target),
         }
-        rounds = [{name: way() for name, way in ways.items()} for _ in range(runs + 1)]
-    return {name: [one[name] for one in rounds[1:]] for name in ways}
+        if name == "nixl":
+            with environment(UCX_TLS="tcp"):
+                ways["nixl read, UCX_TLS=tcp"] = TransportWay(stack, name, source, order).run
+        rounds = [{label: way() for label, way in ways.items()} for _ in range(runs + 1)]
+    return {label: [one[label] for one in rounds[1:]] for label in ways}
 
 
 def report(times_s: dict[str, list[float]], num_blocks: int, block_bytes: int) -> Table:
@@ -199,14 +206,16 @@ def main() -> None:
         "--block-kib", type=int, default=360, help="size of a block; 360 is that of SmolLM2-135M with 16 tokens in bf16"
     )
     parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--transport", default="nixl", metavar="NAME")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--block-bytes", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     block_bytes = options.block_bytes or options.block_kib * 1024
     if options.serve:
-        serve(options.blocks, block_bytes)
+        serve(options.transport, options.blocks, block_bytes)
     else:
-        Console().print(report(measure(options.blocks, block_bytes, options.runs), options.blocks, block_bytes))
+        times_s = measure(options.transport, options.blocks, block_bytes, options.runs)
+        Console().print(report(times_s, options.blocks, block_bytes))
 
 
 if __name__ == "__main__":

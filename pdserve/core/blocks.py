@@ -1,4 +1,4 @@
-"""The block pool: it knows who holds each KV block, and which blocks hold a prefix that others may share.
+"""The block pool of one KV group: it knows who holds each KV block, and which blocks hold a prefix that others may share.
 
 One engine thread owns the pool.
 
@@ -307,6 +307,12 @@ class BlockPool:
     def blocks_of(self, holder: Holder) -> tuple[BlockId, ...]:
         """Return the holder's blocks in prompt order; an unknown holder has none."""
         return tuple(self._blocks_of.get(holder, ()))
+
+    def holdings(self) -> dict[Holder | SeqId, tuple[int, int]]:
+        """Return how many blocks each holder has, and how many of them are hits of an inbound one. Sequences whose blocks are
+        quarantined are named by their ids."""
+        quarantined = {seq_id: (len(blocks), 0) for seq_id, blocks in self._quarantined.items()}
+        return {holder: (len(blocks), self._hits.get(holder, 0)) for holder, blocks in self._blocks_of.items()} | quarantined
 
     def counts(self) -> BlockCounts:
         """Count the blocks in each state."""

@@ -8,9 +8,10 @@ PREFILLING, HANDOFF -> the same, REBOUND     the decode worker was lost: another
 any that is placed -> QUEUED, RETRIED        anything else was lost: the next attempt starts from prompt and emitted ids
 any of these -> CANCELLED (client gone) | FAILED (deadline, no retry left, no worker left)
 ```
-After a loss, the router decides between REBOUND, RETRIED and LOST; this table says which states each may lead to. Messages
-of two links have no common order, so messages of the decode worker may arrive before token 0 does: KV_COMMITTED and
-TOKEN_OUT are legal while PREFILLING, and the owner keeps them.
+After a loss, the router decides between REBOUND, RETRIED and LOST; this table says which states each may lead to. The table in
+`pdserve/core/work_machine.py` says what each worker may report. Messages of two links have no common order, so messages of
+the decode worker may arrive before token 0 does: TOKEN_OUT is legal while PREFILLING, and the owner keeps the token.
+KV_COMMITTED happens once both have come, token 0 and the worker's report.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ class RequestEvent(Enum):
 
     DECODE_PICKED = "decode_picked"
     RESERVED = "reserved"
-    """A decode worker has reserved blocks: the first one of an attempt, or the one that the request was rebound to."""
+    """The decode worker of the attempt has reserved blocks, and a prefill worker is told to compute the prompt."""
     RESERVED_LOCAL = "reserved_local"
     """A worker that also computes the prompt has reserved blocks."""
     NO_ROOM = "no_room"
     PREFILL_POOL_EMPTY = "prefill_pool_empty"
     """No prefill worker is left after decode has reserved: the bind is given back and placement is decided again."""
-    PREFILL_STARTED = "prefill_started"
     FIRST_TOKEN = "first_token"
     FINAL_FIRST_TOKEN = "final_first_token"
     """Token 0 ends the request, so no KV is handed off."""
     KV_COMMITTED = "kv_committed"
     TOKEN_OUT = "token_out"
+    """A decoded token came before token 0. Tokens that come in their turn change nothing, and are no event here."""
     STOPPED = "stopped"
     DECODE_LOST = "decode_lost"
     """The decode worker was lost before it had reserved. The request goes on as after NO_ROOM."""
@@ -82,15 +83,12 @@ TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
     (_S.BINDING, _E.RESERVED): _S.PREFILLING,
     (_S.BINDING, _E.RESERVED_LOCAL): _S.DECODING,
     **{(_S.BINDING, e): _S.QUEUED for e in (_E.NO_ROOM, _E.PREFILL_POOL_EMPTY, _E.DECODE_LOST)},
-    (_S.PREFILLING, _E.PREFILL_STARTED): _S.PREFILLING,
-    (_S.PREFILLING, _E.KV_COMMITTED): _S.PREFILLING,
     (_S.PREFILLING, _E.TOKEN_OUT): _S.PREFILLING,
     (_S.PREFILLING, _E.FIRST_TOKEN): _S.HANDOFF,
     (_S.PREFILLING, _E.FINAL_FIRST_TOKEN): _S.FINISHED,
     (_S.HANDOFF, _E.KV_COMMITTED): _S.DECODING,
-    (_S.DECODING, _E.TOKEN_OUT): _S.DECODING,
     (_S.DECODING, _E.STOPPED): _S.FINISHED,
-    **{(s, e): s for s in (_S.PREFILLING, _S.HANDOFF) for e in (_E.REBOUND, _E.RESERVED)},
+    **{(s, _E.REBOUND): s for s in (_S.PREFILLING, _S.HANDOFF)},
     **{(s, _E.RETRIED): _S.QUEUED for s in PLACED},
     **{(s, _E.LOST): _S.FAILED for s in PLACED},
     **{(s, _E.CLIENT_GONE): _S.CANCELLED for s in LIVE},

@@ -7,9 +7,11 @@ became final. The engine thread launches and awaits the step between `begin` and
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain, islice
 from typing import Final
 
-from pdserve.core.blocks import BlockPool, Holder, HolderKind
+from pdserve.core.block_pools import BlockPools
+from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.core.worker import WorkerLoad
@@ -34,7 +36,7 @@ from pdserve.worker.messages import (
 )
 
 SumBlocks = Callable[[Sequence[BlockId]], tuple[BlockSum, ...]]
-"""A function that returns the checksum over all stored bytes of each of these blocks of the pool, in order."""
+"""A function that returns the checksum over all stored bytes of each of these blocks of one KV group, in order."""
 
 CHECK_STEPS: Final = 512
 """The invariants of the pool are checked when the engine goes idle, at most once in so many steps, because the check walks over
@@ -44,8 +46,8 @@ all blocks."""
 class EngineSteps:
     """The steps of one engine over its scheduler and pool."""
 
-    def __init__(self, scheduler: Scheduler, pool: BlockPool, sum_blocks: SumBlocks | None = None) -> None:
-        """`sum_blocks` sums blocks of the pool. None: no block is summed."""
+    def __init__(self, scheduler: Scheduler, pool: BlockPools, sum_blocks: Sequence[SumBlocks] | None = None) -> None:
+        """`sum_blocks` has a function for each KV group. None: no block is summed."""
         self._sum_blocks = sum_blocks
         self._final: tuple[FinalBlocks, ...] = ()
         self._scheduler = scheduler
@@ -70,7 +72,7 @@ class EngineSteps:
         reserved = tuple([result for result in results if isinstance(result, ReserveResult)])
         rehashed = tuple([result for result in results if isinstance(result, Rehashed)])
         plan = self._scheduler.plan()
-        lent = tuple([Lent(seq_id, blocks, self._sums_of(seq_id)) for seq_id, blocks in self._scheduler.take_admitted()])
+        lent = tuple([Lent(seq_id, tables, self._sums_of(seq_id)) for seq_id, tables in self._scheduler.take_admitted()])
         if not plan.slices:
             self._check()
             return plan, StepEvents(lent=lent, reserved=reserved, rehashed=rehashed, snapshot=self._snapshot())
@@ -100,33 +102,43 @@ class EngineSteps:
         the lease's references must still be there.
         """
         final, self._final = self._final, ()
-        if self._sum_blocks is None or not any(done.block_ids for done in final):
+        if self._sum_blocks is None or not any(done.block_tables[0] for done in final):
             return None
-        sums = iter(self._sum_blocks([block_id for done in final for block_id in done.block_ids]))
-        return StepEvents(sealed=tuple([self._seal(done, [next(sums) for _ in done.block_ids]) for done in final]))
+        tables = zip(*[done.block_tables for done in final], strict=True)
+        sums = zip(*[self._summed(group, parts) for group, parts in enumerate(tables)], strict=True)
+        return StepEvents(sealed=tuple([self._seal(done, of_done) for done, of_done in zip(final, sums, strict=True)]))
 
-    def _seal(self, done: FinalBlocks, sums: list[BlockSum]) -> Sealed:
-        for position, block_sum in enumerate(sums, done.first):
-            self._pool.seal(_lent(done.seq_id), position, block_sum)
-        return Sealed(done.seq_id, done.first, tuple(sums))
+    def _summed(self, group: int, parts: Sequence[tuple[BlockId, ...]]) -> list[tuple[BlockSum, ...]]:
+        """Return the checksums of the blocks of each of `parts`, which are summed in one call."""
+        assert self._sum_blocks is not None
+        sums = iter(self._sum_blocks[group](list(chain.from_iterable(parts))))
+        return [tuple(islice(sums, len(part))) for part in parts]
 
-    def _sums_of(self, seq_id: SeqId) -> tuple[BlockSum, ...] | None:
+    def _seal(self, done: FinalBlocks, sums: tuple[tuple[BlockSum, ...], ...]) -> Sealed:
+        for position, of_block in enumerate(zip(*sums, strict=True), done.first):
+            self._pool.seal(_lent(done.seq_id), position, of_block)
+        return Sealed(done.seq_id, done.first, sums)
+
+    def _sums_of(self, seq_id: SeqId) -> tuple[tuple[BlockSum, ...], ...] | None:
         if self._sum_blocks is None:
             return None
-        return tuple([block_sum for block_sum in self._pool.sums_of(_lent(seq_id)) if block_sum is not None])
+        sums = self._pool.sums_of(_lent(seq_id))
+        return tuple([tuple([block_sum for block_sum in group if block_sum is not None]) for group in sums])
 
     def _rehash(self, seq_id: SeqId) -> Rehashed:
         """Sum the lent blocks of a sequence again. Withdraw changed blocks and those that may have been computed from them."""
         assert self._sum_blocks is not None
         holder = _lent(seq_id)
-        blocks = self._pool.blocks_of(holder)
-        if not blocks:
+        tables = self._pool.blocks_of(holder)
+        if not tables[0]:
             return Rehashed(seq_id, ())
-        now = zip(blocks, self._pool.sums_of(holder), self._sum_blocks(blocks), strict=True)
-        rotted = [(i, block_id) for i, (block_id, was, is_now) in enumerate(now) if was is not None and was != is_now]
+        rotted: list[tuple[int, tuple[int, BlockId]]] = []
+        for group, (blocks, known, summed) in enumerate(zip(tables, self._pool.sums_of(holder), self._sum_blocks, strict=True)):
+            now = zip(blocks, known, summed(blocks), strict=True)
+            rotted += [(i, (group, block)) for i, (block, was, is_now) in enumerate(now) if was is not None and was != is_now]
         if rotted:
-            self._pool.withdraw(holder, rotted[0][0])
-        return Rehashed(seq_id, tuple([block_id for _, block_id in rotted]))
+            self._pool.withdraw(holder, min(position for position, _ in rotted))
+        return Rehashed(seq_id, tuple([block for _, block in rotted]))
 
     def _apply(self, command: Command) -> ReserveResult | Rehashed | None:
         scheduler = self._scheduler
@@ -137,7 +149,7 @@ class EngineSteps:
             case Reserve(seq_id, spec, local, resumed):
                 self._last_seq_id = seq_id
                 room = scheduler.reserve(seq_id, spec, local_prefill=local, resumed=resumed)
-                return ReserveResult(seq_id, room.block_ids, room.hits) if room is not None else ReserveResult(seq_id, None)
+                return ReserveResult(seq_id, room.block_tables, room.hits) if room is not None else ReserveResult(seq_id, None)
             case Activate(seq_id, first_token):
                 scheduler.activate(seq_id, first_token)
             case Abort(seq_id, read_in_flight):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import InternalBug, Overloaded
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -38,12 +38,13 @@ class EngineThread:
 
     def __init__(
         self,
-        build: Callable[[], tuple[Runner, Scheduler, BlockPool]],
+        build: Callable[[], tuple[Runner, Scheduler, BlockPools]],
         publish: Callable[[StepEvents], None],
         on_death: Callable[[BaseException], None],
-        sums_of: Callable[[], SumBlocks | None] = lambda: None,
+        sums_of: Callable[[], Sequence[SumBlocks] | None] = lambda: None,
     ) -> None:
-        """`sums_of` is called after `build` and returns the function that sums blocks. None: no block is summed."""
+        """`sums_of` is called after `build` and returns a function for each KV group that sums its blocks. None: no block is
+        summed."""
         self._build = build
         self._sums_of = sums_of
         self._publish = publish

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pdserve.core.block_pools import BlockTables
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.worker import WorkerLoad
@@ -76,26 +77,26 @@ class Lent:
     """All prompt blocks of a sequence are allocated, with references for a lease that the loop must now grant."""
 
     seq_id: SeqId
-    block_ids: tuple[BlockId, ...]
-    sums: tuple[BlockSum, ...] | None = None
-    """Checksums of its prefix hits, which were final before. None: no block is summed."""
+    block_tables: BlockTables
+    sums: tuple[tuple[BlockSum, ...], ...] | None = None
+    """Checksums of its prefix hits in each KV group, which were final before. None: no block is summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The checksums of a lent sequence's blocks from `first` on, which are final now."""
+    """The checksums of a lent sequence's blocks from `first` on in each KV group. These blocks are final now."""
 
     seq_id: SeqId
     first: int
-    sums: tuple[BlockSum, ...]
+    sums: tuple[tuple[BlockSum, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rehashed:
-    """The answer to `Rehash`: the lent blocks that no longer match their checksums."""
+    """The answer to `Rehash`: the lent blocks that no longer match their checksums, each with the index of its KV group."""
 
     seq_id: SeqId
-    rotted: tuple[BlockId, ...]
+    rotted: tuple[tuple[int, BlockId], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +104,10 @@ class ReserveResult:
     """The answer to `Reserve`."""
 
     seq_id: SeqId
-    block_ids: tuple[BlockId, ...] | None
-    """The reserved blocks. None: there is no room."""
+    block_tables: BlockTables | None
+    """The reserved blocks of each KV group. None: there is no room."""
     hits: int = 0
-    """The number of leading blocks that hold their KV already."""
+    """The number of leading blocks of each group that hold their KV already."""
 
 
 class EngineSnapshot(NamedTuple):

@@ -27,7 +27,7 @@ from kvtransfer.staging.staging import Staging
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig, WorkerConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import WorkerLoad
@@ -182,7 +182,7 @@ class RunningWorker:
 
     # Engine thread.
 
-    def _build(self, directory: Path) -> tuple[Runner, Scheduler, BlockPool]:
+    def _build(self, directory: Path) -> tuple[Runner, Scheduler, BlockPools]:
         engine = self._config.engine
         check_before_loading(self._card, engine)
         later = self._converts(engine)
@@ -190,7 +190,7 @@ class RunningWorker:
         settled = settle(runner, engine, later=later)
         self._step_bytes = settled.step_bytes
         self._step_timeout_s = step_timeout_s(engine.step_timeout_s, settled.slowest_s)
-        pool = BlockPool(runner.kv.num_blocks)
+        pool = BlockPools(*[cache.num_blocks for cache in runner.kv.caches])
         scheduler = Scheduler(
             pool,
             engine.block_size,
@@ -205,10 +205,11 @@ class RunningWorker:
         self._first_snapshot = EngineSnapshot(WorkerLoad(pool.counts()))
         return runner, scheduler, pool
 
-    def _sums_of(self) -> BlockSums | None:
-        """Return the function that sums the pool's blocks. None: this worker does not lend blocks, or checksums are off."""
-        lends = self._role_number == common_pb2.ROLE_PREFILL
-        return BlockSums(self.kv.caches[0].blocks) if lends and self._config.lease.kv_checksum else None
+    def _sums_of(self) -> tuple[BlockSums, ...] | None:
+        """Return a function for each KV group that sums its blocks. None: this worker lends no blocks, or checksums are off."""
+        if self._role_number != common_pb2.ROLE_PREFILL or not self._config.lease.kv_checksum:
+            return None
+        return tuple(BlockSums(cache.blocks) for cache in self.kv.caches)
 
     def _die(self, exc: BaseException) -> None:
         """Set exit status 1, because a thread died of a bug. The state of this process cannot be trusted, so it ends and is

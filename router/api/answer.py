@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pdserve.core.errors import Cancelled
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement
 
@@ -64,6 +65,11 @@ class Generation(Protocol):
 
     request_id: str
     prompt_len: int
+    dropped: Cancelled | None
+    """The reason why the client was dropped: it took nothing for too long. None: it was not."""
+
+    def on_stalled(self, callback: Callable[[], object]) -> None:
+        """Set a callback for when the client is dropped. It ends a task that waits for the client to read."""
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         """Iterate over the deltas. The last one has a finish reason. Raises a `PdserveError` when the request fails."""

@@ -1,18 +1,43 @@
-"""The interface that the front ends call."""
+"""The interfaces that the front ends call: `RouterApi` for clients, `AdminApi` for operators.
+
+A front end knows nothing else of the router, so a new one needs no change below it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.observe.snapshot import ClusterSnapshot
 from router.api.answer import Generation
+from router.api.identity import CancelTokens
 from router.api.request import GenerateInput, Prompt
 
 
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model, as clients are told of it. GetModelInfoResponse in inference.proto explains each field."""
+
+    model: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    dtype: str
+    kv_cache_dtype: str
+    kv_bytes_per_token: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
 class RouterApi(Protocol):
-    """Implemented by `router.service.service.RouterService`."""
+    """The router as clients use it. Implemented by `router.service.service.RouterService`."""
 
     model_name: str
     max_body_bytes: int
+    max_inflight_body_bytes: int
+    max_deadline_s: float
+    cancel_tokens: CancelTokens
 
     async def submit(self, request: GenerateInput) -> Generation:
         """Check, tokenise and queue a request. Raises `InvalidRequest`, `UnknownModel`, `Overloaded`, `DeadlineExceeded` or
@@ -40,5 +65,25 @@ class RouterApi(Protocol):
     def not_ready_reason(self) -> str:
         """The reason why a request would not be served now. Empty: the router is ready."""
 
+    async def next_ready(self, known: bool) -> bool:
+        """Wait until `ready` differs from `known`, and return it. Only one task may wait."""
+
+    def model_info(self) -> ModelInfo:
+        """Return what clients are told of the model."""
+
     def metrics(self) -> bytes:
         """Return the metrics as Prometheus text."""
+
+
+class AdminApi(Protocol):
+    """The router as operators use it. Implemented by `router.service.service.RouterService`."""
+
+    def model_info(self) -> ModelInfo:
+        """Return what clients are told of the model."""
+
+    def snapshot(self) -> ClusterSnapshot:
+        """Return the state of the cluster at this moment."""
+
+    def drain(self, worker_id: str) -> None:
+        """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
+        `UnknownWorker`."""

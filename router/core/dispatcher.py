@@ -16,10 +16,11 @@ from pdserve.core.errors import Unavailable
 from pdserve.core.ids import WorkerId
 from pdserve.core.request_machine import RequestEvent
 from pdserve.core.sampling import Placement
-from router.core.events import LinkId, SendBind, SendPrefill
+from router.core.events import Effects, EffectsThen, LinkId, SendBind, SendPrefill
 from router.core.live_request import LiveRequest
-from router.core.placer import Place, Placer
+from router.core.placer import Placer, Wanted
 from router.core.policy.decider import Reason
+from router.core.probe_book import ProbeBook
 from router.core.registry import Worker
 from router.core.requests import Requests
 
@@ -33,56 +34,80 @@ so a long queue costs an event at most 2 ms."""
 class Dispatcher:
     """Sends binds and prefills, and returns requests to the queue."""
 
-    def __init__(self, requests: Requests, placer: Placer, *, recovery_wait_s: float) -> None:
+    def __init__(self, requests: Requests, placer: Placer, probe_book: ProbeBook, *, recovery_wait_s: float) -> None:
         self._requests = requests
         self._placer = placer
+        self._probe_book = probe_book
         self._recovery_wait_s = recovery_wait_s
+        self._seen_room, self._seen_workers = self._room(), self._workers()
 
-    def pump(self, now_s: float, *, recheck: bool) -> None:
-        """Place waiting requests, as far as there is room. With `recheck`, also look again at requests that no worker could
-        serve.
+    def _room(self) -> tuple[int, int, int]:
+        """Return numbers that change when a request begins to wait, or when there may be room."""
+        return self._requests.waiting.added, self._requests.ended, self._requests.registry.news
+
+    def _workers(self) -> tuple[int, int]:
+        """Return numbers that change when a request that no worker could serve may have a worker."""
+        return self._requests.registry.joined, self._probe_book.results
+
+    @property
+    def may_place(self) -> bool:
+        """Something has changed since the last `pump` that waiting requests wait for. Probe results always end a probe."""
+        return self._room() != self._seen_room
+
+    def pump(self, now_s: float, *, recheck: bool) -> Effects:
+        """Place waiting requests, as far as there is room. With `recheck`, or after a change of the workers that serve, also
+        look again at requests that no worker could serve.
 
         Without that distinction, every request that ends would cost a look at all of those requests, perhaps a thousand.
         """
+        yield from self._walk(now_s, recheck=recheck or self._workers() != self._seen_workers)
+        # Requests that the walk itself ended held no room that others wait for.
+        self._seen_room, self._seen_workers = self._room(), self._workers()
+
+    def _walk(self, now_s: float, *, recheck: bool) -> Effects:
         position, blocked = 0, 0
         kept: set[LinkId] = set()
         while (request := self._requests.waiting.at(position)) is not None:
-            if request.unplaceable_since_s is not None and not recheck:
+            if request.unplaceable_since_s is None or recheck:
+                wanted = yield from self._requests.alone(request, self._place(request, kept, now_s), now_s)
+                if wanted is not None:
+                    blocked += 1
+                    kept.update(wanted.links)
+                    if blocked == LOOK_PAST or not self._placer.room_beside(kept, now_s=now_s):
+                        return
+            if self._requests.waiting.at(position) is request:
                 position += 1
-                continue
-            try:
-                place = self._placer.place(request, now_s=now_s, kept=kept)
-            except Unavailable as exc:
-                position += self._waits_on(request, exc, now_s)
-                continue
-            request.unplaceable_since_s = None
-            if isinstance(place, Place):
-                self._requests.waiting.remove(request)
-                self.bind(request, place.worker, place.placement, place.reason, now_s)
-                continue
-            position, blocked = position + 1, blocked + 1
-            kept.update(place.links)
-            if blocked == LOOK_PAST or not self._placer.room_beside(kept, now_s=now_s):
-                return
 
-    def _waits_on(self, request: LiveRequest, error: Unavailable, now_s: float) -> bool:
-        """Tell whether a request that no worker could serve waits on. Once it has waited `recovery_wait_s`, it fails with
-        `error`."""
+    def _place(self, request: LiveRequest, kept: set[LinkId], now_s: float) -> EffectsThen[Wanted | None]:
+        """Bind a waiting request if a worker that is not in `kept` has room. Return the workers that it waits for, or None when
+        it waits for none."""
+        try:
+            place = self._placer.place(request, now_s=now_s, kept=kept)
+        except Unavailable as exc:
+            yield from self._find_nobody(request, exc, now_s)
+            return None
+        request.unplaceable_since_s = None
+        if isinstance(place, Wanted):
+            return place
+        self._requests.waiting.remove(request)
+        yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
+        return None
+
+    def _find_nobody(self, request: LiveRequest, error: Unavailable, now_s: float) -> Effects:
+        """Let a request wait on that no worker could serve. Once it has waited `recovery_wait_s`, it fails with `error`."""
         if request.unplaceable_since_s is None:
             request.unplaceable_since_s = now_s
-        waits = now_s - request.unplaceable_since_s < self._recovery_wait_s
-        if not waits:
-            self._requests.end(request, _E.UNPLACEABLE, now_s, error)
-        return waits
+        if now_s - request.unplaceable_since_s >= self._recovery_wait_s:
+            yield from self._requests.end(request, _E.UNPLACEABLE, now_s, error)
 
-    def bind(self, request: LiveRequest, worker: Worker, placement: Placement, reason: Reason, now_s: float) -> None:
+    def bind(self, request: LiveRequest, worker: Worker, placement: Placement, reason: Reason, now_s: float) -> Effects:
         """Ask a decode worker to reserve all blocks of the request. A prefill worker is picked only after the reservation."""
         request.machine.move(_E.DECODE_PICKED)
         request.placement, request.placement_reason = placement, reason.value
         request.prefill_worker = WorkerId("")
-        self._send_bind(request, worker, now_s)
+        yield from self._send_bind(request, worker, now_s)
 
-    def rebind(self, request: LiveRequest, now_s: float) -> bool:
+    def rebind(self, request: LiveRequest, now_s: float) -> EffectsThen[bool]:
         """Let another decode worker replace the lost one under the same lease. False: no worker has room now.
 
         A rebind comes before all waiting requests, because the lease lasts only so long.
@@ -94,33 +119,31 @@ class Dispatcher:
             return False
         request.machine.move(_E.REBOUND)
         self._requests.ledger.give_back(request.request_id)
-        self._send_bind(request, worker, now_s)
+        yield from self._send_bind(request, worker, now_s)
         return True
 
-    def _send_bind(self, request: LiveRequest, worker: Worker, now_s: float) -> None:
+    def _send_bind(self, request: LiveRequest, worker: Worker, now_s: float) -> Effects:
         self._requests.ledger.take(request.request_id, worker.link, self._placer.need_tokens(request))
-        work = request.decode = self._requests.place_on(worker, request)
-        request.decode_worker = worker.hello.worker_id
+        work = self._requests.place_on(worker, request)
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
         remaining_s = max(0.0, request.deadline_s - now_s)
-        self._requests.effects.append(SendBind(worker.link, request.work(work.handle), remaining_s, local))
+        yield SendBind(worker.link, request.work(work.handle), remaining_s, local)
 
-    def prefill(self, request: LiveRequest, now_s: float) -> bool:
+    def prefill(self, request: LiveRequest, now_s: float) -> EffectsThen[bool]:
         """Start the prefill of a request whose decode worker has reserved. False: no prefill worker can compute it now."""
         assert request.decode is not None
         worker = self._placer.prefill_worker(request, request.decode.link, now_s=now_s)
         if worker is None:
             return False
-        work = request.prefill = self._requests.place_on(worker, request)
-        request.prefill_worker = worker.hello.worker_id
+        work = self._requests.place_on(worker, request)
         request.times.attempt.prefill_sent_s = now_s
         worker.sent(work.handle, request.work_len)
-        self._requests.effects.append(SendPrefill(worker.link, request.work(work.handle)))
+        yield SendPrefill(worker.link, request.work(work.handle))
         return True
 
-    def requeue(self, request: LiveRequest, event: RequestEvent, now_s: float) -> None:
+    def requeue(self, request: LiveRequest, event: RequestEvent) -> Effects:
         """Withdraw a bind for which nothing was computed. The same attempt waits for another bind."""
-        if self._requests.move(request, event, now_s):
-            self._requests.withdraw(request)
-            self._requests.wait(request)
+        request.machine.move(event)
+        yield from self._requests.withdraw(request)
+        self._requests.wait(request)

@@ -7,9 +7,9 @@ worker. An event about one request also carries a handle, which names one (reque
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeVar
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, LeaseId, RequestId, WorkerId
@@ -300,5 +300,20 @@ class EmitFailed:
     report: Report
 
 
+@dataclass(frozen=True, slots=True)
+class ReportBug:
+    """Report a bug in the router that broke off an action. The effects before this one are those of all that was done. If the
+    action concerned one request, this request has failed; otherwise the books may disagree."""
+
+    bug: Exception
+
+
+_T = TypeVar("_T")
+
 Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendDrain
-Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed
+Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed | ReportBug
+
+EffectsThen = Generator[Effect, None, _T]
+"""An action of the core: it gives out its effects, in order, and then a value for its caller. It runs while they are taken."""
+Effects = EffectsThen[None]
+"""An action of the core without a value."""

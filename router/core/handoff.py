@@ -6,92 +6,87 @@ exists and the worker has reserved. In a rebind the lease exists first.
 
 from __future__ import annotations
 
-from pdserve.core.errors import InternalBug, ReplicaLost
+from pdserve.core.errors import ReplicaLost
 from pdserve.core.request_machine import RequestEvent, RequestState
 from pdserve.core.sampling import Placement
+from pdserve.core.work_machine import WorkEvent, WorkState
 from router.core.dispatcher import Dispatcher
-from router.core.events import KvCommitted, NoRoom, PrefillStarted, SendAttach
+from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, SendAttach
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.pairs import Pairs
 from router.core.recovery import Recovery
 from router.core.requests import Requests
+from router.core.tokens import Tokens
 
-_S, _E = RequestState, RequestEvent
+_S, _E, _W = RequestState, RequestEvent, WorkEvent
 
 
 class Handoff:
-    """Handles the reports of both workers between bind and commit."""
+    """Handles the reports of both workers between bind and commit. A report that the work's machine does not allow fails the
+    request."""
 
-    def __init__(self, requests: Requests, dispatcher: Dispatcher, recovery: Recovery, pairs: Pairs) -> None:
+    def __init__(self, requests: Requests, dispatcher: Dispatcher, recovery: Recovery, pairs: Pairs, tokens: Tokens) -> None:
         self._requests = requests
         self._dispatcher = dispatcher
         self._recovery = recovery
         self._pairs = pairs
+        self._tokens = tokens
 
-    def reserved(self, work: RemoteWork, now_s: float) -> None:
+    def reserved(self, work: RemoteWork, now_s: float) -> Effects:
         """Go on after a reservation: start prefill, attach the lease of a rebind, or let the worker prefill locally."""
         request = work.request
-        if work.reserved:
-            self._break(request, "a reservation came twice", now_s)
-            return
-        work.reserved = True
+        work.machine.move(_W.RESERVED)
         times = request.times
         times.attempt.reserved_s = now_s
         if times.had_room_s is None:
             times.had_room_s = times.attempt.bind_sent_s
         if request.machine.state is not _S.BINDING:
-            if self._requests.move(request, _E.RESERVED, now_s):
-                self._attach(request)
+            yield from self._attach(request)
         elif request.placement is Placement.COLOCATED:
-            self._requests.move(request, _E.RESERVED_LOCAL, now_s)
-        elif self._dispatcher.prefill(request, now_s):
-            self._requests.move(request, _E.RESERVED, now_s)
+            request.machine.move(_E.RESERVED_LOCAL)
+        elif (yield from self._dispatcher.prefill(request, now_s)):
+            request.machine.move(_E.RESERVED)
         elif request.probe is not None:
-            self._recovery.retry(request, ReplicaLost("its prefill worker has left or is leaving"), now_s)
+            yield from self._recovery.retry(request, ReplicaLost("its prefill worker has left or is leaving"), now_s)
         else:
-            self._dispatcher.requeue(request, _E.PREFILL_POOL_EMPTY, now_s)
+            yield from self._dispatcher.requeue(request, _E.PREFILL_POOL_EMPTY)
 
-    def no_room(self, work: RemoteWork, event: NoRoom, now_s: float) -> None:
+    def no_room(self, work: RemoteWork, event: NoRoom, now_s: float) -> Effects:
         """Go on after a refused bind: the request waits again, and a rebind becomes a retry."""
         request = work.request
-        if work.reserved:
-            self._break(request, "NoRoom came after a reservation", now_s)
-            return
+        work.machine.move(_W.NO_ROOM)
         worker = self._requests.drop(work)
         if worker is not None:
             worker.refused_blocks = event.blocks_needed
         loss = request.loss
         if request.machine.state is _S.BINDING and request.probe is None:
-            self._dispatcher.requeue(request, _E.NO_ROOM, now_s)
+            yield from self._dispatcher.requeue(request, _E.NO_ROOM)
         else:  # a rebind without room gives the lease back; `Probes` repeats a probe
-            self._recovery.retry(request, loss or ReplicaLost(f"{request.decode_worker} has no room"), now_s)
+            yield from self._recovery.retry(request, loss or ReplicaLost(f"{request.decode_worker} has no room"), now_s)
 
-    def prefill_started(self, work: RemoteWork, event: PrefillStarted, now_s: float) -> None:
+    def prefill_started(self, work: RemoteWork, event: PrefillStarted, now_s: float) -> Effects:
         """Keep the granted lease, and attach it if the decode worker has reserved."""
         request = work.request
-        if request.lease is not None:
-            self._break(request, "prefill started twice", now_s)
-        elif self._requests.move(request, _E.PREFILL_STARTED, now_s):
-            request.lease = event
-            request.times.attempt.prefill_started_s = now_s
-            self._attach(request)
+        work.machine.move(_W.PREFILL_STARTED)
+        request.lease = event
+        request.times.attempt.prefill_started_s = now_s
+        yield from self._attach(request)
 
-    def _attach(self, request: LiveRequest) -> None:
+    def _attach(self, request: LiveRequest) -> Effects:
         decode, lease = request.decode, request.lease
-        if decode is not None and decode.reserved and lease is not None:
-            decode.attached = True
-            attach = SendAttach(decode.link, decode.handle, lease.lease_id, lease.ticket)
-            self._requests.effects.append(attach)
+        if decode is not None and decode.machine.state is WorkState.RESERVED and lease is not None:
+            decode.machine.move(_W.ATTACHED)
+            yield SendAttach(decode.link, decode.handle, lease.lease_id, lease.ticket)
 
-    def committed(self, work: RemoteWork, event: KvCommitted, now_s: float) -> None:
-        """Record that the decode worker has the KV. The caller lets tokens out if the state is DECODING afterwards."""
+    def committed(self, work: RemoteWork, event: KvCommitted, now_s: float) -> Effects:
+        """Record that the decode worker has the KV. If the first token went out already, let decoded tokens out."""
         request = work.request
-        if not work.attached or request.committed is not None:
-            self._break(request, "KV was committed twice, or without an Attach", now_s)
-        elif self._requests.move(request, _E.KV_COMMITTED, now_s):
-            request.committed = event
-            request.times.attempt.kv_committed_s = now_s
-            self._praise_pair(request)
+        work.machine.move(_W.KV_COMMITTED)
+        request.committed = event
+        request.times.attempt.kv_committed_s = now_s
+        self._praise_pair(request)
+        if request.machine.state is _S.HANDOFF:
+            yield from self._tokens.start_decoding(request, now_s)
 
     def _praise_pair(self, request: LiveRequest) -> None:
         if request.prefill is not None and request.decode is not None:
@@ -99,6 +94,3 @@ class Handoff:
             lender, reader = registry.get(request.prefill.link), registry.get(request.decode.link)
             if lender is not None and reader is not None:
                 self._pairs.succeeded(lender.hello, reader.hello)
-
-    def _break(self, request: LiveRequest, what: str, now_s: float) -> None:
-        self._requests.break_off(request, InternalBug(f"request {request.request_id}: {what}"), now_s)

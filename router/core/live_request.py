@@ -9,6 +9,7 @@ from pdserve.core.ids import Handle, RequestId, WorkerId
 from pdserve.core.request_machine import RequestMachine
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
+from pdserve.core.work_machine import WorkMachine
 from router.api.answer import Report
 from router.core.events import KvCommitted, LinkId, PrefillStarted, Role, Submit, Work
 from router.core.output import OrderedOutput
@@ -22,10 +23,7 @@ class RemoteWork:
     link: LinkId
     role: Role
     request: LiveRequest
-    reserved: bool = False
-    """Decode only: the worker holds the blocks."""
-    attached: bool = False
-    """Decode only: the worker was told which lease it reads."""
+    machine: WorkMachine
 
 
 @dataclass(slots=True)
@@ -97,7 +95,9 @@ class LiveRequest:
     prefill_worker: WorkerId = field(default=WorkerId(""))
     decode_worker: WorkerId = field(default=WorkerId(""))
     lease: PrefillStarted | None = None
+    """The lease of this attempt, as the prefill worker reported it. The machine of its work says when it may come."""
     committed: KvCommitted | None = None
+    """The report that decode has the KV of this attempt. The machine of its work says when it may come."""
 
     @classmethod
     def of(cls, submit: Submit, arrival: int, probe: Probe | None = None) -> LiveRequest:

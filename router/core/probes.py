@@ -17,33 +17,39 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdserve.core.errors import PdserveError
 from pdserve.core.ids import RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from router.core.dispatcher import Dispatcher
-from router.core.events import LinkId, Role, Submit, WorkerHello
+from router.core.events import Effects, LinkId, Role, Submit, WorkerHello
 from router.core.live_request import LiveRequest, Probe
 from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy.decider import Reason
+from router.core.probe_book import ProbeBook
 from router.core.registry import NOT_YET_PROBED, Registry, Worker
 from router.core.requests import Requests
 
 DEADLINE_S: Final = 10.0
 """The time that a probe may take. A round trip takes milliseconds, but the first one of a process waits for connections,
 kernels and a running step."""
-BACKOFF_S: Final = 0.5
-BACKOFF_MAX_S: Final = 8.0
 PRIORITY: Final = 1000
 """Clients may ask for at most 100. This is so far above that no client's request comes before a probe by having waited."""
 
 
 class Probes:
-    """Starts probes, and keeps the readiness of workers by their results."""
+    """Starts probes."""
 
     def __init__(
-        self, registry: Registry, requests: Requests, dispatcher: Dispatcher, placer: Placer, pairs: Pairs, *, enabled: bool
+        self,
+        registry: Registry,
+        requests: Requests,
+        dispatcher: Dispatcher,
+        placer: Placer,
+        pairs: Pairs,
+        book: ProbeBook,
+        *,
+        enabled: bool,
     ) -> None:
         self._registry = registry
         self._requests = requests
@@ -51,12 +57,10 @@ class Probes:
         self._placer = placer
         self._pairs = pairs
         self._enabled = enabled
+        self._book = book
         self._count = 0
-        self._claims: dict[LinkId, LinkId] = {}
-        """The worker whose probe gets the next room, for each claimed decode worker."""
-        requests.on_probe_end = self._ended
 
-    def start_due(self, now_s: float) -> None:
+    def start_due(self, now_s: float) -> Effects:
         """Probe the workers that are not ready and may be tried now, and the pairs in doubt. A worker that joined is tried at
         once. When probes are disabled, every worker is ready."""
         for worker in self._registry:
@@ -66,49 +70,37 @@ class Probes:
             if not self._enabled:
                 readiness.ready, readiness.reason = True, ""
             elif not readiness.probes and not worker.draining and now_s >= readiness.try_after_s:
-                self._try(worker, now_s)
+                yield from self._try(worker, now_s)
         for prefill, decode in self._pairs.in_doubt():
             if self._enabled:
-                self._settle_doubt(prefill, decode, now_s)
+                yield from self._settle_doubt(prefill, decode, now_s)
             else:
                 self._pairs.forget_doubt(prefill, decode)
 
-    def start_claimed(self, now_s: float) -> None:
+    def start_claimed(self, now_s: float) -> Effects:
         """Start each claimed probe whose decode worker has room now, before other requests get that room."""
-        for link, claimant in list(self._claims.items()):
+        for link, claimant in list(self._book.claims.items()):
             decode, worker = self._registry.get(link), self._registry.get(claimant)
             if decode is None or worker is None or worker.readiness.ready or worker.draining or decode.draining:
-                self._unclaim(link)
+                self._book.unclaim(link)
             elif decode.has_room and not worker.readiness.probes:
-                self._unclaim(link)
-                self._start(decode, None if worker is decode else worker, now_s)
+                self._book.unclaim(link)
+                yield from self._start(decode, None if worker is decode else worker, now_s)
 
-    def _try(self, worker: Worker, now_s: float) -> None:
+    def _try(self, worker: Worker, now_s: float) -> Effects:
         peer = self._peer(worker, now_s)
         if worker.hello.role is Role.DECODE:
-            self._start_or_claim(worker, peer, worker, now_s)
+            yield from self._start_or_claim(worker, peer, worker, now_s)
         elif peer is not None:
-            self._start_or_claim(peer, worker, worker, now_s)
+            yield from self._start_or_claim(peer, worker, worker, now_s)
         elif worker.readiness.reason == NOT_YET_PROBED:
             worker.readiness.reason = "waiting for a KV round trip: there is no decode worker"
 
-    def _start_or_claim(self, decode: Worker, prefill: Worker | None, claimant: Worker, now_s: float) -> None:
+    def _start_or_claim(self, decode: Worker, prefill: Worker | None, claimant: Worker, now_s: float) -> Effects:
         if decode.has_room:
-            self._start(decode, prefill, now_s)
+            yield from self._start(decode, prefill, now_s)
         else:
-            self._claim(decode, claimant)
-
-    def _claim(self, decode: Worker, claimant: Worker) -> None:
-        """Claim the next room on a decode worker. One claim is kept; other claimants try again at the next tick."""
-        if decode.claimed_by is None:
-            decode.claimed_by = self._claims[decode.link] = claimant.link
-        claimant.readiness.reason = f"waiting for room on {decode.hello.worker_id} for a KV round trip"
-
-    def _unclaim(self, decode: LinkId) -> None:
-        del self._claims[decode]
-        worker = self._registry.get(decode)
-        if worker is not None:
-            worker.claimed_by = None
+            self._book.claim(decode, claimant)
 
     def _peer(self, worker: Worker, now_s: float) -> Worker | None:
         """Pick a worker of the other role to probe with. Decode workers with room come first, then workers that are ready;
@@ -121,7 +113,7 @@ class Probes:
         peers: list[Worker | None] = [*found, None] if decodes else [*found]
         return peers[worker.readiness.failures % len(peers)] if peers else None
 
-    def _settle_doubt(self, prefill: WorkerHello, decode: WorkerHello, now_s: float) -> None:
+    def _settle_doubt(self, prefill: WorkerHello, decode: WorkerHello, now_s: float) -> Effects:
         """Probe a pair in doubt once both workers serve, no other probe runs on them, and the decode worker has room. The doubt
         ends when one of them is gone."""
         lender, reader = self._registry.find(prefill.worker_id), self._registry.find(decode.worker_id)
@@ -131,7 +123,7 @@ class Probes:
             reader.has_room and reader.serves and lender.serves and not reader.readiness.probes and not lender.readiness.probes
         ):
             self._pairs.forget_doubt(prefill, decode)
-            self._start(reader, lender, now_s)
+            yield from self._start(reader, lender, now_s)
 
     def _may_pair(self, worker: Worker, other: Worker, now_s: float) -> bool:
         if other.draining or other.turned_away or self._placer.suspect(other, now_s=now_s):
@@ -139,7 +131,7 @@ class Probes:
         decode, prefill = (worker, other) if worker.hello.role is Role.DECODE else (other, worker)
         return self._pairs.usable(prefill.hello, decode.hello, now_s=now_s)
 
-    def _start(self, decode: Worker, prefill: Worker | None, now_s: float) -> None:
+    def _start(self, decode: Worker, prefill: Worker | None, now_s: float) -> Effects:
         longest = decode.hello.max_model_len - 2
         if prefill is not None:
             longest = min(longest, prefill.hello.max_model_len - 1)
@@ -150,7 +142,8 @@ class Probes:
                 worker.readiness.probes += 1
         self._requests.add(request)
         placement = Placement.COLOCATED if prefill is None else Placement.DISAGGREGATED
-        self._dispatcher.bind(request, decode, placement, Reason.REQUESTED, now_s)
+        bind = self._dispatcher.bind(request, decode, placement, Reason.REQUESTED, now_s)
+        yield from self._requests.alone(request, bind, now_s)
 
     def _make(self, prompt_len: int, probe: Probe, now_s: float) -> LiveRequest:
         """Make the request of a probe. Its prompt is one full block and one token of the next block where both workers hold as
@@ -164,22 +157,8 @@ class Probes:
         )
         return self._requests.make(submit, probe)
 
-    def _ended(self, request: LiveRequest, error: PdserveError | None, now_s: float) -> None:
-        """Note the result of a probe for both workers. This is called once for each probe, however it ended."""
-        assert request.probe is not None
-        decode = self._registry.get(request.probe.decode)
-        prefill = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
-        no_room = error is not None and decode is not None and decode.refused_blocks is not None
-        for worker, peer in ((decode, prefill), (prefill, decode)):
-            if worker is not None:
-                worker.readiness.probes -= 1
-                if no_room and not worker.readiness.ready and decode is not None:
-                    self._claim(decode, worker)
-                else:
-                    _note(worker, _who(request.probe, worker, peer), error, now_s)
-
     def check_invariants(self) -> None:
-        """Assert that each worker knows how many probes run with it at either end, and who has claimed it."""
+        """Assert that each worker knows how many probes run with it at either end."""
         running: dict[LinkId, int] = {}
         for request in self._requests.probes():
             assert request.probe is not None
@@ -188,21 +167,3 @@ class Probes:
                     running[link] = running.get(link, 0) + 1
         for worker in self._registry:
             assert worker.readiness.probes == running.get(worker.link, 0)
-            assert worker.readiness.ready == (not worker.readiness.reason)
-            assert worker.claimed_by == self._claims.get(worker.link)
-
-
-def _note(worker: Worker, peer: str, error: PdserveError | None, now_s: float) -> None:
-    readiness = worker.readiness
-    if error is None:
-        readiness.ready, readiness.reason, readiness.failures = True, "", 0
-    elif not readiness.ready:
-        readiness.reason = f"KV round trip with {peer} failed: {error.message}"
-        readiness.try_after_s = now_s + min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(readiness.failures, 8))
-        readiness.failures += 1
-
-
-def _who(probe: Probe, worker: Worker, peer: Worker | None) -> str:
-    if probe.prefill is None:
-        return "itself"
-    return peer.hello.worker_id if peer is not None else "a peer that left"

@@ -22,8 +22,9 @@ from pdserve.config import RouterConfig
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ErrorCode, PdserveError
 from pdserve.core.request_machine import RequestEvent, RequestState
+from pdserve.core.work_machine import WorkState
 from router.core.dispatcher import Dispatcher
-from router.core.events import RequestFailed, Role
+from router.core.events import Effects, RequestFailed, Role
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.pairs import Pairs
 from router.core.requests import Requests
@@ -51,22 +52,22 @@ class Recovery:
         self._max_attempts = config.max_attempts
         self.bucket = RetryBucket(share=config.retry_share, burst=config.retry_burst)
 
-    def worker_lost(self, work: RemoteWork, error: PdserveError, now_s: float) -> None:
+    def worker_lost(self, work: RemoteWork, error: PdserveError, now_s: float) -> Effects:
         """Recover a request from the loss of a worker that has left the registry."""
         request = work.request
         self._requests.drop(work)
         if request.probe is None and work.role is Role.DECODE:
             if request.machine.state is _S.BINDING:
-                self._dispatcher.requeue(request, _E.DECODE_LOST, now_s)
+                yield from self._dispatcher.requeue(request, _E.DECODE_LOST)
                 return
-            uncommitted = request.prefill is not None and request.committed is None
-            if uncommitted and self._dispatcher.rebind(request, now_s):
+            uncommitted = request.prefill is not None and work.machine.state is not WorkState.COMMITTED
+            if uncommitted and (yield from self._dispatcher.rebind(request, now_s)):
                 request.loss = error
                 request.rebinds += 1
                 return
-        self.retry(request, error, now_s)
+        yield from self.retry(request, error, now_s)
 
-    def work_failed(self, work: RemoteWork, event: RequestFailed, now_s: float) -> None:
+    def work_failed(self, work: RemoteWork, event: RequestFailed, now_s: float) -> Effects:
         """Recover a request that a worker gave up. The worker lives on."""
         error = event.error
         if work.role is Role.DECODE and work.request.prefill is not None:
@@ -78,9 +79,9 @@ class Recovery:
             worker.turned_away = True
         # A worker's clock may reach the deadline before the router's clock, which alone decides: `retry` looks at it.
         if TABLE[error.code].cluster_retries or error.code is ErrorCode.DEADLINE_EXCEEDED:
-            self.retry(work.request, error, now_s)
+            yield from self.retry(work.request, error, now_s)
         else:
-            self._requests.end(work.request, _E.LOST, now_s, error)
+            yield from self._requests.end(work.request, _E.LOST, now_s, error)
 
     def _blame_pair(self, prefill: RemoteWork, decode: RemoteWork, event: RequestFailed, now_s: float) -> None:
         """Set the pair aside when the decode worker says that its KV did not come. The decode worker alone knows this."""
@@ -103,19 +104,20 @@ class Recovery:
         if lender is not None and reader is not None and request.committed is None and now_s - since_s > DOUBT_AFTER_S:
             self._pairs.doubt(lender.hello, reader.hello)
 
-    def retry(self, request: LiveRequest, error: PdserveError, now_s: float) -> None:
+    def retry(self, request: LiveRequest, error: PdserveError, now_s: float) -> Effects:
         """Begin the next attempt, or fail the request with `error`. A request whose deadline has passed expires."""
         request.loss = error
         if now_s >= request.deadline_s:
-            self._requests.expire(request, now_s)
+            yield from self._requests.expire(request, now_s)
             return
         refusal = self._refusal(request, error)
         if refusal is not None:
             final = error if request.probe is not None else after_attempts(error, request.machine.attempt, refusal)
-            self._requests.end(request, _E.LOST, now_s, final)
-        elif self._requests.move(request, _E.RETRIED, now_s):
+            yield from self._requests.end(request, _E.LOST, now_s, final)
+        else:
+            request.machine.move(_E.RETRIED)
             request.retry_reasons += (error.code.value,)
-            self._requests.withdraw(request)
+            yield from self._requests.withdraw(request)
             request.start_over()
             self._requests.wait(request)
 

@@ -123,6 +123,10 @@ class Registry:
         self.exact = True
         """True while all linked workers keep weights and KV in the same formats: then a token does not depend on the worker."""
         self._by_link: dict[LinkId, Worker] = {}
+        self.joined = 0
+        """The number of workers that have joined so far."""
+        self.news = 0
+        """The number of times that a worker joined, left, or sent its load."""
         self._longest: dict[Role, int] = {}
 
     def check(self, hello: WorkerHello) -> None:
@@ -172,8 +176,14 @@ class Registry:
         assert self.find(hello.worker_id) is None
         idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
         worker = self._by_link[link] = Worker(link, hello, now_s, idle)
+        self.joined += 1
         self._note_change(hello.role)
         return worker
+
+    def saw_heartbeat(self, worker: Worker, load: WorkerLoad) -> None:
+        """Take over the load of a worker's heartbeat."""
+        worker.saw_heartbeat(load)
+        self.news += 1
 
     def leave(self, link: LinkId) -> Worker | None:
         """Remove and return the worker of a link. None: it had left already."""
@@ -196,6 +206,7 @@ class Registry:
         return self._longest.get(role)
 
     def _note_change(self, role: Role) -> None:
+        self.news += 1
         self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
         if lengths:

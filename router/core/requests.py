@@ -6,35 +6,38 @@ emitted. Each happens exactly once, because all three happen in `_forget`, which
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Final, TypeVar
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError
 from pdserve.core.ids import Handle, RequestId
 from pdserve.core.request_machine import RequestEvent, RequestState
+from pdserve.core.work_machine import WorkMachine, WorkState
 from router.core.deadlines import Deadlines
-from router.core.events import Effect, EmitDone, EmitFailed, LinkId, SendCancel, Submit
+from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, Role, SendCancel, Submit
 from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
+from router.core.probe_book import ProbeBook
 from router.core.registry import Registry, Worker
 from router.core.waiting import WaitingRequests
 
 _S, _E = RequestState, RequestEvent
+_T = TypeVar("_T")
+
+_RESERVING: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
+"""States in which the decode worker may not have reserved yet: the first bind of an attempt, and rebinds."""
 
 
 class Requests:
-    """Holds the live requests, and collects the effects of the current event."""
+    """Holds the live requests."""
 
-    def __init__(self, registry: Registry, waiting: WaitingRequests) -> None:
+    def __init__(self, registry: Registry, waiting: WaitingRequests, probe_book: ProbeBook) -> None:
         self.registry = registry
         self.waiting = waiting
+        self.ended = 0
+        """The number of requests that have ended. When it grows, there may be room on workers."""
         self.ledger = Ledger()
         self.outputs = OutputMean()
-        self.effects: list[Effect] = []
-        self.changed = False
-        """A request has begun to wait, or room may be free: waiting requests may be placed now."""
-        self.recheck = False
-        """Requests that no worker could serve may have a worker now."""
-        self.on_probe_end: Callable[[LiveRequest, PdserveError | None, float], None] = _nobody
+        self._probe_book = probe_book
         self._by_id: dict[RequestId, LiveRequest] = {}
         self.deadlines = Deadlines(self._by_id)
         self._probes = 0
@@ -69,89 +72,101 @@ class Requests:
         """Let a queued request wait for its turn to get a decode worker."""
         assert request.machine.state is _S.QUEUED
         self.waiting.add(request)
-        self.changed = True
 
     # What runs remotely --------------------------------------------------------------------------------------------
 
     def place_on(self, worker: Worker, request: LiveRequest) -> RemoteWork:
         """Record new work of the request on a worker, under a new handle. The caller sends the command."""
         self._handles += 1
-        work = RemoteWork(Handle(self._handles), worker.link, worker.hello.role, request)
-        worker.work[work.handle] = work
+        handle = Handle(self._handles)
+        work = RemoteWork(handle, worker.link, worker.hello.role, request, WorkMachine(request.request_id, handle))
+        if work.role is Role.DECODE:
+            request.decode, request.decode_worker = work, worker.hello.worker_id
+        else:
+            request.prefill, request.prefill_worker = work, worker.hello.worker_id
+        worker.work[handle] = work
         request.exact = request.exact and self.registry.exact
         return work
 
     def drop(self, work: RemoteWork) -> Worker | None:
         """Forget work that has ended at its worker. Return the worker, or None when it has left."""
-        request = work.request
-        if request.prefill is work:
+        request, worker = work.request, self.registry.get(work.link)
+        if worker is not None:
+            worker.ended(work.handle)
+        if request.prefill is work:  # the request names its work until all else is done, so a failed drop can be repeated
             request.prefill = None
         if request.decode is work:
             request.decode = None
-        worker = self.registry.get(work.link)
-        if worker is not None:
-            worker.ended(work.handle)
         return worker
 
-    def cancel(self, work: RemoteWork) -> None:
+    def cancel(self, work: RemoteWork) -> Effects:
         """Forget work that still runs, and tell its worker to cancel it."""
         if self.drop(work) is not None:
-            self.effects.append(SendCancel(work.link, work.handle))
+            yield SendCancel(work.link, work.handle)
 
-    def withdraw(self, request: LiveRequest) -> None:
+    def withdraw(self, request: LiveRequest) -> Effects:
         """Cancel the running work of a request and give back its ledger entry. Cancelled prefill work also loses its lease."""
         for work in (request.prefill, request.decode):
             if work is not None:
-                self.cancel(work)
+                yield from self.cancel(work)
         if self.ledger.has(request.request_id):
             self.ledger.give_back(request.request_id)
 
     # Moves and ends ------------------------------------------------------------------------------------------------
 
-    def move(self, request: LiveRequest, event: RequestEvent, now_s: float) -> bool:
-        """Move the request to its next state. False: the event was illegal and has failed this request alone."""
+    def alone(self, request: LiveRequest, action: EffectsThen[_T], now_s: float) -> EffectsThen[_T | None]:
+        """Do what concerns one request, and return the value of the action. An action that raises fails this request alone, and
+        the value is None."""
         try:
-            request.machine.move(event)
-        except InternalBug as exc:
-            self.break_off(request, exc, now_s)
-            return False
-        return True
+            return (yield from action)
+        except Exception as exc:  # noqa: BLE001 - the shell reports it
+            yield from self.contain(request, exc, now_s)
+            return None
 
-    def break_off(self, request: LiveRequest, error: InternalBug, now_s: float) -> None:
-        """Fail one request for a bug. A request that has already ended stays as it is."""
-        if not request.machine.terminal:
-            self.end(request, _E.BROKEN, now_s, error)
+    def contain(self, request: LiveRequest, exc: Exception, now_s: float) -> Effects:
+        """Fail the one request whose action raised. An `InternalBug` is known to concern this request; any other exception is
+        reported as well."""
+        if isinstance(exc, InternalBug):
+            yield from self.break_off(request, exc, now_s)
+        else:
+            yield from self.break_off(request, InternalBug(f"request {request.request_id}: {exc!r}"), now_s)
+            yield ReportBug(exc)
 
-    def expire(self, request: LiveRequest, now_s: float) -> None:
+    def break_off(self, request: LiveRequest, error: InternalBug, now_s: float) -> Effects:
+        """Fail one request for a bug, also one whose end has failed. A request that is forgotten stays as it is."""
+        if self._by_id.get(request.request_id) is request:
+            if not request.machine.terminal:
+                request.machine.move(_E.BROKEN)
+            yield from self._forget(request, now_s, error)
+
+    def expire(self, request: LiveRequest, now_s: float) -> Effects:
         """Fail a request whose deadline has passed."""
         limit_s = request.deadline_s - request.times.arrived_s
         error = DeadlineExceeded(f"deadline_s of {limit_s:.3g} s passed while {request.machine.state.value}")
-        self.end(request, _E.DEADLINE_PASSED, now_s, error)
+        yield from self.end(request, _E.DEADLINE_PASSED, now_s, error)
 
-    def end(self, request: LiveRequest, event: RequestEvent, now_s: float, error: PdserveError | None) -> None:
+    def end(self, request: LiveRequest, event: RequestEvent, now_s: float, error: PdserveError | None) -> Effects:
         """Bring a request to the terminal state that `event` leads to, and forget it. `error` is None for a finished one."""
-        was_queued = request.machine.state is _S.QUEUED
         request.machine.move(event)
-        if was_queued:
-            self.waiting.remove(request)
-        self._forget(request, now_s, error)
+        yield from self._forget(request, now_s, error)
 
-    def _forget(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:
+    def _forget(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> Effects:
         assert request.machine.terminal
-        self.withdraw(request)
-        self.changed = True
+        if self.waiting.holds(request):
+            self.waiting.remove(request)
+        yield from self.withdraw(request)
+        report = request.report(now_s=now_s)
+        self.ended += 1
         del self._by_id[request.request_id]
         if request.probe is not None:
             self._probes -= 1
-            self.recheck = True
-            self.on_probe_end(request, error, now_s)
-            return
-        self.waiting.saw_finish(now_s)
-        report = request.report(now_s=now_s)
-        if error is None:
-            self.effects.append(EmitDone(request.request_id, report))
+            self._probe_book.ended(request.probe, error, now_s)
+        elif error is None:
+            yield EmitDone(request.request_id, report)
         else:
-            self.effects.append(EmitFailed(request.request_id, error, report))
+            yield EmitFailed(request.request_id, error, report)
+        if request.probe is None:
+            self.waiting.saw_finish(now_s)
 
     def check_invariants(self) -> None:
         """Assert that all books agree. This walks over all requests and workers."""
@@ -173,21 +188,21 @@ class Requests:
 
 
 def _check_request(request: LiveRequest, waits: bool, charged: LinkId | None) -> None:
-    state, decode = request.machine.state, request.decode
+    state, prefill, decode = request.machine.state, request.prefill, request.decode
     assert not request.machine.terminal
     assert waits == (state is _S.QUEUED)
     assert charged == (None if decode is None else decode.link)
     assert (decode is not None) == (state is not _S.QUEUED)
-    assert (request.prefill is not None) == (state in (_S.PREFILLING, _S.HANDOFF))
+    assert (prefill is not None) == (state in (_S.PREFILLING, _S.HANDOFF))
     assert len(request.emitted) == request.output.next_index
     assert request.resumed == tuple(request.emitted[: len(request.resumed)])
     assert not request.resumed or request.replay
+    if prefill is not None:
+        assert (request.lease is None) == (prefill.machine.state is WorkState.SENT)
+        assert (prefill.machine.state is WorkState.PREFILLED) == (state is _S.HANDOFF)
     if decode is not None:
-        assert decode.reserved or state in (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
-        assert not decode.attached or (decode.reserved and request.lease is not None)
-    assert request.committed is None or (decode is not None and decode.attached)
-
-
-def _nobody(request: LiveRequest, error: PdserveError | None, now_s: float) -> None:
-    """Stand in for `on_probe_end` until probes are set up. Raises `InternalBug`."""
-    raise InternalBug(f"nobody waits for probe {request.request_id}")
+        assert decode.machine.state is not WorkState.SENT or state in _RESERVING
+        assert request.lease is not None or decode.machine.state not in (WorkState.ATTACHED, WorkState.COMMITTED)
+        assert (request.committed is not None) == (decode.machine.state is WorkState.COMMITTED)
+    else:
+        assert request.committed is None

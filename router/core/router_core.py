@@ -3,6 +3,8 @@
 The core uses no asyncio, no sockets and no clock. The shell in `router.service.service` performs the effects and turns what
 happens into events. The core drops events whose handle is unknown on their link, because they are stale, and gives each other
 event to the part that it concerns. After each event that freed room or queued a request, waiting requests are placed.
+
+Every action of every part returns its effects, so a failed one leaves nothing for the next event (design note 0020).
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ from pdserve.core.errors import (
     UnknownWorker,
     WorkerIdTaken,
 )
-from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
-from pdserve.core.request_machine import RequestEvent, RequestState
+from pdserve.core.ids import Incarnation, RequestId, WorkerId
+from pdserve.core.request_machine import RequestEvent
 from router.core.dispatcher import Dispatcher
 from router.core.events import (
     ClientGone,
     CloseLink,
     DrainAsked,
     Effect,
+    Effects,
     Event,
     HeartbeatSeen,
     KvCommitted,
     LinkId,
     NoRoom,
     PrefillStarted,
+    ReportBug,
     RequestFailed,
     Reserved,
     Role,
@@ -48,10 +52,11 @@ from router.core.events import (
     WorkerLost,
 )
 from router.core.handoff import Handoff
-from router.core.live_request import RemoteWork
+from router.core.live_request import LiveRequest, RemoteWork
 from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy.ranking import BUILT_IN, Rankings
+from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
 from router.core.recovery import Recovery
 from router.core.registry import Registry, Worker
@@ -59,7 +64,8 @@ from router.core.requests import Requests
 from router.core.tokens import Tokens
 from router.core.waiting import WaitingRequests
 
-_S, _E = RequestState, RequestEvent
+_E = RequestEvent
+_Report = Reserved | NoRoom | PrefillStarted | KvCommitted | RequestFailed
 
 
 class RouterCore:
@@ -68,20 +74,27 @@ class RouterCore:
     def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN) -> None:
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
         self.waiting = WaitingRequests(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-        self.requests = Requests(self.registry, self.waiting)
+        self._probe_book = ProbeBook(self.registry)
+        self.requests = Requests(self.registry, self.waiting, self._probe_book)
         self.ledger = self.requests.ledger
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
         self.placer = Placer(config, self.registry, self.ledger, self.requests.outputs, self.pairs, rankings)
-        self._dispatcher = Dispatcher(self.requests, self.placer, recovery_wait_s=config.recovery_wait_s)
+        self._dispatcher = Dispatcher(self.requests, self.placer, self._probe_book, recovery_wait_s=config.recovery_wait_s)
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
-        self._handoff = Handoff(self.requests, self._dispatcher, self.recovery, self.pairs)
         self._tokens = Tokens(self.requests)
+        self._handoff = Handoff(self.requests, self._dispatcher, self.recovery, self.pairs, self._tokens)
         self._probes = Probes(
-            self.registry, self.requests, self._dispatcher, self.placer, self.pairs, enabled=config.probe_workers
+            self.registry,
+            self.requests,
+            self._dispatcher,
+            self.placer,
+            self.pairs,
+            self._probe_book,
+            enabled=config.probe_workers,
         )
         self._lost_s = config.heartbeat_lost_s
         self._drained: dict[WorkerId, Incarnation] = {}
-        self._handlers: dict[type[Any], Callable[[Any, float], None]] = {
+        self._handlers: dict[type[Any], Callable[[Any, float], Effects]] = {
             Submit: self._submit,
             ClientGone: self._client_gone,
             Tick: self._tick,
@@ -109,19 +122,25 @@ class RouterCore:
 
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
         """Apply an event and return the effects, in the order in which they are to be performed. A Submit or DrainAsked that is
-        refused raises its error and changes nothing."""
-        self._handlers[type(event)](event, now_s)
-        requests = self.requests
-        if requests.changed:
-            self._probes.start_claimed(now_s)
-            self._dispatcher.pump(now_s, recheck=requests.recheck)
-            requests.changed = requests.recheck = False  # requests that the pump itself ended held no room that others wait for
-        effects, requests.effects = requests.effects, []
+        refused raises its error and changes nothing. A bug is returned as an effect, after those of all that was done."""
+        action = self._handlers[type(event)](event, now_s)
+        effects: list[Effect] = []
+        try:
+            effects.extend(action)
+            if self._dispatcher.may_place:
+                effects.extend(self._place(now_s))
+        except Exception as exc:  # noqa: BLE001 - the shell reports it, once the effects of what was done are performed
+            effects.append(ReportBug(exc))
         return effects
+
+    def _place(self, now_s: float, *, recheck: bool = False) -> Effects:
+        """Place what may be placed now: claimed probes first, and then waiting requests."""
+        yield from self._probes.start_claimed(now_s)
+        yield from self._dispatcher.pump(now_s, recheck=recheck)
 
     # Clients and time ----------------------------------------------------------------------------------------------
 
-    def _submit(self, submit: Submit, now_s: float) -> None:
+    def _submit(self, submit: Submit, now_s: float) -> Effects:
         if self.is_live(submit.request_id):
             raise InternalBug(f"request id {submit.request_id!r} was given twice")
         if submit.deadline_s <= now_s:
@@ -129,91 +148,99 @@ class RouterCore:
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
         self.waiting.check_room(len(submit.spec.prompt_ids), now_s=now_s)
+        return self.requests.alone(request, self._accept(request), now_s)
+
+    def _accept(self, request: LiveRequest) -> Effects:
         self.recovery.bucket.admitted()
         self.requests.add(request)
         self.requests.wait(request)
+        yield from ()
 
-    def _client_gone(self, event: ClientGone, now_s: float) -> None:
+    def _client_gone(self, event: ClientGone, now_s: float) -> Effects:
         request = self.requests.get(event.request_id)
         if request is not None:
-            self.recovery.doubt_pair(request, now_s)
-            self.requests.end(request, _E.CLIENT_GONE, now_s, Cancelled(f"request {event.request_id} was cancelled"))
+            cancelled = Cancelled(f"request {event.request_id} was cancelled")
+            end = self.requests.end(request, _E.CLIENT_GONE, now_s, cancelled)
+            yield from self.requests.alone(request, self._give_up(request, end, now_s), now_s)
 
-    def _tick(self, event: Tick, now_s: float) -> None:
+    def _give_up(self, request: LiveRequest, end: Effects, now_s: float) -> Effects:
+        self.recovery.doubt_pair(request, now_s)
+        yield from end
+
+    def _tick(self, event: Tick, now_s: float) -> Effects:
         for worker in self.registry:
             silent_s = now_s - worker.last_seen_s
             if silent_s > self._lost_s:
-                self._lose(worker, ReplicaLost(f"{worker.name} was silent for {silent_s:.1f} s"), now_s, close=True)
+                error = ReplicaLost(f"{worker.name} was silent for {silent_s:.1f} s")
+                yield from self._lose(worker, error, now_s, close=True)
         for request in self.requests.deadlines.passed(now_s=now_s):
-            self.recovery.doubt_pair(request, now_s)
-            self.requests.expire(request, now_s)
+            end = self.requests.expire(request, now_s)
+            yield from self.requests.alone(request, self._give_up(request, end, now_s), now_s)
         if len(self.pairs):
             self.pairs.forget({worker.hello.incarnation for worker in self.registry}, now_s=now_s)
-        self._probes.start_due(now_s)
-        self.requests.changed = self.requests.recheck = True  # a pair may be usable again, and a wait may be over
+        yield from self._probes.start_due(now_s)
+        yield from self._place(now_s, recheck=True)  # a pair may be usable again, and a wait may be over
 
     # Workers -------------------------------------------------------------------------------------------------------
 
-    def _worker_joined(self, event: WorkerJoined, now_s: float) -> None:
+    def _worker_joined(self, event: WorkerJoined, now_s: float) -> Effects:
         hello = event.hello
         try:
             self.registry.check(hello)
             self.registry.check_id(hello, now_s=now_s, lost_s=self._lost_s)
         except (IncompatiblePeer, WorkerIdTaken) as exc:
-            self.requests.effects.append(CloseLink(event.link, exc))
+            yield CloseLink(event.link, exc)
             return
         before = self.registry.find(hello.worker_id)
         if before is not None:
-            self._lose(before, ReplicaLost(f"worker {hello.worker_id} dialled again"), now_s, close=True)
+            yield from self._lose(before, ReplicaLost(f"worker {hello.worker_id} dialled again"), now_s, close=True)
         worker = self.registry.join(event.link, hello, now_s=now_s)
-        self.requests.effects.append(SendWelcome(event.link))
+        yield SendWelcome(event.link)
         if self._drained.get(hello.worker_id) == hello.incarnation:
-            self._drain(worker)  # its last link may have broken before the worker was told
+            yield from self._drain(worker)  # its last link may have broken before the worker was told
         else:
             self._drained.pop(hello.worker_id, None)
-        self._probes.start_due(now_s)
-        self.requests.changed = self.requests.recheck = True
+        yield from self._probes.start_due(now_s)
 
-    def _worker_left(self, event: WorkerLeft, now_s: float) -> None:
+    def _worker_left(self, event: WorkerLeft, now_s: float) -> Effects:
         worker = self.registry.get(event.link)
         if worker is not None:
-            self._lose(worker, ReplicaLost(f"the link of {worker.name} broke"), now_s, close=False)
+            yield from self._lose(worker, ReplicaLost(f"the link of {worker.name} broke"), now_s, close=False)
 
-    def _worker_lost(self, event: WorkerLost, now_s: float) -> None:
+    def _worker_lost(self, event: WorkerLost, now_s: float) -> Effects:
         worker = self.registry.get(event.link)
         if worker is not None:
-            self._lose(worker, ReplicaLost(f"{worker.name} gave itself up: {event.message}"), now_s, close=True)
+            error = ReplicaLost(f"{worker.name} gave itself up: {event.message}")
+            yield from self._lose(worker, error, now_s, close=True)
 
-    def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool) -> None:
+    def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool) -> Effects:
         self.registry.leave(worker.link)
         if close:
-            self.requests.effects.append(CloseLink(worker.link, error))
+            yield CloseLink(worker.link, error)
         for work in list(worker.work.values()):
-            self.recovery.worker_lost(work, error, now_s)
-        self.requests.changed = True
+            yield from self.requests.alone(work.request, self.recovery.worker_lost(work, error, now_s), now_s)
 
-    def _heartbeat(self, event: HeartbeatSeen, now_s: float) -> None:
+    def _heartbeat(self, event: HeartbeatSeen, now_s: float) -> Effects:
         worker = self._seen(event.link, now_s)
         if worker is not None:
-            worker.saw_heartbeat(event.load)
+            self.registry.saw_heartbeat(worker, event.load)
             if worker.stuck:
                 stalled_s = event.load.engine_stalled_s
                 error = ReplicaLost(f"the engine of {worker.name} has made no step for {stalled_s:.1f} s while work waits")
-                self._lose(worker, error, now_s, close=True)
+                yield from self._lose(worker, error, now_s, close=True)
                 return
-            self.requests.effects.append(SendAlive(event.link))
-            self.requests.changed = True
+            yield SendAlive(event.link)
 
-    def _drain_asked(self, event: DrainAsked, now_s: float) -> None:
+    def _drain_asked(self, event: DrainAsked, now_s: float) -> Effects:
         worker = self.registry.find(event.worker_id)
         if worker is None:
             raise UnknownWorker(f"worker {event.worker_id!r} is not linked to this router", field="worker_id")
-        self._drained[worker.hello.worker_id] = worker.hello.incarnation
-        self._drain(worker)
+        return self._drain(worker)
 
-    def _drain(self, worker: Worker) -> None:
+    def _drain(self, worker: Worker) -> Effects:
+        self._drained[worker.hello.worker_id] = worker.hello.incarnation
         worker.draining = True
-        self.requests.effects.append(SendDrain(worker.link))
+        yield SendDrain(worker.link)
 
     def _seen(self, link: LinkId, now_s: float) -> Worker | None:
         worker = self.registry.get(link)
@@ -223,48 +250,32 @@ class RouterCore:
 
     # Reports of workers about one request -----------------------------------------------------------------------------
 
-    def _reserved(self, event: Reserved, now_s: float) -> None:
-        work = self._work(event.link, event.handle, Role.DECODE, now_s)
-        if work is not None:
-            self._handoff.reserved(work, now_s)
+    def _reserved(self, event: Reserved, now_s: float) -> Effects:
+        return self._about(event, Role.DECODE, lambda work: self._handoff.reserved(work, now_s), now_s)
 
-    def _no_room(self, event: NoRoom, now_s: float) -> None:
-        work = self._work(event.link, event.handle, Role.DECODE, now_s)
-        if work is not None:
-            self._handoff.no_room(work, event, now_s)
+    def _no_room(self, event: NoRoom, now_s: float) -> Effects:
+        return self._about(event, Role.DECODE, lambda work: self._handoff.no_room(work, event, now_s), now_s)
 
-    def _prefill_started(self, event: PrefillStarted, now_s: float) -> None:
-        work = self._work(event.link, event.handle, Role.PREFILL, now_s)
-        if work is not None:
-            self._handoff.prefill_started(work, event, now_s)
+    def _prefill_started(self, event: PrefillStarted, now_s: float) -> Effects:
+        return self._about(event, Role.PREFILL, lambda work: self._handoff.prefill_started(work, event, now_s), now_s)
 
-    def _kv_committed(self, event: KvCommitted, now_s: float) -> None:
-        work = self._work(event.link, event.handle, Role.DECODE, now_s)
-        if work is not None:
-            self._handoff.committed(work, event, now_s)
-            if work.request.machine.state is _S.DECODING:
-                self._tokens.start_decoding(work.request, now_s)
+    def _kv_committed(self, event: KvCommitted, now_s: float) -> Effects:
+        return self._about(event, Role.DECODE, lambda work: self._handoff.committed(work, event, now_s), now_s)
 
-    def _request_failed(self, event: RequestFailed, now_s: float) -> None:
-        work = self._work(event.link, event.handle, None, now_s)
-        if work is not None:
-            self.recovery.work_failed(work, event, now_s)
+    def _request_failed(self, event: RequestFailed, now_s: float) -> Effects:
+        return self._about(event, None, lambda work: self.recovery.work_failed(work, event, now_s), now_s)
 
-    def _step_rows(self, event: StepRows, now_s: float) -> None:
+    def _about(self, event: _Report, role: Role | None, action: Callable[[RemoteWork], Effects], now_s: float) -> Effects:
+        """Do what follows a report about one request. Nothing happens when the link or the handle is unknown or has
+        ended. A report of the wrong role fails the request."""
         worker = self._seen(event.link, now_s)
-        if worker is not None:
-            self._tokens.step(worker, event, now_s)
+        work = worker.work.get(event.handle) if worker is not None else None
+        if work is not None:
+            yield from self.requests.alone(work.request, _of_role(role, work, action), now_s)
 
-    def _work(self, link: LinkId, handle: Handle, role: Role | None, now_s: float) -> RemoteWork | None:
-        """Return the work that a report is about. None: its link or handle is unknown or has ended. A report of the wrong role
-        fails the request."""
-        worker = self._seen(link, now_s)
-        work = worker.work.get(handle) if worker is not None else None
-        if work is not None and role is not None and work.role is not role:
-            error = InternalBug(f"a {work.role.value} worker sent what only a {role.value} worker reports")
-            self.requests.break_off(work.request, error, now_s)
-            return None
-        return work
+    def _step_rows(self, event: StepRows, now_s: float) -> Effects:
+        worker = self._seen(event.link, now_s)
+        return self._tokens.step({} if worker is None else worker.work, event, now_s)
 
     def check_invariants(self) -> None:
         """Assert that all books agree. This walks over all requests and workers."""
@@ -272,6 +283,10 @@ class RouterCore:
         self.pairs.check_invariants()
         self.recovery.bucket.check_invariants()
         self._probes.check_invariants()
-        assert not self.requests.changed
-        assert not self.requests.recheck
-        assert not self.requests.effects
+        self._probe_book.check_invariants()
+
+
+def _of_role(role: Role | None, work: RemoteWork, action: Callable[[RemoteWork], Effects]) -> Effects:
+    if role is not None and work.role is not role:
+        raise InternalBug(f"a {work.role.value} worker sent what only a {role.value} worker reports")
+    yield from action(work)

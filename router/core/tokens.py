@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from pdserve.core.errors import InternalBug
+from pdserve.core.ids import Handle
 from pdserve.core.request_machine import RequestEvent, RequestState
 from pdserve.core.sampling import FinishReason, Placement
+from pdserve.core.work_machine import WorkEvent, WorkState
 from router.api.answer import Delta
-from router.core.events import EmitDelta, Role, Row, StepRows
+from router.core.events import Effect, Effects, EmitDelta, Role, Row, StepRows
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.output import delta_of
-from router.core.registry import Worker
 from router.core.requests import Requests
 
 _S, _E = RequestState, RequestEvent
@@ -21,79 +24,86 @@ class Tokens:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
-    def step(self, worker: Worker, event: StepRows, now_s: float) -> None:
-        """Take the rows of one engine step. A row of an unknown handle is stale and is dropped; a row that breaks the protocol
-        fails its own request alone."""
-        works = worker.work
+    def step(self, works: Mapping[Handle, RemoteWork], event: StepRows, now_s: float) -> Effects:
+        """Take the rows of one engine step. A row of a handle that is not in `works` is stale and is dropped; a row that breaks
+        the protocol fails its own request alone."""
         for row in event.rows:
             work = works.get(row.handle)  # type: ignore[call-overload]  # a Handle on the wire is a plain int
             if work is not None:
                 try:
-                    self._row(work, row, now_s)
-                except InternalBug as exc:
-                    self._requests.break_off(work.request, exc, now_s)
+                    yield from self._row(work, row, now_s)
+                except Exception as exc:  # noqa: BLE001 - `Requests.alone` would cost a generator for each token
+                    yield from self._requests.contain(work.request, exc, now_s)
 
-    def _row(self, work: RemoteWork, row: Row, now_s: float) -> None:
+    def _row(self, work: RemoteWork, row: Row, now_s: float) -> Iterable[Effect]:
+        """Take a row, and return the effects of the tokens that may go out now. It is no generator, to cost less."""
         request = work.request
         delta = delta_of(row, logprobs=request.spec.sampling.logprobs is not None)
         if request.machine.state is _S.DECODING and work.role is Role.DECODE:
             if request.times.attempt.first_decode_s is None:
                 _note_first(request, now_s)
-            for ready in request.output.accept(delta):
-                self._emit(request, ready, now_s)
-        elif request.output.is_repeat(delta.index, len(delta.ids)):
-            return
-        elif work.role is Role.PREFILL:
-            self._first_token(request, delta, now_s)
-        else:
-            request.machine.move(_E.TOKEN_OUT)  # legal while the first token is still on its way over the prefill worker's link
-            request.output.hold(delta, after=len(request.resumed) + 1)
+            return self._emit(request, request.output.accept(delta), now_s)
+        if request.output.is_repeat(delta.index, len(delta.ids)):
+            return ()
+        if work.role is Role.PREFILL:
+            return self._first_token(work, delta, now_s)
+        request.machine.move(_E.TOKEN_OUT)  # legal while the first token is still on its way over the prefill worker's link
+        request.output.hold(delta, after=len(request.resumed) + 1)
+        return ()
 
-    def _first_token(self, request: LiveRequest, delta: Delta, now_s: float) -> None:
+    def _first_token(self, work: RemoteWork, delta: Delta, now_s: float) -> Effects:
         """Take the token that prefill draws: token 0, or in a replay the first token that the client does not have. Raises
-        `InternalBug` for several tokens, or when no lease was granted."""
-        if len(delta.ids) != 1 or request.lease is None:
-            raise InternalBug(f"request {request.request_id}: prefill sent {delta}, lease: {request.lease}")
+        `InternalBug` for several tokens, when no lease was granted, or when the token came already."""
+        request = work.request
+        if len(delta.ids) != 1:
+            raise InternalBug(f"request {request.request_id}: prefill sent {delta}")
+        work.machine.move(WorkEvent.FIRST_TOKEN)
         request.output.pass_first(delta.index)
         request.times.attempt.prefill_ended_s = now_s
         if delta.finish_reason is not None:
-            self._emit(request, delta, now_s, last=_E.FINAL_FIRST_TOKEN)
+            yield from self._emit(request, (delta,), now_s, last=_E.FINAL_FIRST_TOKEN)
             return
         request.machine.move(_E.FIRST_TOKEN)
-        self._emit(request, delta, now_s)
-        if request.committed is not None:
-            request.machine.move(_E.KV_COMMITTED)
-            self.start_decoding(request, now_s)
+        yield from self._emit(request, (delta,), now_s)
+        if request.decode is not None and request.decode.machine.state is WorkState.COMMITTED:
+            yield from self.start_decoding(request, now_s)
 
-    def start_decoding(self, request: LiveRequest, now_s: float) -> None:
+    def start_decoding(self, request: LiveRequest, now_s: float) -> Effects:
         """Let decoded tokens out: the first token went out and decode has the KV. Prefill has nothing left to do."""
+        request.machine.move(_E.KV_COMMITTED)
         if request.prefill is not None:
             self._requests.drop(request.prefill)
-        for ready in request.output.drain():
-            if request.times.attempt.first_decode_s is None:
-                _note_first(request, now_s)
-            self._emit(request, ready, now_s)
+        held = request.output.drain()
+        if held:
+            _note_first(request, now_s)
+        yield from self._emit(request, held, now_s)
 
-    def _emit(self, request: LiveRequest, delta: Delta, now_s: float, *, last: RequestEvent = _E.STOPPED) -> None:
+    def _emit(self, request: LiveRequest, deltas: Sequence[Delta], now_s: float, *, last: RequestEvent = _E.STOPPED) -> Effects:
+        """Let deltas out that are next in order. The finish reason of the last one ends the request by the event `last`."""
         times = request.times
-        if times.first_token_s is None:
-            times.first_token_s = now_s
-        times.last_token_s = now_s
-        request.emitted.extend(delta.ids)
-        if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:
-            asked, worker = (
-                request.spec.sampling.max_tokens,
-                request.decode_worker if last is _E.STOPPED else request.prefill_worker,
-            )
-            raise InternalBug(f"{worker} ended request {request.request_id} at {len(request.emitted)} of {asked} tokens")
-        if request.probe is None:
-            self._requests.effects.append(EmitDelta(request.request_id, delta))
-        if delta.finish_reason is not None:
-            if last is _E.STOPPED and request.decode is not None:
-                self._requests.drop(request.decode)  # the worker ended this work with its last token
+        for delta in deltas:
+            if times.first_token_s is None:
+                times.first_token_s = now_s
+            times.last_token_s = now_s
+            request.emitted.extend(delta.ids)
+            if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:
+                raise _too_short(request, last)
             if request.probe is None:
-                self._requests.outputs.saw(request.output.next_index)
-            self._requests.end(request, last, now_s, None)
+                yield EmitDelta(request.request_id, delta)
+            if delta.finish_reason is not None:
+                yield from self._finish(request, last, now_s)
+
+    def _finish(self, request: LiveRequest, last: RequestEvent, now_s: float) -> Effects:
+        if last is _E.STOPPED and request.decode is not None:
+            self._requests.drop(request.decode)  # the worker ended this work with its last token
+        if request.probe is None:
+            self._requests.outputs.saw(request.output.next_index)
+        yield from self._requests.end(request, last, now_s, None)
+
+
+def _too_short(request: LiveRequest, last: RequestEvent) -> InternalBug:
+    asked, worker = request.spec.sampling.max_tokens, request.decode_worker if last is _E.STOPPED else request.prefill_worker
+    return InternalBug(f"{worker} ended request {request.request_id} at {len(request.emitted)} of {asked} tokens")
 
 
 def _note_first(request: LiveRequest, now_s: float) -> None:

@@ -41,6 +41,8 @@ class WaitingRequests:
         self._new = 0
         self._new_tokens = 0
         self._finished_s: deque[float] = deque(maxlen=DRAIN_SAMPLES)
+        self.added = 0
+        """The number of times that a request began to wait."""
 
     def check_room(self, prompt_tokens: int, *, now_s: float) -> None:
         """Check that a new request of `prompt_tokens` may wait. Raises `Overloaded` if not. One may always wait when no other
@@ -57,16 +59,21 @@ class WaitingRequests:
         """Insert a request at its turn."""
         key = _key(request)
         position = bisect.bisect_left(self._keys, key)
+        self._count(request, 1)
         self._keys.insert(position, key)
         self._requests.insert(position, request)
-        self._count(request, 1)
+        self.added += 1
+
+    def holds(self, request: LiveRequest) -> bool:
+        """Tell whether a request waits."""
+        return self.at(bisect.bisect_left(self._keys, _key(request))) is request
 
     def remove(self, request: LiveRequest) -> None:
         """Remove a request that waits."""
         position = bisect.bisect_left(self._keys, _key(request))
         assert self._requests[position] is request
-        del self._keys[position], self._requests[position]
         self._count(request, -1)
+        del self._keys[position], self._requests[position]
 
     def _count(self, request: LiveRequest, sign: int) -> None:
         if not request.replay:

@@ -14,11 +14,10 @@ from pdserve.rpc import status
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.server import bind_port, client_options, make_server, stop_server
 from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from router.api.router_api import AdminApi
 from router.grpc.cluster_state import cluster_state_to_wire
+from router.grpc.draining import find, follow
 from router.grpc.malformed import MalformedGuard
-from router.service.descriptors import MAX_ADMINS
-from router.service.draining import find, follow
-from router.service.service import RouterService
 
 SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 MAX_REQUEST_BYTES: Final = 64 << 10  # a request is one name
@@ -27,7 +26,7 @@ MAX_REQUEST_BYTES: Final = 64 << 10  # a request is one name
 class AdminService(admin_pb2_grpc.AdminServicer):
     """The gRPC service for operators."""
 
-    def __init__(self, router: RouterService, token: str | None) -> None:
+    def __init__(self, router: AdminApi, token: str | None) -> None:
         """Each call must carry `token`. None: no token is needed, as on loopback."""
         self._router = router
         self._token = token
@@ -36,7 +35,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: inference_pb2.GetClusterStateRequest, context: Any
     ) -> inference_pb2.GetClusterStateResponse:
         await self._authorise(context)
-        return cluster_state_to_wire(self._router.snapshot(), self._router.model.kv_spec.block_size)
+        return cluster_state_to_wire(self._router.snapshot(), self._router.model_info().block_size)
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
         """Start a drain and stream its progress. If the client leaves or its deadline passes, only the stream ends, not the
@@ -59,11 +58,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 class AdminServer:
     """The running server of the admin port. `close` it."""
 
-    def __init__(self, router: RouterService, cluster_token: str) -> None:
+    def __init__(self, router: AdminApi, cluster_token: str, max_connections: int) -> None:
         self._router = router
         self._cluster_token = cluster_token
         self._server = make_server(
-            max_receive_bytes=MAX_REQUEST_BYTES, interceptors=[MalformedGuard(SERVICE)], options=client_options(MAX_ADMINS)
+            max_receive_bytes=MAX_REQUEST_BYTES, interceptors=[MalformedGuard(SERVICE)], options=client_options(max_connections)
         )
         self.port = 0
 

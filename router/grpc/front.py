@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any, Final
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -14,17 +15,16 @@ from pdserve.rpc import status
 from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
 from pdserve.rpc.server import CALLS_PER_CONNECTION, bind_port, client_options, make_server, stop_server
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-from router.api.answer import Delta, Report
+from router.api.answer import Delta, Generation, Report
 from router.api.identity import Claim
 from router.api.request import GenerateInput
+from router.api.router_api import RouterApi
 from router.api.timeline import report_of, timeline
 from router.grpc.malformed import LargeMessage, MalformedGuard
+from router.parsing.body_budget import BodyBudget
 from router.parsing.generate import generate_input, prompt_of
 from router.parsing.parse import Job, Kind, Parsed, TokenizeInput
 from router.parsing.parser import RequestParser
-from router.service.body_budget import BodyBudget
-from router.service.buffered_generation import BufferedGeneration
-from router.service.service import RouterService
 
 LARGE: Final = frozenset({"Generate", "Tokenize"})
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -33,7 +33,7 @@ SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_nam
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """The gRPC service for clients."""
 
-    def __init__(self, router: RouterService, parser: RequestParser) -> None:
+    def __init__(self, router: RouterApi, parser: RequestParser) -> None:
         self._router = router
         self._parser = parser
         self._budget = BodyBudget(router.max_inflight_body_bytes)
@@ -76,7 +76,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             share.grow(len(job.data))
             return await self._parser.parse(job)
 
-    def _initial_metadata(self, generation: BufferedGeneration, correlation_id: str) -> tuple[tuple[str, str], ...]:
+    def _initial_metadata(self, generation: Generation, correlation_id: str) -> tuple[tuple[str, str], ...]:
         request_id = RequestId(generation.request_id)
         own = (
             (status.REQUEST_ID_METADATA, request_id),
@@ -86,7 +86,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return own
         return (*own, (status.CORRELATION_ID_METADATA, correlation_id))
 
-    async def _stream(self, generation: BufferedGeneration, context: Any) -> None:
+    async def _stream(self, generation: Generation, context: Any) -> None:
         """Write all deltas. For a client that stopped reading, the waiting write is cancelled and `Cancelled` is raised."""
         task = asyncio.current_task()
         assert task is not None
@@ -100,7 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             task.uncancel()  # the router itself cancelled it; a bare cancel would leave the call open for ever
             raise generation.dropped from None
 
-    def _message(self, generation: BufferedGeneration, delta: Delta, context: Any) -> inference_pb2.GenerateResponse:
+    def _message(self, generation: Generation, delta: Delta, context: Any) -> inference_pb2.GenerateResponse:
         if delta.finish_reason is None:
             return inference_pb2.GenerateResponse(
                 request_id=generation.request_id,
@@ -140,19 +140,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Any
     ) -> inference_pb2.GetModelInfoResponse:
-        model = self._router.model
-        return inference_pb2.GetModelInfoResponse(
-            model=model.name,
-            architecture=model.card.architecture,
-            vocab_size=model.card.vocab_size,
-            max_model_len=self._router.max_model_len,
-            block_size=model.kv_spec.block_size,
-            dtype=model.dtype,
-            kv_cache_dtype=model.kv_spec.dtype,
-            kv_bytes_per_token=model.kv_spec.bytes_per_token,
-            eos_token_ids=model.card.eos_token_ids,
-            has_chat_template=model.tokenizer.has_chat_template,
-        )
+        return inference_pb2.GetModelInfoResponse(**dataclasses.asdict(self._router.model_info()))
 
 
 def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.GenerateResponse:
@@ -179,7 +167,7 @@ def _report(report: Report) -> inference_pb2.RequestReport:
 class GrpcFront:
     """The running server of the gRPC port. `close` it."""
 
-    def __init__(self, router: RouterService, parser: RequestParser, max_connections: int) -> None:
+    def __init__(self, router: RouterApi, parser: RequestParser, max_connections: int) -> None:
         self._router = router
         self._parser = parser
         self._server = make_server(

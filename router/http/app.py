@@ -24,9 +24,9 @@ from router.http.running_calls import RunningCalls
 from router.http.server import HttpServer, start_server
 from router.openai.errors import encode_json, error_headers, error_payload
 from router.openai.request import Call
+from router.parsing.body_budget import BodyBudget
 from router.parsing.parse import Job, Kind
 from router.parsing.parser import INLINE_BYTES, RequestParser
-from router.service.body_budget import BodyBudget
 
 DEFAULT_LIMITS: Final = RouterConfig()
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope
 
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge
 from router.http.reply import Reply
-from router.service.body_budget import BodyShare
+from router.parsing.body_budget import BodyShare
 
 BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
 SILENCE_S: Final = 10.0  # the longest time for which a client may send nothing in the middle of its body

@@ -22,6 +22,7 @@ from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
+from router.api.router_api import ModelInfo
 from router.core import events as ev
 from router.core.pairs import AsidePair
 from router.core.registry import Worker
@@ -46,7 +47,8 @@ CHECK_MAX_REQUESTS = 64
 
 
 class RouterService:
-    """Implements `router.api.router_api.RouterApi`. `start` it on the loop that it is to run on, and `close` it."""
+    """Implements `RouterApi` and `AdminApi` of `router.api.router_api`. `start` it on the loop that it is to run on, and
+    `close` it."""
 
     def __init__(
         self,
@@ -117,8 +119,7 @@ class RouterService:
         return known
 
     def drain(self, worker_id: str) -> None:
-        """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
-        `UnknownWorker`."""
+        """Implements `AdminApi.drain`."""
         self.tell(ev.DrainAsked(WorkerId(worker_id)))
 
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
@@ -147,7 +148,7 @@ class RouterService:
         return not self._core.placer.not_ready_reason(worker, now_s=self._clock())
 
     async def next_ready(self, known: bool) -> bool:
-        """Wait until `ready` differs from `known`, and return it. Only one task may wait."""
+        """Implements `RouterApi.next_ready`."""
         while self.ready == known:
             await self._ready_flipped.wait()
             self._ready_flipped.clear()
@@ -163,12 +164,28 @@ class RouterService:
         """A prompt may have at most this many tokens, since one token of output must fit after it."""
         return self._limit.max_model_len - 1
 
+    def model_info(self) -> ModelInfo:
+        """Implements `RouterApi.model_info`."""
+        model = self.model
+        return ModelInfo(
+            model=model.name,
+            architecture=model.card.architecture,
+            vocab_size=model.card.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=model.kv_spec.block_size,
+            dtype=model.dtype,
+            kv_cache_dtype=model.kv_spec.dtype,
+            kv_bytes_per_token=model.kv_spec.bytes_per_token,
+            eos_token_ids=model.card.eos_token_ids,
+            has_chat_template=model.tokenizer.has_chat_template,
+        )
+
     def metrics(self) -> bytes:
         """Implements `RouterApi.metrics`."""
         return self._metrics.render()
 
     def snapshot(self) -> ClusterSnapshot:
-        """Return the state of the cluster at this moment, as status calls and metrics show it."""
+        """Implements `AdminApi.snapshot`. Metrics show it as well."""
         now_s = self._clock()
         queued = len(self._core.waiting)
         return ClusterSnapshot(
@@ -183,10 +200,13 @@ class RouterService:
     # Events in, effects out --------------------------------------------------------------------------------------------
 
     def tell(self, event: ev.Event) -> None:
-        """Give the core an event and perform its effects. Every event except a Submit goes through here."""
-        self._perform(self._core.handle(event, now_s=self._clock()))
+        """Give the core an event and perform its effects. Every event except a Submit goes through here. A bug of the core is
+        raised after the effects were performed."""
+        bug = self._perform(self._core.handle(event, now_s=self._clock()))
         if type(event) is not ev.StepRows:  # tokens do not change readiness
             self._note_ready()
+        if bug is not None:
+            raise bug
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
         generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released)
@@ -194,10 +214,18 @@ class RouterService:
         self._live[submit.request_id] = generation
         self._open[generation] = None
         self._busy.set()
-        self._perform(effects)
+        bug = self._perform(effects)
+        if bug is not None:
+            try:
+                self._released(generation)  # the core may have taken the request
+            finally:
+                self._live.pop(submit.request_id, None)
+            raise bug
         return generation
 
-    def _perform(self, effects: list[ev.Effect]) -> None:
+    def _perform(self, effects: list[ev.Effect]) -> Exception | None:
+        """Perform the effects in their order. Return the first bug that they report, after a look at the core's books."""
+        bug: Exception | None = None
         for effect in effects:
             if isinstance(effect, ev.EmitDelta):
                 self._live[effect.request_id].push(effect.delta)
@@ -209,8 +237,13 @@ class RouterService:
                 self._ended(effect.request_id, effect, None)
             elif isinstance(effect, ev.EmitFailed):
                 self._ended(effect.request_id, effect, effect.error)
+            elif isinstance(effect, ev.ReportBug):
+                bug = bug or effect.bug
             else:
                 self.links.send(effect.link, command_to_wire(effect))
+        if bug is not None:
+            self._check_books()
+        return bug
 
     def _ended(self, request_id: RequestId, effect: ev.EmitDone | ev.EmitFailed, error: PdserveError | None) -> None:
         generation = self._live.pop(request_id)
@@ -240,10 +273,16 @@ class RouterService:
                 await self._wait_busy(IDLE_TICK_S)
             late = not late and self._clock() - began_s > IDLE_TICK_S + LATE_S
             if not late:
-                self.tell(ev.Tick())
+                self._tick()
                 self._drop_stalled_clients()
             if turn % CHECK_TICKS == 0 and self._core.num_requests <= CHECK_MAX_REQUESTS:
                 self._check_books()
+
+    def _tick(self) -> None:
+        try:
+            self.tell(ev.Tick())
+        except Exception:  # a bug of ours costs the requests that it concerned, and later ticks are still given
+            logger.exception("the core failed on a tick")
 
     def _check_books(self) -> None:
         """Check the core's invariants. A broken one is our own bug: operators hear of it in the log and the metrics, clients do

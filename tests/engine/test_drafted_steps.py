@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_ways import WAYS
 
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
@@ -43,7 +43,7 @@ def serve(runner: ModelRunner, guess: Guess) -> Served:
 
     The KV is that of all tokens but the last, [tokens, ...], read when the sequence ends.
     """
-    pool = BlockPool(BLOCKS)
+    pool = BlockPools(BLOCKS)
     scheduler = Scheduler(pool, BLOCK, max_num_seqs=64, max_num_batched_tokens=48, max_model_len=LONGEST, eos_token_ids=(2,))
     for i, prompt in enumerate(prompts()):
         scheduler.add(SeqId(i), RequestSpec(prompt, params(i)), kind=SequenceKind.LOCAL)
@@ -100,7 +100,7 @@ def test_an_engine_with_quantised_kv_takes_no_drafts(make_runner):
     assert runner.drafts_obstacle == DRAFTS_OBSTACLE
     assert make_runner().drafts_obstacle is None
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64}
-    scheduler = Scheduler(BlockPool(8), BLOCK, **sizes, eos_token_ids=(), drafts_obstacle=runner.drafts_obstacle)
+    scheduler = Scheduler(BlockPools(8), BLOCK, **sizes, eos_token_ids=(), drafts_obstacle=runner.drafts_obstacle)
     with pytest.raises(ConfigError, match="takes no drafts: kv_cache_dtype stores scaled blocks"):
         scheduler.plan({SeqId(1): (5,)})
 
@@ -141,7 +141,7 @@ def plans(scheduler: Scheduler) -> StepPlan:
 def test_a_queued_step_is_waited_for_by_collect(as_on_cuda, make_runner, budget):
     """A step of plainly greedy rows (1 token) and one with other rows (both prompts) give the tokens of the CPU."""
     scheduler = Scheduler(
-        BlockPool(16), BLOCK, max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=64, eos_token_ids=()
+        BlockPools(16), BLOCK, max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=64, eos_token_ids=()
     )
     plan = plans(scheduler)
     pending = as_on_cuda.launch(plan)

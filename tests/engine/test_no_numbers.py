@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sampling_cases import sampling_cases
 from torch import Tensor
 
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
@@ -110,7 +110,7 @@ def test_kv_that_is_no_number_costs_its_own_sequence_and_no_other_of_the_step(ma
 BLOCK = 4
 
 
-def scheduler_of(pool: BlockPool) -> Scheduler:
+def scheduler_of(pool: BlockPools) -> Scheduler:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 40}
     return Scheduler(pool, BLOCK, eos_token_ids=(), prefix_salt=b"model", **sizes)
 
@@ -126,7 +126,7 @@ LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 def test_a_sequence_without_numbers_ends_alone_and_nobody_finds_its_kv():
     """Its prompt's blocks were shared from the first step on; now they are computed again by who asks for them."""
-    pool = BlockPool(20)
+    pool = BlockPools(20)
     scheduler = scheduler_of(pool)
     prompt, other = (1,) * 9, (2,) * 9
     scheduler.add(SeqId(1), RequestSpec(prompt, LONG), kind=SequenceKind.LOCAL)
@@ -143,7 +143,7 @@ def test_a_sequence_without_numbers_ends_alone_and_nobody_finds_its_kv():
 
 
 def test_a_lent_prompt_without_numbers_keeps_its_leases_blocks_until_they_come_back():
-    pool = BlockPool(20)
+    pool = BlockPools(20)
     scheduler = scheduler_of(pool)
     scheduler.add(SeqId(1), RequestSpec((1,) * 36, LONG), kind=SequenceKind.LENT)
     assert collect(scheduler).advanced == ((1, 32),)
@@ -156,7 +156,7 @@ def test_a_lent_prompt_without_numbers_keeps_its_leases_blocks_until_they_come_b
 
 
 def test_one_that_was_aborted_during_the_step_is_not_told_of_again():
-    pool = BlockPool(20)
+    pool = BlockPools(20)
     scheduler = scheduler_of(pool)
     scheduler.add(SeqId(1), RequestSpec((1,) * 9, LONG), kind=SequenceKind.LOCAL)
     collect(scheduler, 5)

@@ -11,7 +11,7 @@ from engine_ways import WAYS
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
@@ -25,7 +25,7 @@ from pdserve.engine.schedule.sequence import SequenceKind
 
 def serve(runner: ModelRunner, requests, *, blocks: int, budget: int) -> tuple[list[list[int]], int]:
     """All requests at once through one scheduler. Returns their outputs and how often one was preempted."""
-    pool = BlockPool(blocks)
+    pool = BlockPools(blocks)
     limit = blocks * runner.kv.spec.block_size
     scheduler = Scheduler(pool, 16, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=limit, eos_token_ids=(2,))
     outputs: list[list[int]] = [[] for _ in requests]

@@ -16,7 +16,7 @@ import router.http.body
 from router.http import protocol
 from router.http.connections import ConnectionTable
 from router.http.upgrade import declined
-from router.service.body_budget import FREE_BYTES, BodyBudget
+from router.parsing.body_budget import FREE_BYTES, BodyBudget
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "p"}
 COMPLETIONS = "/v1/completions"

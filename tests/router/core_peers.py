@@ -186,6 +186,8 @@ class Stage:
                 self.peers.pop(link, None)
             case ev.SendWelcome():
                 pass
+            case ev.ReportBug(bug=bug):
+                raise bug
             case ev.SendAttach(link=link, handle=handle, lease_id=lease_id):
                 self._check_attach(self.peers[link], handle, lease_id)
                 self.peers[link].obey(effect)

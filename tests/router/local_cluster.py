@@ -149,7 +149,7 @@ async def local_cluster(
         address = f"{HOST}:{front.port}"
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         stub = inference_pb2_grpc.InferenceStub(channel)
-        admin_server = AdminServer(service, TOKEN)
+        admin_server = AdminServer(service, TOKEN, 32)
         stack.push_async_callback(admin_server.close)
         await admin_server.start(HOST, 0)
         admin_channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{admin_server.port}"))

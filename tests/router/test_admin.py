@@ -44,7 +44,7 @@ def test_off_loopback_each_call_needs_the_clusters_token(monkeypatch: pytest.Mon
 
     async def story() -> None:
         async with asyncio.timeout(30), local_cluster() as cluster:
-            server = AdminServer(cluster.service, TOKEN)
+            server = AdminServer(cluster.service, TOKEN, 32)
             await server.start("127.0.0.1", 0)
             try:
                 await asyncio.to_thread(_ask, f"127.0.0.1:{server.port}")

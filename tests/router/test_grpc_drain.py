@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-import router.service.draining
+import router.grpc.draining
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
@@ -44,7 +44,7 @@ class ScriptedRouter:
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[ScriptedRouter, Any]]:
     scripted: Any = ScriptedRouter()
-    server = AdminServer(scripted, "secret")
+    server = AdminServer(scripted, "secret", 32)
     await server.start("127.0.0.1", 0)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -91,7 +91,7 @@ def test_progress_until_the_worker_has_left() -> None:
 
 
 def test_a_quiet_drain_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.service.draining, "QUIET_S", 0.0)
+    monkeypatch.setattr(router.grpc.draining, "QUIET_S", 0.0)
 
     async def story() -> None:
         async with served() as (_, stub):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
+import types
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -14,6 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+import faultsim.router
+from faultsim.run import run_seed
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from router.core.events import LinkId
@@ -143,3 +147,29 @@ def test_a_policy_cannot_change_what_it_is_shown() -> None:
     ranking, faults = guarded(policy)
     ranking([BASE], REQUEST)
     assert faults == {"raised": 1}
+
+
+def spiteful(candidate: Candidate, request: RequestView) -> Any:
+    """Prefer the fullest worker, return nonsense for every third length of a prompt, and raise for another third."""
+    if request.prompt_tokens % 3 == 0:
+        return None
+    if request.prompt_tokens % 3 == 1:
+        raise ArithmeticError("a bug of the operator's")
+    return candidate.promised_tokens + candidate.queued_tokens
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_no_policy_breaks_a_promise_under_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole cluster is simulated with random faults, and both pools have a policy that chooses badly and fails."""
+    asked: set[int] = set()
+
+    def score(candidate: Candidate, request: RequestView) -> Any:
+        asked.add(request.prompt_tokens)
+        return spiteful(candidate, request)
+
+    monkeypatch.setitem(sys.modules, "spiteful_policies", types.SimpleNamespace(score=score))
+    own = {"prefill_policy": "spiteful_policies:score", "decode_policy": "spiteful_policies:score"}
+    monkeypatch.setattr(faultsim.router, "CONFIG", dataclasses.replace(faultsim.router.CONFIG, **own))
+    report = run_seed(seed)
+    assert {length % 3 for length in asked} == {0, 1, 2}, "it returned nonsense, failed and chose"
+    assert not report.problems

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -23,6 +24,7 @@ from kvtransfer.backends.cma import CmaTransport
 from kvtransfer.backends.registry import prepare
 from kvtransfer.lease.peer_link import PeerLink
 from kvtransfer.lease.service import PeerService
+from pdserve.cluster.plan import plan_workers
 from pdserve.config import ClusterConfig, LeaseConfig, load
 from pdserve.core.errors import ConfigError, IncompatiblePeer, TransferFailed
 from pdserve.core.ids import Incarnation, WorkerId
@@ -138,3 +140,9 @@ def test_cma_reads_more_blocks_than_one_call_takes() -> None:
     order = list(range(1199, -1, -1))
     reader.post_read(LENDER, Region(source.ctypes.data, 1200, 8), order, list(range(1200)))
     assert into[:, 0].tolist() == order
+
+
+def test_every_worker_of_a_cluster_gets_the_cluster_s_transport(tmp_path: Path) -> None:
+    config = load(ClusterConfig, None, ["transfer.transport=cma", "decode.replicas=2"])
+    plans = plan_workers(config, router_address="127.0.0.1:1", cluster_token="t", log_dir=tmp_path)
+    assert [plan.config.transfer.transport for plan in plans] == ["cma"] * 3

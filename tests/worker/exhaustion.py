@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools, BlockTables
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
@@ -94,7 +94,7 @@ class Side:
 
     def __init__(self, name: str, runner: ModelRunner, eos: tuple[int, ...], events: queue.Queue) -> None:
         self.runner = runner
-        self.pool = BlockPool(runner.kv.num_blocks)
+        self.pool = BlockPools(runner.kv.num_blocks)
         self.scheduler = Scheduler(
             self.pool, BLOCK, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, max_model_len=LONGEST,
             eos_token_ids=eos, prefix_salt=b"exhaustion",
@@ -303,9 +303,9 @@ class Storm:
             self.result.seen[f"{name} full"] += blocks.free == blocks.cached == 0
         for lent in events.lent:
             if lent.seq_id in self._bound:
-                self._bound[lent.seq_id].lent = lent.block_ids
+                self._bound[lent.seq_id].lent = lent.block_tables[0]
         for reserved in events.reserved:
-            self._reserved(reserved.block_ids, reserved.hits)
+            self._reserved(reserved.block_tables, reserved.hits)
         for token in events.tokens:
             request = self._bound.get(token.seq_id)
             if request is None:  # aborted
@@ -318,14 +318,14 @@ class Storm:
             elif ended:
                 self._done(request)
 
-    def _reserved(self, block_ids: tuple[BlockId, ...] | None, hits: int) -> None:
+    def _reserved(self, block_tables: BlockTables | None, hits: int) -> None:
         request, self._asked = self._asked, None
         assert request is not None
-        if block_ids is None:
+        if block_tables is None:
             self.result.seen["no room"] += 1
             return
         self._waiting.popleft()
-        request.room, request.hits = block_ids, hits
+        request.room, request.hits = block_tables[0], hits
         request.active = not request.handoff
         self._bound[request.seq_id] = request
         if request.handoff:
@@ -355,7 +355,7 @@ class Storm:
 
 def alone(runner: ModelRunner, eos: tuple[int, ...], prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
     """The request's output with the engine to itself."""
-    pool = BlockPool(runner.kv.num_blocks)
+    pool = BlockPools(runner.kv.num_blocks)
     scheduler = Scheduler(pool, BLOCK, max_num_seqs=1, max_num_batched_tokens=BUDGET, max_model_len=LONGEST, eos_token_ids=eos)
     scheduler.add(SeqId(1), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
     output: list[int] = []

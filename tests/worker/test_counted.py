@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import Handle, SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=5)
 
 
 def engine() -> EngineSteps:
-    pool = BlockPool(64)
+    pool = BlockPools(64)
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 200, "eos_token_ids": ()}
     return EngineSteps(Scheduler(pool, 4, **limits), pool)  # type: ignore[arg-type]
 

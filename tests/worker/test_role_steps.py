@@ -113,7 +113,7 @@ def test_a_token_whose_text_fails_costs_its_request_and_no_other_row_of_the_step
         decode = bench(DecodeRole)
         for handle in (FIRST, SECOND):
             decode.role.on_command(bind(handle))
-        decode.role.on_step(StepEvents(reserved=tuple(ReserveResult(SeqId(seq), (BlockId(seq),)) for seq in (1, 2))))
+        decode.role.on_step(StepEvents(reserved=tuple(ReserveResult(SeqId(seq), ((BlockId(seq),),)) for seq in (1, 2))))
         decode.role.on_step(StepEvents(tokens=tokens(0)))
         break_at(monkeypatch, OutputStream, "push", of_first)
         decode.role.on_step(StepEvents(tokens=tokens(1)))
@@ -137,7 +137,7 @@ def test_a_reservation_that_fails_costs_its_request_and_no_other_of_the_step(mon
         break_at(monkeypatch, DecodeRole, "_reserved", lambda role, request, result: request.handle == FIRST)
         decode.role.on_step(
             StepEvents(
-                reserved=tuple(ReserveResult(SeqId(seq), (BlockId(seq),)) for seq in (1, 2)),
+                reserved=tuple(ReserveResult(SeqId(seq), ((BlockId(seq),),)) for seq in (1, 2)),
                 tokens=(OutputToken(SeqId(2), 0, 3, None),),
             )
         )
@@ -163,7 +163,7 @@ def test_a_prefill_that_fails_gives_its_lease_back_and_leaves_the_others_of_the_
             break_at(monkeypatch, PrefillRole, "_advance", lambda role, request, computed: request.handle == FIRST)
         else:
             break_at(monkeypatch, OutputStream, "push", of_first)
-        lender.role.on_step(StepEvents(lent=tuple(Lent(SeqId(seq), (BlockId(seq),)) for seq in (1, 2))))
+        lender.role.on_step(StepEvents(lent=tuple(Lent(SeqId(seq), ((BlockId(seq),),)) for seq in (1, 2))))
         lender.role.on_step(StepEvents(advanced=tuple(Advance(SeqId(seq), 2) for seq in (1, 2))))
         lender.role.on_step(StepEvents(tokens=tokens(0)))
         assert lender.rows() == [(SECOND, 0)]
@@ -187,8 +187,8 @@ def test_a_sequence_without_numbers_fails_its_request_and_no_other_of_the_step(r
             worker.role.on_command(bind(handle) if role is DecodeRole else prefill(handle))
         worker.role.on_step(
             StepEvents(
-                lent=() if role is DecodeRole else tuple(Lent(SeqId(seq), (BlockId(seq),)) for seq in (1, 2)),
-                reserved=tuple(ReserveResult(SeqId(seq), (BlockId(seq),)) for seq in (1, 2)) if role is DecodeRole else (),
+                lent=() if role is DecodeRole else tuple(Lent(SeqId(seq), ((BlockId(seq),),)) for seq in (1, 2)),
+                reserved=tuple(ReserveResult(SeqId(seq), ((BlockId(seq),),)) for seq in (1, 2)) if role is DecodeRole else (),
                 failed=(SeqId(1),),
                 tokens=(OutputToken(SeqId(2), 0, 3, None),),
             )
@@ -203,12 +203,28 @@ def test_a_sequence_without_numbers_fails_its_request_and_no_other_of_the_step(r
     run(story)
 
 
+def test_tokens_of_a_sequence_that_fails_in_the_same_step_come_before_its_failure():
+    """Right drafts before a row without numbers: the tokens are good, and a replay starts behind them."""
+
+    async def story() -> None:
+        worker = bench(DecodeRole)
+        worker.role.on_command(bind(FIRST))
+        worker.role.on_step(StepEvents(reserved=(ReserveResult(SeqId(1), (BlockId(1),)),)))
+        worker.role.on_step(StepEvents(failed=(SeqId(1),), tokens=(OutputToken(SeqId(1), 0, 3, None),)))
+        kinds = [message.WhichOneof("body") for message in worker.said]
+        assert kinds[-2:] == ["step_batch", "request_failed"]
+        assert worker.rows() == [(FIRST, 0)]
+        await worker.role.close()
+
+    run(story)
+
+
 def test_a_grant_that_fails_before_there_is_a_lease_returns_the_references_too(monkeypatch):
     async def story() -> None:
         lender = bench(PrefillRole)
         lender.role.on_command(prefill(FIRST))
         break_at(monkeypatch, PrefillRole, "_grant", lambda role, request, lent: True)
-        lender.role.on_step(StepEvents(lent=(Lent(SeqId(1), (BlockId(1),)),)))
+        lender.role.on_step(StepEvents(lent=(Lent(SeqId(1), ((BlockId(1),),)),)))
         assert lender.commands[1:] == [Abort(SeqId(1)), ReturnLease(SeqId(1))]
         assert lender.failures() == [(FIRST, BUG)]
         assert lender.role.idle

@@ -30,18 +30,20 @@ class Admitted(NamedTuple):
     """A lent sequence got its blocks. The lease already holds its references to them."""
 
     seq_id: SeqId
-    block_ids: tuple[BlockId, ...]
+    block_tables: tuple[tuple[BlockId, ...], ...]
+    """Its blocks in each KV group."""
 
 
 class Final(NamedTuple):
-    """Blocks [first, first + len(block_ids)) of a lent sequence are final: nothing writes them any more.
+    """Blocks of a lent sequence, from position `first` on, are final: nothing writes them any more.
 
     Each is full, or it is the last block of the prompt.
     """
 
     seq_id: SeqId
     first: int
-    block_ids: tuple[BlockId, ...]
+    block_tables: tuple[tuple[BlockId, ...], ...]
+    """These blocks in each KV group."""
 
 
 class StepOutcome(NamedTuple):

@@ -8,7 +8,8 @@ again. Only whole blocks are shared, and a published block is never written, so 
 from __future__ import annotations
 
 from pdserve.core.block_hash import BlockHash, PrefixChain
-from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
+from pdserve.core.block_pools import BlockPools, TableReservation
+from pdserve.core.blocks import Holder, HolderKind
 from pdserve.engine.schedule.sequence import Sequence
 
 TokenIds = tuple[int, ...] | list[int]
@@ -17,7 +18,7 @@ TokenIds = tuple[int, ...] | list[int]
 class PrefixCache:
     """Finds and publishes shared blocks. The scheduler owns it. Nothing is shared when `salt` is None."""
 
-    def __init__(self, pool: BlockPool, block_size: int, salt: bytes | None) -> None:
+    def __init__(self, pool: BlockPools, block_size: int, salt: bytes | None) -> None:
         self._pool = pool
         self._block_size = block_size
         self._salt = salt
@@ -39,14 +40,14 @@ class PrefixCache:
         """Return the hashes of the full blocks among the first `limit` tokens; an empty list when nothing is shared."""
         return chain.first(limit // self._block_size, tokens) if chain is not None else []
 
-    def take(self, seq: Sequence, holder: Holder, count: int, hashes: list[BlockHash]) -> Reservation:
+    def take(self, seq: Sequence, holder: Holder, count: int, hashes: list[BlockHash]) -> TableReservation:
         """Give a sequence all its `count` blocks. The caller has checked that the pool has them.
 
         The tokens of prefix hits count as computed. An inbound sequence gets the KV of its other blocks from a peer.
         """
         reservation = self._pool.reserve(holder, count, hashes)
         assert reservation is not None
-        seq.has_blocks(reservation.block_ids)
+        seq.has_blocks(reservation.block_tables)
         seq.published = seq.final = reservation.hits
         if holder.kind is HolderKind.SEQUENCE:
             seq.computed = reservation.hits * self._block_size

@@ -15,23 +15,27 @@ need, so small requests never starve a big one.
 A block that a step may write is freed only after that step is collected.
 
 Sequences that begin with the same tokens share blocks: see prefix_cache.py.
+
+`plan` takes guesses of next tokens (drafts). They change how many steps an output takes, and nothing else.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence as Many
 from operator import attrgetter
 
 from pdserve.core.block_hash import PrefixChain
-from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
+from pdserve.core.block_pools import BlockPools, TableReservation
+from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, StepPlan, accept
-from pdserve.engine.schedule.outcome import Admitted, Advance, Final, OutputToken, StepOutcome
+from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
+from pdserve.engine.schedule.collect import Collector, PlannedStep
+from pdserve.engine.schedule.drafts import take_drafts
+from pdserve.engine.schedule.outcome import Admitted, Advance, OutputToken, StepOutcome
 from pdserve.engine.schedule.prefix_cache import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
 from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
@@ -60,7 +64,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: BlockPools,
         layout_block_size: int,
         *,
         max_num_seqs: int,
@@ -96,9 +100,8 @@ class Scheduler:
         self._decoding = self._places[_S.DECODING]
         self._aborting = self._places[_S.ABORTING]
         self._waiting_tokens = 0  # tokens that waiting sequences still have to compute
-        self._step: list[Sequence] | None = None  # the step that is planned and not yet collected
-        self._decodes_planned = 0  # the first sequences of that step, which decode without drafts
-        self._drafts: dict[SeqId, tuple[int, ...]] = {}  # the sequences after them, which decode, and their drafts
+        self._step: PlannedStep | None = None  # the step that is planned and not yet collected
+        self._collector = Collector(self.prefix, layout_block_size, self._move, self._forget)
         self._drafts_obstacle = drafts_obstacle
         self._admitted: list[Admitted] = []
         self._preempted: list[SeqId] = []
@@ -116,12 +119,12 @@ class Scheduler:
 
     def reserve(
         self, seq_id: SeqId, spec: RequestSpec, *, local_prefill: bool, resumed: tuple[int, ...] = ()
-    ) -> Reservation | None:
+    ) -> TableReservation | None:
         """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
-        The result lists the blocks of the prompt in order, then a block to grow into if the sequence can grow. Its first
-        `hits` blocks hold their KV already. None means that the pool has no room beside the needs of waiting sequences, or
-        that all slots are taken.
+        The result lists the blocks of the prompt in order, for each KV group, and then a block to grow into if the sequence
+        can grow. Its first `hits` blocks hold their KV already. None means that the pool has no room beside the needs of
+        waiting sequences, or that all slots are taken.
 
         With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
         `activate` or `abort` follows. `resumed` is that of `add`.
@@ -189,23 +192,23 @@ class Scheduler:
         """Plan the next step. It is empty when nothing can run now; otherwise `collect` must be called before the next plan.
 
         drafts: guesses of the next tokens of decoding sequences. The step computes as many of them as it can without harm to
-        others (see `_plan_drafts`); the rest and those of other sequences are ignored. Raises `ConfigError` for drafts that
+        others (see drafts.py); the rest and those of other sequences are ignored. Raises `ConfigError` for drafts that
         this engine cannot take.
         """
         assert self._step is None, "the last step was not collected"
         self._steps += 1
         step = self._plan_decodes()
         chunks = self._plan_prefills(self._token_budget - len(step))
-        self._drafts = self._plan_drafts(step, chunks, drafts) if drafts else {}
-        if self._drafts:
-            step.sort(key=lambda seq: seq.seq_id in self._drafts)
-        decodes = len(step) - len(self._drafts)
+        taken = self._plan_drafts(step, chunks, drafts) if drafts else {}
+        if taken:
+            step.sort(key=lambda seq: seq.seq_id in taken)
+        decodes = len(step) - len(taken)
         slices = [seq.last_slice() for seq in step[:decodes]]
-        slices += [seq.drafted_slice(self._drafts[seq.seq_id]) for seq in step[decodes:]]
+        slices += [seq.drafted_slice(taken[seq.seq_id]) for seq in step[decodes:]]
         for seq, count in chunks:
             step.append(seq)
             slices.append(seq.next_slice(count))
-        self._step, self._decodes_planned = step or None, decodes
+        self._step = PlannedStep(step, decodes, tuple(taken.values())) if step else None
         return StepPlan(tuple(slices), decodes)
 
     def take_admitted(self) -> tuple[Admitted, ...]:
@@ -214,63 +217,14 @@ class Scheduler:
         return admitted
 
     def collect(self, sampled: list[Sampled]) -> StepOutcome:
-        """Finish the planned step: its tokens count as computed, and every sampled token is appended to its sequence.
+        """Finish the planned step: its tokens count as computed, and every accepted token is appended to its sequence.
 
-        sampled: one token for each sample of the plan, in the order of the slices. Of those of a slice with drafts, the
-        tokens that `accept` returns are appended, up to the one that ends the sequence.
+        sampled: one token for each sample of the plan, in the order of the slices.
         """
         assert self._step is not None, "no step was planned"
         step, self._step = self._step, None
-        aborting = self._aborting
-        tokens: list[OutputToken] = []
-        advanced: list[Advance] = []
-        failed: list[SeqId] = []
-        final: list[Final] = []
-        drawn, decodes = iter(sampled), self._decodes_planned
-        assert len(sampled) >= decodes, "there are fewer sampled tokens than decodes"
-        for seq, token in zip(
-            step[:decodes], drawn, strict=False
-        ):  # zip asks for a sequence first, so it takes no token too many
-            seq.computed = computed = seq.computed + 1
-            seq.planned = 0
-            if aborting and seq.state is _S.ABORTING:
-                self._forget(seq, _E.COLLECTED)
-                continue
-            if token[0] == NO_TOKEN:
-                self._fail(seq, failed)
-                continue
-            if not computed % self._block_size:
-                self.prefix.publish(seq)
-            tokens.append(self._append(seq, token))
-        drafted = self._drafts
-        for seq, drafts in zip(step[decodes:], drafted.values(), strict=False):
-            seq.planned = 0
-            run = accept(drafts, [next(drawn) for _ in range(len(drafts) + 1)])
-            if seq.state is _S.ABORTING:
-                self._forget(seq, _E.COLLECTED)
-            else:
-                self._append_run(seq, run, tokens, failed)
-        for seq in step[decodes + len(drafted) :]:
-            seq.computed = computed = seq.computed + seq.planned
-            seq.planned = 0
-            last = next(drawn) if computed == len(seq.tokens) else None
-            if seq.state is _S.ABORTING:
-                self._forget(seq, _E.COLLECTED)
-                continue
-            if last is not None and last[0] == NO_TOKEN:
-                self._fail(seq, failed)
-                continue
-            if seq.kind is SequenceKind.LENT:
-                final.append(self._final(seq))
-            if seq.state is _S.DECODING:  # it was admitted with all but its last token computed
-                self.prefix.publish(seq)
-            else:
-                self._prefilled(seq, advanced, drawn=last is not None)
-            if last is not None:
-                tokens.append(self._append(seq, last))
-        assert next(drawn, None) is None, "there are more sampled tokens than slices that draw one"
         preempted, self._preempted = tuple(self._preempted), []
-        return StepOutcome(tuple(tokens), tuple(advanced), preempted, tuple(failed), tuple(final))
+        return self._collector.collect(step, sampled, preempted, aborting=bool(self._aborting))
 
     # --- numbers for others
 
@@ -344,7 +298,7 @@ class Scheduler:
         Sequences that are preempted for lack of blocks are left out.
         """
         size = self._block_size
-        for seq in [s for s in self._decoding if len(s.tokens) > len(s.block_table) * size]:
+        for seq in [s for s in self._decoding if len(s.tokens) > s.num_blocks * size]:
             if seq.state is _S.DECODING:  # otherwise it has just been preempted for an older one
                 self._grow(seq)
         return list(self._decoding)
@@ -352,50 +306,37 @@ class Scheduler:
     def _plan_drafts(
         self, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], drafts: Drafts
     ) -> dict[SeqId, tuple[int, ...]]:
-        """Return the drafts that the step computes, of the sequences that have some, in the order of `decoding`.
-
-        Drafts take only what the step leaves: tokens of the budget, and rows that draw a token, of which a step has at most
-        as many as sequences may run, because the memory for logits is measured for so many. They preempt nobody. A sequence
-        gets no drafts behind its longest length, and none at all if it has edits, which depend on every token before.
-        """
         if self._drafts_obstacle is not None:
             raise ConfigError(f"this engine takes no drafts: {self._drafts_obstacle}")
         tokens = self._token_budget - len(decoding) - sum(count for _, count in chunks)
-        room = min(tokens, self._max_seqs - len(decoding) - len(chunks))
-        taken: dict[SeqId, tuple[int, ...]] = {}
-        for seq in decoding:
-            wanted = drafts.get(seq.seq_id, ())[: min(room, seq.longest - len(seq.tokens) - 1)]
-            if not wanted or seq.edits is not None:
-                continue
-            if kept := wanted[: self._room_for_drafts(seq, len(wanted))]:
-                taken[seq.seq_id] = kept
-                room -= len(kept)
-        return taken
+        return take_drafts(drafts, decoding, min(tokens, self._max_seqs - len(decoding) - len(chunks)), self._room_for_drafts)
 
     def _room_for_drafts(self, seq: Sequence, count: int) -> int:
         """Return how many of `count` drafts the sequence's blocks hold, after it grew by blocks that nobody else may need.
 
         A block stays free for each running sequence, and all blocks that waiting sequences need.
         """
-        missing = self._blocks_for(len(seq.tokens) + count) - len(seq.block_table)
+        missing = self._blocks_for(len(seq.tokens) + count) - seq.num_blocks
         if missing > 0 and self._pool.num_allocatable - missing >= self.num_running + self._blocks_awaited():
-            grown = self._pool.allocate(seq.holder, missing)
-            assert grown is not None
-            seq.has_blocks(seq.block_table + grown)
-        return min(count, len(seq.block_table) * self._block_size - len(seq.tokens))
+            self._take_blocks(seq, missing)
+        return min(count, seq.num_blocks * self._block_size - len(seq.tokens))
 
     def _grow(self, seq: Sequence) -> None:
         """Give the sequence one more block. While the pool has none, preempt the youngest sequence, perhaps this one."""
-        assert self._blocks_for(len(seq.tokens)) == len(seq.block_table) + 1
+        assert self._blocks_for(len(seq.tokens)) == seq.num_blocks + 1
         while self._pool.num_allocatable < 1:
             running = (*self._decoding, *self._prefilling)
             victim = max((s for s in running if s.kind is not SequenceKind.LENT), key=_ARRIVAL)
             self._preempt(victim)
             if victim is seq:
                 return
-        grown = self._pool.allocate(seq.holder, 1)
+        self._take_blocks(seq, 1)
+
+    def _take_blocks(self, seq: Sequence, count: int) -> None:
+        """Give a sequence `count` more blocks in each group. The caller has checked that the pools have them."""
+        grown = self._pool.allocate(seq.holder, count)
         assert grown is not None
-        seq.has_blocks(seq.block_table + grown)
+        seq.has_blocks(tuple([table + more for table, more in zip(seq.block_tables, grown, strict=True)]))
 
     def _preempt(self, seq: Sequence) -> None:
         self._pool.drop(seq.holder)
@@ -459,7 +400,7 @@ class Scheduler:
         seq = self._waiting[0]
         self._move(seq, _E.ADMITTED)
         hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
-        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_ids
+        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_tables
         if seq.decodes:
             self._move(seq, _E.PREFILLED)
         if seq.kind is SequenceKind.LENT:
@@ -483,55 +424,6 @@ class Scheduler:
         if target is _S.WAITING:
             self._waiting_tokens += seq.remaining
 
-    def _prefilled(self, seq: Sequence, advanced: list[Advance], *, drawn: bool) -> None:
-        """Finish a chunk of a prefilling sequence: publish its blocks and report the advance of a lent one.
-
-        Any other sequence decodes from now on if a token was drawn after the chunk, or if only its last output token is left.
-        """
-        self.prefix.publish(seq)
-        if seq.kind is SequenceKind.LENT:
-            advanced.append(Advance(seq.seq_id, seq.computed))
-        elif drawn or seq.decodes:
-            self._move(seq, _E.PREFILLED)
-
-    def _final(self, seq: Sequence) -> Final:
-        """Return the blocks of a lent sequence that became final with its last chunk."""
-        ended = seq.computed == len(seq.tokens)
-        blocks = self._blocks_for(seq.computed) if ended else seq.computed // self._block_size
-        first, seq.final = seq.final, blocks
-        return Final(seq.seq_id, first, seq.block_table[first:blocks])
-
-    def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
-        token_id, logprobs = sampled
-        index = len(seq.tokens) - seq.prompt_len
-        seq.tokens.append(token_id)
-        reason = seq.finish_reason()
-        if reason is not None or seq.kind is SequenceKind.LENT:
-            self._forget(seq, _E.FINISHED)
-        return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
-
-    def _append_run(self, seq: Sequence, run: Many[Sampled], tokens: list[OutputToken], failed: list[SeqId]) -> None:
-        """Append the accepted tokens of a sequence, as if each was drawn by a step of its own, up to the one that ends it.
-
-        The KV of the other drafts is behind `computed`, where the next slice overwrites it before anything reads it.
-        """
-        for token in run:
-            seq.computed += 1
-            if token[0] == NO_TOKEN:
-                self._fail(seq, failed)
-                return
-            if not seq.computed % self._block_size:
-                self.prefix.publish(seq)
-            tokens.append(self._append(seq, token))
-            if tokens[-1].finish_reason is not None:
-                return
-
-    def _fail(self, seq: Sequence, failed: list[SeqId]) -> None:
-        """End a sequence whose logits are not finite numbers. Its KV may be the reason, so no other sequence may find it."""
-        self.prefix.withdraw(seq)
-        self._forget(seq, _E.FAILED)
-        failed.append(seq.seq_id)
-
     def _forget(self, seq: Sequence, event: SequenceEvent) -> None:
         """End the sequence and drop its own references."""
         self._pool.drop(seq.holder)
@@ -550,10 +442,12 @@ class Scheduler:
 
     def _check_sequence(self, seq: Sequence) -> None:
         assert seq.remaining >= max(seq.planned, 1)
-        assert not seq.planned or (self._step is not None and seq in self._step)
+        assert not seq.planned or (self._step is not None and seq in self._step.sequences)
         assert seq.planned or seq.state is not _S.ABORTING
         assert seq.decodes or seq.state is not _S.DECODING
         kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE
-        assert self._pool.blocks_of(Holder(kind, seq.seq_id)) == seq.block_table
-        assert bool(seq.block_table) == (seq.state is not _S.WAITING)
-        assert seq.computed <= len(seq.block_table) * self._block_size
+        held = self._pool.blocks_of(Holder(kind, seq.seq_id))
+        assert held == seq.block_tables or not any((*held, *seq.block_tables))
+        assert all(len(table) == seq.num_blocks for table in seq.block_tables)
+        assert bool(seq.num_blocks) == (seq.state is not _S.WAITING)
+        assert seq.computed <= seq.num_blocks * self._block_size

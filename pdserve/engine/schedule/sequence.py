@@ -69,7 +69,6 @@ class Sequence:
     preemptions: int = 0
     """Number of times that it lost its blocks and was recomputed."""
     history: tuple[str, ...] = ()
-    block_table: tuple[BlockId, ...] = field(default=())
     chain: PrefixChain | None = None
     """Hashes of its blocks; None when its blocks are not shared."""
     published: int = 0
@@ -88,6 +87,9 @@ class Sequence:
     longest: int = field(init=False)
     """Length in tokens at which it ends, whatever the tokens are."""
     block_tables: tuple[tuple[BlockId, ...], ...] = ()
+    """Its blocks in each KV group; empty while it waits."""
+    num_blocks: int = 0
+    """Number of its blocks in each KV group."""
     packed: tuple[bytes, ...] = ()
     """`block_tables` as int32 for compiled code. They are made when a table changes, not at each step."""
     _stops: frozenset[int] = field(init=False)
@@ -167,9 +169,10 @@ class Sequence:
         ids = (self.tokens[-1], *drafts)
         return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
 
-    def has_blocks(self, table: tuple[BlockId, ...]) -> None:
-        """Set the block table, in both of its forms."""
-        self.block_table, self.block_tables, self.packed = table, (table,), (array("i", table).tobytes(),)
+    def has_blocks(self, tables: tuple[tuple[BlockId, ...], ...]) -> None:
+        """Set the block tables, in both of their forms."""
+        self.block_tables, self.num_blocks = tables, len(tables[0]) if tables else 0
+        self.packed = tuple([array("i", table).tobytes() for table in tables])
 
     def sample_spec(self) -> SampleSpec:
         """Return the specification for drawing the next token.

@@ -13,7 +13,7 @@ import torch
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import QUANTISED, gqa_group
@@ -287,7 +287,7 @@ def test_blocks_that_moved_to_another_pool_as_bytes_go_on_alike(make_runner, tin
 
 def served(runner: ModelRunner, prompts: list[tuple[int, ...]], *, blocks: int, salt: bytes | None, at_once: bool):
     """Outputs of 40 greedy tokens each, tokens found in the cache, and how often a sequence was preempted."""
-    pool = BlockPool(blocks)
+    pool = BlockPools(blocks)
     scheduler = Scheduler(
         pool, SIZE, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=blocks * SIZE, eos_token_ids=(), prefix_salt=salt
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
@@ -26,7 +26,7 @@ Requests = list[tuple[tuple[int, ...], SamplingParams]]
 
 def make(*, blocks: int = 64, seqs: int = 16, budget: int = 32, limit: int = 64, obstacle: str | None = None) -> Scheduler:
     return Scheduler(
-        BlockPool(blocks), BLOCK, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=limit, eos_token_ids=(EOS,),
+        BlockPools(blocks), BLOCK, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=limit, eos_token_ids=(EOS,),
         prefix_salt=b"model", drafts_obstacle=obstacle,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 from engine_ways import WAYS
 
 from pdserve.checkpoint.card import ModelCard
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 def make(num_blocks: int = 256, *, budget: int = 512, salt: bytes | None = b"model") -> Scheduler:
     return Scheduler(
-        BlockPool(num_blocks),
+        BlockPools(num_blocks),
         BLOCK,
         max_num_seqs=64,
         max_num_batched_tokens=budget,

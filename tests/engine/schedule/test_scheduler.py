@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from pdserve.core.blocks import BlockPool
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
@@ -22,7 +22,7 @@ EOS = 99
 
 def make(num_blocks: int = 10, *, seqs: int = 8, budget: int = 8, max_len: int | None = None) -> Scheduler:
     limit = num_blocks * BLOCK if max_len is None else max_len
-    pool = BlockPool(num_blocks)
+    pool = BlockPools(num_blocks)
     return Scheduler(pool, BLOCK, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=limit, eos_token_ids=(EOS,))
 
 
@@ -92,7 +92,7 @@ def test_a_lent_sequence_lends_its_blocks_and_ends_with_token_0():
     _, first = step(scheduler)
     (admitted,) = scheduler.take_admitted()
     assert admitted.seq_id == seq
-    assert len(admitted.block_ids) == 3
+    assert len(admitted.block_tables[0]) == 3
     assert first is not None
     assert first.advanced == ((1, 8),)
     _, second = step(scheduler)
@@ -135,7 +135,7 @@ def test_inbound_is_reserved_whole_activated_and_decoded():
     scheduler = make()
     room = scheduler.reserve(SeqId(1), RequestSpec(prompt(8), SamplingParams(max_tokens=3)), local_prefill=False)
     assert room is not None
-    blocks = room.block_ids
+    blocks = room.block_tables[0]
     assert len(blocks) == 3
     assert not scheduler.has_work
     scheduler.activate(SeqId(1), 42)

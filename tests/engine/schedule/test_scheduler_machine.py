@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdserve.core.blocks import BlockPool, Reservation
+from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
@@ -52,9 +52,14 @@ priorities = st.integers(-1, 1)
 class SchedulerMachine(RuleBasedStateMachine):
     """Plays the engine thread, its commands, and a KV memory of (sequence, tokens up to here) per slot."""
 
-    @initialize(seqs=st.integers(1, 5), budget=st.integers(1, 12), salt=st.sampled_from([None, b"model"]))
-    def start(self, seqs: int, budget: int, salt: bytes | None) -> None:
-        self.pool = BlockPool(BLOCKS)
+    @initialize(
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        salt=st.sampled_from([None, b"model"]),
+        groups=st.sampled_from([(BLOCKS,), (BLOCKS, BLOCKS + 3)]),
+    )
+    def start(self, seqs: int, budget: int, salt: bytes | None, groups: tuple[int, ...]) -> None:
+        self.pool = BlockPools(*groups)
         self.scheduler = Scheduler(
             self.pool,
             BLOCK,
@@ -65,12 +70,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_salt=salt,
         )
         self.budget, self.seqs = budget, min(seqs, budget)
-        self.memory: dict[tuple[BlockId, int], int] = {}
+        self.memory: dict[tuple[int, BlockId, int], int] = {}
         self.asked: dict[SeqId, tuple[tuple[int, ...], SamplingParams, SequenceKind]] = {}
         self.outputs: dict[SeqId, list[int]] = {}
-        self.inbound: dict[SeqId, Reservation] = {}
+        self.inbound: dict[SeqId, TableReservation] = {}
         self.leases: list[SeqId] = []
-        self.quarantined: list[tuple[SeqId, Reservation]] = []
+        self.quarantined: list[tuple[SeqId, TableReservation]] = []
         self.finished: list[SeqId] = []
         self.steps = 0
 
@@ -110,7 +115,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.abort(seq_id)
             return
         for position in range(room.hits * BLOCK, len(prompt)):  # the rest was found here
-            self.memory[room.block_ids[position // BLOCK], position % BLOCK] = prompt[position]
+            for group, table in enumerate(room.block_tables):
+                self.memory[group, table[position // BLOCK], position % BLOCK] = prompt[position]
         self.outputs[seq_id].append(first)
         self.scheduler.activate(seq_id, first)
 
@@ -134,8 +140,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def read_stops(self) -> None:
         """Until then it may have written whatever it likes into the blocks that were its own."""
         seq_id, room = self.quarantined.pop(0)
-        for block in room.block_ids[room.hits :]:
-            self.memory.update({(block, slot): VOCAB for slot in range(BLOCK)})
+        for group, table in enumerate(room.block_tables):
+            self.memory.update({(group, block, slot): VOCAB for block in table[room.hits :] for slot in range(BLOCK)})
         self.scheduler.end_quarantine(seq_id)
 
     @precondition(lambda self: self.outputs)
@@ -191,19 +197,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows = [end - k for end, piece in zip(ends, plan.slices, strict=True) for k in range(len(piece.samples), 0, -1)]
         assert plan.sampled_rows == rows, "the model would draw after other tokens"
         sampled: list[Sampled] = []
-        written: set[tuple[BlockId, int]] = set()
+        written: set[tuple[int, BlockId, int]] = set()
         for piece in plan.slices:
             for offset, token in enumerate(piece.token_ids):
                 position = piece.start + offset
-                slot = (piece.block_tables[0][position // BLOCK], position % BLOCK)
-                assert slot not in written
-                written.add(slot)
-                self.memory[slot] = token
+                for group, table in enumerate(piece.block_tables):
+                    slot = (group, table[position // BLOCK], position % BLOCK)
+                    assert slot not in written
+                    written.add(slot)
+                    self.memory[slot] = token
             end = piece.start + len(piece.token_ids)
             assert end <= LIMIT - 1, "a token behind the last one that can be drawn"
             for last in range(end - len(piece.samples), end):
-                tokens = tuple(self.memory[piece.block_tables[0][p // BLOCK], p % BLOCK] for p in range(last + 1))
-                sampled.append((model(tokens), None))
+                texts = {
+                    tuple(self.memory[group, table[p // BLOCK], p % BLOCK] for p in range(last + 1))
+                    for group, table in enumerate(piece.block_tables)
+                }
+                assert len(texts) == 1, "the groups hold different tokens"
+                sampled.append((model(texts.pop()), None))
         return sampled
 
     def finish(self, seq_id: SeqId, reason: FinishReason | None) -> None:
@@ -242,7 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.leases:
             self.lease_ends()
         counts = self.pool.counts()
-        assert counts.free + counts.cached == BLOCKS
+        assert counts.free + counts.cached == counts.total
         assert not self.scheduler.has_work
 
 

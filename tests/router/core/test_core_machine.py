@@ -26,10 +26,11 @@ BOUND_S = int(DEADLINE_MAX_S) + 2
 
 class CoreMachine(RuleBasedStateMachine):
     probe_workers = False
+    stage_type = Stage
 
     def __init__(self) -> None:
         super().__init__()
-        self.stage = Stage(
+        self.stage = self.stage_type(
             max_queued_requests=4,
             colocate_below_tokens=3,
             probe_workers=self.probe_workers,
@@ -252,12 +253,18 @@ def chaos(machine: CoreMachine, random: Random) -> None:
     random.choices(list(rules), list(rules.values()))[0]()
 
 
-@pytest.mark.parametrize("kind", [CoreMachine, ProbingCoreMachine])
-@pytest.mark.parametrize("seed", range(8))
-def test_long_random_runs_leave_nothing(seed: int, kind: type[CoreMachine]) -> None:
+def long_random_run(seed: int, kind: type[CoreMachine]) -> CoreMachine:
+    """Return the machine after many events and its end."""
     machine, random = kind(), Random(seed)
     for _ in range(600):
         chaos(machine, random)
         machine.books_agree()
     machine.teardown()
+    return machine
+
+
+@pytest.mark.parametrize("kind", [CoreMachine, ProbingCoreMachine])
+@pytest.mark.parametrize("seed", range(8))
+def test_long_random_runs_leave_nothing(seed: int, kind: type[CoreMachine]) -> None:
+    machine = long_random_run(seed, kind)
     assert sum(o.ended == ["done"] for o in machine.stage.outcomes.values()) > 10

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, Unavailable
-from pdserve.core.ids import Handle, RequestId
+from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId
 from pdserve.core.request_machine import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
 from pdserve.core.sampling import Placement
 from router.core import events as ev
@@ -40,6 +42,60 @@ def test_an_illegal_event_raises_with_the_history_and_changes_nothing() -> None:
         machine.move(RequestEvent.STOPPED)
     assert machine.state is RequestState.BINDING
     assert (machine.attempt, machine.bind) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("why", "event"),
+    [
+        ("RESERVED is illegal in ATTACHED", lambda p, d: ev.Reserved(*d)),
+        ("NO_ROOM is illegal in ATTACHED", lambda p, d: ev.NoRoom(*d, 1)),
+        ("PREFILL_STARTED is illegal in LENDING", lambda p, d: ev.PrefillStarted(*p, LeaseId(Incarnation(1), 1), b"")),
+        ("a prefill worker sent what only a decode worker reports", lambda p, d: ev.KvCommitted(*p, 1, 0.0, 0.0, 0.0)),
+        (
+            "a decode worker sent what only a prefill worker",
+            lambda p, d: ev.PrefillStarted(*d, LeaseId(Incarnation(1), 1), b""),
+        ),
+    ],
+)
+def test_a_report_that_the_work_does_not_allow_fails_the_request_with_its_history(
+    why: str, event: Callable[..., ev.Event]
+) -> None:
+    """(1) Decode has reserved, prefill has started, decode is attached. (2) One of the two says what it cannot mean."""
+    stage = pools()
+    prefill, decode = stage.peers.values()
+    outcome = stage.submit("r")
+    stage.deliver(decode)
+    stage.deliver(prefill)
+    stage.tell(event((prefill.link, *prefill.jobs), (decode.link, *decode.jobs)))
+    assert outcome.ended == ["internal_bug"]
+    assert why in str(outcome.error)
+    stage.assert_empty()
+
+
+def test_kv_is_not_committed_without_an_attach_nor_twice() -> None:
+    for reports in (1, 3):
+        stage = pools()
+        prefill, decode = stage.peers.values()
+        outcome = stage.submit("r", max_tokens=4)
+        stage.deliver(decode)
+        if reports == 3:
+            stage.deliver(prefill)
+        for _ in range(min(reports, 2)):
+            assert not outcome.ended
+            stage.tell(ev.KvCommitted(decode.link, *decode.jobs, 1, 0.0, 0.0, 0.0))
+        assert outcome.ended == ["internal_bug"]
+        assert "KV_COMMITTED is illegal in " + ("COMMITTED" if reports == 3 else "RESERVED") in str(outcome.error)
+        stage.assert_empty()
+
+
+def test_a_first_token_without_a_lease_fails_its_request() -> None:
+    stage = pools()
+    prefill, decode = stage.peers.values()
+    outcome = stage.submit("r")
+    stage.deliver(decode)
+    stage.tell(ev.StepRows(prefill.link, [row(*prefill.jobs, 0)]))
+    assert "FIRST_TOKEN is illegal in SENT" in str(outcome.error)
+    stage.assert_empty()
 
 
 def test_token_1_may_arrive_before_token_0_and_is_held() -> None:

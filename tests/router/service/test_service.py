@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+from collections.abc import Iterator
 
 import pytest
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import Overloaded
-from pdserve.core.ids import Incarnation
+from pdserve.core.errors import Overloaded, PdserveError
+from pdserve.core.ids import Incarnation, RequestId
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import SamplingParams
+from pdserve.rpc.v1 import link_pb2
 from router.core import events as ev
 from router.core.waiting import RETRY_AFTER_UNKNOWN_S, WaitingRequests
 from router.grpc.cluster_state import cluster_state_to_wire
@@ -115,3 +120,75 @@ def test_closing_is_not_lost_when_a_request_has_just_come(turns: int) -> None:
             await made.close()
 
     asyncio.run(story())
+
+
+class RecordedLinks:
+    """Links that keep what was said, for a service without sockets."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
+        self.sent.append(message.WhichOneof("body") or "")
+
+    def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
+        self.sent.append("hang up")
+
+
+def submit(name: str) -> ev.Submit:
+    spec = RequestSpec((1, 2, 3), SamplingParams(max_tokens=3))
+    return ev.Submit(RequestId(name), spec, arrived_s=0.0, deadline_s=math.inf)
+
+
+def broken_action(*_: object, **__: object) -> ev.Effects:
+    yield from ()
+    raise ValueError("the bug")
+
+
+@contextlib.contextmanager
+def served() -> Iterator[tuple[service.RouterService, RecordedLinks]]:
+    """A service with one decode worker on link 1."""
+    links = RecordedLinks()
+    made = service.RouterService(RouterConfig(probe_workers=False), tiny_model(), links=links)
+    made.tell(ev.WorkerJoined(ev.LinkId(1), hello("d", ev.Role.DECODE, model_fingerprint=tiny_model().card.fingerprint)))
+    yield made, links
+    made._core.check_invariants()
+    assert made._core.num_requests == 0
+    assert not made._live
+
+
+def test_a_bug_on_a_workers_event_is_raised_after_its_effects_were_performed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request fails and is cancelled at its worker; then the link learns of the bug, and the next event of nothing."""
+    with served() as (made, links):
+        generation = made._start(submit("r"))
+        handle = made._core.requests.get(RequestId("r")).decode.handle  # type: ignore[union-attr]
+        monkeypatch.setattr(made._core._handoff, "reserved", broken_action)
+        with pytest.raises(ValueError, match="the bug"):
+            made.tell(ev.Reserved(ev.LinkId(1), handle))
+        assert links.sent == ["welcome", "bind", "cancel"]
+        assert "the bug" in str(generation._error)
+        made.tell(ev.Tick())
+        assert links.sent == ["welcome", "bind", "cancel"]
+
+
+@pytest.mark.parametrize("part", ["_requests.waiting.add", "bind", "pump"])
+def test_a_bug_on_a_submit_is_raised_and_leaves_no_request(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    with served() as (made, links):
+        owner = made._core._dispatcher
+        *path, name = part.split(".")
+        for attribute in path:
+            owner = getattr(owner, attribute)
+        monkeypatch.setattr(owner, name, broken_action if part != "_requests.waiting.add" else lambda _: next(broken_action()))
+        with pytest.raises(ValueError, match="the bug"):
+            made._start(submit("r"))
+        monkeypatch.undo()
+        assert links.sent == ["welcome"]
+
+
+def test_a_bug_on_a_tick_does_not_end_the_ticks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with served() as (made, _):
+        monkeypatch.setattr(made._core._dispatcher, "pump", broken_action)
+        made._tick()
+        assert "failed on a tick" in caplog.text
+        monkeypatch.undo()
+        made._tick()

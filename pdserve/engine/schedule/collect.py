@@ -1,0 +1,152 @@
+"""The end of a step: drawn tokens are appended to their sequences, and blocks that became full are published. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+from pdserve.core.ids import SeqId
+from pdserve.core.kv_layout import ceil_div
+from pdserve.core.step_plan import NO_TOKEN, Sampled, accept
+from pdserve.engine.schedule.outcome import Advance, Final, OutputToken, StepOutcome
+from pdserve.engine.schedule.prefix_cache import PrefixCache
+from pdserve.engine.schedule.sequence import Sequence, SequenceKind
+from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
+
+_S, _E = SequenceState, SequenceEvent
+Change = Callable[[Sequence, SequenceEvent], None]
+
+
+class PlannedStep(NamedTuple):
+    """The sequences of a step: first those that decode without drafts, then those with drafts, then those with a chunk."""
+
+    sequences: list[Sequence]
+    decodes: int
+    """The number of the first ones."""
+    drafts: tuple[tuple[int, ...], ...]
+    """The drafts of each of the second ones."""
+
+
+class Collector:
+    """Finishes the steps of one scheduler."""
+
+    def __init__(self, prefix: PrefixCache, block_size: int, move: Change, forget: Change) -> None:
+        """`move` changes the state of a sequence. `forget` ends a sequence and drops its references."""
+        self._prefix = prefix
+        self._block_size = block_size
+        self._move = move
+        self._forget = forget
+
+    def collect(
+        self, step: PlannedStep, sampled: list[Sampled], preempted: tuple[SeqId, ...], *, aborting: bool
+    ) -> StepOutcome:
+        """Finish a step: its tokens count as computed, and every accepted token is appended to its sequence.
+
+        sampled: one token for each sample of the plan, in the order of the slices. preempted: sequences to report. aborting:
+        True if sequences were aborted during the step.
+        """
+        sequences, decodes, drafts = step
+        assert len(sampled) >= decodes, "there are fewer sampled tokens than decodes"
+        tokens: list[OutputToken] = []
+        failed: list[SeqId] = []
+        drawn = iter(sampled)
+        for seq, token in zip(
+            sequences[:decodes], drawn, strict=False
+        ):  # zip asks for a sequence first, so it takes no token too many
+            seq.computed = computed = seq.computed + 1
+            seq.planned = 0
+            if aborting and seq.state is _S.ABORTING:
+                self._forget(seq, _E.COLLECTED)
+                continue
+            if token[0] == NO_TOKEN:
+                self._fail(seq, failed)
+                continue
+            if not computed % self._block_size:
+                self._prefix.publish(seq)
+            tokens.append(self._append(seq, token))
+        for seq, guessed in zip(sequences[decodes:], drafts, strict=False):
+            seq.planned = 0
+            run = accept(guessed, [next(drawn) for _ in range(len(guessed) + 1)])
+            if seq.state is _S.ABORTING:
+                self._forget(seq, _E.COLLECTED)
+            else:
+                self._append_run(seq, run, tokens, failed)
+        advanced, final = self._chunks(sequences[decodes + len(drafts) :], drawn, tokens, failed)
+        assert next(drawn, None) is None, "there are more sampled tokens than slices that draw one"
+        return StepOutcome(tuple(tokens), advanced, preempted, tuple(failed), final)
+
+    def _chunks(
+        self, sequences: list[Sequence], drawn: Iterator[Sampled], tokens: list[OutputToken], failed: list[SeqId]
+    ) -> tuple[tuple[Advance, ...], tuple[Final, ...]]:
+        """Finish the chunks of the step. A token was drawn after each that reached the last known token."""
+        advanced: list[Advance] = []
+        final: list[Final] = []
+        for seq in sequences:
+            seq.computed = computed = seq.computed + seq.planned
+            seq.planned = 0
+            last = next(drawn) if computed == len(seq.tokens) else None
+            if seq.state is _S.ABORTING:
+                self._forget(seq, _E.COLLECTED)
+                continue
+            if last is not None and last[0] == NO_TOKEN:
+                self._fail(seq, failed)
+                continue
+            if seq.kind is SequenceKind.LENT:
+                final.append(self._final(seq))
+            if seq.state is _S.DECODING:  # it was admitted with all but its last token computed
+                self._prefix.publish(seq)
+            else:
+                self._prefilled(seq, advanced, drawn=last is not None)
+            if last is not None:
+                tokens.append(self._append(seq, last))
+        return tuple(advanced), tuple(final)
+
+    def _prefilled(self, seq: Sequence, advanced: list[Advance], *, drawn: bool) -> None:
+        """Finish a chunk of a prefilling sequence: publish its blocks and report the advance of a lent one.
+
+        Any other sequence decodes from now on if a token was drawn after the chunk, or if only its last output token is left.
+        """
+        self._prefix.publish(seq)
+        if seq.kind is SequenceKind.LENT:
+            advanced.append(Advance(seq.seq_id, seq.computed))
+        elif drawn or seq.decodes:
+            self._move(seq, _E.PREFILLED)
+
+    def _final(self, seq: Sequence) -> Final:
+        """Return the blocks of a lent sequence that became final with its last chunk."""
+        ended = seq.computed == len(seq.tokens)
+        blocks = ceil_div(seq.computed, self._block_size) if ended else seq.computed // self._block_size
+        first, seq.final = seq.final, blocks
+        return Final(seq.seq_id, first, tuple([table[first:blocks] for table in seq.block_tables]))
+
+    def _append(self, seq: Sequence, sampled: Sampled) -> OutputToken:
+        token_id, logprobs = sampled
+        index = len(seq.tokens) - seq.prompt_len
+        seq.tokens.append(token_id)
+        reason = seq.finish_reason()
+        if reason is not None or seq.kind is SequenceKind.LENT:
+            self._forget(seq, _E.FINISHED)
+        return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
+
+    def _append_run(self, seq: Sequence, run: Many[Sampled], tokens: list[OutputToken], failed: list[SeqId]) -> None:
+        """Append the accepted tokens of a sequence, as if each was drawn by a step of its own, up to the one that ends it.
+
+        The KV of the other drafts is behind `computed`, where the next slice overwrites it before anything reads it.
+        """
+        for token in run:
+            seq.computed += 1
+            if token[0] == NO_TOKEN:
+                self._fail(seq, failed)
+                return
+            if not seq.computed % self._block_size:
+                self._prefix.publish(seq)
+            tokens.append(self._append(seq, token))
+            if tokens[-1].finish_reason is not None:
+                return
+
+    def _fail(self, seq: Sequence, failed: list[SeqId]) -> None:
+        """End a sequence whose logits are not finite numbers. Its KV may be the reason, so no other sequence may find it."""
+        self._prefix.withdraw(seq)
+        self._forget(seq, _E.FAILED)
+        failed.append(seq.seq_id)

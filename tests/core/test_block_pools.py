@@ -1,0 +1,201 @@
+"""Pools of several KV groups: they agree about every holder after every order of events, and act all at once."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pdserve.core.block_hash import BlockHash
+from pdserve.core.block_pools import BlockPools
+from pdserve.core.blocks import BlockCounts, Holder, HolderKind
+from pdserve.core.errors import InternalBug
+from pdserve.core.ids import BlockSum, SeqId
+
+HASHES = [BlockHash(bytes([i]) * 32) for i in range(12)]
+
+
+def sequence(i: int) -> Holder:
+    return Holder(HolderKind.SEQUENCE, SeqId(i))
+
+
+def inbound(i: int) -> Holder:
+    return Holder(HolderKind.INBOUND, SeqId(i))
+
+
+def lease(i: int) -> Holder:
+    return Holder(HolderKind.LEASE, SeqId(i))
+
+
+def published(pools: BlockPools, number: int, count: int) -> None:
+    """Compute a prompt of `count` blocks, publish them, and leave them cached."""
+    assert pools.reserve(sequence(number), count, ()) is not None
+    for position in range(count):
+        pools.publish(sequence(number), position, HASHES[position])
+    pools.drop(sequence(number))
+
+
+def test_a_prefix_is_here_only_if_every_group_has_it():
+    """(1) Both groups have three blocks of a prefix; (2) the smaller one evicts the last; (3) only two are shared."""
+    pools = BlockPools(8, 5)
+    published(pools, 1, 3)
+    assert pools.allocate(sequence(2), 3) is not None
+    assert [len(pool.lookup(HASHES[:3])) for pool in pools.groups] == [3, 2]
+    pools.drop(sequence(2))
+    found = pools.reserve(sequence(3), 3, HASHES[:3])
+    assert found is not None
+    assert found.hits == 2
+    pools.check_invariants()
+
+
+def test_what_one_group_cannot_hold_no_group_takes():
+    pools = BlockPools(8, 2)
+    before = pools.counts()
+    assert pools.allocate(sequence(1), 3) is None
+    assert pools.reserve(sequence(1), 3, ()) is None
+    assert not pools.fits(3)
+    assert not pools.fits(1, spare=2)
+    assert pools.counts() == before
+    assert (pools.num_blocks, pools.num_free, pools.num_allocatable) == (2, 2, 2)
+
+
+def test_counts_are_those_of_all_groups():
+    pools = BlockPools(8, 5)
+    pools.allocate(sequence(1), 2)
+    assert pools.counts() == BlockCounts(13, 9, 0, 4, 0)
+
+
+def test_the_fresh_blocks_of_every_group_are_quarantined_until_all_reads_have_stopped():
+    pools = BlockPools(8, 5)
+    pools.reserve(inbound(1), 2, ())
+    pools.quarantine(SeqId(1))
+    assert pools.counts().quarantined == 4
+    pools.end_quarantine(SeqId(1))
+    assert pools.counts().free == 13
+
+
+def test_each_group_has_checksums_of_its_own():
+    pools = BlockPools(8, 5)
+    pools.allocate(sequence(1), 2)
+    pools.seal(sequence(1), 0, (BlockSum(7), BlockSum(8)))
+    assert pools.sums_of(sequence(1)) == ((7, None), (8, None))
+    with pytest.raises(InternalBug):
+        pools.seal(sequence(1), 0, (BlockSum(7), BlockSum(8)))
+
+
+def test_groups_that_disagree_are_noticed():
+    pools = BlockPools(8, 5)
+    pools.allocate(sequence(1), 2)
+    pools.groups[1].drop(sequence(1))
+    with pytest.raises(AssertionError, match="disagree"):
+        pools.check_invariants()
+
+
+class PoolsMachine(RuleBasedStateMachine):
+    """Random histories over three groups of different sizes, so that their caches differ."""
+
+    @initialize(sizes=st.tuples(st.integers(4, 12), st.integers(4, 12), st.integers(4, 12)))
+    def start(self, sizes: tuple[int, int, int]) -> None:
+        self.pools = BlockPools(*sizes)
+        self.running: dict[int, int] = {}
+        self.pulling: list[int] = []
+        self.lent: list[int] = []
+        self.quarantined: list[int] = []
+        self.last = 0
+
+    @rule(count=st.integers(1, 6), full=st.integers(0, 6), pull=st.booleans())
+    def reserve(self, count: int, full: int, pull: bool) -> None:
+        self.last += 1
+        hashes = HASHES[: min(count, full)]
+        here = min(len(pool.lookup(hashes)) for pool in self.pools.groups)
+        fits, before = self.pools.fits(count, hashes), self.pools.counts()
+        room = self.pools.reserve(inbound(self.last) if pull else sequence(self.last), count, hashes)
+        assert (room is not None) == fits
+        if room is None:
+            assert self.pools.counts() == before
+            return
+        assert room.hits == here, "the longest prefix that every group has"
+        assert {len(table) for table in room.block_tables} == {count}
+        if pull:
+            self.pulling.append(self.last)
+        else:
+            self.running[self.last] = count
+
+    @rule(data=st.data(), full=st.integers(0, 6))
+    def publish(self, data: st.DataObject, full: int) -> None:
+        if self.running:
+            number = data.draw(st.sampled_from(sorted(self.running)))
+            for position in range(min(full, self.running[number])):
+                self.pools.publish(sequence(number), position, HASHES[position])
+
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        if self.running:
+            number = data.draw(st.sampled_from(sorted(self.running)))
+            if self.pools.num_allocatable:
+                assert self.pools.allocate(sequence(number), 1) is not None
+                self.running[number] += 1
+            else:
+                assert self.pools.allocate(sequence(number), 1) is None
+
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        if left := sorted(self.running.keys() - set(self.lent)):
+            number = data.draw(st.sampled_from(left))
+            assert self.pools.share(sequence(number), lease(number)) == self.pools.blocks_of(sequence(number))
+            self.lent.append(number)
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        if self.running:
+            number = data.draw(st.sampled_from(sorted(self.running)))
+            del self.running[number]
+            self.pools.drop(sequence(number))
+
+    @rule()
+    def return_lease(self) -> None:
+        if self.lent:
+            self.pools.drop(lease(self.lent.pop(0)))
+
+    @rule(stopped=st.booleans())
+    def pull_ends(self, stopped: bool) -> None:
+        if self.pulling:
+            number = self.pulling.pop()
+            if stopped:
+                self.running[number] = len(self.pools.blocks_of(inbound(number))[0])
+                self.pools.hand_over(inbound(number), sequence(number))
+            else:
+                self.pools.quarantine(SeqId(number))
+                self.quarantined.append(number)
+
+    @rule()
+    def read_stops(self) -> None:
+        if self.quarantined:
+            self.pools.end_quarantine(SeqId(self.quarantined.pop()))
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        if self.running:
+            self.pools.withdraw(sequence(data.draw(st.sampled_from(sorted(self.running)))))
+
+    @invariant()
+    def groups_agree(self) -> None:
+        if hasattr(self, "pools"):
+            self.pools.check_invariants()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pools"):
+            return
+        for number in list(self.running):
+            self.pools.drop(sequence(number))
+        while self.lent:
+            self.return_lease()
+        while self.pulling:
+            self.pull_ends(stopped=False)
+        while self.quarantined:
+            self.read_stops()
+        counts = self.pools.counts()
+        assert counts.free + counts.cached == counts.total
+
+
+TestPools = PoolsMachine.TestCase
+TestPools.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,138 @@
+"""A router of a few lines that repeats each prompt: what a front end needs, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.errors import Cancelled, InternalBug, UnknownWorker
+from pdserve.core.ids import Incarnation, RequestId, WorkerId
+from pdserve.core.sampling import FinishReason, Placement
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from router.api.answer import Delta, Generation, Report
+from router.api.identity import KEY_BYTES, CancelTokens
+from router.api.request import GenerateInput, Prompt
+from router.api.router_api import AdminApi, ModelInfo, RouterApi
+
+WORKER = WorkerSnapshot(
+    WorkerHello(
+        worker_id=WorkerId("decode-0"), role=Role.DECODE, incarnation=Incarnation(7), address="h:1", model_fingerprint="f",
+        block_size=16, num_blocks=10, max_model_len=101, max_num_seqs=1, dtype="float32", kv_bytes_per_token=4, pid=1,
+    ),
+    WorkerLoad(BlockCounts(10, 10, 0, 0, 0)),
+    heartbeat_age_s=0.1,
+    requests_placed=0,
+)  # fmt: skip
+
+
+class Echo:
+    """Implements `Generation`: one delta for each character of the prompt. `gate` holds the end back."""
+
+    def __init__(self, request_id: str, text: str, gate: asyncio.Event) -> None:
+        self.request_id = request_id
+        self.prompt_len = len(text)
+        self.dropped: Cancelled | None = None
+        self.cancelled = False
+        self.closed = False
+        self._text = text
+        self._gate = gate
+        self._done = False
+
+    def on_stalled(self, callback: Callable[[], object]) -> None:
+        """No client is ever dropped here."""
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        for index, character in enumerate(self._text):
+            last = index + 1 == len(self._text)
+            if last:
+                await self._gate.wait()
+                self._done = True
+                if self.cancelled:
+                    raise Cancelled("cancelled by the client")
+            yield Delta(index, (ord(character),), character, FinishReason.STOP if last else None)
+
+    @property
+    def report(self) -> Report:
+        """The report of one echo."""
+        if not self._done:
+            raise InternalBug("no report before the end")
+        return Report(Placement.COLOCATED, "requested", self.prompt_len, self.prompt_len, decode_worker="decode-0")
+
+    def close(self) -> None:
+        """Release nothing; note the call."""
+        self.closed = True
+
+
+class EchoRouter:
+    """Implements `RouterApi` and `AdminApi`."""
+
+    model_name = "echo"
+    max_body_bytes = 1 << 20
+    max_inflight_body_bytes = 1 << 22
+    max_deadline_s = 60.0
+    max_prompt_tokens = 100
+    not_ready_reason = ""
+
+    def __init__(self) -> None:
+        self.cancel_tokens = CancelTokens(Incarnation(1), bytes(KEY_BYTES))
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.echoes: dict[str, Echo] = {}
+        self.ready = True
+        self.changed = asyncio.Event()
+        self.workers: tuple[WorkerSnapshot, ...] = (WORKER,)
+
+    async def submit(self, request: GenerateInput) -> Echo:
+        """Start an echo."""
+        request_id = RequestId(request.request_id or f"echo-{len(self.echoes)}")
+        self.echoes[request_id] = Echo(request_id, str(request.prompt), self.gate)
+        return self.echoes[request_id]
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel an echo that the gate holds back."""
+        found = request_id in self.echoes
+        if found:
+            self.echoes[request_id].cancelled = True
+            self.gate.set()
+        return found
+
+    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+        """A token is a character."""
+        return tuple(map(ord, str(prompt)))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the character."""
+        return chr(token_id).encode()
+
+    async def next_ready(self, known: bool) -> bool:
+        """Wait for a change that a test makes."""
+        await self.changed.wait()
+        self.changed.clear()
+        return self.ready
+
+    def model_info(self) -> ModelInfo:
+        """Describe the echo."""
+        return ModelInfo("echo", "EchoForNobody", 1 << 20, 101, 16, "float32", "float32", 4, (0,), False)
+
+    def metrics(self) -> bytes:
+        """Return one metric."""
+        return b"echo_up 1\n"
+
+    def snapshot(self) -> ClusterSnapshot:
+        """Return a cluster of one worker."""
+        return ClusterSnapshot(1, 0, 0, self.workers)
+
+    def drain(self, worker_id: str) -> None:
+        """Let the worker go at once."""
+        if worker_id != WORKER.hello.worker_id:
+            raise UnknownWorker(f"{worker_id!r} is not linked", field="worker_id")
+        self.workers = ()
+
+
+def conforms(router: EchoRouter, echo: Echo) -> tuple[RouterApi, AdminApi, Any]:
+    """Let a type checker compare both with the interfaces."""
+    generation: Generation = echo
+    return router, router, generation
