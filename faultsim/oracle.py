@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.families.llama import LLAMA, llama_spec
+from pdserve.core.model_spec import RopeSpec
 from pdserve.core.sampling import FinishReason, SamplingParams, uniform
 from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer
@@ -47,22 +49,15 @@ TOKENIZER: Final = cast(Tokenizer, cast(Any, SimTokenizer()))
 CARD: Final = ModelCard(
     name="sim",
     architecture="sim",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=1,
-    intermediate_size=1,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=1,
-    max_position=MAX_MODEL_LEN,
-    rope_theta=1.0,
-    rope_scaling=None,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
+    spec=llama_spec(
+        vocab_size=VOCAB_SIZE, hidden_size=1, intermediate_size=1, heads=1, kv_heads=[1], head_dim=1,
+        max_position=MAX_MODEL_LEN, rope=RopeSpec(1.0), eps=1e-5, tied_head=True,
+    ),
+    tensors=LLAMA.tensors,
     eos_token_ids=(EOS,),
     bos_token_id=None,
     fingerprint="sim",
-)
+)  # fmt: skip
 
 
 def chain(tag: int | None, token_id: int) -> int:

@@ -59,6 +59,8 @@ class EngineConfig:
 
     # The model is "default", "tiny" (random weights, for tests), a directory, a GGUF file or a Hugging Face id.
     model: str = "default"
+    # The model is read by this family, given as module:function of your own. None takes the one of its architecture.
+    model_family: str | None = None
     # Clients call the model by this name. None takes the model's own name.
     served_model_name: str | None = None
     # Weights and activations have this dtype. "auto" is bfloat16.

@@ -37,7 +37,7 @@ from pdserve.core.kv_layout import KvGroup, ceil_div
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models import native_llama as native
-from pdserve.engine.models.weights import LayerWeights, LlamaWeights
+from pdserve.engine.models.weights import LayerWeights, ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
@@ -62,27 +62,28 @@ def wire(layout: KvGroup, blocks: int, runs: int) -> dict[str, list[float]]:
     return {name: [one[name] for one in rounds[1:]] for name in ways}
 
 
-def random_weights(card: ModelCard, dtype: torch.dtype) -> LlamaWeights:
+def random_weights(card: ModelCard, dtype: torch.dtype) -> ModelWeights:
     """Return random weights of the card's shape."""
     generator = torch.Generator().manual_seed(SEED)
 
     def matrix(out_features: int, in_features: int) -> Tensor:
         return torch.randn(out_features, in_features, generator=generator).mul_(in_features**-0.5).to(dtype)
 
-    hidden, norm = card.hidden_size, torch.ones(card.hidden_size, dtype=dtype)
+    hidden = card.spec.hidden_size
+    norm = torch.ones(hidden, dtype=dtype)
     layers = tuple(
         LayerWeights(
             norm,
-            matrix((card.num_heads + 2 * card.num_kv_heads) * card.head_dim, hidden),
-            matrix(hidden, card.num_heads * card.head_dim),
+            matrix(layer.attention.query_width + layer.attention.kv_width, hidden),
+            matrix(hidden, layer.attention.out_width),
             norm,
-            matrix(2 * card.intermediate_size, hidden),
-            matrix(hidden, card.intermediate_size),
+            matrix(2 * layer.mlp.intermediate, hidden),
+            matrix(hidden, layer.mlp.intermediate),
         )
-        for _ in range(card.num_layers)
+        for layer in card.spec.layers
     )
     embedding = matrix(VOCAB, hidden)
-    return LlamaWeights(embedding, layers, norm, embedding)
+    return ModelWeights(embedding, layers, norm, embedding)
 
 
 def make_runner(card: ModelCard, blocks: int, *, compiled: bool) -> ModelRunner:
@@ -107,9 +108,10 @@ def attention(card: ModelCard, batch: int, context: int, runs: int, *, compiled:
     count = batch * ceil_div(context + 1, BLOCK_SIZE)
     order = random.Random(SEED).sample(range(count), count)
     plans = plan_of(batch, context, order), plan_of(batch, 1, order)
+    alone = replace(card, spec=replace(card.spec, layers=card.spec.layers[:1]))
     ways = {
         "one run a block": [make_runner(card, count, compiled=compiled)],
-        "a pool a layer": [make_runner(replace(card, num_layers=1), count, compiled=compiled) for _ in range(card.num_layers)],
+        "a pool a layer": [make_runner(alone, count, compiled=compiled) for _ in card.spec.layers],
     }
 
     def seconds(runners: list[ModelRunner], plan: StepPlan) -> float:
@@ -141,7 +143,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    card = replace(ModelCard.load(resolve(args.model)), vocab_size=VOCAB, tie_word_embeddings=True)
+    card = ModelCard.load(resolve(args.model))
+    card = replace(card, spec=replace(card.spec, vocab_size=VOCAB, tied_head=True))
     layout = card.kv_layout(BLOCK_SIZE, "bfloat16").groups[0]
     read_bytes = args.batch * args.context * layout.bytes_per_token
     table = Table(

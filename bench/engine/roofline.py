@@ -62,15 +62,14 @@ class Work:
 
 def work_of(case: Case, card: ModelCard, numbers: Numbers) -> Work:
     """Return the work of the case's step for a model of the card's shape."""
-    query, kv = card.num_heads * card.head_dim, card.num_kv_heads * card.head_dim
-    layer = card.hidden_size * (2 * query + 2 * kv + 3 * card.intermediate_size)
-    head = card.vocab_size * card.hidden_size
+    layers, head = card.spec.layer_numbers, card.vocab_size * card.spec.hidden_size
+    queries = sum(layer.attention.query_width for layer in card.spec.layers)
     context = case.cached + case.tokens
     kv_bytes = case.batch * context * card.kv_layout(16, "bfloat16").bytes_per_token
-    scores = case.batch * case.tokens * (case.cached + case.tokens / 2) * card.num_layers * query * 2
+    scores = case.batch * case.tokens * (case.cached + case.tokens / 2) * queries * 2
     return Work(
-        layer * card.num_layers * numbers.layer_bytes + head * numbers.head_bytes + kv_bytes,
-        2 * (layer * card.num_layers * case.step_tokens + head * case.batch),
+        layers * numbers.layer_bytes + head * numbers.head_bytes + kv_bytes,
+        2 * (layers * case.step_tokens + head * case.batch),
         2 * scores,
     )
 

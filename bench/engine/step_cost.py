@@ -42,7 +42,7 @@ from testkit.scripted_router import ScriptedRouter
 
 BATCHES: Final = (1, 8, 64, 256)
 KERNELS: Final = library.load()
-MODEL: Final = [(batched.BatchedLlama, "forward"), *([(KERNELS, "pdserve_model_forward")] if KERNELS else [])]
+MODEL: Final = [(batched.BatchedDecoder, "forward"), *([(KERNELS, "pdserve_model_forward")] if KERNELS else [])]
 PROBES: Final = (
     (EngineThread, "_step", "rest"),
     (EngineThread, "_take_commands", "commands"),

@@ -56,8 +56,7 @@ def setups(model: str, kv_bytes: int) -> list[Setup]:
 
 def parameters(card: ModelCard) -> int:
     """Return the number of weights in the layers and the head: every token passes them. The embedding look-up costs nothing."""
-    attention = card.hidden_size * card.head_dim * (2 * card.num_heads + 2 * card.num_kv_heads)
-    return card.num_layers * (attention + 3 * card.hidden_size * card.intermediate_size) + card.vocab_size * card.hidden_size
+    return card.spec.layer_numbers + card.vocab_size * card.spec.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def floors(card: ModelCard, layout: KvSpec, machine: Machine, prompt: int, batch
     Prefill takes its FLOPs at peak rate, and the median request also waits for half of the other prompts of its worker. A
     decode step takes the time to read weights and KV once, or the time of its FLOPs, whichever is longer.
     """
-    head = card.vocab_size * card.hidden_size
+    head = card.vocab_size * card.spec.hidden_size
     prefill_s = 2 * ((parameters(card) - head) * prompt + head) / machine.bf16_flops_s
     prefills_each = -(-batch // (setup.prefill or setup.decode))
     decodes_each = -(-batch // setup.decode)

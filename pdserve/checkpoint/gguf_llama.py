@@ -1,4 +1,4 @@
-"""The Llama model of a GGUF file in Hugging Face's terms: config.json, and the names and layout of the tensors."""
+"""The Llama model of a GGUF file in the terms of `families.llama`: config.json, and the names and layout of the tensors."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.checkpoint.families.llama import LLAMA, NAMES
 from pdserve.checkpoint.gguf_file import GgufFile
 from pdserve.core.errors import ConfigError
 
-_GLOBAL: Final = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+_GLOBAL: Final = {"token_embd.weight": NAMES.embedding, "output_norm.weight": NAMES.norm, "output.weight": NAMES.head}
 _LAYER: Final = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
+    "attn_norm.weight": NAMES.layer.attention_norm,
+    "attn_q.weight": NAMES.layer.q,
+    "attn_k.weight": NAMES.layer.k,
+    "attn_v.weight": NAMES.layer.v,
+    "attn_output.weight": NAMES.layer.attention_out,
+    "ffn_norm.weight": NAMES.layer.mlp_norm,
+    "ffn_gate.weight": NAMES.layer.gate,
+    "ffn_up.weight": NAMES.layer.up,
+    "ffn_down.weight": NAMES.layer.down,
 }
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _LLAMA3_FACTORS: Final = (8.0, 32.0)  # Llama 3.1 and 3.3; Llama 3.2
@@ -54,7 +51,7 @@ def tensor_map(gguf: GgufFile) -> dict[str, str]:
     """
     expected = dict(_GLOBAL)
     for layer in range(gguf.require("llama.block_count")):
-        expected |= {f"blk.{layer}.{name}": f"model.layers.{layer}.{hf}" for name, hf in _LAYER.items()}
+        expected |= {f"blk.{layer}.{name}": published.format(layer) for name, published in _LAYER.items()}
     present = [name for name in gguf.tensor_names if name != _ROPE_FACTORS]
     unknown = [name for name in present if name not in expected]
     missing = sorted(set(expected) - set(present) - {"output.weight"})  # it is absent where the head is tied
@@ -87,7 +84,7 @@ def _halves(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
 def hf_config(gguf: GgufFile) -> dict[str, Any]:
     """Return config.json, with the older names of the rope settings, which every reader knows."""
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [LLAMA.architecture],
         "model_type": "llama",
         "vocab_size": gguf.shape("token_embd.weight")[0],
         "hidden_size": gguf.require("llama.embedding_length"),

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pdserve.core.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """The scaling of Llama 3.1. Frequencies with long wavelengths, compared with the first training context, are divided
-    by `factor`."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+from pdserve.core.model_spec import Llama3Scaling
 
 
 def read_rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> tuple[float, Llama3Scaling | None]:

@@ -15,6 +15,7 @@ from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import fit_max_model_len
+from pdserve.core.model_spec import ModelSpec
 from pdserve.core.step_plan import GREEDY, Sampled, StepPlan
 from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
 from pdserve.engine.attention.fast import FastAttention
@@ -23,6 +24,7 @@ from pdserve.engine.kernels.support import triton_usable
 from pdserve.engine.kv.cache import TORCH_DTYPES, KvCache
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.elementwise import silu_and_mul, silu_and_mul_fixed
+from pdserve.engine.layers.linear import COMPILED_SCHEMES
 from pdserve.engine.layers.rows import TiledRows, WholeRows
 from pdserve.engine.layers.torch_ops import TorchOps
 from pdserve.engine.memory.device import PoolMeasure, is_memory_error
@@ -30,16 +32,16 @@ from pdserve.engine.memory.host import return_freed_memory
 from pdserve.engine.memory.largest_steps import StepLimits, largest_steps
 from pdserve.engine.models import native_llama as native
 from pdserve.engine.models.api import Model
-from pdserve.engine.models.batched import BatchedLlama, Hidden
-from pdserve.engine.models.llama import Backend, Llama
-from pdserve.engine.models.weights import LlamaWeights, load_llama
+from pdserve.engine.models.batched import BatchedDecoder, Hidden
+from pdserve.engine.models.decoder import Backend, Decoder, obstacle
+from pdserve.engine.models.weights import ModelWeights, load_weights
 from pdserve.engine.native import library
 from pdserve.engine.sampler import best_ids, sample
 
 DRAFTS_OBSTACLE: Final = (
     "kv_cache_dtype stores scaled blocks, and the scale of a block would depend on drafts that turn out to be wrong"
 )
-ReadWeights = Callable[[torch.dtype, torch.device], LlamaWeights]
+ReadWeights = Callable[[torch.dtype, torch.device], ModelWeights]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,10 +82,12 @@ class ModelRunner:
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
         """Return steps that together need as much memory as any step. Execute them only while nobody uses the pool."""
         spec, sizes = self.kv.spec, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
-        limits = StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len)
+        limits = StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups))
         if not isinstance(self._model, native.NativeLlama):
             return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
-        return largest_steps(limits, gathered=0, decode_batches=native.split_batches(spec.groups[0].num_kv_heads))
+        return largest_steps(
+            limits, gathered=0, decode_batches=native.split_batches(min(group.num_kv_heads for group in spec.groups))
+        )
 
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0) -> ModelRunner:
@@ -92,7 +96,7 @@ class ModelRunner:
         `later`: bytes of the device's memory that users other than the engine may take; a measured pool leaves them free.
         Raises `ConfigError` naming the setting or the tensor that does not fit.
         """
-        return cls.make(card, config, lambda dtype, device: load_llama(directory, card, dtype, device), later=later)
+        return cls.make(card, config, lambda dtype, device: load_weights(directory, card, dtype, device), later=later)
 
     @classmethod
     def make(cls, card: ModelCard, config: EngineConfig, read: ReadWeights, *, later: int = 0) -> ModelRunner:
@@ -126,7 +130,7 @@ class ModelRunner:
         card: ModelCard,
         config: EngineConfig,
         device: torch.device,
-        weights: LlamaWeights,
+        weights: ModelWeights,
         kv_bytes: int,
         pool_tokens: int | None = None,
     ) -> ModelRunner:
@@ -140,11 +144,11 @@ class ModelRunner:
         tokens = pool_tokens or kv.num_blocks * config.block_size
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, tokens)
         try:
-            model = _model(card, weights, kv.caches[0], config, max_model_len)
+            model = _model(card, weights, kv, config, max_model_len)
         except MemoryError as exc:
             raise ConfigError("not enough memory to lay the model's weights out for the compiled code") from exc
         invariant = bool(config.batch_invariant)
-        why = native.obstacle(card, kv.caches[0]) or library.find().why
+        why = native.obstacle(card.spec, kv) or library.find().why
         return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant, why=why)
 
     def describe(self) -> str:
@@ -218,44 +222,57 @@ def _raise_out_of_memory(exc: BaseException, plan: StepPlan) -> None:
         raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
 
-def _model(card: ModelCard, weights: LlamaWeights, kv: KvCache, config: EngineConfig, max_positions: int) -> Model:
+def _model(card: ModelCard, weights: ModelWeights, kv: KvPool, config: EngineConfig, max_positions: int) -> Model:
     """Return the compiled model, which is batch-invariant by itself, or a torch model where the compiled one does not run.
 
     Raises `ConfigError` when weights are to be quantised and the compiled model does not run here.
     """
-    if native.supports(card, kv):
-        return native.NativeLlama(card, weights, kv, max_positions, bits=native.BITS[config.quantization])
+    if native.supports(card.spec, kv):
+        return native.NativeLlama(card.spec, weights, kv, max_positions, COMPILED_SCHEMES[config.quantization])
     if config.quantization is not None:
-        raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}; {native.obstacle(card, kv)}")
-    backend = _backend(kv, card.num_heads, invariant=bool(config.batch_invariant))
-    model = Llama(card, weights, backend, max_positions)
-    hidden = _recorded(model, backend, kv, max_positions, config.max_num_seqs) or model.hidden
-    return BatchedLlama(model, hidden, kv, backend.rows)
+        raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}; {native.obstacle(card.spec, kv)}")
+    lacking = obstacle(card.spec)
+    if lacking is not None:
+        raise ConfigError(f"the model {card.name} has {lacking}, which no engine here computes")
+    backend = _backend(card.spec, kv.caches, invariant=bool(config.batch_invariant))
+    model = Decoder(card.spec, weights, backend, max_positions)
+    hidden = _recorded(model, backend, kv.caches, max_positions, config.max_num_seqs) or model.hidden
+    return BatchedDecoder(model, hidden, kv.caches, backend.rows)
 
 
-def _backend(kv: KvCache, num_heads: int, *, invariant: bool) -> Backend:
+def _backend(spec: ModelSpec, caches: tuple[KvCache, ...], *, invariant: bool) -> Backend:
+    """Return the parts of a torch decoder, with attention and operations for each KV group."""
+    heads = [spec.layers[layers[0]].attention.heads for layers in spec.kv_groups]
+    groups = list(zip(caches, heads, strict=True))
     if invariant:
-        return Backend(TiledRows(), BoundedAttention(InvariantAttention(kv, num_heads)), TorchOps(kv, silu_and_mul_fixed))
-    cast = not kv.layout.quantised and kv.tensor.dtype is not kv.dtype  # the kernels cannot cast plain numbers
-    if triton_usable(kv.device) and not cast:
+        exact = tuple(BoundedAttention(InvariantAttention(kv, count)) for kv, count in groups)
+        return Backend(TiledRows(), exact, tuple(TorchOps(kv, silu_and_mul_fixed) for kv in caches))
+    first = caches[0]
+    cast = not first.layout.quantised and first.tensor.dtype is not first.dtype  # the kernels cannot cast plain numbers
+    if triton_usable(first.device) and not cast:
         from pdserve.engine.attention.triton import TritonAttention
         from pdserve.engine.kernels.ops import TritonOps
 
-        return Backend(WholeRows(), TritonAttention(kv.paged, num_heads, kv.dtype), TritonOps(kv.paged))
-    return Backend(WholeRows(), BoundedAttention(FastAttention(kv, num_heads)), TorchOps(kv, silu_and_mul))
+        by_kernels = tuple(TritonAttention(kv.paged, count, kv.dtype) for kv, count in groups)
+        return Backend(WholeRows(), by_kernels, tuple(TritonOps(kv.paged) for kv in caches))
+    fast = tuple(BoundedAttention(FastAttention(kv, count)) for kv, count in groups)
+    return Backend(WholeRows(), fast, tuple(TorchOps(kv, silu_and_mul) for kv in caches))
 
 
-def _recorded(model: Llama, backend: Backend, kv: KvCache, max_positions: int, max_batch: int) -> Hidden | None:
+def _recorded(
+    model: Decoder, backend: Backend, caches: tuple[KvCache, ...], max_positions: int, max_batch: int
+) -> Hidden | None:
     """Return decode steps as CUDA graphs, or None when the backend computes on the host and so cannot be recorded."""
-    if not triton_usable(kv.device):
+    if not triton_usable(caches[0].device):
         return None
     from pdserve.engine.attention.triton import TritonAttention
     from pdserve.engine.models.graphs import DecodeGraphs, cuda_recorder
 
-    if not isinstance(backend.attention, TritonAttention):
+    attention = tuple(one for one in backend.attention if isinstance(one, TritonAttention))
+    if len(attention) < len(caches):
         return None
-    record = cuda_recorder()
-    return DecodeGraphs(model, backend.attention, record, kv=kv, max_positions=max_positions, max_batch=max_batch).hidden
+    limits = {"max_positions": max_positions, "max_batch": max_batch}
+    return DecodeGraphs(model, attention, cuda_recorder(), caches=caches, **limits).hidden
 
 
 def device_of(name: str) -> torch.device:

@@ -90,7 +90,7 @@ class RunningWorker:
         self._make_transport = prepare(transport, host, allow_public=self._config.allow_public_bind)
         began_s = time.monotonic()
         directory = resolve(self._config.engine.model)
-        self._card = ModelCard.load(directory)
+        self._card = ModelCard.load(directory, self._config.engine.model_family)
         self._tokenizer = Tokenizer.load(directory)
         self._runner: ModelRunner | None = None
         self._events: Mailbox[StepEvents] = Mailbox(self._on_step)

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.checkpoint.resolve import resolve
-from pdserve.checkpoint.rope import Llama3Scaling
 from pdserve.checkpoint.shards import write_shards
 from pdserve.core.errors import ConfigError
+from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, Llama3Scaling, ModelSpec, NormSpec, RopeSpec
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -30,19 +30,17 @@ def change(directory: Path, *without: str, **values: object) -> Path:
 def test_the_tiny_model(tiny_dir):
     card = ModelCard.load(tiny_dir)
     assert (card.name, card.architecture) == ("tiny", "LlamaForCausalLM")
-    assert (card.vocab_size, card.hidden_size, card.intermediate_size) == (512, 64, 128)
-    assert (card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim) == (4, 4, 2, 16)
-    assert (card.max_position, card.rope_theta, card.rope_scaling) == (2048, 10000.0, None)
-    assert (card.bos_token_id, card.eos_token_ids, card.tie_word_embeddings) == (1, (2,), False)
+    layer = LayerSpec(AttentionSpec(4, 2, 16, 16, RopeSpec(10000.0)), DenseSpec(128), NormSpec(1e-5))
+    assert card.spec == ModelSpec(512, 64, (layer,) * 4, NormSpec(1e-5), max_position=2048, tied_head=False)
+    assert (card.bos_token_id, card.eos_token_ids) == (1, (2,))
 
 
 def test_the_default_model():
     card = ModelCard.load(resolve("default"))
     assert card.name == "SmolLM2-135M-Instruct"
-    assert (card.vocab_size, card.hidden_size, card.intermediate_size) == (49152, 576, 1536)
-    assert (card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim) == (30, 9, 3, 64)
-    assert (card.max_position, card.rope_theta, card.rms_norm_eps) == (8192, 100000.0, 1e-5)
-    assert (card.bos_token_id, card.eos_token_ids, card.tie_word_embeddings) == (1, (2,), True)
+    layer = LayerSpec(AttentionSpec(9, 3, 64, 64, RopeSpec(100000.0)), DenseSpec(1536), NormSpec(1e-5))
+    assert card.spec == ModelSpec(49152, 576, (layer,) * 30, NormSpec(1e-5), max_position=8192, tied_head=True)
+    assert (card.bos_token_id, card.eos_token_ids) == (1, (2,))
     layout = card.kv_layout(16, "auto")
     assert (layout.dtype, layout.bytes_per_token, layout.block_bytes) == ("bfloat16", 23_040, 360 << 10)
     assert card.kv_layout(16, "float32").bytes_per_token == 2 * 23_040
@@ -75,7 +73,7 @@ def test_an_unknown_dtype_is_refused_by_name():
 )
 def test_llama3_scaling_in_the_keys_of_every_transformers(copy, spelling):
     card = ModelCard.load(change(copy, *{"rope_theta", "rope_scaling"} - set(spelling), **spelling))
-    assert (card.rope_theta, card.rope_scaling) == (500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    assert card.spec.layers[0].attention.rope == RopeSpec(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_llama3_scaling_in_the_keys_of_every_transformers(copy, spelling):
 )
 def test_plain_rotation_in_the_keys_of_every_transformers(copy, spelling, theta):
     card = ModelCard.load(change(copy, *{"rope_theta", "rope_scaling"} - set(spelling), **spelling))
-    assert (card.rope_theta, card.rope_scaling) == (theta, None)
+    assert card.spec.layers[0].attention.rope == RopeSpec(theta)
 
 
 def test_what_transformers_itself_saves_is_read_alike(tiny_dir, tmp_path):
@@ -104,7 +102,8 @@ def test_what_transformers_itself_saves_is_read_alike(tiny_dir, tmp_path):
 
 def test_heads_and_their_size_have_defaults(copy):
     card = ModelCard.load(change(copy, "num_key_value_heads", "head_dim"))
-    assert (card.num_kv_heads, card.head_dim) == (4, 16)
+    attention = card.spec.layers[0].attention
+    assert (attention.kv_heads, attention.qk_dim) == (4, 16)
 
 
 def test_ids_that_end_a_request_come_from_both_files(copy):

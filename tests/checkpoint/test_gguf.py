@@ -17,8 +17,8 @@ from pdserve.checkpoint import gguf_llama
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.gguf import convert, model_name
 from pdserve.checkpoint.resolve import resolve
-from pdserve.checkpoint.rope import Llama3Scaling
 from pdserve.core.errors import ConfigError
+from pdserve.core.model_spec import AttentionSpec, Llama3Scaling, NormSpec, RopeSpec
 from pdserve.text.tokenizer import Tokenizer
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -59,17 +59,18 @@ def test_quantised_tensors_are_dequantised_and_keep_their_shape(tmp_path):
 def test_the_card_says_what_the_file_says(small):
     card = ModelCard.load(converted(small))
     assert card.name == "Small-Instruct"
-    assert (card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim) == (1, 4, 2, HEAD_DIM)
+    (layer,) = card.spec.layers
+    assert layer.attention == AttentionSpec(4, 2, HEAD_DIM, HEAD_DIM, RopeSpec(500000.0))
     assert (card.vocab_size, card.max_position) == (len(TOKENS), 128)
-    assert (card.rope_theta, card.rms_norm_eps, card.rope_scaling) == (500000.0, 1e-5, None)
-    assert card.tie_word_embeddings
+    assert layer.norms == card.spec.norm == NormSpec(1e-5)
+    assert card.spec.tied_head
     assert (card.bos_token_id, card.eos_token_ids) == (1, (0, 2))  # the end of a turn ends a request too
 
 
 def test_a_head_of_its_own_is_not_tied(tmp_path):
     head = np.ones((len(TOKENS), 32), np.float32)
     directory = converted(write_gguf(tmp_path / "m.gguf", tensors={"output.weight": head}))
-    assert not ModelCard.load(directory).tie_word_embeddings
+    assert not ModelCard.load(directory).spec.tied_head
     np.testing.assert_array_equal(load_file(directory / "model.safetensors")["lm_head.weight"], head)
 
 
@@ -118,7 +119,8 @@ def test_the_named_rule_splits_numbers_as_its_models_do(tmp_path, pre, text, pie
 def test_llama3_scaling_is_found_again_from_its_factors(tmp_path, factor):
     factors = gguf_llama._llama3_factors(500000.0, HEAD_DIM, factor).astype(np.float32)
     source = write_gguf(tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors})
-    assert ModelCard.load(converted(source)).rope_scaling == Llama3Scaling(factor, 1.0, 4.0, 8192)
+    rope = ModelCard.load(converted(source)).spec.layers[0].attention.rope
+    assert rope.scaling == Llama3Scaling(factor, 1.0, 4.0, 8192)
 
 
 def test_shards_are_listed_and_read_back(small, tmp_path, monkeypatch):
@@ -126,7 +128,7 @@ def test_shards_are_listed_and_read_back(small, tmp_path, monkeypatch):
     directory = converted(small)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
-    assert ModelCard.load(directory).num_layers == 1
+    assert len(ModelCard.load(directory).spec.layers) == 1
     stored = {name: load_file(directory / file)[name] for name, file in index["weight_map"].items()}
     np.testing.assert_array_equal(stored["model.norm.weight"], weights()["output_norm.weight"])
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())

@@ -14,7 +14,7 @@ from pdserve.core.step_plan import StepPlan
 from pdserve.engine.attention.invariant import KV_TILE_TOKENS, InvariantAttention
 from pdserve.engine.layers.elementwise import exp_fixed
 from pdserve.engine.layers.rows import CANDIDATES, PROBE_ROWS, TILE_ROWS, TiledRows, cut
-from pdserve.engine.models.batched import BatchedLlama
+from pdserve.engine.models.batched import BatchedDecoder
 
 LENGTHS = [1, 2, 8, TILE_ROWS + 1, 63, KV_TILE_TOKENS, KV_TILE_TOKENS + 1, 300]
 
@@ -162,10 +162,10 @@ def test_a_row_count_that_changes_bits_is_not_used():
 def test_a_lone_token_costs_less_than_a_tile_on_this_machine(make_runner):
     """Else row counts that are equal everywhere we know of were ruled out, and float32 decodes are slow again."""
     model = make_runner(batch_invariant=True)._model
-    assert isinstance(model, BatchedLlama)
+    assert isinstance(model, BatchedDecoder)
     backend = model._model._backend
     assert isinstance(backend.rows, TiledRows)
-    attention = backend.attention._inner
+    attention = backend.attention[0]._inner
     assert isinstance(attention, InvariantAttention)
     assert max(backend.rows.padded(1), attention._rows_for(1)) < TILE_ROWS
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from pdserve.checkpoint.card import ModelCard
-from pdserve.checkpoint.rope import Llama3Scaling
+from pdserve.core.model_spec import Llama3Scaling, RopeSpec
 from pdserve.engine.layers.rope import rope_table, rotate
 
 SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=512)
 
 
 @pytest.mark.parametrize("scaling", [None, SCALING])
-def test_tables_and_rotation_equal_the_reference(tiny_dir, scaling):
+def test_tables_and_rotation_equal_the_reference(scaling):
     from transformers import LlamaConfig  # takes seconds, and each test process collects every file
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    card = dataclasses.replace(ModelCard.load(tiny_dir), head_dim=64, rope_theta=500000.0, rope_scaling=scaling)
-    rope = {"rope_type": "default", "rope_theta": card.rope_theta}
+    spec = RopeSpec(500000.0, scaling)
+    rope = {"rope_type": "default", "rope_theta": spec.theta}
     if scaling is not None:
         rope = {
             "rope_type": "llama3",
-            "rope_theta": card.rope_theta,
+            "rope_theta": spec.theta,
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
@@ -35,5 +32,5 @@ def test_tables_and_rotation_equal_the_reference(tiny_dir, scaling):
     query = torch.randn(5, 3, 64)
     cos, sin = LlamaRotaryEmbedding(config)(query, positions[None])
     expected, _ = apply_rotary_pos_emb(query.transpose(0, 1)[None], query.transpose(0, 1)[None], cos, sin)
-    table = rope_table(card, 4096, torch.device("cpu"))
+    table = rope_table(spec, 64, 4096, torch.device("cpu"))
     torch.testing.assert_close(rotate(query, table[positions]), expected[0].transpose(0, 1), atol=2e-4, rtol=0)

@@ -104,9 +104,9 @@ def test_a_context_that_does_not_fit_the_pool_is_refused(tiny_dir):
 def test_without_the_packed_kernels_the_plain_ones_are_used(monkeypatch):
     weight = torch.randn(24, 40).bfloat16()
     x = torch.randn(3, 40).bfloat16()
-    packed = linear.make_linear(weight)(x)
+    packed = linear.Linear(linear.scheme_for(weight.device, weight.dtype), weight)(x)
     monkeypatch.setattr(linear, "_packed", lambda _: (_ for _ in ()).throw(AttributeError("no such operator")))
-    torch.testing.assert_close(linear.make_linear(weight)(x), packed)
+    torch.testing.assert_close(linear.Linear(linear.scheme_for(weight.device, weight.dtype), weight)(x), packed)
 
 
 def test_a_device_that_is_not_here_is_refused_by_name(tiny_dir: Path) -> None:

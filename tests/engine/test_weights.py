@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.core.errors import ConfigError
-from pdserve.engine.models.weights import load_llama
+from pdserve.engine.models.weights import load_weights
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def tensors(tiny_dir) -> dict[str, torch.Tensor]:
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32):
-    return load_llama(directory, ModelCard.load(directory), dtype, CPU)
+    return load_weights(directory, ModelCard.load(directory), dtype, CPU)
 
 
 def replace(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -99,10 +99,11 @@ def test_a_damaged_file_is_named(copy):
     (path,) = copy.glob("*.safetensors")
     path.write_bytes(b"not safetensors at all")
     with pytest.raises(ConfigError, match=path.name):
-        load_llama(copy, card, torch.float32, CPU)
+        load_weights(copy, card, torch.float32, CPU)
 
 
 def test_more_layers_than_the_file_has_are_summarised(tiny_dir):
-    card = dataclasses.replace(ModelCard.load(tiny_dir), num_layers=6)
+    card = ModelCard.load(tiny_dir)
+    card = dataclasses.replace(card, spec=dataclasses.replace(card.spec, layers=card.spec.layers[:1] * 6))
     with pytest.raises(ConfigError, match=r"missing: .* and 14 more"):
-        load_llama(tiny_dir, card, torch.float32, CPU)
+        load_weights(tiny_dir, card, torch.float32, CPU)

@@ -17,8 +17,9 @@ from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine import runner
 from pdserve.engine.models import graphs
 from pdserve.engine.models.graphs import buckets
-from pdserve.engine.models.weights import LlamaWeights, load_llama
+from pdserve.engine.models.weights import ModelWeights, load_weights
 from pdserve.engine.runner import ModelRunner
+from testkit.toy_models import write_decilm
 
 
 def record_nothing(step):
@@ -31,21 +32,25 @@ def record_nothing(step):
 replays: list[int] = []
 
 
-@pytest.fixture(scope="module", params=["auto", pytest.param("fp8_e4m3", marks=pytest.mark.slow), "int4"])
-def runners(request):
-    """The tiny model by torch, and by Triton with recordings for up to 3 sequences; KV of one dtype.
+@pytest.fixture(scope="module", params=["auto", pytest.param("fp8_e4m3", marks=pytest.mark.slow), "int4", "two groups"])
+def runners(request, tmp_path_factory):
+    """A model by torch, and by Triton with recordings for up to 3 sequences; KV of one dtype, or in two groups.
 
     Its first two layers: the interpreter takes a second for a layer.
     """
     directory = resolve("tiny")
-    settings = {"dtype": "float32", "max_num_seqs": 3, "kv_cache_dtype": request.param}
+    kv_cache_dtype = request.param
+    if request.param == "two groups":
+        directory, kv_cache_dtype = tmp_path_factory.mktemp("decilm"), "auto"
+        write_decilm(directory)
+    settings = {"dtype": "float32", "max_num_seqs": 3, "kv_cache_dtype": kv_cache_dtype}
     config = EngineConfig(device="cpu", kv_cache_memory=4 * MIB, **settings)
     whole = ModelCard.load(directory)
-    card = replace(whole, num_layers=2)
+    card = replace(whole, spec=replace(whole.spec, layers=whole.spec.layers[:2]))
 
-    def load(dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-        weights = load_llama(directory, whole, dtype, device)
-        return replace(weights, layers=weights.layers[: card.num_layers])
+    def load(dtype: torch.dtype, device: torch.device) -> ModelWeights:
+        weights = load_weights(directory, whole, dtype, device)
+        return replace(weights, layers=weights.layers[:2])
 
     torch_runner = ModelRunner.make(card, config, load)
     if DEVICE.type == "cuda":
@@ -57,17 +62,17 @@ def runners(request):
         return torch_runner, ModelRunner.make(card, config, load)
 
 
-def steps(lengths: list[int], decodes: int, seed: int) -> list[StepPlan]:
-    """Prompts in two chunks, then `decodes` single tokens of each sequence; shuffled blocks."""
+def steps(lengths: list[int], decodes: int, groups: int, seed: int) -> list[StepPlan]:
+    """Prompts in two chunks, then `decodes` single tokens of each sequence; shuffled blocks in each KV group."""
     rng = random.Random(seed)
-    blocks = rng.sample(range(16), 16)
-    tables = [tuple(BlockId(b) for b in (blocks.pop(), blocks.pop())) for _ in lengths]
+    blocks = [rng.sample(range(16), 16) for _ in range(groups)]
+    tables = [tuple(tuple(BlockId(b) for b in (own.pop(), own.pop())) for own in blocks) for _ in lengths]
     tokens = [[rng.randrange(512) for _ in range(length + decodes)] for length in lengths]
     cuts = [[0, length // 2, *range(length, length + decodes + 1)] for length in lengths]
     return [
         StepPlan(
             tuple(
-                SequenceSlice(SeqId(i), cut[n], tuple(tokens[i][cut[n] : cut[n + 1]]), (tables[i],), ())
+                SequenceSlice(SeqId(i), cut[n], tuple(tokens[i][cut[n] : cut[n + 1]]), tables[i], ())
                 for i, cut in enumerate(cuts)
             )
         )
@@ -79,7 +84,7 @@ def steps(lengths: list[int], decodes: int, seed: int) -> list[StepPlan]:
 def test_triton_and_recordings_give_the_logits_of_torch(runners, lengths):
     by_torch, by_triton = runners
     replays.clear()
-    for plan in steps(lengths, 2, seed=len(lengths)):
+    for plan in steps(lengths, 2, len(by_torch.kv.caches), seed=len(lengths)):
         expected, found = by_torch.logits(plan), by_triton.logits(plan).cpu()
         assert (found - expected).abs().max() < 1e-3
     if DEVICE.type == "cpu":
@@ -97,7 +102,7 @@ def test_recording_touches_no_block(kv_cache_dtype):
             dtype="float32", device=DEVICE.type, kv_cache_memory=MIB, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype
         )
         fresh = ModelRunner.load(directory, ModelCard.load(directory), config)
-    assert not fresh.kv.blocks.any()
+    assert not any(cache.blocks.any() for cache in fresh.kv.caches)
 
 
 def test_buckets_hold_the_largest_batch_and_waste_at_most_half():

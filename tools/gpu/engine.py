@@ -17,7 +17,7 @@ from pdserve.core.kv_layout import ceil_div
 from pdserve.core.logit_edits import edits_of
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
-from pdserve.engine.models.weights import LayerWeights, LlamaWeights
+from pdserve.engine.models.weights import LayerWeights, ModelWeights
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.sampler import sample
 from tools.gpu.row import Row, Setup
@@ -121,14 +121,14 @@ def runner_on(setup: Setup, kv_cache_dtype: str, device: str, dtype: str = "bflo
         kv_cache_memory=blocks * shape.kv_layout(BLOCK_SIZE, dtype, kv_cache_dtype).block_bytes,
     )  # fmt: skip
 
-    def weights(dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+    def weights(dtype: torch.dtype, device: torch.device) -> ModelWeights:
         torch.manual_seed(3)
         return on(random_weights(shape, torch.bfloat16, torch.device("cpu")), dtype, device)
 
     return ModelRunner.make(shape, config, weights)
 
 
-def on(weights: LlamaWeights, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+def on(weights: ModelWeights, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Return the same weights in another dtype and on another device."""
 
     def moved(tensor: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def on(weights: LlamaWeights, dtype: torch.dtype, device: torch.device) -> Llama
     layers = tuple(
         LayerWeights(*(moved(getattr(layer, field.name)) for field in fields(LayerWeights))) for layer in weights.layers
     )
-    return LlamaWeights(embedding, layers, moved(weights.norm), embedding)
+    return ModelWeights(embedding, layers, moved(weights.norm), embedding)
 
 
 def lengths(setup: Setup) -> tuple[int, ...]:

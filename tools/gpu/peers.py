@@ -54,10 +54,12 @@ def transformers_tokens_s(setup: Setup, name: str, requests: int, prompt: int, o
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     shape = card(name)
+    spec, layer = shape.spec, shape.spec.layers[0]
     config = LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim, max_position_embeddings=shape.max_position, tie_word_embeddings=shape.tie_word_embeddings,
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=layer.mlp.intermediate,
+        num_hidden_layers=len(spec.layers), num_attention_heads=layer.attention.heads,
+        num_key_value_heads=layer.attention.kv_heads, head_dim=layer.attention.qk_dim,
+        max_position_embeddings=spec.max_position, tie_word_embeddings=spec.tied_head,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
     with torch.device(setup.device):

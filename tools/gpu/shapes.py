@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.families.llama import LLAMA, llama_spec
 from pdserve.config import EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
+from pdserve.core.model_spec import RopeSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
-from pdserve.engine.models.weights import LayerWeights, LlamaWeights
+from pdserve.engine.models.weights import LayerWeights, ModelWeights
 from pdserve.engine.runner import ModelRunner
 from tools.gpu.pools import fill
 from tools.gpu.row import Setup
@@ -29,34 +31,34 @@ def card(name: str) -> ModelCard:
         "small": (512, 1024, 4, 8, 4, 64, 4096, True),
         "rehearsal": (64, 96, 2, 4, 2, 16, 128, True),
     }[name]
-    return ModelCard(
-        name=name, architecture="LlamaForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn,
-        num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, max_position=8192, rope_theta=5e5,
-        rope_scaling=None, rms_norm_eps=1e-5, tie_word_embeddings=tied, eos_token_ids=(), bos_token_id=None, fingerprint=name,
+    spec = llama_spec(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, heads=heads, kv_heads=[kv_heads] * layers, head_dim=dim,
+        max_position=8192, rope=RopeSpec(5e5), eps=1e-5, tied_head=tied,
     )  # fmt: skip
+    return ModelCard(name, LLAMA.architecture, spec, LLAMA.tensors, eos_token_ids=(), bos_token_id=None, fingerprint=name)
 
 
-def random_weights(shape: ModelCard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+def random_weights(shape: ModelCard, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Return random weights for a model of this shape."""
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn((rows, columns), dtype=dtype, device=device) / columns**0.5
 
-    hidden, ffn, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    hidden = shape.spec.hidden_size
     ones = torch.ones(hidden, dtype=dtype, device=device)
     layers = tuple(
         LayerWeights(
             attention_norm=ones,
-            qkv=matrix((shape.num_heads + 2 * shape.num_kv_heads) * dim, hidden),
-            attention_out=matrix(hidden, shape.num_heads * dim),
+            qkv=matrix(layer.attention.query_width + layer.attention.kv_width, hidden),
+            attention_out=matrix(hidden, layer.attention.out_width),
             mlp_norm=ones,
-            gate_up=matrix(2 * ffn, hidden),
-            down=matrix(hidden, ffn),
+            gate_up=matrix(2 * layer.mlp.intermediate, hidden),
+            down=matrix(hidden, layer.mlp.intermediate),
         )
-        for _ in range(shape.num_layers)
+        for layer in shape.spec.layers
     )
     embedding = matrix(shape.vocab_size, hidden)
-    return LlamaWeights(embedding, layers, ones, embedding if shape.tie_word_embeddings else matrix(shape.vocab_size, hidden))
+    return ModelWeights(embedding, layers, ones, embedding if shape.spec.tied_head else matrix(shape.vocab_size, hidden))
 
 
 def make_runner(
@@ -92,5 +94,5 @@ def plan(shape: ModelCard, sequences: range, *, start: int, count: int, room: in
 
 def matrix_bytes(shape: ModelCard, runner: ModelRunner) -> int:
     """Return the bytes of the weights that a step reads whole: all except an embedding that is not also the head."""
-    embedding = 2 * shape.vocab_size * shape.hidden_size
-    return runner.weights_bytes - (0 if shape.tie_word_embeddings else embedding)
+    embedding = 2 * shape.vocab_size * shape.spec.hidden_size
+    return runner.weights_bytes - (0 if shape.spec.tied_head else embedding)

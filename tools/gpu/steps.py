@@ -36,9 +36,9 @@ def run_prefill(setup: Setup) -> None:
         runner = make_runner(setup, shape, sequences=1, room=tokens)
         step = plan(shape, range(1), start=0, count=tokens, room=tokens)
         took_s = wall_s(lambda step=step, runner=runner: runner.execute(step), runs=3)
-        head = shape.vocab_size * shape.hidden_size
+        head = shape.vocab_size * shape.spec.hidden_size
         layers = matrix_bytes(shape, runner) // 2 - head
-        scores = 2 * shape.num_heads * shape.head_dim * shape.num_layers * tokens * (tokens + 1)
+        scores = 2 * sum(layer.attention.query_width for layer in shape.spec.layers) * tokens * (tokens + 1)
         floor_s = (2 * (layers * tokens + head) + scores) / machine(setup).flops_s
         note = f"{tokens / took_s:,.0f} tokens/s; goal 55 %"
         beside_floor("prefill", f"{shape.name}, {tokens} tokens", took_s, floor_s, "operations", note).emit()

@@ -37,7 +37,7 @@ def _write(directory: Path, card: ModelCard, kind: str, path: Path) -> None:
     for file in weight_files(directory):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                if name == "lm_head.weight" and card.tie_word_embeddings:
+                if name == "lm_head.weight" and card.spec.tied_head:
                     continue
                 _add(writer, card, name.removesuffix(".weight"), tensors.get_tensor(name), kind)
     writer.write_header_to_file()
@@ -49,23 +49,25 @@ def _write(directory: Path, card: ModelCard, kind: str, path: Path) -> None:
 def _describe(writer: Any, card: ModelCard) -> None:
     """Write the model's description, without a tokenizer: the benchmark uses token ids."""
     writer.add_context_length(card.max_position)
-    writer.add_embedding_length(card.hidden_size)
-    writer.add_block_count(card.num_layers)
-    writer.add_feed_forward_length(card.intermediate_size)
-    writer.add_head_count(card.num_heads)
-    writer.add_head_count_kv(card.num_kv_heads)
-    writer.add_key_length(card.head_dim)
-    writer.add_value_length(card.head_dim)
-    writer.add_rope_dimension_count(card.head_dim)
-    writer.add_rope_freq_base(card.rope_theta)
-    writer.add_layer_norm_rms_eps(card.rms_norm_eps)
+    layer = card.spec.layers[0]
+    writer.add_embedding_length(card.spec.hidden_size)
+    writer.add_block_count(len(card.spec.layers))
+    writer.add_feed_forward_length(layer.mlp.intermediate)
+    writer.add_head_count(layer.attention.heads)
+    writer.add_head_count_kv(layer.attention.kv_heads)
+    writer.add_key_length(layer.attention.qk_dim)
+    writer.add_value_length(layer.attention.v_dim)
+    writer.add_rope_dimension_count(layer.attention.qk_dim)
+    writer.add_rope_freq_base(layer.attention.rope.theta)
+    writer.add_layer_norm_rms_eps(card.spec.norm.eps)
     writer.add_vocab_size(card.vocab_size)
     writer.add_tokenizer_model("no_vocab")
 
 
 def _add(writer: Any, card: ModelCard, name: str, weight: torch.Tensor, kind: str) -> None:
     data = weight.float().numpy()
-    heads = {"self_attn.q_proj": card.num_heads, "self_attn.k_proj": card.num_kv_heads}
+    attention = card.spec.layers[0].attention
+    heads = {"self_attn.q_proj": attention.heads, "self_attn.k_proj": attention.kv_heads}
     layer, _, inner = name.removeprefix("model.layers.").partition(".")
     if inner in heads:
         data = _by_pairs(data, heads[inner])

@@ -1,4 +1,6 @@
-"""The product y = x W^T without bias. The weight is laid out once for its device.
+"""The product y = x W^T without bias, and the schemes by which its weight is laid out once for its device.
+
+This is the one place that knows how packed weights are made: a layer of the model holds a `Linear` and asks no further.
 
 On x86 CPUs oneDNN with a prepacked weight is 1.3 to 3 times faster than `F.linear`. Its two operators are private to torch,
 so they are tried once, and `F.linear` is used when they are missing. In float32, oneDNN sums all products of an output one
@@ -13,36 +15,101 @@ rows. So the caller gets batch invariance by choosing fixed row counts (see `row
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.core.errors import ConfigError
+
 PART_WIDTH: Final = 288
 """Inputs of one part. Tried: 96, 144, 192, 288 and the whole width. 288 is the nearest to the reference and the fastest
 except for the whole width."""
+HEAD: Final = 4
+"""The number of the head among the weights of `pdserve_model_weight` in abi.h."""
 
-Linear = Callable[[Tensor], Tensor]
+Multiply = Callable[[Tensor], Tensor]
 """Function of a contiguous x [rows, in_features] that returns [rows, out_features] of the same dtype and device."""
 
 
-def make_linear(weight: Tensor) -> Linear:
-    """Return the fastest way to multiply by `weight` [out_features, in_features]. It may keep a copy instead of `weight`."""
-    if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32) and _packing_works(weight.dtype):
-        return _in_parts(weight) if weight.dtype is torch.float32 else _packed(weight)
-    return _plain(weight)
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A way to hold a weight and to multiply by it in torch.
+
+    lay_out: takes the weight [out_features, in_features] and returns the product. It may keep a copy instead of the weight.
+    """
+
+    name: str
+    lay_out: Callable[[Tensor], Multiply]
 
 
-def _plain(weight: Tensor) -> Linear:
+class Linear:
+    """A product with one weight, held as a scheme lays it out."""
+
+    __slots__ = ("_multiply",)
+
+    def __init__(self, scheme: Scheme, weight: Tensor) -> None:
+        self._multiply = scheme.lay_out(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product of x [rows, in_features], contiguous: [rows, out_features] of the same dtype and device."""
+        return self._multiply(x)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledScheme:
+    """A format in which the compiled code packs weights and multiplies by them.
+
+    bits: bits of a weight: 16 (bfloat16), 8 (activations are rounded to 8 bits as well) or 4 (activations are bfloat16).
+    head_bits: bits of a weight of the head. multiple: each width that is multiplied must be a multiple of this number.
+    """
+
+    name: str
+    bits: int
+    head_bits: int
+    multiple: int = 1
+
+    def check(self, widths: Iterable[int]) -> None:
+        """Raise `ConfigError` when a width does not allow this scheme."""
+        if any(width % self.multiple for width in widths):
+            raise ConfigError(f"quantization {self.name} needs a model whose widths are multiples of {self.multiple}")
+
+    def pack(self, library: ctypes.CDLL, model: int, layer: int, which: int, weight: Tensor) -> int:
+        """Copy a weight into a compiled model and return the call's result. layer, which: as in abi.h."""
+        held = weight.contiguous()
+        bits = self.head_bits if which == HEAD else self.bits
+        result: int = library.pdserve_model_weight(model, layer, which, held.data_ptr(), *held.shape, bits)
+        return result
+
+
+COMPILED_SCHEMES: Final = {
+    None: CompiledScheme("bf16", bits=16, head_bits=16),
+    "int8": CompiledScheme("int8", bits=8, head_bits=8, multiple=64),  # 64 activations share a scale
+    # A head of 4 bits costs SmolLM2 5 % of perplexity, one of 8 none. 32 weights share a scale.
+    "int4": CompiledScheme("int4", bits=4, head_bits=8, multiple=64),
+}
+"""The schemes of the compiled code by the setting `quantization`."""
+
+
+def scheme_for(device: torch.device, dtype: torch.dtype) -> Scheme:
+    """Return the fastest scheme of torch on a device."""
+    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and _packing_works(dtype):
+        return IN_PARTS if dtype is torch.float32 else PACKED
+    return PLAIN
+
+
+def _plain(weight: Tensor) -> Multiply:
     def apply(x: Tensor) -> Tensor:
         return F.linear(x, weight)
 
     return apply
 
 
-def _packed(weight: Tensor) -> Linear:
+def _packed(weight: Tensor) -> Multiply:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     multiply = torch.ops.mkldnn._linear_pointwise
 
@@ -53,7 +120,7 @@ def _packed(weight: Tensor) -> Linear:
     return apply
 
 
-def _in_parts(weight: Tensor) -> Linear:
+def _in_parts(weight: Tensor) -> Multiply:
     parts = [_packed(part.contiguous()) for part in torch.split(weight, PART_WIDTH, dim=1)]
     if len(parts) == 1:
         return parts[0]
@@ -67,6 +134,11 @@ def _in_parts(weight: Tensor) -> Linear:
         return first
 
     return apply
+
+
+PLAIN: Final = Scheme("plain", _plain)
+PACKED: Final = Scheme("packed by oneDNN", _packed)
+IN_PARTS: Final = Scheme("packed by oneDNN, in parts", _in_parts)
 
 
 def _packing_works(dtype: torch.dtype) -> bool:

@@ -10,16 +10,15 @@ import math
 import torch
 from torch import Tensor
 
-from pdserve.checkpoint.card import ModelCard
-from pdserve.checkpoint.rope import Llama3Scaling
+from pdserve.core.model_spec import Llama3Scaling, RopeSpec
 
 
-def rope_table(card: ModelCard, max_positions: int, device: torch.device) -> Tensor:
+def rope_table(rope: RopeSpec, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
     """Return the table for `rotate`, [max_positions, 2, head_dim] float32: cosines, then sines, whose first half is negated."""
-    exponents = torch.arange(0, card.head_dim, 2, dtype=torch.float32) / card.head_dim
-    frequencies = 1.0 / card.rope_theta**exponents
-    if card.rope_scaling is not None:
-        frequencies = _stretch(frequencies, card.rope_scaling)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.scaling is not None:
+        frequencies = _stretch(frequencies, rope.scaling)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).to(device)

@@ -94,11 +94,7 @@ def check_host(*, available: int, weights: int, pool: int, step: int, later: int
 
 def weights_bytes(card: ModelCard, bits: int) -> int:
     """Return the bytes of the model's matrices with `bits` for each number. Norms are too small to count."""
-    kv = card.num_kv_heads * card.head_dim
-    attention = card.hidden_size * (2 * card.num_heads * card.head_dim + 2 * kv)
-    layer = attention + 3 * card.hidden_size * card.intermediate_size
-    tables = 1 if card.tie_word_embeddings else 2
-    return (card.num_layers * layer + tables * card.vocab_size * card.hidden_size) * bits // 8
+    return card.spec.numbers * bits // 8
 
 
 def _mib(size: int) -> str:

@@ -29,6 +29,7 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    kv_groups: int = 1
 
     @property
     def sequences(self) -> int:
@@ -76,4 +77,4 @@ def _slice(limits: StepLimits, index: int, start: int, count: int) -> SequenceSl
     """Return a slice of tokens [start, start + count) whose blocks are taken in turn from the whole pool."""
     blocks = ceil_div(start + count, limits.block_size)
     table = tuple(BlockId((index + i) % limits.num_blocks) for i in range(blocks))
-    return SequenceSlice(SeqId(index), start, (0,) * count, (table,), _DRAW)
+    return SequenceSlice(SeqId(index), start, (0,) * count, (table,) * limits.kv_groups, _DRAW)

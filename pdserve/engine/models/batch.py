@@ -23,32 +23,40 @@ class Batch:
     tokens: int
     token_ids: Tensor  # [padded] int64
     positions: Tensor  # [padded] int64
-    slots: Tensor  # the places for the tokens' K and V: `KvCache.slots`
-    spans: tuple[Span, ...]
+    slots: tuple[Tensor, ...]  # for each KV group, the places for the tokens' K and V: `KvCache.slots`
+    spans: tuple[tuple[Span, ...], ...]  # for each KV group, the sequences of the step
 
 
-def make_batch(plan: StepPlan, kv: KvCache, padded: int) -> Batch:
-    """Return a batch of `padded` rows, at least as many as the plan has tokens. Asserts that each token has a valid block."""
+def make_batch(plan: StepPlan, caches: tuple[KvCache, ...], padded: int) -> Batch:
+    """Return a batch of `padded` rows, at least as many as the plan has tokens. Asserts that each token has valid blocks."""
     assert plan.slices
-    device = kv.device
-    size = kv.layout.block_size
+    device = caches[0].device
     ids: list[int] = []
     positions: list[int] = []
-    spans: list[Span] = []
     for piece in plan.slices:
-        span = Span(len(ids), piece.start, len(piece.token_ids), piece.block_tables[0])
-        assert span.count > 0
-        assert span.end <= len(span.block_table) * size, "tokens without a block"
-        assert min(span.block_table) >= 0
-        assert max(span.block_table) < kv.num_blocks
+        assert piece.token_ids
         ids += piece.token_ids
-        positions += range(span.start, span.end)
-        spans.append(span)
+        positions += range(piece.start, piece.start + len(piece.token_ids))
     tokens, padding = len(ids), [0] * (padded - len(ids))
+    spans = tuple(_spans(plan, group, kv) for group, kv in enumerate(caches))
     return Batch(
         tokens=tokens,
         token_ids=torch.tensor(ids + padding, device=device),
         positions=torch.tensor(positions + padding, device=device),
-        slots=kv.slots(spans),
-        spans=tuple(spans),
+        slots=tuple(kv.slots(own) for kv, own in zip(caches, spans, strict=True)),
+        spans=spans,
     )
+
+
+def _spans(plan: StepPlan, group: int, kv: KvCache) -> tuple[Span, ...]:
+    """Return the plan's sequences with their blocks of one group."""
+    spans: list[Span] = []
+    row = 0
+    for piece in plan.slices:
+        span = Span(row, piece.start, len(piece.token_ids), piece.block_tables[group])
+        assert span.end <= len(span.block_table) * kv.layout.block_size, "tokens without a block"
+        assert min(span.block_table) >= 0
+        assert max(span.block_table) < kv.num_blocks
+        spans.append(span)
+        row += span.count
+    return tuple(spans)

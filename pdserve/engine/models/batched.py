@@ -11,26 +11,26 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.layers.rows import Rows
 from pdserve.engine.models.api import Logits
 from pdserve.engine.models.batch import Batch, make_batch
-from pdserve.engine.models.llama import Llama
+from pdserve.engine.models.decoder import Decoder
 
 Hidden = Callable[[Batch], Tensor]
-"""Function with the result of `Llama.hidden`: this method itself, or a replay of it."""
+"""Function with the result of `Decoder.hidden`: this method itself, or a replay of it."""
 
 
-class BatchedLlama:
-    """A torch Llama as the runner's `Model`."""
+class BatchedDecoder:
+    """A torch decoder as the runner's `Model`."""
 
     computes_in_torch = True
 
-    def __init__(self, model: Llama, hidden: Hidden, kv: KvCache, rows: Rows) -> None:
+    def __init__(self, model: Decoder, hidden: Hidden, caches: tuple[KvCache, ...], rows: Rows) -> None:
         self._model = model
         self._hidden = hidden
-        self._kv = kv
+        self._caches = caches
         self._rows = rows
 
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits | None:
         """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty."""
-        hidden = self._hidden(make_batch(plan, self._kv, self._rows.padded(plan.num_tokens)))
+        hidden = self._hidden(make_batch(plan, self._caches, self._rows.padded(plan.num_tokens)))
         if not rows:
             return None
         return Logits(self._model.logits(hidden[rows]))

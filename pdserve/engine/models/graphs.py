@@ -21,7 +21,7 @@ from torch import Tensor
 from pdserve.engine.attention.triton import TritonAttention, TritonStep
 from pdserve.engine.kv.cache import NOBODY, KvCache
 from pdserve.engine.models.batch import Batch
-from pdserve.engine.models.llama import Llama
+from pdserve.engine.models.decoder import Decoder
 
 WARM_UPS: Final = 2  # the first run compiles kernels and makes cuBLAS allocate; neither may be recorded
 
@@ -32,10 +32,10 @@ Record = Callable[[Step], tuple[Callable[[], None], Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One recorded step: the inputs of a replay (`batch`, `attention`), the replay, and the tensor of its result."""
+    """One recorded step: the inputs of a replay (`batch`, `attention` of each KV group), the replay, and its result."""
 
     batch: Batch
-    attention: TritonStep
+    attention: tuple[TritonStep, ...]
     replay: Callable[[], None]
     hidden: Tensor
 
@@ -45,26 +45,29 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Llama,
-        attention: TritonAttention,
+        model: Decoder,
+        attention: tuple[TritonAttention, ...],
         record: Record,
         *,
-        kv: KvCache,
+        caches: tuple[KvCache, ...],
         max_positions: int,
         max_batch: int,
     ) -> None:
-        """Record all batch sizes of `buckets(max_batch)`. The largest comes first, because it needs the most memory."""
+        """Record all batch sizes of `buckets(max_batch)`. The largest comes first, because it needs the most memory.
+
+        attention, caches: those of each KV group.
+        """
         self._model = model
         self._attention = attention
-        self._kv = kv
+        self._caches = caches
         self._max_positions = max_positions
         self._record = record
         self._recordings = {size: self._recorded(size) for size in reversed(buckets(max_batch))}
         self._sizes = sorted(self._recordings)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return what `Llama.hidden` returns. A batch of single tokens that fits a recording is replayed."""
-        if batch.tokens > self._sizes[-1] or any(span.count != 1 for span in batch.spans):
+        """Return what `Decoder.hidden` returns. A batch of single tokens that fits a recording is replayed."""
+        if batch.tokens > self._sizes[-1] or any(span.count != 1 for span in batch.spans[0]):
             return self._model.hidden(batch)
         recording = self._recordings[next(size for size in self._sizes if size >= batch.tokens)]
         self._fill(recording, batch)
@@ -72,20 +75,22 @@ class DecodeGraphs:
         return recording.hidden
 
     def _fill(self, recording: Recording, batch: Batch) -> None:
-        assert [span.row for span in batch.spans] == list(range(batch.tokens))
+        assert [span.row for span in batch.spans[0]] == list(range(batch.tokens))
         fixed = recording.batch
         fixed.token_ids[: batch.tokens].copy_(batch.token_ids[: batch.tokens])
         fixed.positions[: batch.tokens].copy_(batch.positions[: batch.tokens])
-        fixed.slots[: batch.tokens].copy_(batch.slots)
-        fixed.slots[batch.tokens :] = NOBODY
-        self._attention.refill(recording.attention, batch.spans)
+        for slots, given in zip(fixed.slots, batch.slots, strict=True):
+            slots[: batch.tokens].copy_(given)
+            slots[batch.tokens :] = NOBODY
+        for attention, step, spans in zip(self._attention, recording.attention, batch.spans, strict=True):
+            attention.refill(step, spans)
 
     def _recorded(self, size: int) -> Recording:
         """Record a step of `size` empty rows, which touches no block."""
-        attention = self._attention.fixed(size, self._max_positions)
-        device = attention.ends.device
+        attention = tuple(one.fixed(size, self._max_positions) for one in self._attention)
+        device = attention[0].ends.device
         ids, positions = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
-        batch = Batch(size, ids, positions, self._kv.nobodys_slots(size), spans=())
+        batch = Batch(size, ids, positions, tuple(kv.nobodys_slots(size) for kv in self._caches), spans=())
         replay, hidden = self._record(lambda: self._model.forward(batch, attention))
         return Recording(batch, attention, replay, hidden)
 

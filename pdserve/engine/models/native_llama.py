@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, chain
 from typing import Final
@@ -19,46 +20,51 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pdserve.checkpoint.card import ModelCard
-from pdserve.core.errors import ConfigError, InternalBug, OutOfThreads
+from pdserve.core.errors import InternalBug, OutOfThreads
 from pdserve.core.ids import BlockId
+from pdserve.core.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
-from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.pool import KvPool
+from pdserve.engine.layers.linear import HEAD, CompiledScheme
 from pdserve.engine.layers.rope import rope_table
 from pdserve.engine.models.api import Logits
-from pdserve.engine.models.weights import LayerWeights, LlamaWeights
+from pdserve.engine.models.weights import LayerWeights, ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.native.sampling import PackedRows
 
 LANES: Final = 16  # floats in a vector; gate and up alternate in groups of so many columns
 MOST_HEAD_DIM: Final = 512
-GROUP: Final = 64  # 8-bit activations that share a scale; 32 4-bit weights share one
-BITS: Final = {None: 16, "int8": 8, "int4": 4}  # bits of a weight, by the setting `quantization`
 KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # the numbers are those of abi.h
 NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
-_QKV, _ATTENTION_OUT, _GATE_UP, _DOWN, _HEAD = range(5)
+_QKV, _ATTENTION_OUT, _GATE_UP, _DOWN = range(HEAD)
 _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
 
+Tables = tuple[tuple[tuple[BlockId, ...], ...], ...]
+"""The block tables of all KV groups of each slice."""
 
-def obstacle(card: ModelCard, kv: KvCache) -> str | None:
+
+def obstacle(spec: ModelSpec, kv: KvPool) -> str | None:
     """Return the reason, in words, why the compiled code does not run this model here; None when it runs."""
     if kv.device.type != "cpu":
         return "compiled steps are for CPUs"
-    if kv.dtype is not torch.bfloat16 or kv.layout.dtype not in KV_FORMATS:
+    if kv.dtype is not torch.bfloat16 or any(group.dtype not in KV_FORMATS for group in kv.spec.groups):
         return "compiled steps are for bfloat16"
-    if any(width % LANES for width in (card.hidden_size, card.intermediate_size, card.head_dim)):
+    lacking = spec.beyond()
+    if lacking is not None:
+        return f"compiled steps do not compute {lacking}"
+    if any(width % LANES for width in _widths(spec, lambda attention: attention.qk_dim)):
         return f"compiled steps need widths that are multiples of {LANES}"
-    if card.head_dim > MOST_HEAD_DIM:
+    if any(layer.attention.qk_dim > MOST_HEAD_DIM for layer in spec.layers):
         return f"compiled steps need heads of at most {MOST_HEAD_DIM}"
     return None if library.load() is not None else library.find().why
 
 
-def supports(card: ModelCard, kv: KvCache) -> bool:
+def supports(spec: ModelSpec, kv: KvPool) -> bool:
     """Tell whether the compiled code runs this model here.
 
     It needs bfloat16 on a CPU and widths of whole vectors. The dtype of KV may be any.
     """
-    return obstacle(card, kv) is None
+    return obstacle(spec, kv) is None
 
 
 class NativeLlama:
@@ -69,38 +75,36 @@ class NativeLlama:
 
     computes_in_torch = False
 
-    def __init__(self, card: ModelCard, weights: LlamaWeights, kv: KvCache, max_positions: int, *, bits: int) -> None:
-        """Copy the weights. Raises `ConfigError` when a width does not allow quantisation, MemoryError without memory.
-
-        bits: bits of a weight: 16 (bfloat16), 8 (activations are rounded to 8 bits as well) or 4 (activations are bfloat16).
-        """
-        if bits != 16 and any(
-            width % GROUP for width in (card.hidden_size, card.intermediate_size, card.num_heads * card.head_dim)
-        ):
-            raise ConfigError(f"quantization int{bits} needs a model whose widths are multiples of {GROUP}")
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, kv: KvPool, max_positions: int, scheme: CompiledScheme) -> None:
+        """Copy the weights. Raises `ConfigError` when a width does not allow the scheme, MemoryError without memory."""
+        scheme.check(_widths(spec, lambda attention: attention.out_width))
         loaded = library.load()
         assert loaded is not None, "the caller asked `supports`"
         self._library = loaded
+        self._scheme = scheme
         self.threads = torch.get_num_threads()
-        self._pool = kv.address, kv.layout.block_size, kv.num_blocks, KV_FORMATS[kv.layout.dtype]
-        self._vocab = card.vocab_size
-        self._room = self._logits = torch.empty(0, card.vocab_size)
+        self._block_size = kv.spec.block_size
+        self._groups = (library.Group * len(kv.caches))(
+            *(library.Group(0, 0, one.address, one.num_blocks, KV_FORMATS[one.layout.dtype]) for one in kv.caches)
+        )
+        self._groups_address = ctypes.addressof(self._groups)
+        self._vocab = spec.vocab_size
+        self._room = self._logits = torch.empty(0, spec.vocab_size)
         self._logits_address = self._rows = 0
         self._embedding = weights.embedding.contiguous()
-        self._rope = rope_table(card, max_positions, kv.device)
-        self._rope_address = self._rope.data_ptr()
-        shape = library.Shape(
-            card.hidden_size, card.intermediate_size, card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim,
-            card.vocab_size, card.rms_norm_eps,
-        )  # fmt: skip
+        ropes = {(one.attention.rope, one.attention.qk_dim) for one in spec.layers}
+        self._ropes = {key: rope_table(*key, max_positions, kv.device) for key in ropes}
+        count = len(spec.layers)
+        layers = (library.Layer * count)(*map(self._layer_shape, spec.layers, spec.places))
+        shape = library.Shape(spec.hidden_size, spec.vocab_size, count, len(kv.caches), layers, spec.norm.eps)
         self._model = loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr())
         if self._model is None:
             raise MemoryError
         weakref.finalize(self, loaded.pdserve_model_free, self._model)
-        for index, layer in enumerate(weights.layers):
-            self._take_layer(index, layer, bits)
+        for index, own in enumerate(weights.layers):
+            self._take_layer(index, own)
         self._take_norm(0, _BEFORE_HEAD, weights.norm)
-        self._take(0, _HEAD, weights.head, max(bits, 8))  # a head of 4 bits costs SmolLM2 5 % of perplexity, one of 8 none
+        self._take(0, HEAD, weights.head)
 
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits:
         """Compute the plan, write its KV, and return the logits of `rows`.
@@ -111,16 +115,15 @@ class NativeLlama:
         """
         _, starts, token_ids, block_tables, _, packed = zip(*plan.slices, strict=True)
         tokens = array("i", chain.from_iterable(token_ids))
-        tables = array(
-            "i", b"".join(chain.from_iterable(packed) if all(packed) else map(_packed, chain.from_iterable(block_tables)))
-        )
-        begins = array("q", accumulate(map(len, chain.from_iterable(block_tables)), initial=0))
+        tables = [_GroupTables(group, block_tables, packed) for group in range(len(self._groups))]
+        for group, own in zip(self._groups, tables, strict=True):
+            group.span_table, group.tables = own.begins.buffer_info()[0], own.ids.buffer_info()[0]
         best = array("i", bytes(4 * len(rows)))
         self._make_room(len(rows))
-        arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), begins, tables, array("i", rows))
+        arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), array("i", rows))
         step = library.Step(
-            self.threads, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays),
-            *self._pool, self._rope_address, self._logits_address, best.buffer_info()[0],
+            self.threads, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays), self._groups_address,
+            self._block_size, self._logits_address, best.buffer_info()[0],
         )  # fmt: skip
         _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
@@ -147,17 +150,22 @@ class NativeLlama:
         )
         return packed.taken()
 
-    def _take_layer(self, index: int, layer: LayerWeights, bits: int) -> None:
+    def _layer_shape(self, layer: LayerSpec, place: tuple[int, int]) -> library.Layer:
+        attention = layer.attention
+        rope = self._ropes[attention.rope, attention.qk_dim].data_ptr()
+        heads = attention.heads, attention.kv_heads, attention.qk_dim
+        return library.Layer(*heads, layer.mlp.intermediate, *place, layer.norms.eps, rope)
+
+    def _take_layer(self, index: int, layer: LayerWeights) -> None:
         self._take_norm(index, _BEFORE_ATTENTION, layer.attention_norm)
         self._take_norm(index, _BEFORE_MLP, layer.mlp_norm)
-        self._take(index, _QKV, layer.qkv, bits)
-        self._take(index, _ATTENTION_OUT, layer.attention_out, bits)
-        self._take(index, _GATE_UP, _by_turns(layer.gate_up), bits)
-        self._take(index, _DOWN, layer.down, bits)
+        self._take(index, _QKV, layer.qkv)
+        self._take(index, _ATTENTION_OUT, layer.attention_out)
+        self._take(index, _GATE_UP, _by_turns(layer.gate_up))
+        self._take(index, _DOWN, layer.down)
 
-    def _take(self, layer: int, which: int, weight: Tensor, bits: int) -> None:
-        held = weight.contiguous()
-        _done(self._library.pdserve_model_weight(self._model, layer, which, held.data_ptr(), *held.shape, bits))
+    def _take(self, layer: int, which: int, weight: Tensor) -> None:
+        _done(self._scheme.pack(self._library, self._model, layer, which, weight))
 
     def _take_norm(self, layer: int, which: int, weight: Tensor) -> None:
         held = weight.float().contiguous()
@@ -171,6 +179,27 @@ def split_batches(num_kv_heads: int) -> tuple[int, ...]:
     """
     most = (4 * torch.get_num_threads() - 1) // num_kv_heads
     return (1, most) if most > 1 else (1,)
+
+
+def _widths(spec: ModelSpec, of_attention: Callable[[AttentionSpec], int]) -> set[int]:
+    """Return the width of the model, and those of each layer's MLP and attention."""
+    return {
+        spec.hidden_size,
+        *(layer.mlp.intermediate for layer in spec.layers),
+        *(of_attention(layer.attention) for layer in spec.layers),
+    }
+
+
+class _GroupTables:
+    """The block tables of a step in one KV group, one after the other. begins: where each starts, and the end of the last."""
+
+    __slots__ = ("begins", "ids")
+
+    def __init__(self, group: int, tables: Tables, packed: tuple[tuple[bytes, ...], ...]) -> None:
+        own = [all_groups[group] for all_groups in tables]
+        parts = [all_groups[group] for all_groups in packed] if all(packed) else map(_packed, own)
+        self.ids = array("i", b"".join(parts))
+        self.begins = array("q", accumulate(map(len, own), initial=0))
 
 
 def _packed(table: tuple[BlockId, ...]) -> bytes:

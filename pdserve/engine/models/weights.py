@@ -17,10 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.families.family import LayerNames
 from pdserve.checkpoint.layout import weight_files
 from pdserve.core.errors import ConfigError
-
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a buffer of old checkpoints; this code computes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class LayerWeights:
     """Weights of one layer: matrices [out_features, in_features], norms [hidden]."""
 
     attention_norm: Tensor
-    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]: q, then k, then v
+    qkv: Tensor  # [query_width + kv_width, hidden]: q, then k, then v
     attention_out: Tensor
     mlp_norm: Tensor
     gate_up: Tensor  # [2 * intermediate, hidden]: gate, then up
@@ -36,7 +35,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaWeights:
+class ModelWeights:
     """Weights of a whole model, on its device and in its dtype."""
 
     embedding: Tensor  # [vocab, hidden]
@@ -56,58 +55,33 @@ class LlamaWeights:
             yield from (layer.attention_norm, layer.qkv, layer.attention_out, layer.mlp_norm, layer.gate_up, layer.down)
 
 
-def load_llama(directory: Path, card: ModelCard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """Read the weights of a checkpoint in `directory`.
+def load_weights(directory: Path, card: ModelCard, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Read the weights of a checkpoint in `directory`, by the names and the shapes of the card.
 
     Raises `ConfigError` naming missing, unexpected and misshapen tensors, or the file that cannot be read.
     """
+    names, tied = card.tensors, card.spec.tied_head
     with ExitStack() as stack:
         reader = _Reader(directory, dtype, device, stack)
-        reader.check(_expected_shapes(card), tied=card.tie_word_embeddings)
-        embedding = reader.read("model.embed_tokens.weight")
-        return LlamaWeights(
+        reader.check(names.shapes(card.spec), unread=(names.head,) if tied else (), ignored=names.ignored)
+        embedding = reader.read(names.embedding)
+        return ModelWeights(
             embedding=embedding,
-            layers=tuple(_layer(reader, f"model.layers.{i}.") for i in range(card.num_layers)),
-            norm=reader.read("model.norm.weight"),
-            head=embedding if card.tie_word_embeddings else reader.read("lm_head.weight"),
+            layers=tuple(_layer(reader, names.of_layer(i)) for i in range(len(card.spec.layers))),
+            norm=reader.read(names.norm),
+            head=embedding if tied else reader.read(names.head),
         )
 
 
-def _layer(reader: _Reader, prefix: str) -> LayerWeights:
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+def _layer(reader: _Reader, names: LayerNames) -> LayerWeights:
     return LayerWeights(
-        attention_norm=reader.read(prefix + "input_layernorm.weight"),
-        qkv=reader.read(*(f"{attention}{name}_proj.weight" for name in "qkv")),
-        attention_out=reader.read(attention + "o_proj.weight"),
-        mlp_norm=reader.read(prefix + "post_attention_layernorm.weight"),
-        gate_up=reader.read(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-        down=reader.read(mlp + "down_proj.weight"),
+        attention_norm=reader.read(names.attention_norm),
+        qkv=reader.read(names.q, names.k, names.v),
+        attention_out=reader.read(names.attention_out),
+        mlp_norm=reader.read(names.mlp_norm),
+        gate_up=reader.read(names.gate, names.up),
+        down=reader.read(names.down),
     )
-
-
-def _expected_shapes(card: ModelCard) -> dict[str, tuple[int, ...]]:
-    hidden, ffn = card.hidden_size, card.intermediate_size
-    q, kv = card.num_heads * card.head_dim, card.num_kv_heads * card.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (card.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not card.tie_word_embeddings:
-        shapes["lm_head.weight"] = (card.vocab_size, hidden)
-    for i in range(card.num_layers):
-        prefix = f"model.layers.{i}."
-        shapes |= {
-            prefix + "input_layernorm.weight": (hidden,),
-            prefix + "post_attention_layernorm.weight": (hidden,),
-            prefix + "self_attn.q_proj.weight": (q, hidden),
-            prefix + "self_attn.k_proj.weight": (kv, hidden),
-            prefix + "self_attn.v_proj.weight": (kv, hidden),
-            prefix + "self_attn.o_proj.weight": (hidden, q),
-            prefix + "mlp.gate_proj.weight": (ffn, hidden),
-            prefix + "mlp.up_proj.weight": (ffn, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, ffn),
-        }
-    return shapes
 
 
 class _Reader:
@@ -125,9 +99,8 @@ class _Reader:
                 raise ConfigError(f"cannot read the weights in {path}: {exc}") from exc
             self._file_of |= dict.fromkeys(file.keys(), file)
 
-    def check(self, expected: dict[str, tuple[int, ...]], *, tied: bool) -> None:
-        ignored = ("lm_head.weight",) if tied else ()
-        present = [n for n in self._file_of if n not in ignored and not n.endswith(_IGNORED_SUFFIXES)]
+    def check(self, expected: dict[str, tuple[int, ...]], *, unread: tuple[str, ...], ignored: tuple[str, ...]) -> None:
+        present = [n for n in self._file_of if n not in unread and not n.endswith(ignored)]
         problems = _listed("missing", [n for n in expected if n not in self._file_of])
         problems += _listed("unexpected", [n for n in present if n not in expected])
         for name in sorted(set(present) & set(expected)):

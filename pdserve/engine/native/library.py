@@ -16,19 +16,37 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-ABI: Final = 5  # PDSERVE_ABI of abi.h
+ABI: Final = 6  # PDSERVE_ABI of abi.h
 DONE: Final = 1
 NO_MEMORY: Final = 0
 UNSOUND: Final = -1
 NO_THREAD: Final = -2
 
 
+class Layer(Structure):
+    """`PdLayer` of abi.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "intermediate", "group", "index")),
+        ("rms_norm_eps", c_double), ("rope", c_void_p),
+    ]  # fmt: skip
+
+
 class Shape(Structure):
     """`PdShape` of abi.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")),
-        ("rms_norm_eps", c_double),
+        *((name, c_int64) for name in ("hidden", "vocab", "layers", "groups")),
+        ("layer", POINTER(Layer)), ("rms_norm_eps", c_double),
+    ]  # fmt: skip
+
+
+class Group(Structure):
+    """`PdGroup` of abi.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("span_table", "tables", "pool")),
+        *((name, c_int64) for name in ("blocks", "kv_format")),
     ]  # fmt: skip
 
 
@@ -37,9 +55,9 @@ class Step(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("threads", "rows", "spans", "out_rows")),
-        *((name, c_void_p) for name in ("token_ids", "span_start", "span_count", "span_table", "tables", "out", "pool")),
-        *((name, c_int64) for name in ("block_size", "blocks", "kv_format")),
-        *((name, c_void_p) for name in ("rope", "logits", "best")),
+        *((name, c_void_p) for name in ("token_ids", "span_start", "span_count", "out", "groups")),
+        ("block_size", c_int64),
+        *((name, c_void_p) for name in ("logits", "best")),
     ]  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams, uniform
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models import native_llama as native
-from pdserve.engine.models.batched import BatchedLlama
-from pdserve.engine.models.weights import LlamaWeights, load_llama
+from pdserve.engine.models.batched import BatchedDecoder
+from pdserve.engine.models.weights import ModelWeights, load_weights
 from pdserve.engine.native import library
 from pdserve.engine.native.sampling import PackedRows
 from pdserve.engine.runner import ModelRunner
@@ -42,7 +42,7 @@ def pair(request, make_runner):
     compiled = make_runner(request.param, dtype="bfloat16")
     plain = make_runner(request.param, compiled=False, dtype="bfloat16")
     assert isinstance(compiled._model, native.NativeLlama)
-    assert isinstance(plain._model, BatchedLlama)
+    assert isinstance(plain._model, BatchedDecoder)
     return compiled, plain, make_runner(request.param)
 
 
@@ -88,14 +88,14 @@ def test_four_bits_compute_what_their_codes_say(tiny_dir, threads):
     config = EngineConfig(kv_cache_memory=8 * MIB, dtype="bfloat16", threads=threads, max_model_len=512)
     card = ModelCard.load(tiny_dir)
 
-    def rounded(dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-        weights = load_llama(tiny_dir, card, torch.float32, device)
+    def rounded(dtype: torch.dtype, device: torch.device) -> ModelWeights:
+        weights = load_weights(tiny_dir, card, torch.float32, device)
         names = ("qkv", "attention_out", "gate_up", "down")
         layers = (replace(layer, **{name: as_four_bits(getattr(layer, name)) for name in names}) for layer in weights.layers)
         return replace(weights, layers=tuple(layers))
 
     exact = ModelRunner.make(card, replace(config, dtype="float32"), rounded)
-    runner = ModelRunner.make(card, replace(config, quantization="int4"), partial(load_llama, tiny_dir, card))
+    runner = ModelRunner.make(card, replace(config, quantization="int4"), partial(load_weights, tiny_dir, card))
     rng = random.Random(8)
     try:
         for length in (1, 3, 7, 13, 40, 200):  # one piece of rows, several, rows shared out
@@ -194,7 +194,7 @@ def test_compiled_tokens_equal_the_torch_samplers_in_a_vocabulary_of_no_round_si
     """The last vector is not full, and many weights are equal."""
     generator = torch.Generator().manual_seed(11)
     wide = torch.randn(3, 512 * 7 - 3, generator=generator).round(decimals=1)
-    shape = library.Shape(0, 0, 0, 0, 0, 0, wide.shape[1], 0.0)
+    shape = library.Shape(vocab=wide.shape[1])
     assert shape.vocab % 16
     model = library.load().pdserve_model_new(ctypes.byref(shape), None)
     specs = [SampleSpec(SamplingParams(seed=i, top_p=0.9, logprobs=20), i) for i in range(3)]
@@ -257,7 +257,7 @@ def test_without_the_library_fewer_bits_are_refused_by_name(installed_as, tiny_d
 def test_without_the_library_torch_computes_and_it_is_said_why(installed_as, tiny_dir):
     installed_as(None)
     runner = ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), EngineConfig(kv_cache_memory=MIB, dtype="bfloat16"))
-    assert isinstance(runner._model, BatchedLlama)
+    assert isinstance(runner._model, BatchedDecoder)
     assert runner.describe().startswith("torch bfloat16 (no compiled kernels: there was no C++ compiler for x86-64 when")
 
 

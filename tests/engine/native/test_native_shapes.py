@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.families.llama import llama_spec
 from pdserve.config import MIB, EngineConfig
+from pdserve.core.model_spec import RopeSpec
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.models import native_llama as native
-from pdserve.engine.models.weights import LayerWeights, LlamaWeights
+from pdserve.engine.models.weights import LayerWeights, ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
@@ -36,7 +38,7 @@ ROUNDING = {"bf16": 0.02, "fp32": 0.02, "int8": 0.03, "fp8_e4m3": 0.05, "int4": 
 most 0.010, 0.006, 0.014, 0.026 and 0.095."""
 
 
-def model_of(head_dim: int, heads: int, kv_heads: int, tiny: ModelCard) -> tuple[ModelCard, LlamaWeights]:
+def model_of(head_dim: int, heads: int, kv_heads: int, tiny: ModelCard) -> tuple[ModelCard, ModelWeights]:
     """Random weights, in bfloat16's numbers, that keep activations near 1; scores are spread enough to matter."""
     generator = torch.Generator().manual_seed(head_dim)
 
@@ -55,19 +57,19 @@ def model_of(head_dim: int, heads: int, kv_heads: int, tiny: ModelCard) -> tuple
         for _ in range(LAYERS)
     )
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16()
-    weights = LlamaWeights(embedding, layers, torch.ones(HIDDEN).bfloat16(), embedding)
-    shape = {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
-    card = replace(
-        tiny, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_layers=LAYERS, vocab_size=VOCAB, **shape
+    weights = ModelWeights(embedding, layers, torch.ones(HIDDEN).bfloat16(), embedding)
+    spec = llama_spec(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, heads=heads, kv_heads=[kv_heads] * LAYERS,
+        head_dim=head_dim, max_position=tiny.max_position, rope=RopeSpec(10000.0), eps=1e-5, tied_head=False,
     )  # fmt: skip
-    return card, weights
+    return replace(tiny, spec=spec), weights
 
 
-def cast(weights: LlamaWeights, dtype: torch.dtype) -> LlamaWeights:
+def cast(weights: ModelWeights, dtype: torch.dtype) -> ModelWeights:
     names = LayerWeights.__slots__
     layers = tuple(LayerWeights(**{name: getattr(layer, name).to(dtype) for name in names}) for layer in weights.layers)
     embedding = weights.embedding.to(dtype)
-    return LlamaWeights(embedding, layers, weights.norm.to(dtype), embedding)
+    return ModelWeights(embedding, layers, weights.norm.to(dtype), embedding)
 
 
 def runners(shape: tuple[int, int, int, int], kv_cache_dtype: str, tiny: ModelCard) -> tuple[ModelRunner, ModelRunner]:

@@ -5,9 +5,29 @@
 
 extern "C" {
 
+// One layer. The layers of a KV group have equal heads, kv_heads and head_dim.
+struct PdLayer {
+    int64_t heads, kv_heads, head_dim, intermediate;
+    int64_t group, index;  // the KV group, and the layer's place among those of the group
+    double rms_norm_eps;   // of both norms
+    const float *rope;     // [positions, 2, head_dim]; must outlive the model
+};
+
+// A model. Its layers are copied.
 struct PdShape {
-    int64_t hidden, intermediate, layers, heads, kv_heads, head_dim, vocab;
-    double rms_norm_eps;
+    int64_t hidden, vocab, layers, groups;
+    const PdLayer *layer;  // [layers]
+    double rms_norm_eps;   // of the norm before the head
+};
+
+// The blocks of one KV group in a step.
+struct PdGroup {
+    const int64_t *span_table;  // [spans + 1], the places in `tables` where the blocks of each span begin and end
+    const int32_t *tables;      // block ids
+    uint8_t *pool;              // [blocks], each [layers of the group, 2, kv_heads, block_size, head_dim] numbers;
+                                // a quantised block also has [layers of the group, 2, kv_heads] float32 scales
+    int64_t blocks;
+    int64_t kv_format;          // 0 bfloat16, 1 float32, 2 int8, 3 fp8 E4M3, 4 int4
 };
 
 // One step. A row is a token; the rows of a span follow each other.
@@ -16,17 +36,12 @@ struct PdStep {
     int64_t rows, spans, out_rows;
     const int32_t *token_ids;                 // [rows]
     const int32_t *span_start, *span_count;   // [spans]
-    const int64_t *span_table;                // [spans + 1], the places in `tables` where the blocks of each span begin and end
-    const int32_t *tables;                    // block ids
-    const int32_t *out;                                      // [out_rows], the rows whose logits are wanted, ascending
-    uint8_t *pool;                                           // [blocks], each [layers, 2, kv_heads, block_size, head_dim] numbers;
-                                                             // a quantised block also has [layers, 2, kv_heads] float32 scales
-    int64_t block_size, blocks;
-    int64_t kv_format;                                       // 0 bfloat16, 1 float32, 2 int8, 3 fp8 E4M3, 4 int4
-    const float *rope;                                       // [positions, 2, head_dim]
-    float *logits;                                           // [out_rows, vocab]
-    int32_t *best;                                           // [out_rows], the lowest id of the largest logit; -1 where this
-                                                             // logit is not a finite number
+    const int32_t *out;                       // [out_rows], the rows whose logits are wanted, ascending
+    const PdGroup *groups;                    // [groups]
+    int64_t block_size;                       // of all groups
+    float *logits;                            // [out_rows, vocab]
+    int32_t *best;                            // [out_rows], the lowest id of the largest logit; -1 where this logit is not a
+                                              // finite number
 };
 
 // The way to draw a token from one row of logits. temperature 0 means the largest logit, top_k 0 means all ids. Fields that are
@@ -48,7 +63,7 @@ struct PdRow {
     int64_t tops;
 };
 
-#define PDSERVE_ABI 5  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 6  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.

@@ -11,7 +11,7 @@ void Model::compute(int thread) {
     share_rows(thread, batch.rows, [&](long row, long end) { embed(row, end); });
     each_part(thread, batch.rows, [&](const Part& part) { begin_layer(thread, 0, batch, part); });
     for (long i = 0; i <= last; i++) {
-        with_format(step_->kv_format, [&]<class Kv>() {
+        with_format(format_of(i), [&]<class Kv>() {
             if (Kv::kScaled && by_rows(step_->rows)) put_all_scaled<Kv>(thread, i);
             if (i < last || step_->out_rows > 0) attend<Kv>(thread, i);
         });
@@ -22,7 +22,7 @@ void Model::compute(int thread) {
             if (i < last) begin_layer(thread, i + 1, batch, part);
         });
     }
-    product(thread, Part{0, batch.rows, true}, head_, Normed{batch.x, norm_}, Store{step_->logits, shape_.vocab});
+    product(thread, Part{0, batch.rows, true}, head_, Normed{batch.x, norm_, float(shape_.rms_norm_eps)}, Store{step_->logits, shape_.vocab});
     share_rows(thread, batch.rows, [&](long row, long end) {
         for (; row < end; row++) step_->best[row] = best_of(step_->logits + row * shape_.vocab, shape_.vocab);
     });
@@ -38,12 +38,13 @@ void Model::embed(long row, long end) {
 // it and puts it into its place.
 void Model::begin_layer(int thread, long index, const Batch& batch, const Part& part) {
     const Layer& layer = layers_[index];
-    const Normed normed{batch.x + part.row * shape_.hidden, layer.attention_norm};
-    const Store store{qkv_.data() + part.row * qkv_width(), qkv_width()};
-    const long unit = std::lcm(long(shape_.head_dim), long(kPanel)) / kPanel, all = shape_.heads + 2 * shape_.kv_heads;
+    const Normed normed{batch.x + part.row * shape_.hidden, layer.attention_norm, layer.eps()};
+    const Store store{qkv_.data() + part.row * layer.qkv_width(), layer.qkv_width()};
+    const long dim = layer.shape.head_dim, all = layer.shape.heads + 2 * layer.shape.kv_heads;
+    const long unit = std::lcm(dim, long(kPanel)) / kPanel;
     product(thread, part, layer.qkv, normed, store, unit, [&](long panel, long end) {
-        const long head = panel * kPanel / shape_.head_dim, head_end = std::min(all, end * kPanel / shape_.head_dim);
-        with_format(step_->kv_format, [&]<class Kv>() { put_heads<Kv>(own_[thread], index, part, head, head_end); });
+        const long head = panel * kPanel / dim, head_end = std::min(all, end * kPanel / dim);
+        with_format(format_of(index), [&]<class Kv>() { put_heads<Kv>(own_[thread], index, part, head, head_end); });
     });
 }
 
@@ -52,14 +53,15 @@ void Model::finish_layer(int thread, long index, const Batch& batch, const Part&
     const Layer& layer = layers_[index];
     const AddTo residual{batch.x + part.row * shape_.hidden, shape_.hidden};
     bf16* gated = part.together ? gated_.data() : own_[thread].gated.data();
-    product(thread, part, layer.attention_out, Halves{batch.attended + part.row * query_width()}, residual);
-    product(thread, part, layer.gate_up, Normed{residual.to, layer.mlp_norm}, SiluMul{gated, shape_.intermediate});
+    product(thread, part, layer.attention_out, Halves{batch.attended + part.row * layer.query_width()}, residual);
+    product(thread, part, layer.gate_up, Normed{residual.to, layer.mlp_norm, layer.eps()},
+            SiluMul{gated, layer.shape.intermediate});
     product(thread, part, layer.down, Halves{gated}, residual);
 }
 
 // Keeps only the rows whose logits are wanted.
 Batch Model::keep_wanted(int thread, const Batch& batch) {
-    const long hidden = shape_.hidden, width = query_width();
+    const long hidden = shape_.hidden, width = layers_.back().query_width();
     pool_.share(thread, step_->out_rows, [&](long i) {
         std::copy_n(batch.x + step_->out[i] * hidden, hidden, wanted_.begin() + i * hidden);
         std::copy_n(batch.attended + step_->out[i] * width, width, wanted_attended_.begin() + i * width);

@@ -1,4 +1,4 @@
-// The Llama decoder. One call computes all layers of a step.
+// The decoder. One call computes all layers of a step.
 //
 // With few rows, the threads share the columns of a product, so that each weight is read once by one core. A layer is then four
 // products and attention, each a phase of the pool (pool.h). With many rows, the threads share the rows, in tiles that go through
@@ -38,14 +38,30 @@ void multiply(const Rows& x, long rows, const Weight& w, long panel, long panel_
 }
 
 struct Layer {
+    PdLayer shape;
     std::vector<float> attention_norm, mlp_norm;
     Weight qkv, attention_out, gate_up, down;
+
+    float eps() const { return float(shape.rms_norm_eps); }
+    long query_width() const { return shape.heads * shape.head_dim; }
+    long qkv_width() const { return query_width() + 2 * shape.kv_heads * shape.head_dim; }
 };
 
 // Queries of one span and KV head against chunks [chunk, chunk_end). part: the first place for the results of the decode's
 // `parts` chunks, or -1 when one task computes all chunks.
 struct Task {
     long span, head, begin, tokens, chunk, chunk_end, part, parts;
+};
+
+// The layers of a KV group, and the attention of a step in each of them.
+struct Group {
+    long layers = 0, heads = 0, kv_heads = 0, head_dim = 0;
+    std::vector<Task> tasks;
+    std::unique_ptr<std::atomic<long>[]> missing;  // chunks of a decode that are not finished yet, by the first of its parts
+    long missing_count = 0;
+    Lines<float> part_sums, part_tops, part_totals;
+
+    long sharing() const { return heads / kv_heads; }  // query heads of a KV head
 };
 
 // `count` rows of a span whose K and V go to one block. `position` is that of the first row.
@@ -75,7 +91,7 @@ struct RowRoom {
 
 // Working memory of one thread.
 struct Own {
-    AttentionScratch attention;
+    std::vector<AttentionScratch> attention;  // of each KV group
     Lines<float> spare, turned, sums;  // turned: rotated keys of one head and block; sums: sums of groups (int4.h)
     RowRoom rows;
     Lines<bf16> gated;
@@ -100,6 +116,7 @@ struct Part {
 struct Normed {
     const float* x;
     const std::vector<float>& weight;
+    float eps;
 };
 
 struct Halves {
@@ -108,7 +125,14 @@ struct Halves {
 
 class Model {
   public:
-    Model(const PdShape& shape, const bf16* embedding) : shape_(shape), embedding_(embedding), layers_(shape.layers) {}
+    Model(const PdShape& shape, const bf16* embedding)
+        : shape_(shape), embedding_(embedding), layers_(shape.layers), groups_(shape.groups) {
+        for (long i = 0; i < shape.layers; i++) {
+            const PdLayer& of = layers_[i].shape = shape.layer[i];
+            Group& group = groups_[of.group];
+            group.layers++, group.heads = of.heads, group.kv_heads = of.kv_heads, group.head_dim = of.head_dim;
+        }
+    }
 
     Weight& weight(long layer, int which) {
         Layer& at = layers_[which == 4 ? 0 : layer];
@@ -128,11 +152,20 @@ class Model {
     void sample(int threads, float* logits, const PdRow* rows, long count, int32_t* ids);
 
   private:
-    long group() const { return shape_.heads / shape_.kv_heads; }
-    long query_width() const { return shape_.heads * shape_.head_dim; }
-    long qkv_width() const { return query_width() + 2 * shape_.kv_heads * shape_.head_dim; }
+    // Returns the largest number that f(layer) returns.
+    template <class F>
+    long most(const F& f) const {
+        long found = 0;
+        for (const Layer& layer : layers_) found = std::max<long>(found, f(layer));
+        return found;
+    }
 
-    long widest() const { return std::max({long(shape_.hidden), long(shape_.intermediate), query_width()}); }
+    long widest() const {
+        return std::max<long>(shape_.hidden, most([](const Layer& of) { return std::max<long>(of.shape.intermediate, of.query_width()); }));
+    }
+
+    Group& group_of(long layer) { return groups_[layers_[layer].shape.group]; }
+    int64_t format_of(long layer) const { return step_->groups[layers_[layer].shape.group].kv_format; }
 
     bool integers() const { return layers_[0].down.integers(); }
 
@@ -141,6 +174,7 @@ class Model {
 
     bool sound(const PdStep& step) const;
     void plan(const PdStep& step);
+    void plan_tasks(const PdStep& step, Group& group);
     void plan_touched(const PdStep& step);
     void fit(const PdStep& step);
     void compute(int thread);
@@ -159,13 +193,13 @@ class Model {
     template <class Kv>
     void run(int thread, const Task& task, long layer);
     template <class Kv>
-    Asker<Kv> first_of_next(int thread, long layer) const;
-    void merge_parts(const Task& task, Own& own);
+    Asker<Kv> first_of_next(int thread, long layer);
+    void merge_parts(const Task& task, long layer, Own& own);
     template <class Kv>
     Paged<Kv> paged(long span, long layer, long head) const;
 
     void prepare(const Normed& from, long row, float* spare, const Rows& to, const Weight&) const {
-        norm_row(from.x + row * shape_.hidden, from.weight.data(), shape_.hidden, float(shape_.rms_norm_eps), spare, to, row);
+        norm_row(from.x + row * shape_.hidden, from.weight.data(), shape_.hidden, from.eps, spare, to, row);
     }
 
     void prepare(const Halves& from, long row, float* spare, const Rows& to, const Weight& next) const {
@@ -231,6 +265,7 @@ class Model {
     const bf16* embedding_;
     Arena arena_;
     std::vector<Layer> layers_;
+    std::vector<Group> groups_;
     std::vector<float> norm_;
     Weight head_;
     Pool pool_;
@@ -238,13 +273,10 @@ class Model {
     // State of the current step.
     const PdStep* step_ = nullptr;
     int threads_ = 1;
-    std::vector<Task> tasks_;
     std::vector<Touched> touched_;
     std::vector<long> span_row_;  // the first row of each span
-    std::unique_ptr<std::atomic<long>[]> missing_;  // chunks of a decode that are not finished yet, by the first of its parts
-    long missing_count_ = 0;
     std::vector<Own> own_;
-    Lines<float> residual_, wanted_, qkv_, part_sums_, part_tops_, part_totals_;
+    Lines<float> residual_, wanted_, qkv_;
     RowRoom together_;  // rows that all threads multiply
     Lines<bf16> query_, attended_, wanted_attended_, gated_;
 };

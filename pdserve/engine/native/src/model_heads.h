@@ -7,11 +7,13 @@ namespace pdserve {
 
 template <class Kv>
 Paged<Kv> Model::paged(long span, long layer, long head) const {
-    const long size = step_->block_size, dim = shape_.head_dim, heads = shape_.kv_heads;
-    const long each = size * Kv::bytes(dim), all = shape_.layers * 2 * heads;
-    const long key = layer * 2 * heads + head, value = key + heads;
+    const PdLayer& of = layers_[layer].shape;
+    const PdGroup& group = step_->groups[of.group];
+    const long size = step_->block_size, dim = of.head_dim, heads = of.kv_heads;
+    const long each = size * Kv::bytes(dim), all = groups_[of.group].layers * 2 * heads;
+    const long key = of.index * 2 * heads + head, value = key + heads;
     const long scale = Kv::kScaled ? long(sizeof(float)) : 0;
-    return {step_->pool, step_->tables + step_->span_table[span], size, dim, all * (each + scale),
+    return {group.pool, group.tables + group.span_table[span], size, dim, all * (each + scale),
             key * each, value * each, all * each + key * scale, all * each + value * scale};
 }
 
@@ -19,7 +21,9 @@ Paged<Kv> Model::paged(long span, long layer, long head) const {
 // written only when all tokens of a block are there.
 template <class Kv>
 void Model::put_heads(Own& own, long layer, const Part& part, long head, long end) {
-    const long dim = shape_.head_dim, heads = shape_.heads, kv_heads = shape_.kv_heads;
+    const Layer& of = layers_[layer];
+    const long dim = of.shape.head_dim, heads = of.shape.heads, kv_heads = of.shape.kv_heads;
+    const long query_width = of.query_width(), qkv_width = of.qkv_width();
     const long plain_end = Kv::kScaled ? std::min(end, heads) : end, head_bytes = step_->block_size * Kv::bytes(dim);
     float* spare = own.spare.data();
     for (long span = 0; span < step_->spans; span++) {
@@ -27,12 +31,12 @@ void Model::put_heads(Own& own, long layer, const Part& part, long head, long en
         const Paged<Kv> kv = paged<Kv>(span, layer, 0);
         for (long row = from; row < to; row++) {
             const long position = step_->span_start[span] + row - span_row_[span];
-            const float *table = step_->rope + position * 2 * dim, *x = qkv_.data() + row * qkv_width();
+            const float *table = of.shape.rope + position * 2 * dim, *x = qkv_.data() + row * qkv_width;
             uint8_t *keys = kv.row(position, kv.key), *values = kv.row(position, kv.value);
             long i = head;
             for (; i < std::min(plain_end, heads); i++) {
                 turn_head(x + i * dim, table, dim, spare);
-                put_head<Bf16Kv>(spare, dim, (uint8_t*)(query_.data() + row * query_width() + i * dim));
+                put_head<Bf16Kv>(spare, dim, (uint8_t*)(query_.data() + row * query_width + i * dim));
             }
             for (; i < std::min(plain_end, heads + kv_heads); i++) {
                 turn_head(x + i * dim, table, dim, spare);
@@ -51,23 +55,26 @@ void Model::put_heads(Own& own, long layer, const Part& part, long head, long en
 template <class Kv>
 void Model::put_scaled(Own& own, long layer, const Touched& touched, long head) {
     const auto [span, row, position, count] = touched;
-    const long dim = shape_.head_dim, kv_head = head - shape_.heads, offset = position % step_->block_size;
-    const Paged<Kv> kv = paged<Kv>(span, layer, kv_head % shape_.kv_heads);
-    const float* x = qkv_.data() + row * qkv_width() + head * dim;
+    const Layer& of = layers_[layer];
+    const long dim = of.shape.head_dim, kv_heads = of.shape.kv_heads, kv_head = head - of.shape.heads, width = of.qkv_width();
+    const long offset = position % step_->block_size;
+    const Paged<Kv> kv = paged<Kv>(span, layer, kv_head % kv_heads);
+    const float* x = qkv_.data() + row * width + head * dim;
     uint8_t* block = kv.block(position);
-    if (kv_head >= shape_.kv_heads)
-        return quantise_head<Kv>(x, qkv_width(), offset, count, dim, block + kv.value, (float*)(block + kv.value_scale));
+    if (kv_head >= kv_heads)
+        return quantise_head<Kv>(x, width, offset, count, dim, block + kv.value, (float*)(block + kv.value_scale));
     float* turned = own.turned.data();
-    for (long i = 0; i < count; i++) turn_head(x + i * qkv_width(), step_->rope + (position + i) * 2 * dim, dim, turned + i * dim);
+    for (long i = 0; i < count; i++) turn_head(x + i * width, of.shape.rope + (position + i) * 2 * dim, dim, turned + i * dim);
     quantise_head<Kv>(turned, dim, offset, count, dim, block + kv.key, (float*)(block + kv.key_scale));
 }
 
 // Quantises the heads of all touched blocks. It is used when the tokens of a block may be rows of several tiles.
 template <class Kv>
 void Model::put_all_scaled(int thread, long layer) {
-    const long heads = 2 * shape_.kv_heads;
+    const PdLayer& of = layers_[layer].shape;
+    const long heads = 2 * of.kv_heads;
     pool_.share(thread, long(touched_.size()) * heads, [&](long i) {
-        if constexpr (Kv::kScaled) put_scaled<Kv>(own_[thread], layer, touched_[i / heads], shape_.heads + i % heads);
+        if constexpr (Kv::kScaled) put_scaled<Kv>(own_[thread], layer, touched_[i / heads], of.heads + i % heads);
     });
 }
 

@@ -19,16 +19,20 @@ void Model::set(Weight& weight, const bf16* from, long n, long k, int bits) {
 // Checks what the caller promises. If it were wrong, the step could read or write another sequence's KV.
 bool Model::sound(const PdStep& step) const {
     long rows = 0;
-    for (long span = 0; span < step.spans; span++) {
-        const long blocks = step.span_table[span + 1] - step.span_table[span];
-        if (step.span_start[span] + step.span_count[span] > blocks * step.block_size) return false;
-        rows += step.span_count[span];
+    for (long span = 0; span < step.spans; span++) rows += step.span_count[span];
+    if (rows != step.rows) return false;
+    for (const PdGroup* group = step.groups; group < step.groups + shape_.groups; group++) {
+        for (long span = 0; span < step.spans; span++) {
+            const long blocks = group->span_table[span + 1] - group->span_table[span];
+            if (step.span_start[span] + step.span_count[span] > blocks * step.block_size) return false;
+        }
+        for (long i = 0; i < group->span_table[step.spans]; i++)
+            if (group->tables[i] < 0 || group->tables[i] >= group->blocks) return false;
+        if (!with_format(group->kv_format, []<class Kv>() {})) return false;
     }
-    for (long i = 0; i < step.span_table[step.spans]; i++)
-        if (step.tables[i] < 0 || step.tables[i] >= step.blocks) return false;
     for (long row = 0; row < step.rows; row++)
         if (step.token_ids[row] < 0 || step.token_ids[row] >= shape_.vocab) return false;
-    return rows == step.rows && with_format(step.kv_format, []<class Kv>() {});
+    return true;
 }
 
 bool Model::forward(const PdStep& step) {
@@ -41,53 +45,60 @@ bool Model::forward(const PdStep& step) {
     return true;
 }
 
-// Cuts attention into tasks, the most expensive first. A decode is cut into its chunks when threads would lack work.
 void Model::plan(const PdStep& step) {
-    tasks_.clear();
     span_row_.assign(1, 0);
     for (long span = 0; span < step.spans; span++) span_row_.push_back(span_row_.back() + step.span_count[span]);
     plan_touched(step);
+    for (Group& group : groups_) plan_tasks(step, group);
+}
+
+// Cuts the attention of a group into tasks, the most expensive first. A decode is cut into its chunks when threads would lack
+// work.
+void Model::plan_tasks(const PdStep& step, Group& group) {
+    std::vector<Task>& tasks = group.tasks;
+    tasks.clear();
     long parts = 0;
-    const bool few = threads_ > 1 && step.spans * shape_.kv_heads < 4 * threads_;
+    const bool few = threads_ > 1 && step.spans * group.kv_heads < 4 * threads_;
     for (long span = 0; span < step.spans; span++)
-        for (long head = 0; head < shape_.kv_heads; head++)
+        for (long head = 0; head < group.kv_heads; head++)
             for (long begin = 0; begin < step.span_count[span]; begin += kQueryTile) {
                 const long tokens = std::min<long>(kQueryTile, step.span_count[span] - begin);
                 const long chunks = (step.span_start[span] + begin + tokens + kChunk - 1) / kChunk;
                 if (few && tokens == 1 && chunks > 1) {
                     for (long chunk = 0; chunk < chunks; chunk++)
-                        tasks_.push_back({span, head, begin, tokens, chunk, chunk + 1, parts, chunks});
+                        tasks.push_back({span, head, begin, tokens, chunk, chunk + 1, parts, chunks});
                     parts += chunks;
                 } else {
-                    tasks_.push_back({span, head, begin, tokens, 0, chunks, -1, 0});
+                    tasks.push_back({span, head, begin, tokens, 0, chunks, -1, 0});
                 }
             }
-    std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
+    std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
         return (a.chunk_end - a.chunk) * a.tokens > (b.chunk_end - b.chunk) * b.tokens;
     });
-    if (parts > missing_count_) {
-        missing_.reset(new std::atomic<long>[parts]);
-        missing_count_ = parts;
+    if (parts > group.missing_count) {
+        group.missing.reset(new std::atomic<long>[parts]);
+        group.missing_count = parts;
     }
-    for (const Task& task : tasks_)
-        if (task.part >= 0) missing_[task.part].store(task.parts);
-    const long padded = round_up(shape_.head_dim, kPanel);
-    part_sums_.resize(parts * group() * padded);
-    part_tops_.resize(parts * group());
-    part_totals_.resize(parts * group());
+    for (const Task& task : tasks)
+        if (task.part >= 0) group.missing[task.part].store(task.parts);
+    const long padded = round_up(group.head_dim, kPanel);
+    group.part_sums.resize(parts * group.sharing() * padded);
+    group.part_tops.resize(parts * group.sharing());
+    group.part_totals.resize(parts * group.sharing());
 }
 
 void Model::plan_touched(const PdStep& step) {
     touched_.clear();
-    with_format(step.kv_format, [&]<class Kv>() {
-        if (!Kv::kScaled) return;
-        for (long span = 0; span < step.spans; span++)
-            for (long done = 0, count; done < step.span_count[span]; done += count) {
-                const long position = step.span_start[span] + done;
-                count = std::min<long>(step.block_size - position % step.block_size, step.span_count[span] - done);
-                touched_.push_back({span, span_row_[span] + done, position, count});
-            }
-    });
+    bool scaled = false;
+    for (const PdGroup* group = step.groups; group < step.groups + shape_.groups; group++)
+        with_format(group->kv_format, [&]<class Kv>() { scaled |= Kv::kScaled; });
+    if (!scaled) return;
+    for (long span = 0; span < step.spans; span++)
+        for (long done = 0, count; done < step.span_count[span]; done += count) {
+            const long position = step.span_start[span] + done;
+            count = std::min<long>(step.block_size - position % step.block_size, step.span_count[span] - done);
+            touched_.push_back({span, span_row_[span] + done, position, count});
+        }
 }
 
 void Model::fit(const PdStep& step) {
@@ -97,25 +108,30 @@ void Model::fit(const PdStep& step) {
     const long rows = step.rows, hidden = shape_.hidden;
     grow(residual_, rows * hidden);
     grow(wanted_, step.out_rows * hidden);
-    grow(qkv_, rows * qkv_width());
-    grow(query_, rows * query_width());
-    grow(attended_, rows * query_width());
-    grow(wanted_attended_, step.out_rows * query_width());
+    const long query_width = most([](const Layer& of) { return of.query_width(); });
+    const long intermediate = most([](const Layer& of) { return of.shape.intermediate; });
+    const long head_dim = most([](const Layer& of) { return of.shape.head_dim; });
+    grow(qkv_, rows * most([](const Layer& of) { return of.qkv_width(); }));
+    grow(query_, rows * query_width);
+    grow(attended_, rows * query_width);
+    grow(wanted_attended_, step.out_rows * query_width);
     // A step that shares rows out also has the memory for all smaller steps, so the largest step decides how much there is.
     const long together = by_rows(rows) ? std::max<long>(step.out_rows, kRowsEach * threads_) : rows;
     const long own_rows = by_rows(rows) ? kTileRows : kPrivateRows;
     const long words = std::max(hidden / 2, integers() ? widest() / 4 : 0);
     together_.fit(together, words, head_.integers());
-    grow(gated_, together * shape_.intermediate);
+    grow(gated_, together * intermediate);
     if (long(own_.size()) < threads_) own_.resize(threads_);
-    long most = 1;
-    for (const Task& task : tasks_) most = std::max(most, task.tokens);
+    long tokens = 1;  // of the largest task; it is the same in every group
+    for (const Task& task : groups_[0].tasks) tokens = std::max(tokens, task.tokens);
     for (Own& own : own_) {
-        own.attention.fit(most * group(), round_up(shape_.head_dim, kPanel));
+        own.attention.resize(groups_.size());
+        for (size_t i = 0; i < groups_.size(); i++)
+            own.attention[i].fit(tokens * groups_[i].sharing(), round_up(groups_[i].head_dim, kPanel));
         grow(own.spare, widest());
-        if (!touched_.empty()) grow(own.turned, step.block_size * shape_.head_dim);
+        if (!touched_.empty()) grow(own.turned, step.block_size * head_dim);
         own.rows.fit(own_rows, words, head_.integers());
-        if (by_rows(rows)) grow(own.gated, kTileRows * shape_.intermediate);
+        if (by_rows(rows)) grow(own.gated, kTileRows * intermediate);
         if (layers_[0].down.bits == 4) grow(own.sums, std::max(together, own_rows) * widest() / kGroup4);
     }
 }

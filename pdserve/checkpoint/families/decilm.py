@@ -1,0 +1,29 @@
+"""Deci's family: a Llama whose layers have different numbers of KV heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pdserve.checkpoint.families.family import Family
+from pdserve.checkpoint.families.llama import NAMES, check_plain, layer_count, spec_of
+from pdserve.core.errors import ConfigError
+from pdserve.core.model_spec import ModelSpec
+
+
+def read_decilm(config: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of a published configuration. See `Family.read` for the errors."""
+    check_plain(config)
+    kv_heads = [int(count) for count in config["num_key_value_heads_per_layer"]]
+    layers = layer_count(config)
+    if len(kv_heads) != layers:
+        raise ConfigError(f"num_key_value_heads_per_layer has {len(kv_heads)} numbers for {layers} layers")
+    return spec_of(config, kv_heads)
+
+
+DECILM: Final = Family("DeciLMForCausalLM", read_decilm, NAMES)
+
+
+def family() -> Family:
+    """Return the family."""
+    return DECILM

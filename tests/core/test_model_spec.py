@@ -1,0 +1,80 @@
+"""A model as data: what a spec accepts, how layers become KV groups, and what is beyond Llama."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.model_spec import UNEQUAL_HEADS, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
+
+ATTENTION = AttentionSpec(heads=4, kv_heads=2, qk_dim=16, v_dim=16, rope=RopeSpec(10000.0))
+LAYER = LayerSpec(ATTENTION, DenseSpec(128), NormSpec(1e-5))
+MODEL = ModelSpec(512, 64, (LAYER,) * 4, NormSpec(1e-5), max_position=2048, tied_head=False)
+BEYOND = {
+    "a v_dim other than qk_dim": {"v_dim": 8}, "window": {"window": 128}, "bias": {"bias": True}, "qk_norm": {"qk_norm": True},
+    "softcap": {"softcap": 50.0}, "scale": {"scale": 0.1},
+}  # fmt: skip
+
+
+def model_of(*attentions: AttentionSpec) -> ModelSpec:
+    return replace(MODEL, layers=tuple(replace(LAYER, attention=one) for one in attentions))
+
+
+@pytest.mark.parametrize("field", ["heads", "kv_heads", "qk_dim", "v_dim", "window"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_attention_of_no_size_is_refused(field, value):
+    with pytest.raises(ConfigError, match=f"^{field} must be at least 1, got {value}$"):
+        replace(ATTENTION, **{field: value})
+
+
+def test_query_heads_share_kv_heads_evenly():
+    with pytest.raises(ConfigError, match=r"^heads 4 is not a multiple of kv_heads 3$"):
+        replace(ATTENTION, kv_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"vocab_size": 0}, "vocab_size"), ({"hidden_size": 0}, "hidden_size"), ({"layers": ()}, "layers"),
+     ({"max_position": 0}, "max_position")],
+)  # fmt: skip
+def test_a_model_of_no_size_is_refused(change, field):
+    with pytest.raises(ConfigError, match=f"^{field} must be at least 1, got 0$"):
+        replace(MODEL, **change)
+    with pytest.raises(ConfigError, match=r"^intermediate must be at least 1, got 0$"):
+        DenseSpec(0)
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([None, 128])), min_size=1, max_size=12))
+def test_layers_of_equal_kv_form_a_group(kinds):
+    """(1) Groups cover all layers, in order of first appearance. (2) Layers are together exactly when their KV is equal."""
+    spec = model_of(*(replace(ATTENTION, kv_heads=heads, window=window) for heads, window in kinds))
+    groups = spec.kv_groups
+    assert sorted(layer for group in groups for layer in group) == list(range(len(kinds)))
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    for a in range(len(kinds)):
+        for b in range(len(kinds)):
+            assert (spec.places[a][0] == spec.places[b][0]) == (kinds[a] == kinds[b])
+    assert all(groups[group][at] == layer for layer, (group, at) in enumerate(spec.places))
+    kv = spec.kv_spec(16, "bfloat16")
+    assert [group.layers for group in kv.groups] == list(groups)
+    assert [(group.num_kv_heads, group.window) for group in kv.groups] == [kinds[group[0]] for group in groups]
+
+
+def test_numbers_are_counted_once():
+    layer = 64 * (4 * 16 + 2 * 2 * 16 + 4 * 16 + 3 * 128)
+    assert MODEL.layer_numbers == 4 * layer
+    assert (MODEL.numbers, replace(MODEL, tied_head=True).numbers) == (4 * layer + 2 * 512 * 64, 4 * layer + 512 * 64)
+
+
+def test_what_is_beyond_llama_has_a_name():
+    assert MODEL.beyond() is None
+    for name, change in BEYOND.items():
+        spec = model_of(ATTENTION, replace(ATTENTION, **change))
+        assert spec.beyond() == name
+        assert spec.beyond({name}) is None
+    assert model_of(ATTENTION, replace(ATTENTION, heads=2)).beyond() == UNEQUAL_HEADS
+    assert model_of(ATTENTION, replace(ATTENTION, heads=2, kv_heads=1)).beyond() is None
