@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
+from kvtransfer.api import LocalRegion
 from kvtransfer.lease.client import LeaseClient
 from kvtransfer.lease.followed import FollowedLease
 from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.block_read import BlockSource
+from kvtransfer.reads.block_read import BlockSource, PoolSource
 from kvtransfer.reads.pull import PrefillStalled, Pull, PullResult
 from kvtransfer.staging.staging import BlockTransfer, Staging
 from pdserve.config import WorkerConfig
+from pdserve.core.block_pools import BlockTables
 from pdserve.core.errors import IncompatiblePeer, KvCorrupt, PdserveError, ReplicaLost, TransferFailed
-from pdserve.core.ids import BlockId, LeaseId, ReaderId
-from pdserve.core.kv_layout import KvGroup
+from pdserve.core.ids import LeaseId, ReaderId
+from pdserve.core.kv_layout import KvSpec
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +26,13 @@ class PullHost(Protocol):
     """The parts of a worker that a pull uses. A `Host` has all of them."""
 
     @property
-    def layout(self) -> KvGroup:
-        """The layout of the worker's pool."""
+    def kv_spec(self) -> KvSpec:
+        """The KV groups of the worker's pool."""
+        ...
+
+    @property
+    def regions(self) -> Sequence[LocalRegion]:
+        """The region of each KV group of the worker's pool."""
         ...
 
     @property
@@ -62,19 +70,20 @@ class InboundBlocks:
         host: PullHost,
         leases: LeaseClient,
         reader_id: ReaderId,
-        block_ids: tuple[BlockId, ...],
+        block_tables: BlockTables,
         *,
         prompt_hash: bytes,
         first_block: int = 0,
         wait_s: float,
     ) -> None:
-        """Take the blocks of one bind. `prompt_hash` names the prompt that was bound. Blocks before `first_block` hold their KV
-        already and are not read. `wait_s` bounds the whole wait for the prompt, so that renewals cannot hold a lease for ever.
+        """Take the blocks of one bind in each KV group. `prompt_hash` names the prompt that was bound. Blocks before
+        `first_block` hold their KV already and are not read. `wait_s` bounds the whole wait for the prompt, so that renewals
+        cannot hold a lease for ever.
         """
         self._host = host
         self._leases = leases
         self._reader_id = reader_id
-        self._block_ids = block_ids
+        self._block_tables = block_tables
         self._prompt_hash = prompt_hash
         self._first_block = first_block
         self._wait_s = wait_s
@@ -93,19 +102,20 @@ class InboundBlocks:
         """
         ticket = Ticket.decode(ticket_bytes)
         ticket.check_request(lease_id, self._prompt_hash)
-        ticket.check_layout(self._host.layout)
+        ticket.check_layout(self._host.kv_spec)
         ticket.check_checksums(self._host.config.lease.kv_checksum)
-        source = self._source_for(ticket)
-        if len(ticket.block_ids) != len(self._block_ids):
-            raise TransferFailed(f"the ticket has {len(ticket.block_ids)} blocks, but the prompt has {len(self._block_ids)}")
+        sources = [self._source_for(ticket, group) for group in range(len(ticket.block_tables))]
+        needed = len(self._block_tables[0])
+        if ticket.num_blocks != needed:
+            raise TransferFailed(f"the ticket has {ticket.num_blocks} blocks, but the prompt has {needed}")
         self._lease = await self._leases.attach(lease_id, ticket, deadline_s=self._wait_s)
         config = self._host.config.lease
         self._pull = Pull(
             self._lease,
             ticket,
-            self._block_ids,
+            self._block_tables,
             self._reader_id,
-            source,
+            sources,
             config,
             first_block=self._first_block,
         )
@@ -124,18 +134,17 @@ class InboundBlocks:
         )
         return pulled
 
-    def _source_for(self, ticket: Ticket) -> BlockSource:
-        """Return the transfer thread if both sides store KV in the same layout, else a source that converts.
+    def _source_for(self, ticket: Ticket, group: int) -> BlockSource:
+        """Return a source that reads straight into our pool if both sides store this KV group alike, else one that converts.
 
         Raises `IncompatiblePeer` when this worker cannot convert.
         """
-        if ticket.layout == self._host.layout:
-            return self._host.transfer
+        theirs, ours = ticket.kv_spec.groups[group], self._host.kv_spec.groups[group]
+        if theirs == ours:
+            return PoolSource(self._host.transfer, self._host.regions[group])
         if self._host.staging is None:
-            raise IncompatiblePeer(
-                f"the peer's KV is {ticket.layout.dtype}, ours {self._host.layout.dtype}; this worker cannot convert"
-            )
-        return self._host.staging.source_for(ticket)
+            raise IncompatiblePeer(f"the peer's KV is {theirs.dtype}, ours {ours.dtype}; this worker cannot convert")
+        return self._host.staging.source_for(ticket, group)
 
     async def abandon(self, *, release: bool) -> None:
         """Return once nothing writes into the blocks any more. `release` True also ends the lease, so that its blocks are freed

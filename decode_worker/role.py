@@ -167,12 +167,13 @@ class DecodeRole:
             self._no_room(request.handle, request.prompt_len)
             return
         if not request.local_prefill:
-            blocks = result.block_tables[0][: self._host.layout.blocks_for(request.prompt_len)]
+            blocks = self._host.kv_spec.blocks_for(request.prompt_len)
+            tables = tuple(table[:blocks] for table in result.block_tables)
             request.inbound = InboundBlocks(
                 self._host,
                 self._leases,
                 request.reader_id,
-                blocks,
+                tables,
                 prompt_hash=request.prompt_hash,
                 first_block=result.hits,
                 wait_s=request.deadline_s,
@@ -181,7 +182,7 @@ class DecodeRole:
 
     def _no_room(self, handle: Handle, prompt_len: int) -> None:
         """Send NoRoom, also while draining: the router then asks another worker, and counts no failure."""
-        needed = self._host.layout.blocks_for(prompt_len) + 1
+        needed = (self._host.kv_spec.blocks_for(prompt_len) + 1) * len(self._host.kv_spec.groups)
         self._host.send(link_pb2.WorkerMessage(no_room=decode_pb2.NoRoom(handle=handle, blocks_needed=needed)))
 
     def _attach(self, command: decode_pb2.Attach) -> None:

@@ -81,7 +81,7 @@ def make_staging(
     def make_blocks(layout: KvGroup, num_blocks: int) -> SimStaged:
         memory = SimKv(num_blocks, rng, poison=poison)
         staged = SimStaged(layout, kv, memory)
-        transfer.staged[staged.region] = memory
+        transfer.memory[staged.region] = memory
         return staged
 
     return Staging(transfer, make_blocks, num_blocks=NUM_BLOCKS, chunk_blocks=CHUNK_BLOCKS, converter=converter)

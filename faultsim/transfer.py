@@ -53,6 +53,7 @@ class SimTransfer(TransferThread):
         self,
         process: Process,
         kv: SimKv,
+        region: LocalRegion,
         pools: Pools,
         network: Network,
         rng: random.Random,
@@ -61,17 +62,16 @@ class SimTransfer(TransferThread):
         stuck_after_s: float,
         summed: bool,
     ) -> None:
-        super().__init__(_no_transport, stuck_after_s=stuck_after_s, sum_blocks=kv.sums if summed else None)
+        super().__init__(_no_transport, stuck_after_s=stuck_after_s, sum_blocks={region: kv.sums} if summed else None)
         self._process = process
-        self._kv = kv
         self._pools = pools
         self._network = network
         self._rng = rng
         self._reached = reached
         self._commands = cast(Any, _Inbox(process, self._on_command))
         self._stopped = False
-        self.staged: dict[LocalRegion, SimKv] = {}
-        """The staging memory of each region. Reads go there or into the pool."""
+        self.memory: dict[LocalRegion, SimKv] = {region: kv}
+        """The memory of each region into which reads go: the pool, and staging blocks."""
 
     async def start(self) -> bytes:
         """Start without a thread, and return the agent's metadata."""
@@ -159,7 +159,7 @@ class SimTransfer(TransferThread):
                 self._fail(post.read_id, "the peer was not reached")
             return
         remote, local = pairs[0]
-        into = self._kv if post.into is None else self.staged[post.into]
+        into = self.memory[post.into]
         tags = list(peer[1].blocks[remote])
         if self._pools.faults.flipped and self._rng.random() < self._pools.faults.flipped:
             tags[self._rng.randrange(len(tags))] ^= 1 << self._rng.randrange(40)

@@ -20,7 +20,7 @@ from kvtransfer.api import Region
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import Incarnation
-from pdserve.core.kv_layout import gqa_group
+from pdserve.core.kv_layout import KvSpec, gqa_group
 from pdserve.rpc.v1 import common_pb2
 from pdserve.sim.channel import FakeChannel
 from pdserve.sim.network import Network
@@ -93,10 +93,11 @@ class SimWorker:
             check_steps=check_steps,
             checksums=shape.lease.kv_checksum and process.role == "prefill",
         )
-        self.transfer = SimTransfer(
-            process, self.kv, pools, network, rng, reached, stuck_after_s=STUCK_S, summed=shape.lease.kv_checksum
-        )
         self.layout = replace(LAYOUT, dtype=shape.kv_dtype)
+        self.region = Region(1 << 20, shape.num_blocks, self.layout.block_bytes)
+        self.transfer = SimTransfer(
+            process, self.kv, self.region, pools, network, rng, reached, stuck_after_s=STUCK_S, summed=shape.lease.kv_checksum
+        )
         converter = SimConverter(process, rng)
         self.staging = make_staging(process, self.transfer, self.kv, converter, rng, poison=poison)
         self._ticket_secret = rng.randbytes(TICKET_SECRET_BYTES)
@@ -142,8 +143,8 @@ class SimWorker:
         return Host(
             config=self._config,
             card=CARD,
-            layout=self.layout,
-            region=Region(1 << 20, self.shape.num_blocks, self.layout.block_bytes),
+            kv_spec=KvSpec((self.layout,)),
+            regions=(self.region,),
             tokenizer=TOKENIZER,
             max_model_len=self.shape.max_model_len,
             incarnation=self.incarnation,

@@ -1,9 +1,9 @@
 """The interface of a transport: one-sided reads of whole KV blocks from a peer's pool into ours, or into staging blocks.
 
-A pool is one contiguous region of equal blocks. It is registered once, and never deregistered or moved while the process
-lives: peers keep our addresses, and an access through stale ones would succeed and corrupt. The same holds for every other
-region into which reads write. A posted read cannot be taken back, so its local blocks belong to the transport until `poll`
-says that the read is over.
+A pool is one contiguous region of equal blocks for each KV group. Each region is registered once, and never deregistered or
+moved while the process lives: peers keep our addresses, and an access through stale ones would succeed and corrupt. The same
+holds for every other region into which reads write. A posted read cannot be taken back, so its local blocks belong to the
+transport until `poll` says that the read is over.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Region:
 
 
 LocalRegion = Region
-"""This worker's own pool, or its staging blocks."""
+"""A KV group of this worker's own pool, or staging blocks."""
 RemoteRegion = Region
-"""A peer's pool, in the peer's address space."""
+"""A KV group of a peer's pool, in the peer's address space."""
 
 
 class ReadAdrift(TransferFailed):
@@ -99,12 +99,12 @@ class Transport(Protocol):
         region: RemoteRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
-        into: LocalRegion | None = None,
+        into: LocalRegion,
     ) -> TransportRead:
-        """Start to copy remote_blocks[i] of `region` into local_blocks[i] of our pool.
+        """Start to copy remote_blocks[i] of `region` into local_blocks[i] of `into`.
 
-        `into` names another region of ours to copy into. It is registered at its first use, peers do not learn of it, and
-        it must stay where it is until `close`.
+        `into` is a region of our pool, or another region of ours. Another one is registered at its first use, peers do not
+        learn of it, and it must stay where it is until `close`.
 
         Raises `TransferFailed` when the peer is gone or unknown, the regions' shapes differ or an id is out of range.
         """

@@ -186,9 +186,7 @@ class PrefillRole:
 
     def _grant(self, request: LentRequest, lent: Lent) -> None:
         now_s = self._clock()
-        request.lease_id = self._table.grant(
-            lent.seq_id, lent.block_tables[0], request.prompt_len, sums=None if lent.sums is None else lent.sums[0], now_s=now_s
-        )
+        request.lease_id = self._table.grant(lent.seq_id, lent.block_tables, request.prompt_len, sums=lent.sums, now_s=now_s)
         ticket = self._ticket(request.lease_id, lent, request)
         self._table.expect(request.lease_id, ticket.proof)
         started = prefill_pb2.PrefillStarted(
@@ -199,16 +197,14 @@ class PrefillRole:
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
 
     def _ticket(self, lease_id: LeaseId, lent: Lent, request: LentRequest) -> Ticket:
-        host, region = self._host, self._host.region
+        host = self._host
         ticket = Ticket(
             incarnation=host.incarnation,
             lease_counter=lease_id.counter,
             peer_address=host.address,
-            layout=host.layout,
-            address=region.address,
-            num_blocks=region.num_blocks,
-            device=region.device,
-            block_ids=lent.block_tables[0],
+            kv_spec=host.kv_spec,
+            regions=host.regions,
+            block_tables=lent.block_tables,
             prompt_len=request.prompt_len,
             prompt_hash=request.prompt_hash,
             checksums=lent.sums is not None,
@@ -218,7 +214,7 @@ class PrefillRole:
     def _seal(self, sealed: Sealed) -> None:
         request = self._by_seq.get(sealed.seq_id)
         if request is not None and request.lease_id is not None:
-            self._leases.seal(request.lease_id, sealed.first, sealed.sums[0])
+            self._leases.seal(request.lease_id, sealed.first, sealed.sums)
 
     async def _rehash(self, seq_id: SeqId) -> int:
         """Return how many blocks of this sequence's lease differ from their checksums. Concurrent calls share one answer."""
@@ -235,7 +231,7 @@ class PrefillRole:
                 "KV has changed in this worker's memory: blocks %s", ", ".join(str(block) for _, block in rehashed.rotted)
             )
             self._rotted_blocks += len(rehashed.rotted)
-            self._table.release_all_over([block for _, block in rehashed.rotted], now_s=self._clock())
+            self._table.release_all_over(rehashed.rotted, now_s=self._clock())
         self._rehashes.pop(rehashed.seq_id).set_result(len(rehashed.rotted))
 
     def _advance(self, request: LentRequest, computed: int) -> None:

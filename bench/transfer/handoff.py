@@ -27,17 +27,18 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.transfer.reads import PEER_INCARNATION, READER_INCARNATION, TIMEOUT_S, Pool, copy
-from kvtransfer.api import Device, Region
+from kvtransfer.api import Region
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease.client import LeaseClient
 from kvtransfer.lease.service import LeaseService, PeerService
 from kvtransfer.lease.ticket import Ticket
+from kvtransfer.reads.block_read import PoolSource
 from kvtransfer.reads.pull import Pull, PullResult
 from kvtransfer.reads.thread import TransferThread
 from pdserve.config import LeaseConfig
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.ids import BlockId, LeaseId, ReaderId, SeqId, WorkerId
-from pdserve.core.kv_layout import KvGroup, gqa_group
+from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.engine.block_sums import BlockSums
 from pdserve.rpc.channel import server_options
@@ -76,7 +77,7 @@ async def serve(shape: Shape) -> None:
     ticket and advance it.
     """
     pool = shape.pool(fill=True)
-    transport = NixlTransport(WorkerId("lender"), PEER_INCARNATION, pool.region)
+    transport = NixlTransport(WorkerId("lender"), PEER_INCARNATION, [pool.region])
     loop = asyncio.get_running_loop()
     table = LeaseTable(PEER_INCARNATION, ttl_s=30.0)
     service = LeaseService(table, loop.time, lambda: None, cluster_token=TOKEN)
@@ -92,7 +93,7 @@ async def serve(shape: Shape) -> None:
         ids = tuple(BlockId(int(block)) for block in order[: int(blocks)])
         prompt_len = len(ids) * BLOCK_SIZE
         summed = checksums == "True"
-        lease_id = table.grant(SeqId(1), ids, prompt_len, sums=() if summed else None, now_s=loop.time())
+        lease_id = table.grant(SeqId(1), (ids,), prompt_len, sums=((),) if summed else None, now_s=loop.time())
         ticket = ticket_of(lease_id, shape, pool.region, address, ids, checksums=summed)
         table.expect(lease_id, ticket.proof)
         print(json.dumps({"counter": lease_id.counter, "ticket": ticket.encode().hex()}), flush=True)
@@ -102,7 +103,7 @@ async def serve(shape: Shape) -> None:
             service.publish(table.advance(lease_id, done * BLOCK_SIZE, first, now_s=loop.time()))
             if summed:  # on another thread than the loop's, as in a worker
                 final = ids[done - int(step) : done]
-                service.seal(lease_id, done - int(step), await asyncio.to_thread(sum_blocks, final))
+                service.seal(lease_id, done - int(step), [await asyncio.to_thread(sum_blocks, final)])
     await server.stop(None)
     transport.close()
 
@@ -115,11 +116,9 @@ def ticket_of(
         incarnation=lease_id.incarnation,
         lease_counter=lease_id.counter,
         peer_address=address,
-        layout=shape.layout,
-        address=region.address,
-        num_blocks=region.num_blocks,
-        device=Device(),
-        block_ids=ids,
+        kv_spec=KvSpec((shape.layout,)),
+        regions=(region,),
+        block_tables=(ids,),
         prompt_len=len(ids) * BLOCK_SIZE,
         prompt_hash=prompt_hash(b"", ""),
         checksums=checksums,
@@ -135,7 +134,7 @@ class Reader:
         self.lender = lender
         self.pool = shape.pool(fill=False)
         self.source = shape.pool(fill=True)
-        self.thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), READER_INCARNATION, self.pool.region))
+        self.thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), READER_INCARNATION, [self.pool.region]))
         self.sums = BlockSums(torch.from_numpy(self.pool.array))
         self.config = LeaseConfig()
         self.binds = 0
@@ -159,10 +158,12 @@ class Reader:
         self.binds += 1
         lease = await self.client.attach(lease_id, ticket, deadline_s=TIMEOUT_S)
         reader_id = ReaderId(READER_INCARNATION, self.binds)
-        self.thread.sum_blocks = self.sums if checksums else None
-        pulled = await Pull(lease, ticket, range(blocks), reader_id, self.thread, self.config).run(wait_s=TIMEOUT_S)
+        region = self.pool.region
+        self.thread.sum_blocks = {region: self.sums} if checksums else {}
+        pull = Pull(lease, ticket, [range(blocks)], reader_id, [PoolSource(self.thread, region)], self.config)
+        pulled = await pull.run(wait_s=TIMEOUT_S)
         lease.close()
-        assert np.array_equal(self.pool.array[:blocks], self.source.array[list(ticket.block_ids)]), "bytes differ"
+        assert np.array_equal(self.pool.array[:blocks], self.source.array[list(ticket.block_tables[0])]), "bytes differ"
         return pulled
 
     def sum(self, blocks: int) -> float:

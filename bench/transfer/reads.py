@@ -61,7 +61,7 @@ class Peer:
 
 def make_transport(name: str, worker_id: str, incarnation: Incarnation, region: Region) -> Transport:
     """Make the transport of one process on loopback."""
-    return prepare(name, "127.0.0.1", allow_public=False)(WorkerId(worker_id), incarnation, region)
+    return prepare(name, "127.0.0.1", allow_public=False)(WorkerId(worker_id), incarnation, [region])
 
 
 def serve(name: str, num_blocks: int, block_bytes: int) -> None:
@@ -135,7 +135,8 @@ class TransportWay:
         """Read the pool, and return the seconds. Raises `TimeoutError` after 30 s, and `AssertionError` when a byte differs."""
         self.pool.array[:] = 0
         started_s = time.perf_counter()
-        handle = self.transport.post_read(PEER_INCARNATION, self.peer.region, self.order, range(len(self.order)))
+        local = range(len(self.order))
+        handle = self.transport.post_read(PEER_INCARNATION, self.peer.region, self.order, local, self.pool.region)
         while not self.transport.poll(handle):
             if time.perf_counter() - started_s > TIMEOUT_S:
                 raise TimeoutError("a read did not finish")

@@ -18,6 +18,7 @@ import msgpack
 from kvtransfer.api import LocalRegion, Region, RemoteRegion, TransportRead, check_shapes
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.kv_layout import MAX_KV_GROUPS
 
 CALL_BLOCKS: Final = 512  # a call takes at most 1024 pieces (IOV_MAX)
 CALL_BYTES: Final = 1 << 30  # a call moves less than 2 GiB
@@ -38,34 +39,33 @@ _LIBC.process_vm_readv.argtypes = (ctypes.c_int, _PIECES, ctypes.c_ulong, _PIECE
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One process and its pool. `machine` tells one boot of one machine, and one namespace of process ids, from others."""
+    """One process and its pool. `pool` has address, number of blocks and bytes of a block for each KV group. `machine` tells
+    one boot of one machine, and one namespace of process ids, from others."""
 
     incarnation: int
     machine: str
     pid: int
     started: str  # ticks since the boot; another process may get the id of one that has ended
-    address: int
-    num_blocks: int
-    block_bytes: int
+    pool: tuple[tuple[int, int, int], ...]
 
     @property
-    def region(self) -> RemoteRegion:
+    def regions(self) -> tuple[RemoteRegion, ...]:
         """The pool in the process's address space."""
-        return Region(self.address, self.num_blocks, self.block_bytes)
+        return tuple(Region(*region) for region in self.pool)
 
 
 class CmaTransport:
     """Reads the pools of other processes. `kvtransfer.api.Transport` has the contract of each method."""
 
-    def __init__(self, worker_id: WorkerId, incarnation: Incarnation, region: LocalRegion) -> None:
+    def __init__(self, worker_id: WorkerId, incarnation: Incarnation, regions: Sequence[LocalRegion]) -> None:
         """Let other processes read this one. Raises `ConfigError` for a pool in GPU memory."""
-        if region.device.kind != "cpu":
+        if any(region.device.kind != "cpu" for region in regions):
             raise ConfigError(f"transfer.transport cma reads host memory only, and the KV of {worker_id} is on a GPU: use nixl")
         _LIBC.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # fails where no rule forbids reading anyway
         pid = os.getpid()
-        own = _Process(incarnation, _machine(), pid, _started(pid), region.address, region.num_blocks, region.block_bytes)
+        pool = tuple((region.address, region.num_blocks, region.block_bytes) for region in regions)
+        own = _Process(incarnation, _machine(), pid, _started(pid), pool)
         self._metadata: bytes = msgpack.packb(astuple(own))
-        self._region = region
         self._peers: dict[Incarnation, _Process] = {}
 
     def metadata(self) -> bytes:
@@ -94,21 +94,21 @@ class CmaTransport:
         region: RemoteRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
-        into: LocalRegion | None = None,
+        into: LocalRegion,
     ) -> TransportRead:
         """Copy the blocks. Every byte has arrived when this returns."""
-        into = into or self._region
         process = self._peers.get(peer)
         if process is None:
             raise TransferFailed(f"peer {peer:016x} is not connected")
         check_shapes(into, region, remote_blocks, local_blocks)
-        if region != process.region:
+        if region not in process.regions:
             raise TransferFailed(f"the pool {region} is not peer {peer:016x}'s")
         _check_alive(process)
         for part in _parts(len(local_blocks), region.block_bytes):
-            _copy(
-                process, [region.address_of(b) for b in remote_blocks[part]], [into.address_of(b) for b in local_blocks[part]]
+            theirs, ours = (
+                [side.address_of(b) for b in ids[part]] for side, ids in ((region, remote_blocks), (into, local_blocks))
             )
+            _copy(process, region.block_bytes, theirs, ours)
         return TransportRead(peer, len(local_blocks))
 
     def poll(self, handle: TransportRead) -> bool:
@@ -146,15 +146,21 @@ def _check_alive(peer: _Process) -> None:
 
 def _parse(metadata: bytes) -> _Process:
     """Read the description that a peer gave. Raises `TransferFailed` for anything else."""
-    kinds = (int, str, int, str, int, int, int)
+    kinds = (int, str, int, str, tuple)
     fields: Any = ()
     try:
         fields = msgpack.unpackb(metadata[: MAX_METADATA_BYTES + 1], use_list=False)
     except (ValueError, msgpack.exceptions.UnpackException):
         pass
-    if not isinstance(fields, tuple) or tuple(map(type, fields)) != kinds or min(fields[2], *fields[4:]) < 1:
+    if not isinstance(fields, tuple) or tuple(map(type, fields)) != kinds or fields[2] < 1 or not _is_pool(fields[4]):
         raise TransferFailed(f"the metadata of {len(metadata)} bytes is not that of a cma transport")
     return _Process(*fields)
+
+
+def _is_pool(value: tuple[Any, ...]) -> bool:
+    """Tell whether a value describes 1 to `MAX_KV_GROUPS` regions by three positive integers each."""
+    rows = [row if isinstance(row, tuple) and len(row) == 3 else (None,) for row in value]
+    return 1 <= len(rows) <= MAX_KV_GROUPS and all(type(field) is int and field >= 1 for row in rows for field in row)
 
 
 def _parts(count: int, block_bytes: int) -> Iterator[slice]:
@@ -162,9 +168,9 @@ def _parts(count: int, block_bytes: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def _copy(process: _Process, remote: Sequence[int], local: Sequence[int]) -> None:
-    """Copy one block to each local address. Raises `TransferFailed` when not every byte was copied."""
-    count, nbytes = len(local), process.block_bytes
+def _copy(process: _Process, nbytes: int, remote: Sequence[int], local: Sequence[int]) -> None:
+    """Copy one block of `nbytes` to each local address. Raises `TransferFailed` when not every byte was copied."""
+    count = len(local)
     theirs, ours = ((_Piece * count)(*(_Piece(address, nbytes) for address in side)) for side in (remote, local))
     copied = _LIBC.process_vm_readv(process.pid, ours, count, theirs, count, 0)
     if copied != count * nbytes:

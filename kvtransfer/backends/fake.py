@@ -23,14 +23,14 @@ class FakeFabric:
     """
 
     def __init__(self) -> None:
-        self._regions: dict[Incarnation, LocalRegion] = {}
+        self._regions: dict[Incarnation, tuple[LocalRegion, ...]] = {}
         self._held: set[Incarnation] = set()
         self._adrift: set[Incarnation] = set()
         self.polls_until_done = 0  # a read takes so many polls; 0: it is done when posted
 
-    def attach(self, incarnation: Incarnation, region: LocalRegion) -> None:
+    def attach(self, incarnation: Incarnation, regions: Sequence[LocalRegion]) -> None:
         """Let peers read this pool."""
-        self._regions[incarnation] = region
+        self._regions[incarnation] = tuple(regions)
 
     def kill(self, incarnation: Incarnation) -> None:
         """Remove a peer. Reads of it fail, also those in flight."""
@@ -48,8 +48,8 @@ class FakeFabric:
         """Make the next reads of this peer fail with `ReadAdrift`."""
         self._adrift.add(incarnation)
 
-    def region_of(self, incarnation: Incarnation) -> LocalRegion | None:
-        """Return the pool of a peer. None: the peer is unknown or was killed."""
+    def regions_of(self, incarnation: Incarnation) -> tuple[LocalRegion, ...] | None:
+        """Return the regions of a peer's pool. None: the peer is unknown or was killed."""
         return self._regions.get(incarnation)
 
     def is_held(self, incarnation: Incarnation) -> bool:
@@ -62,17 +62,19 @@ class FakeFabric:
 
 
 class _FakeRead(TransportRead):
-    __slots__ = ("done", "into", "local_blocks", "polls_left", "remote_blocks")
+    __slots__ = ("done", "into", "local_blocks", "polls_left", "region", "remote_blocks")
 
     def __init__(
         self,
         peer: Incarnation,
+        region: RemoteRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         into: LocalRegion,
         polls_left: int,
     ) -> None:
         super().__init__(peer, len(local_blocks))
+        self.region = region
         self.into = into
         self.remote_blocks = tuple(remote_blocks)
         self.local_blocks = tuple(local_blocks)
@@ -83,14 +85,13 @@ class _FakeRead(TransportRead):
 class FakeTransport:
     """A transport over a `FakeFabric`, for host memory only. `kvtransfer.api.Transport` has the contract of each method."""
 
-    def __init__(self, fabric: FakeFabric, incarnation: Incarnation, region: LocalRegion) -> None:
-        assert region.device.kind == "cpu"
+    def __init__(self, fabric: FakeFabric, incarnation: Incarnation, regions: Sequence[LocalRegion]) -> None:
+        assert all(region.device.kind == "cpu" for region in regions)
         self._fabric = fabric
         self._incarnation = incarnation
-        self._region = region
         self._peers: set[Incarnation] = set()
         self._closed = False
-        fabric.attach(incarnation, region)
+        fabric.attach(incarnation, regions)
 
     def metadata(self) -> bytes:
         """Return a text that names the incarnation."""
@@ -100,7 +101,7 @@ class FakeTransport:
         """Connect to a peer on the fabric. Raises `TransferFailed` for unknown ones and for wrong metadata."""
         if metadata != _METADATA_PREFIX + b"%016x" % incarnation:
             raise TransferFailed(f"the metadata of peer {incarnation:016x} names another agent")
-        if self._fabric.region_of(incarnation) is None:
+        if self._fabric.regions_of(incarnation) is None:
             raise TransferFailed(f"cannot connect to peer {incarnation:016x}")
         self._peers.add(incarnation)
 
@@ -114,18 +115,17 @@ class FakeTransport:
         region: RemoteRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
-        into: LocalRegion | None = None,
+        into: LocalRegion,
     ) -> TransportRead:
         """Start a read, and copy at once unless the fabric holds or delays it."""
-        into = into or self._region
         if peer not in self._peers:
             raise TransferFailed(f"peer {peer:016x} is not connected")
         check_shapes(into, region, remote_blocks, local_blocks)
-        if self._reachable(peer) != region:
+        if region not in self._reachable(peer):
             raise TransferFailed(f"the pool {region} is not peer {peer:016x}'s")
         if self._fabric.is_adrift(peer):
             raise ReadAdrift(f"a read of {len(local_blocks)} blocks from peer {peer:016x} failed")
-        read = _FakeRead(peer, remote_blocks, local_blocks, into, self._fabric.polls_until_done)
+        read = _FakeRead(peer, region, remote_blocks, local_blocks, into, self._fabric.polls_until_done)
         if read.polls_left == 0 and not self._fabric.is_held(peer):
             self._copy(read)
         return read
@@ -147,16 +147,17 @@ class FakeTransport:
         self._closed = True
         self._fabric.kill(self._incarnation)
 
-    def _reachable(self, peer: Incarnation) -> RemoteRegion:
-        region = self._fabric.region_of(peer)
-        if region is None:
+    def _reachable(self, peer: Incarnation) -> tuple[RemoteRegion, ...]:
+        regions = self._fabric.regions_of(peer)
+        if regions is None:
             self._peers.discard(peer)
             raise TransferFailed(f"peer {peer:016x} disconnected during a read")
-        return region
+        return regions
 
     def _copy(self, read: _FakeRead) -> None:
         assert not self._closed
-        source = self._reachable(read.peer)
+        self._reachable(read.peer)
+        source = read.region
         for remote, local in zip(read.remote_blocks, read.local_blocks, strict=True):
             ctypes.memmove(read.into.address_of(local), source.address_of(remote), source.block_bytes)
         read.done = True

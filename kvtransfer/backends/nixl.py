@@ -43,6 +43,7 @@ from kvtransfer.backends.cuda import CudaContext, GpuContext
 from kvtransfer.backends.exposure import LOOPBACK_HOST, Exposure, exposure_of
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.kv_layout import MAX_KV_GROUPS
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,7 @@ class _Connection:
     name: str
     broken: bool = False
     in_flight: int = 0
-    region: RemoteRegion | None = None
-    side: int = 0  # the prepared descriptor list of `region`
+    sides: dict[RemoteRegion, int] = field(default_factory=dict)  # the prepared descriptor list of each region
 
 
 @dataclass(slots=True)
@@ -166,13 +166,13 @@ class NixlTransport:
         self,
         worker_id: WorkerId,
         incarnation: Incarnation,
-        region: LocalRegion,
+        regions: Sequence[LocalRegion],
         *,
         exposure: Exposure | None = None,
         progress_delay_us: int = PROGRESS_DELAY_US,
         gpu_context: Callable[[int], GpuContext] = CudaContext,
     ) -> None:
-        """Start the agent and register the pool `region`.
+        """Start the agent and register the regions of the pool.
 
         `exposure` None stands for loopback. `gpu_context` is called with the GPU's index for a pool in GPU memory; the
         context must be current when it returns.
@@ -181,15 +181,16 @@ class NixlTransport:
         settings or the machine do not allow it.
         """
         exposure = exposure or exposure_of(LOOPBACK_HOST, allow_public=False)
-        self._region = region
+        self._regions = tuple(regions)
+        device = self._regions[0].device
         self._local_sides: dict[LocalRegion, int] = {}
         """NIXL's prepared descriptor list of each registered region."""
         self._peers: dict[Incarnation, _Connection] = {}
         self._unreleased: list[int] = []  # requests of reads that are adrift, which are never released
         self._agent: Any = None
-        self._gpu = gpu_context(region.device.index) if region.device.kind == "cuda" else None
+        self._gpu = gpu_context(device.index) if device.kind == "cuda" else None
         try:
-            self._nixl = _load(region.device)
+            self._nixl = _load(device)
             with self._nixl.translated("cannot start the NIXL agent"), exposure.applied():
                 self._start_agent(agent_name(worker_id, incarnation), progress_delay_us)
         except BaseException:
@@ -205,7 +206,8 @@ class NixlTransport:
         config.syncMode = module.NIXL_THREAD_SYNC_NONE
         self._agent = module.nixlAgent(name, config)
         self._backend = self._agent.createBackend("UCX", {})
-        self._local_side(self._region)
+        for region in self._regions:
+            self._local_side(region)
         self._metadata = bytes(self._agent.getLocalMD())
 
     @property
@@ -238,9 +240,9 @@ class NixlTransport:
         connection = self._peers.pop(incarnation, None)
         if connection is None:
             return
-        if connection.region is not None:
+        for side in connection.sides.values():
             try:
-                self._agent.releasedDlistH(connection.side)
+                self._agent.releasedDlistH(side)
             except self._nixl.errors as exc:
                 logger.warning("NIXL kept the descriptors of agent %s: %s", connection.name, exc)
         self._forget(connection.name)
@@ -251,21 +253,20 @@ class NixlTransport:
         region: RemoteRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
-        into: LocalRegion | None = None,
+        into: LocalRegion,
     ) -> TransportRead:
         """Make NIXL's request for the read and post it. Posting blocks while UCX copies within one host."""
-        into = into or self._region
         connection = self._peers.get(peer)
         if connection is None or connection.broken:
             raise TransferFailed(f"peer {peer:016x} is not connected")
         check_shapes(into, region, remote_blocks, local_blocks)
-        self._prepare_remote(connection, region)
+        side = self._remote_side(connection, region)
         with self._nixl.translated(f"cannot make a read of peer {peer:016x}"):
             request = self._agent.makeXferReq(
                 self._nixl.module.NIXL_READ,
                 self._local_side(into),
                 np.asarray(local_blocks, dtype=np.int32),
-                connection.side,
+                side,
                 np.asarray(remote_blocks, dtype=np.int32),
                 b"",
                 [self._backend],
@@ -348,15 +349,22 @@ class NixlTransport:
         descriptors = module.nixlRegDList(self._memory(region), [(region.address, region.nbytes, region.device.index, "")])
         self._agent.registerMem(descriptors, [self._backend])
 
-    def _prepare_remote(self, connection: _Connection, region: RemoteRegion) -> None:
-        """Prepare the descriptors of a peer's whole pool, once per peer. Raises `TransferFailed` when the pool has moved."""
-        if connection.region == region:
-            return
-        if connection.region is not None:
-            raise TransferFailed(f"agent {connection.name} moved its pool from {connection.region} to {region}")
+    def _remote_side(self, connection: _Connection, region: RemoteRegion) -> int:
+        """Return the descriptors of a whole region of a peer's pool, which are prepared once.
+
+        Raises `TransferFailed` when the region overlaps another one, because the pool has moved then, or for too many.
+        """
+        sides = connection.sides
+        if region in sides:
+            return sides[region]
+        moved = next((known for known in sides if _overlap(known, region)), None)
+        if moved is not None:
+            raise TransferFailed(f"agent {connection.name} moved its pool from {moved} to {region}")
+        if len(sides) == MAX_KV_GROUPS:
+            raise TransferFailed(f"agent {connection.name} names more than {MAX_KV_GROUPS} regions of its pool")
         with self._nixl.translated(f"the pool {region} is not agent {connection.name}'s"):
-            connection.side = self._prepare(connection.name, region)
-        connection.region = region
+            sides[region] = self._prepare(connection.name, region)
+        return sides[region]
 
     def _prepare(self, owner: str, region: Region) -> int:
         """Return a prepared descriptor list from [num_blocks, 3] uint64: one row (address, length, device) for each block."""
@@ -370,6 +378,11 @@ class NixlTransport:
     def _memory(self, region: Region) -> Any:
         module = self._nixl.module
         return module.VRAM_SEG if region.device.kind == "cuda" else module.DRAM_SEG
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    same_memory = one.device == other.device
+    return same_memory and one.address < other.address + other.nbytes and other.address < one.address + one.nbytes
 
 
 def _check_metadata(incarnation: Incarnation, metadata: bytes) -> None:

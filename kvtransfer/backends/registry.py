@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtransfer.api import LocalRegion, Transport
@@ -13,8 +13,9 @@ SETTING: Final = "transfer.transport"
 BUILTINS: Final = {"nixl": "kvtransfer.backends.nixl:prepare", "cma": "kvtransfer.backends.cma:prepare"}
 """The function of each name. It takes `host` and `allow_public`, and returns a `MakeTransport`."""
 
-MakeTransport = Callable[[WorkerId, Incarnation, LocalRegion], Transport]
-"""A function that makes the transport of one worker over its KV pool. The transfer thread calls it once."""
+MakeTransport = Callable[[WorkerId, Incarnation, Sequence[LocalRegion]], Transport]
+"""A function that makes the transport of one worker over its KV pool, which is one region for each KV group. The transfer
+thread calls it once."""
 
 
 def prepare(name: str, host: str, *, allow_public: bool) -> MakeTransport:

@@ -127,7 +127,7 @@ class PeerLink:
             reader_id=codec.reader_id_to_wire(reader_id),
             blocks=commit.blocks,
             first=commit.first,
-            sums=commit.sums,
+            group_sums=[peer_pb2.GroupSums(sums=group) for group in commit.sums],
             proof=proof,
         )
         failure: PdserveError | None = None

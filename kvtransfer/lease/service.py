@@ -9,7 +9,7 @@ these checksums. If checksums differ, the lender first sums its own blocks again
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any, Final
 
 import grpc
@@ -17,7 +17,8 @@ import grpc
 from kvtransfer.lease.watchers import TooManyWatched, Watcher, Watchers
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import BlockSum, Incarnation, LeaseId, SeqId
-from pdserve.core.lease import CommitAnswer, Lease, LeaseTable, LeaseView
+from pdserve.core.kv_layout import MAX_KV_GROUPS
+from pdserve.core.lease import CommitAnswer, GroupSums, Lease, LeaseTable, LeaseView
 from pdserve.rpc import codec
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
@@ -80,7 +81,7 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         """Push a lease's new state to its watchers. GONE is pushed once and ends the subscriptions."""
         self._watchers.publish(view)
 
-    def seal(self, lease_id: LeaseId, first: int, sums: Sequence[BlockSum]) -> None:
+    def seal(self, lease_id: LeaseId, first: int, sums: GroupSums) -> None:
         """Call `LeaseTable.seal`, and wake the Commits that wait for checksums."""
         self._table.seal(lease_id, first, sums, now_s=self._clock())
         self._wake()
@@ -136,7 +137,12 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         await require_token(context, self._cluster_token)
         lease_id = codec.lease_id_from_wire(request.lease_id)
         reader = codec.reader_id_from_wire(request.reader_id)
-        sums = [BlockSum(value) for value in request.sums]
+        if len(request.group_sums) > MAX_KV_GROUPS:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"group_sums: has {len(request.group_sums)}, at most {MAX_KV_GROUPS} are allowed",
+            )
+        sums = [[BlockSum(value) for value in group.sums] for group in request.group_sums]
         await self._wait_for_sums(lease_id)
         lease = self._table.held(lease_id)
         answer = self._table.commit(

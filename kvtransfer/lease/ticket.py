@@ -27,16 +27,18 @@ from kvtransfer.api import Device, DeviceKind, RemoteRegion
 from pdserve.core.block_hash import PROMPT_HASH_BYTES
 from pdserve.core.errors import ConfigError, IncompatiblePeer, LeaseGone, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId
-from pdserve.core.kv_layout import DTYPE_BITS, KvGroup, gqa_group
+from pdserve.core.kv_layout import DTYPE_BITS, MAX_KV_GROUPS, KvGroup, KvSpec
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAC_BYTES: Final = 32
 """The bytes of a MAC: as many as a hash has for which nobody can find a second text."""
 MAX_TICKET_BYTES: Final = 1 << 20  # 200,000 blocks of 5 bytes: a prompt of three million tokens
 _MAX_ADDRESS_CHARS: Final = 256
 _MAX_DIMENSION: Final = 1 << 20
 _MAX_U64: Final = (1 << 64) - 1
-_NUM_FIELDS: Final = 13
+_MAX_LAYERS: Final = 4096
+_MAX_PLANES: Final = 8
+_NUM_FIELDS: Final = 10
 
 
 class InvalidTicket(TransferFailed):
@@ -51,19 +53,17 @@ class WrongTicket(LeaseGone):
 class Ticket:
     """The ticket of one lease. `peer_address` is host:port of the lender's Peer and Lease services.
 
-    `address`, `num_blocks` and `device` describe the lender's pool. block_ids[i] holds tokens [i * block_size, (i + 1) *
-    block_size) of the prompt, which has `prompt_len` tokens. `prompt_hash` covers the whole prompt and its salt. `checksums`
-    True: the lender sums its blocks, and compares its checksums with the reader's.
+    `regions` describe the lender's pool, one for each group of `kv_spec`. block_tables[g][i] holds the KV of group g for tokens
+    [i * block_size, (i + 1) * block_size) of the prompt, which has `prompt_len` tokens. `prompt_hash` covers the whole prompt
+    and its salt. `checksums` True: the lender sums its blocks, and compares its checksums with the reader's.
     """
 
     incarnation: Incarnation
     lease_counter: int
     peer_address: str
-    layout: KvGroup
-    address: int
-    num_blocks: int
-    device: Device
-    block_ids: tuple[BlockId, ...]
+    kv_spec: KvSpec
+    regions: tuple[RemoteRegion, ...]
+    block_tables: tuple[tuple[BlockId, ...], ...]
     prompt_len: int
     prompt_hash: bytes
     checksums: bool
@@ -73,16 +73,21 @@ class Ticket:
     def __post_init__(self) -> None:
         if self.prompt_len < 1:
             raise InvalidTicket(f"a prompt of {self.prompt_len} tokens has no blocks to read")
-        if len(self.block_ids) != self.layout.blocks_for(self.prompt_len):
-            raise InvalidTicket(
-                f"{len(self.block_ids)} blocks of {self.layout.block_size} cannot hold {self.prompt_len} tokens"
-            )
-        if max(self.block_ids) >= self.num_blocks:
-            raise InvalidTicket(f"block {max(self.block_ids)} is outside a pool of {self.num_blocks}")
-        if len(set(self.block_ids)) != len(self.block_ids):
+        if not len(self.regions) == len(self.block_tables) == len(self.kv_spec.groups):
+            raise InvalidTicket(f"{len(self.regions)} regions and {len(self.block_tables)} tables, {self.kv_spec.groups}")
+        for group, region, table in zip(self.kv_spec.groups, self.regions, self.block_tables, strict=True):
+            self._check_blocks(group, region, table)
+
+    def _check_blocks(self, group: KvGroup, region: RemoteRegion, table: tuple[BlockId, ...]) -> None:
+        """Check the blocks of one group. Raises `InvalidTicket`."""
+        if len(table) != group.blocks_for(self.prompt_len):
+            raise InvalidTicket(f"{len(table)} blocks of {group.block_size} cannot hold {self.prompt_len} tokens")
+        if max(table) >= region.num_blocks:
+            raise InvalidTicket(f"block {max(table)} is outside a pool of {region.num_blocks}")
+        if len(set(table)) != len(table):
             raise InvalidTicket("a block is listed twice")
-        if self.address + self.num_blocks * self.layout.block_bytes > _MAX_U64:
-            raise InvalidTicket(f"a pool of {self.num_blocks} blocks at {self.address:#x} runs past the address space")
+        if region.block_bytes != group.block_bytes or region.address + region.nbytes > _MAX_U64:
+            raise InvalidTicket(f"a pool of {region.num_blocks} blocks at {region.address:#x} runs past the address space")
 
     @property
     def lease_id(self) -> LeaseId:
@@ -114,22 +119,22 @@ class Ticket:
             raise IncompatiblePeer(f"lease.kv_checksum is on at {on} and off at {off}: set it alike for both pools")
 
     @property
-    def region(self) -> RemoteRegion:
-        """The lender's pool."""
-        return RemoteRegion(self.address, self.num_blocks, self.layout.block_bytes, self.device)
+    def num_blocks(self) -> int:
+        """The number of leased blocks of each group."""
+        return len(self.block_tables[0])
 
     @property
     def kv_bytes(self) -> int:
         """The bytes of all leased blocks."""
-        return len(self.block_ids) * self.layout.block_bytes
+        return self.num_blocks * self.kv_spec.block_bytes
 
-    def check_layout(self, local: KvGroup) -> None:
-        """Check that our pool can hold the leased KV. Only the dtype may differ: `kvtransfer.staging.staging` then converts.
+    def check_layout(self, local: KvSpec) -> None:
+        """Check that our pool can hold the leased KV. Only dtypes may differ: `kvtransfer.staging.staging` then converts.
 
         Raises `IncompatiblePeer`, which names both layouts: such a pair must never be tried again.
         """
-        if not self.layout.holds_the_same_as(local):
-            raise IncompatiblePeer(f"KV layouts differ: {self.peer_address} writes {self.layout}, this worker reads {local}")
+        if not self.kv_spec.holds_the_same_as(local):
+            raise IncompatiblePeer(f"KV layouts differ: {self.peer_address} writes {self.kv_spec}, this worker reads {local}")
 
     def encode(self) -> bytes:
         """Return the bytes of the ticket (msgpack), at most `MAX_TICKET_BYTES`."""
@@ -142,17 +147,13 @@ class Ticket:
 
     def _fields(self) -> tuple[Any, ...]:
         """Return all fields except the MAC."""
-        layout = self.layout
         return (
             self.version,
             self.incarnation,
             self.lease_counter,
             self.peer_address,
-            (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.dtype),
-            self.address,
-            self.num_blocks,
-            (self.device.kind, self.device.index),
-            self.block_ids,
+            self.kv_spec.block_size,
+            tuple(map(_group_fields, self.kv_spec.groups, self.regions, self.block_tables)),
             self.prompt_len,
             self.prompt_hash,
             self.checksums,
@@ -164,23 +165,26 @@ class Ticket:
         fault."""
         fields = _unpack(data)
         _check_version(fields)
-        _, incarnation, lease, peer_address, layout, address, num_blocks, device, *rest = fields
-        block_ids, prompt_len, prompt_hash, checksums, mac = rest
-        num_blocks = _integer("num_blocks", num_blocks, 1, (1 << 31) - 1)
+        _, incarnation, lease, peer_address, block_size, groups, prompt_len, prompt_hash, checksums, mac = fields
+        spec, regions, tables = _groups(groups, _integer("block_size", block_size, 1, _MAX_DIMENSION))
         return cls(
             incarnation=Incarnation(_integer("incarnation", incarnation, 0, _MAX_U64)),
             lease_counter=_integer("lease_counter", lease, 1, _MAX_U64),
             peer_address=_address(peer_address),
-            layout=_layout(layout),
-            address=_integer("address", address, 1, _MAX_U64),
-            num_blocks=num_blocks,
-            device=_device(device),
-            block_ids=_block_ids(block_ids, num_blocks),
+            kv_spec=spec,
+            regions=regions,
+            block_tables=tables,
             prompt_len=_integer("prompt_len", prompt_len, 1, (1 << 31) - 1),
             prompt_hash=_bytes("prompt_hash", prompt_hash, PROMPT_HASH_BYTES),
             checksums=_flag("checksums", checksums),
             mac=_bytes("mac", mac, MAC_BYTES),
         )
+
+
+def _group_fields(group: KvGroup, region: RemoteRegion, table: tuple[BlockId, ...]) -> tuple[Any, ...]:
+    """Return the fields of one group. The bytes of a block follow from the others."""
+    shape = (group.layers, group.planes, group.dtype, group.window)
+    return (*shape, region.address, region.num_blocks, (region.device.kind, region.device.index), table)
 
 
 def _unpack(data: bytes) -> tuple[Any, ...]:
@@ -242,18 +246,58 @@ def _address(value: Any) -> str:
     return value
 
 
-def _layout(value: Any) -> KvGroup:
-    *sizes, dtype = _members("layout", value, 5)
-    if not isinstance(dtype, str):
-        raise InvalidTicket(f"layout.dtype must be a string, got {dtype!r:.40}")
-    if dtype not in DTYPE_BITS:
-        raise IncompatiblePeer(f"the peer's KV has dtype {dtype!r:.40}; known here: {', '.join(DTYPE_BITS)}")
-    names = ("num_layers", "num_kv_heads", "head_dim", "block_size")
-    checked = {name: _integer(f"layout.{name}", size, 1, _MAX_DIMENSION) for name, size in zip(names, sizes, strict=True)}
+def _list(name: str, value: Any, most: int) -> tuple[Any, ...]:
+    if not isinstance(value, tuple) or not 1 <= len(value) <= most:
+        raise InvalidTicket(f"{name} must be a list of 1 to {most}, got {value!r:.40}")
+    return value
+
+
+def _groups(value: Any, block_size: int) -> tuple[KvSpec, tuple[RemoteRegion, ...], tuple[tuple[BlockId, ...], ...]]:
+    """Return the KV groups of the ticket, the regions of the lender's pool, and the leased blocks, one of each for a group."""
+    groups, regions, tables = zip(
+        *[_group(fields, block_size) for fields in _list("groups", value, MAX_KV_GROUPS)], strict=True
+    )
     try:
-        return gqa_group(**checked, dtype=dtype)
+        return KvSpec(groups), regions, tables
     except ConfigError as exc:
-        raise InvalidTicket(f"layout: {exc.message}") from exc
+        raise InvalidTicket(f"groups: {exc.message}") from exc
+
+
+def _group(value: Any, block_size: int) -> tuple[KvGroup, RemoteRegion, tuple[BlockId, ...]]:
+    layers, planes, dtype, window, address, num_blocks, device, block_ids = _members("group", value, 8)
+    shape = _layers(layers), _planes(planes), block_size, _dtype(dtype), _window(window)
+    try:
+        group = KvGroup(*shape)
+    except ConfigError as exc:
+        raise InvalidTicket(f"group: {exc.message}") from exc
+    num_blocks = _integer("num_blocks", num_blocks, 1, (1 << 31) - 1)
+    region = RemoteRegion(_integer("address", address, 1, _MAX_U64), num_blocks, group.block_bytes, _device(device))
+    return group, region, _block_ids(block_ids, num_blocks)
+
+
+def _layers(value: Any) -> tuple[int, ...]:
+    return tuple(_integer("group.layers", layer, 0, _MAX_LAYERS - 1) for layer in _list("group.layers", value, _MAX_LAYERS))
+
+
+def _planes(value: Any) -> tuple[tuple[int, int], ...]:
+    planes = [_members("group.planes", plane, 2) for plane in _list("group.planes", value, _MAX_PLANES)]
+    return tuple((_dimension(heads), _dimension(dim)) for heads, dim in planes)
+
+
+def _dimension(value: Any) -> int:
+    return _integer("group.planes", value, 1, _MAX_DIMENSION)
+
+
+def _dtype(value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidTicket(f"group.dtype must be a string, got {value!r:.40}")
+    if value not in DTYPE_BITS:
+        raise IncompatiblePeer(f"the peer's KV has dtype {value!r:.40}; known here: {', '.join(DTYPE_BITS)}")
+    return value
+
+
+def _window(value: Any) -> int | None:
+    return None if value is None else _integer("group.window", value, 1, (1 << 31) - 1)
 
 
 def _device(value: Any) -> Device:

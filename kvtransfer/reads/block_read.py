@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvtransfer.api import RemoteRegion
+from kvtransfer.api import LocalRegion, RemoteRegion
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import BlockSum, Incarnation
@@ -16,11 +16,11 @@ from pdserve.core.ids import BlockSum, Incarnation
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """The result of one read. `duration_s` runs from the post to the arrival of the last byte. `sums` has the checksums of the
-    blocks as they arrived, in order; empty: checksums are off."""
+    blocks as they arrived, in order, for each KV group that was read; empty: checksums are off."""
 
     nbytes: int
     duration_s: float
-    sums: tuple[BlockSum, ...] = ()
+    sums: tuple[tuple[BlockSum, ...], ...] = ()
 
 
 class BlockRead:
@@ -54,7 +54,7 @@ class BlockRead:
         """Cancel the result, because nobody waits for it. A posted read goes on; another one need not be posted. Idempotent."""
         self.result.cancel()
 
-    def succeed(self, duration_s: float, sums: tuple[BlockSum, ...] = ()) -> None:
+    def succeed(self, duration_s: float, sums: tuple[tuple[BlockSum, ...], ...] = ()) -> None:
         """Set the result, unless the read has one already."""
         if not self.result.done():
             self.result.set_result(ReadResult(self.nbytes, duration_s, sums))
@@ -73,8 +73,8 @@ class BlockRead:
 
 
 class BlockSource(Protocol):
-    """The object that copies a peer's blocks into ours for a pull: the `TransferThread`, or a source of `Staging` if the peer
-    stores KV in another dtype."""
+    """The object that copies a peer's blocks of one KV group into ours for a pull: a `PoolSource`, or a source of `Staging` if
+    the peer stores KV in another dtype."""
 
     def read(
         self,
@@ -85,12 +85,57 @@ class BlockSource(Protocol):
         *,
         deadline_s: float,
     ) -> BlockRead:
-        """Start a read, as `TransferThread.read` does. If this raises, nothing was posted."""
+        """Start a read, as `TransferThread.read` does, into this source's blocks. If this raises, nothing was posted."""
         ...
 
     def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
         """Return the seconds that a read of `nbytes` may take from now on, with the reads that are under way before it."""
         ...
+
+
+class PoolReads(Protocol):
+    """The part of the `TransferThread` that reads into any region of ours."""
+
+    def read(
+        self,
+        peer: Incarnation,
+        region: RemoteRegion,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        *,
+        deadline_s: float,
+        into: LocalRegion,
+    ) -> BlockRead:
+        """Start a read into `into`. See `TransferThread.read`."""
+        ...
+
+    def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
+        """Return the seconds that a read may take. See `TransferThread.deadline_s`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSource:
+    """The source that reads straight into one KV group of our pool."""
+
+    transfer: PoolReads
+    region: LocalRegion
+
+    def read(
+        self,
+        peer: Incarnation,
+        region: RemoteRegion,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        *,
+        deadline_s: float,
+    ) -> BlockRead:
+        """Start a read into the group's region."""
+        return self.transfer.read(peer, region, remote_blocks, local_blocks, deadline_s=deadline_s, into=self.region)
+
+    def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
+        """Return the seconds that a read of `nbytes` may take from now on."""
+        return self.transfer.deadline_s(peer, nbytes, config)
 
 
 def mark_retrieved(future: asyncio.Future[Any]) -> None:

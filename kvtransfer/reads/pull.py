@@ -20,6 +20,7 @@ from typing import Any
 from kvtransfer.lease.followed import FollowedLease
 from kvtransfer.lease.ticket import Ticket
 from kvtransfer.reads.block_read import BlockRead, BlockSource
+from kvtransfer.reads.group_read import read_groups
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, InternalBug, KvCorrupt, KvRotted, PdserveError, TransferFailed
 from pdserve.core.ids import ReaderId
@@ -65,29 +66,33 @@ class _Times:
 
 
 class Pull:
-    """One pull, which runs once. The caller owns `lease` and closes it. `local_blocks` are reserved for the whole prompt."""
+    """One pull, which runs once. The caller owns `lease` and closes it. `local_tables` are reserved for the whole prompt."""
 
     def __init__(
         self,
         lease: FollowedLease,
         ticket: Ticket,
-        local_blocks: Sequence[int],
+        local_tables: Sequence[Sequence[int]],
         reader_id: ReaderId,
-        source: BlockSource,
+        sources: Sequence[BlockSource],
         config: LeaseConfig,
         *,
         first_block: int = 0,
     ) -> None:
-        """Prepare a pull. Blocks before `first_block` are this worker's own prefix hits, which are committed but not read."""
-        if len(local_blocks) != len(ticket.block_ids):
-            raise InternalBug(f"{len(ticket.block_ids)} blocks cannot be pulled into {len(local_blocks)}")
+        """Prepare a pull into local_tables[g] by sources[g], for each KV group g of the ticket.
+
+        Blocks before `first_block` are this worker's own prefix hits, which are committed but not read.
+        """
+        wanted, counts = [ticket.num_blocks] * len(ticket.block_tables), [len(table) for table in local_tables]
+        if counts != wanted or len(sources) != len(wanted):
+            raise InternalBug(f"{wanted} blocks cannot be pulled into {counts} by {len(sources)} sources")
         self._lease = lease
         self._ticket = ticket
-        self._local_blocks = local_blocks
+        self._local_tables = local_tables
         self._reader_id = reader_id
-        self._source = source
+        self._sources = sources
         self._config = config
-        self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.layout.block_size, first_block)
+        self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.kv_spec.block_size, first_block)
         self._reads: dict[int, BlockRead] = {}
         """The reads that the reader counts as in flight, by the reader's numbers."""
         self._to_commit: SendCommit | None = None
@@ -192,16 +197,17 @@ class Pull:
 
     def _post(self, post: PostRead) -> None:
         ticket, blocks = self._ticket, slice(post.first, post.first + post.count)
-        nbytes = post.count * ticket.layout.block_bytes
+        nbytes = post.count * ticket.kv_spec.block_bytes
         if post.read == 1:
             self._times.posted_s = self._now_s()
         try:
-            self._reads[post.read] = self._source.read(
+            self._reads[post.read] = read_groups(
+                self._sources,
                 ticket.incarnation,
-                ticket.region,
-                ticket.block_ids[blocks],
-                self._local_blocks[blocks],
-                deadline_s=self._source.deadline_s(ticket.incarnation, nbytes, self._config),
+                ticket.regions,
+                [table[blocks] for table in ticket.block_tables],
+                [table[blocks] for table in self._local_tables],
+                deadline_s=max(source.deadline_s(ticket.incarnation, nbytes, self._config) for source in self._sources),
             )
         except PdserveError:  # nothing was posted
             self._perform(self._reader.read_failed(post.read))
@@ -243,12 +249,12 @@ class Pull:
         return PullResult(
             first_token=self._lease.first_token,
             blocks=reader.total_blocks,
-            kv_bytes=reader.blocks_read * self._ticket.layout.block_bytes,
+            kv_bytes=reader.blocks_read * self._ticket.kv_spec.block_bytes,
             reads=reader.reads,
             transfer_s=times.read_s - times.posted_s,
             commit_s=times.usable_s - times.read_s,
             exposed_s=times.usable_s - times.prefilled_s,
-            exposed_bytes=times.exposed_blocks * self._ticket.layout.block_bytes,
+            exposed_bytes=times.exposed_blocks * self._ticket.kv_spec.block_bytes,
         )
 
     def _now_s(self) -> float:

@@ -62,7 +62,7 @@ class Post:
     remote_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
     deadline_s: float
-    into: LocalRegion | None = None
+    into: LocalRegion
     sum_blocks: SumBlocks | None = None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -51,7 +51,7 @@ class TransferThread:
         *,
         stuck_after_s: float = 120.0,
         max_reads: int = MAX_READS,
-        sum_blocks: SumBlocks | None = None,
+        sum_blocks: Mapping[LocalRegion, SumBlocks] | None = None,
     ) -> None:
         self.unhealthy = asyncio.Event()
         """Set when a read has not stopped within `stuck_after_s`, or when the thread died. This process must then end."""
@@ -59,8 +59,8 @@ class TransferThread:
         self._factory = factory
         self._stuck_after_s = stuck_after_s
         self._max_reads = max_reads
-        self.sum_blocks = sum_blocks
-        """Sums blocks of our pool. Reads into the pool that are asked for while this is set bring the sums of their blocks."""
+        self.sum_blocks = dict(sum_blocks or {})
+        """Functions that sum blocks of our regions. Reads into a region that has one here bring the sums of their blocks."""
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._reads: dict[ReadId, BlockRead] = {}
         self._paces: dict[Incarnation, Pace] = {}
@@ -128,9 +128,9 @@ class TransferThread:
         local_blocks: Sequence[int],
         *,
         deadline_s: float,
-        into: LocalRegion | None = None,
+        into: LocalRegion,
     ) -> BlockRead:
-        """Copy remote_blocks[i] into local_blocks[i] of our pool, or of `into`, within `deadline_s` from now.
+        """Copy remote_blocks[i] of `region` into local_blocks[i] of our `into` within `deadline_s` from now.
 
         If it raises, nothing was posted. Raises `TransferFailed` when closing or when too many reads have not stopped, and
         `ReplicaLost` when the thread died.
@@ -150,7 +150,7 @@ class TransferThread:
         ]
         self._reads[read_id] = read
         self.pace(peer).posted(read.nbytes, now_s=loop.time())
-        due_s, sum_blocks = loop.time() + deadline_s, self.sum_blocks if into is None else None
+        due_s, sum_blocks = loop.time() + deadline_s, self.sum_blocks.get(into)
         post = Post(read_id, peer, region, tuple(remote_blocks), tuple(local_blocks), due_s, into, sum_blocks)
         self._commands.put(post)
         return read
@@ -227,7 +227,7 @@ class TransferThread:
             case ReadDone():
                 read = self._reads.pop(event.read_id)
                 self._end_pace(read, arrived=True)
-                read.succeed(event.duration_s, event.sums)
+                read.succeed(event.duration_s, (event.sums,) if event.sums else ())
                 read.mark_stopped()
             case ReadFailed():
                 self._on_read_failed(event)

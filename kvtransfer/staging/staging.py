@@ -27,7 +27,7 @@ from typing import Any, Final, Protocol
 
 from kvtransfer.api import LocalRegion, RemoteRegion
 from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.block_read import BlockRead, BlockSource
+from kvtransfer.reads.block_read import BlockRead, BlockSource, PoolReads
 from kvtransfer.staging.converter import Converter, ConverterThread
 from kvtransfer.staging.slots import SlotPool, Slots
 from pdserve.config import LeaseConfig
@@ -68,20 +68,8 @@ class StagingBlocks(Protocol):
         ...
 
 
-class BlockTransfer(BlockSource, Protocol):
+class BlockTransfer(PoolReads, Protocol):
     """The part of the `TransferThread` that staging uses."""
-
-    def read(
-        self,
-        peer: Incarnation,
-        region: RemoteRegion,
-        remote_blocks: Sequence[int],
-        local_blocks: Sequence[int],
-        *,
-        deadline_s: float,
-        into: LocalRegion | None = None,
-    ) -> BlockRead:
-        """Start a read into our pool, or into `into`. See `TransferThread.read`."""
 
     def become_unhealthy(self, reason: str) -> None:
         """Report that this process must end. See `TransferThread.become_unhealthy`."""
@@ -89,7 +77,7 @@ class BlockTransfer(BlockSource, Protocol):
 
 @dataclass(slots=True)
 class _Lane:
-    """The staging blocks for all peers of one layout."""
+    """The staging blocks for all peers that store a KV group in one layout."""
 
     blocks: StagingBlocks
     slots: SlotPool
@@ -142,14 +130,14 @@ class Staging:
         """True when no read is under way and every staging block is free."""
         return all(task.done() for task in self._tasks) and self.num_held == 0
 
-    def source_for(self, ticket: Ticket) -> BlockSource:
-        """Return the source for the blocks of this ticket. The caller has checked its layout, which differs from ours."""
-        lane = self._lanes.get(ticket.layout)
+    def source_for(self, ticket: Ticket, group: int) -> BlockSource:
+        """Return the source for the ticket's blocks of one KV group, whose checked layout differs from ours."""
+        layout = ticket.kv_spec.groups[group]
+        lane = self._lanes.get(layout)
         if lane is None:
-            log.info("KV of %s is converted: %d staging blocks", ticket.layout, self._num_blocks)
-            blocks = self._make_blocks(ticket.layout, self._num_blocks)
-            lane = self._lanes[ticket.layout] = _Lane(blocks, SlotPool(self._num_blocks))
-        return _StagedSource(self, lane, ticket)
+            log.info("KV of %s is converted: %d staging blocks", layout, self._num_blocks)
+            lane = self._lanes[layout] = _Lane(self._make_blocks(layout, self._num_blocks), SlotPool(self._num_blocks))
+        return _StagedSource(self, lane, ticket, ticket.block_tables[group])
 
     def close(self) -> None:
         """Cancel the tasks and close the converter. Reads that still run, because the transport did not end, never count as
@@ -215,15 +203,15 @@ class Staging:
 
 
 class _StagedSource:
-    """The source for the blocks of one ticket. See `kvtransfer.reads.block_read.BlockSource`."""
+    """The source for the blocks of one KV group of a ticket. See `kvtransfer.reads.block_read.BlockSource`."""
 
-    def __init__(self, staging: Staging, lane: _Lane, ticket: Ticket) -> None:
+    def __init__(self, staging: Staging, lane: _Lane, ticket: Ticket, block_ids: Sequence[int]) -> None:
         self._staging = staging
         self._lane = lane
         self._summed = ticket.checksums
-        self._block_size = ticket.layout.block_size
-        self._last_block = ticket.block_ids[-1]
-        self._last_tokens = ticket.prompt_len - (len(ticket.block_ids) - 1) * self._block_size
+        self._block_size = ticket.kv_spec.block_size
+        self._last_block = block_ids[-1]
+        self._last_tokens = ticket.prompt_len - (len(block_ids) - 1) * self._block_size
 
     def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
         return self._staging.deadline_s(peer, nbytes + self._lane.waiting_bytes, config)
@@ -276,7 +264,7 @@ class _StagedSource:
             lane.waiting_bytes -= waiting_bytes
         await asyncio.gather(*moves)
         sums = tuple(block_sum for chunk in chunks for block_sum in chunk.sums)
-        read.succeed(asyncio.get_running_loop().time() - began_s, sums)
+        read.succeed(asyncio.get_running_loop().time() - began_s, (sums,) if sums else ())
         read.mark_stopped()
 
     async def _take(self, read: BlockRead, count: int) -> Slots | None:

@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from hmac import compare_digest
 from typing import Final
 
+from pdserve.core.block_pools import BlockTables
 from pdserve.core.errors import IllegalTransition, InternalBug
 from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
 from pdserve.core.sampling import FinishReason
+
+GroupSums = Sequence[Sequence[BlockSum]]
+"""Checksums of blocks, in order, for each KV group."""
 
 
 class LeaseState(Enum):
@@ -122,11 +126,11 @@ class Lease:
 
     lease_id: LeaseId
     seq_id: SeqId
-    block_ids: tuple[BlockId, ...]
+    block_tables: BlockTables
     prompt_len: int
     expires_s: float
-    sums: tuple[BlockSum, ...] | None = None
-    """Checksums of the first blocks, as many as are final and summed. None: checksums are off."""
+    sums: tuple[tuple[BlockSum, ...], ...] | None = None
+    """Checksums of the first blocks of each KV group, as many as are final and summed. None: checksums are off."""
     proof: bytes | None = None
     """The proof that a reader must show with each call. None: the ticket is not written yet, so no reader has it."""
     state: LeaseState = LeaseState.HELD
@@ -134,6 +138,11 @@ class Lease:
     first_token: FirstToken | None = None
     reader: ReaderId | None = None
     history: list[str] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of each group."""
+        return len(self.block_tables[0])
 
     def move(self, event: LeaseEvent) -> CommitAnswer:
         """Change the state as the table says, and return the table's answer. Raises `IllegalTransition` when the state does
@@ -147,29 +156,41 @@ class Lease:
         self.state = target
         return answer
 
+    @property
+    def blocks(self) -> Iterator[tuple[int, BlockId]]:
+        """All blocks, each with the index of its group."""
+        return ((group, block_id) for group, table in enumerate(self.block_tables) for block_id in table)
+
     def unproven(self, proof: bytes | None) -> bool:
         """Tell whether a call lacks the proof that its caller has this lease's ticket. None: the lender itself calls."""
         return proof is not None and (self.proof is None or not compare_digest(self.proof, proof))
 
-    def commit_event(self, reader: ReaderId, blocks: int, first: int, sums: Sequence[BlockSum]) -> LeaseEvent:
+    def commit_event(self, reader: ReaderId, blocks: int, first: int, sums: GroupSums) -> LeaseEvent:
         """Return which event a proven Commit is. The arguments are those of `LeaseTable.commit`."""
         if self.reader is not None:
             return LeaseEvent.COMMIT_AGAIN if self.reader == reader else LeaseEvent.COMMIT_BY_OTHER
-        if blocks != len(self.block_ids) or self.watermark != self.prompt_len:
+        if blocks != self.num_blocks or self.watermark != self.prompt_len:
             return LeaseEvent.COMMIT_INCOMPLETE
         differing = self.differing(first, sums)
         if differing is None:
             return LeaseEvent.COMMIT_INCOMPLETE
         return LeaseEvent.COMMIT_CORRUPT if differing else LeaseEvent.COMMIT
 
-    def differing(self, first: int, sums: Sequence[BlockSum]) -> int | None:
-        """Return how many of a reader's checksums, of the blocks from `first` on, differ from ours. None: some are missing."""
+    def differing(self, first: int, sums: GroupSums) -> int | None:
+        """Return how many of a reader's checksums, of the blocks from `first` on, differ from ours in all groups together.
+
+        None: some are missing, in any group. A reader that has read no block lists no group.
+        """
         if self.sums is None:
             return 0
-        total = len(self.block_ids)
-        if len(self.sums) != total or not 0 <= first <= total or len(sums) != total - first:
+        total, theirs = self.num_blocks, sums or ((),) * len(self.sums)
+        if not 0 <= first <= total or len(theirs) != len(self.sums):
             return None
-        return sum(ours != theirs for ours, theirs in zip(self.sums[first:], sums, strict=True))
+        if any(len(group) != total for group in self.sums) or any(len(group) != total - first for group in theirs):
+            return None
+        return sum(
+            a != b for ours, read in zip(self.sums, theirs, strict=True) for a, b in zip(ours[first:], read, strict=True)
+        )
 
 
 class LeaseTable:
@@ -188,22 +209,26 @@ class LeaseTable:
     def grant(
         self,
         seq_id: SeqId,
-        block_ids: tuple[BlockId, ...],
+        block_tables: BlockTables,
         prompt_len: int,
         *,
-        sums: tuple[BlockSum, ...] | None = None,
+        sums: tuple[tuple[BlockSum, ...], ...] | None = None,
         now_s: float,
     ) -> LeaseId:
         """Add a lease over blocks on which the caller has already taken the lease's references. Return its new id.
 
-        `sums` has the checksums that its first blocks have already. None: this lease's KV is not checked.
+        `block_tables` has the blocks of each KV group. `sums` has the checksums that the first blocks of each have already.
+        None: this lease's KV is not checked.
         """
-        assert block_ids
+        assert block_tables
+        assert block_tables[0]
+        assert all(len(table) == len(block_tables[0]) for table in block_tables)
+        assert sums is None or len(sums) == len(block_tables)
         assert prompt_len > 0
         self._expire(now_s)
         self._counter += 1
         lease_id = LeaseId(self._incarnation, self._counter)
-        self._held[lease_id] = Lease(lease_id, seq_id, block_ids, prompt_len, now_s + self.ttl_s, sums)
+        self._held[lease_id] = Lease(lease_id, seq_id, block_tables, prompt_len, now_s + self.ttl_s, sums)
         self._earliest_s = min(self._earliest_s, now_s + self.ttl_s)
         return lease_id
 
@@ -250,20 +275,24 @@ class LeaseTable:
         lease.first_token = first_token
         return self._view(lease)
 
-    def seal(self, lease_id: LeaseId, first: int, sums: Sequence[BlockSum], *, now_s: float) -> None:
-        """Store the checksums of the lease's blocks from `first` on, which are final. Do nothing when the lease has ended.
+    def seal(self, lease_id: LeaseId, first: int, sums: GroupSums, *, now_s: float) -> None:
+        """Store the checksums of the lease's blocks from `first` on in each group. These blocks are final.
 
-        Raises `InternalBug` when checksums are off or when these do not follow the last ones.
+        Do nothing when the lease has ended. Raises `InternalBug` when checksums are off, when these do not follow the last
+        ones, or when the groups do not have equally many.
         """
         self._expire(now_s)
         lease = self._ask(lease_id, LeaseEvent.SEAL)
         if lease is None:
             return
-        if lease.sums is None or first != len(lease.sums) or first + len(sums) > len(lease.block_ids):
+        counts = [len(group) for group in sums]
+        groups_fit = len(sums) == len(lease.block_tables) and len(set(counts)) == 1
+        if lease.sums is None or not groups_fit or first != len(lease.sums[0]) or first + counts[0] > lease.num_blocks:
             raise InternalBug(
-                f"lease {lease_id}: {len(sums)} checksums from block {first} on do not fit its {len(lease.block_ids)} blocks"
+                f"lease {lease_id}: {counts} checksums from block {first} on do not fit {lease.num_blocks} blocks "
+                f"of {len(lease.block_tables)} groups"
             )
-        lease.sums = (*lease.sums, *sums)
+        lease.sums = tuple([(*known, *new) for known, new in zip(lease.sums, sums, strict=True)])
 
     def awaits_sums(self, lease_id: LeaseId, *, now_s: float) -> bool:
         """Tell whether every block of a held lease is final while checksums of the last blocks are missing."""
@@ -271,7 +300,7 @@ class LeaseTable:
         lease = self._held.get(lease_id)
         if lease is None or lease.sums is None:
             return False
-        return lease.watermark == lease.prompt_len and len(lease.sums) < len(lease.block_ids)
+        return lease.watermark == lease.prompt_len and len(lease.sums[0]) < lease.num_blocks
 
     def commit(
         self,
@@ -279,7 +308,7 @@ class LeaseTable:
         reader: ReaderId,
         blocks: int,
         first: int = 0,
-        sums: Sequence[BlockSum] = (),
+        sums: GroupSums = (),
         *,
         proof: bytes | None = None,
         now_s: float,
@@ -288,8 +317,8 @@ class LeaseTable:
 
         A repeat by the same reader gets OK again; a repeat by any other reader gets GONE. A reader that has not read every
         block, or commits before the watermark covers the prompt, gets GONE, and the lease stays as it was. `sums` are the
-        checksums of the blocks [first, blocks) that were read, in order; the blocks before `first` are the reader's own. A
-        missing checksum gets GONE, and a wrong one CORRUPT.
+        checksums of the blocks [first, blocks) that were read, in order, for each group; the blocks before `first` are the
+        reader's own. A missing checksum gets GONE, and a wrong one CORRUPT.
         """
         self._expire(now_s)
         lease = self._known(lease_id)
@@ -306,11 +335,14 @@ class LeaseTable:
         self._expire(now_s)
         self._ask(lease_id, LeaseEvent.RELEASE, proof)
 
-    def release_all_over(self, block_ids: Sequence[BlockId], *, now_s: float) -> None:
-        """End every lease that covers one of these blocks, because their content is not what was computed."""
+    def release_all_over(self, blocks: Sequence[tuple[int, BlockId]], *, now_s: float) -> None:
+        """End every lease that covers one of these blocks, because their content is not what was computed.
+
+        A block is named by the index of its group and its id.
+        """
         self._expire(now_s)
-        spoilt = set(block_ids)
-        for lease in [lease for lease in self._held.values() if not spoilt.isdisjoint(lease.block_ids)]:
+        spoilt = set(blocks)
+        for lease in [lease for lease in self._held.values() if not spoilt.isdisjoint(lease.blocks)]:
             self._move(lease, LeaseEvent.RELEASE)
 
     def held(self, lease_id: LeaseId) -> Lease | None:
@@ -338,7 +370,9 @@ class LeaseTable:
             assert lease.reader is None
             assert 0 <= lease.watermark <= lease.prompt_len
             assert lease.expires_s >= self._earliest_s
-            assert lease.sums is None or len(lease.sums) <= len(lease.block_ids)
+            counts = {0} if lease.sums is None else {len(group) for group in lease.sums}
+            assert len(counts) == 1, "two KV groups have not equally many checksums"
+            assert max(counts) <= lease.num_blocks
         for lease in self._ended.values():
             assert lease.state is not LeaseState.HELD
             assert (lease.reader is not None) == (lease.state is LeaseState.COMMITTED)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import Final
 
 from pdserve.core.errors import IllegalTransition
@@ -83,7 +84,8 @@ TERMINAL: Final = (_S.COMMITTED, _S.ABANDONED)
 
 @dataclass(frozen=True, slots=True)
 class PostRead:
-    """Effect: start read number `read`, which copies the lease's blocks [first, first + count), counted along the prompt."""
+    """Effect: start read number `read`, which copies the lease's blocks [first, first + count) of every KV group. Blocks are
+    counted along the prompt."""
 
     read: int
     first: int
@@ -92,11 +94,12 @@ class PostRead:
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
-    """Effect: send Commit for `blocks` blocks. `sums` has the checksums of blocks [first, blocks); empty: checksums are off."""
+    """Effect: send Commit for `blocks` blocks. `sums` has the checksums of blocks
+    [first, blocks) for each KV group; empty: checksums are off, or nothing was read."""
 
     blocks: int
     first: int = 0
-    sums: tuple[BlockSum, ...] = ()
+    sums: tuple[tuple[BlockSum, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +138,9 @@ class Reader:
     """The number of blocks of each read that has not stopped, by the read's number."""
     blocks_read: int = 0
     reads: int = 0
-    sums: dict[int, tuple[BlockSum, ...]] = field(default_factory=dict)
-    """The checksums of the blocks that each finished read copied, by its number. Reads are numbered along the prompt."""
+    sums: dict[int, tuple[tuple[BlockSum, ...], ...]] = field(default_factory=dict)
+    """The checksums of the blocks that each finished read copied, for each KV group, by the read's number. Reads are numbered
+    along the prompt."""
     history: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -168,10 +172,10 @@ class Reader:
         self.watermark = watermark
         return self._next()
 
-    def read_done(self, read: int, sums: Sequence[BlockSum] = ()) -> list[Effect]:
-        """Note that a read has brought all its bytes and writes no more. `sums`: checksums of its blocks, in order."""
+    def read_done(self, read: int, sums: Sequence[Sequence[BlockSum]] = ()) -> list[Effect]:
+        """Note that a read has brought all its bytes and writes no more. `sums`: checksums of its blocks for each group."""
         self._move(_E.READ_DONE, read)
-        self.sums[read] = tuple(sums)
+        self.sums[read] = tuple([tuple(group) for group in sums])
         self.blocks_read += self.in_flight.pop(read)
         return self._stopped() if self.ended else self._next()
 
@@ -226,9 +230,13 @@ class Reader:
             effects.append(self._post())
         if self.watermark == self.prompt_len and self.posted == self.total_blocks and not self.in_flight:
             self._move(_E.ALL_READ)
-            sums = tuple(block_sum for read in sorted(self.sums) for block_sum in self.sums[read])
-            effects.append(SendCommit(self.total_blocks, self.first_block, sums))
+            effects.append(SendCommit(self.total_blocks, self.first_block, self._all_sums()))
         return effects
+
+    def _all_sums(self) -> tuple[tuple[BlockSum, ...], ...]:
+        """Return the checksums of all reads, in the order of the prompt, for each group."""
+        reads = [self.sums[read] for read in sorted(self.sums)]
+        return tuple([tuple(chain.from_iterable(of_group)) for of_group in zip(*reads, strict=True)])
 
     def _post(self) -> PostRead:
         """Put all blocks that are readable and not yet asked for into one read."""

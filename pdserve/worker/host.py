@@ -17,7 +17,7 @@ from kvtransfer.staging.staging import Staging
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import Handle, Incarnation, SeqId
-from pdserve.core.kv_layout import KvGroup
+from pdserve.core.kv_layout import KvSpec
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import link_pb2
 from pdserve.text.tokenizer import Tokenizer
@@ -81,8 +81,9 @@ class Host:
 
     config: WorkerConfig
     card: ModelCard
-    layout: KvGroup
-    region: Region
+    kv_spec: KvSpec
+    regions: tuple[Region, ...]
+    """The region of each KV group."""
     tokenizer: Tokenizer
     max_model_len: int
     incarnation: Incarnation

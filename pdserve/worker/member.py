@@ -169,19 +169,19 @@ class Member:
 
     def _hello(self) -> common_pb2.WorkerHello:
         host, _ = self._started()
-        layout, engine = host.layout, self._config.engine
+        spec, engine = host.kv_spec, self._config.engine
         hello = WorkerHello(
             worker_id=WorkerId(self._config.worker_id),
             role=codec.role_from_wire(self._role_number),
             incarnation=host.incarnation,
             address=host.address,
             model_fingerprint=host.card.fingerprint,
-            block_size=layout.block_size,
-            num_blocks=host.region.num_blocks,
+            block_size=spec.block_size,
+            num_blocks=min(region.num_blocks for region in host.regions),
             max_model_len=host.max_model_len,
             max_num_seqs=min(engine.max_num_seqs, engine.max_num_batched_tokens or engine.max_num_seqs),  # a token each a step
-            dtype=layout.dtype,
-            kv_bytes_per_token=layout.bytes_per_token,
+            dtype=spec.dtype,
+            kv_bytes_per_token=spec.bytes_per_token,
             pid=self._pid,
             step_timeout_s=self._watch.timeout_s,
             niceness=self._niceness,

@@ -14,6 +14,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
@@ -30,8 +31,10 @@ from pdserve.config import EngineConfig, WorkerConfig
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.kv_layout import KvGroup
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.block_sums import BlockSums
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.memory.host import resident_bytes
 from pdserve.engine.runner import ModelRunner
@@ -246,14 +249,15 @@ class RunningWorker:
         assert self._runner is not None
         assert self._first_snapshot is not None
         runner, config = self._runner, self._config
-        kv = runner.kv.caches[0]
-        region = region_of(kv)
+        caches = runner.kv.caches
+        regions = tuple(map(region_of, caches))
+        sums = {region: BlockSums(cache.blocks, beside=True) for region, cache in zip(regions, caches, strict=True)}
         worker_id = WorkerId(config.worker_id)
         transfer = TransferThread(
-            lambda: self._make_transport(worker_id, self.incarnation, region),
-            sum_blocks=BlockSums(kv.blocks, beside=True) if config.lease.kv_checksum else None,
+            lambda: self._make_transport(worker_id, self.incarnation, regions),
+            sum_blocks=sums if config.lease.kv_checksum else None,
         )
-        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, kv))
+        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, _cache_for(layout, caches)))
         server = grpc.aio.server(options=server_options())
         try:
             agent_metadata = await transfer.start()
@@ -270,8 +274,8 @@ class RunningWorker:
             host = Host(
                 config=config,
                 card=self._card,
-                layout=kv.layout,
-                region=region,
+                kv_spec=runner.kv.spec,
+                regions=regions,
                 tokenizer=self._tokenizer,
                 max_model_len=runner.max_model_len,
                 incarnation=self.incarnation,
@@ -335,6 +339,11 @@ class RunningWorker:
                 f"cannot listen on {host}:{port}: set host to an address of this machine, port to a free one"
             ) from exc
         return f"{self._config.advertise_host or host}:{bound}"
+
+
+def _cache_for(layout: KvGroup, caches: Sequence[KvCache]) -> KvCache:
+    """Return the memory of our KV group that holds the same as blocks of `layout`. The ticket was checked, so there is one."""
+    return next(cache for cache in caches if cache.layout.holds_the_same_as(layout))
 
 
 def _spare_garbage_collector() -> None:

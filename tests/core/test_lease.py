@@ -21,7 +21,7 @@ TOKEN = FirstToken(5, None)
 
 def granted(prompt_len: int = 32, blocks: int = 2) -> tuple[LeaseTable, LeaseId]:
     table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
-    return table, table.grant(SeqId(1), tuple(BlockId(i) for i in range(blocks)), prompt_len, now_s=0.0)
+    return table, table.grant(SeqId(1), (tuple(BlockId(i) for i in range(blocks)),), prompt_len, now_s=0.0)
 
 
 def test_commit_needs_every_block_and_the_whole_watermark():
@@ -33,7 +33,7 @@ def test_commit_needs_every_block_and_the_whole_watermark():
     assert not table.commit(lease, READER, 1, now_s=1), "one block was not read"
     assert table.take_returned() == [], "a refused commit leaves the lease as it was"
     assert table.commit(lease, READER, 2, now_s=1)
-    assert [lease.block_ids for lease in table.take_returned()] == [(0, 1)]
+    assert [lease.block_tables for lease in table.take_returned()] == [((0, 1),)]
 
 
 def test_a_lease_that_has_ended_keeps_no_checksums():
@@ -44,10 +44,10 @@ def test_a_lease_that_has_ended_keeps_no_checksums():
     tracemalloc.start()
     try:
         for number in range(100):
-            lease = table.grant(SeqId(number), ids, 16 * blocks, sums=(), now_s=0)
-            table.seal(lease, 0, sums, now_s=0)
+            lease = table.grant(SeqId(number), (ids,), 16 * blocks, sums=((),), now_s=0)
+            table.seal(lease, 0, [sums], now_s=0)
             table.advance(lease, 16 * blocks, TOKEN, now_s=0)
-            assert table.commit(lease, READER, blocks, 0, sums, now_s=0)
+            assert table.commit(lease, READER, blocks, 0, [sums], now_s=0)
             table.take_returned()
             del lease
         held_bytes, _ = tracemalloc.get_traced_memory()
@@ -86,7 +86,7 @@ def test_renew_pushes_the_expiry_out_and_repeats_the_level_state():
 def test_a_restarted_worker_answers_gone_to_its_past():
     _, old = granted()
     table = LeaseTable(Incarnation(2), ttl_s=TTL_S)
-    fresh = table.grant(SeqId(1), (BlockId(0),), 4, now_s=0)
+    fresh = table.grant(SeqId(1), ((BlockId(0),),), 4, now_s=0)
     assert fresh != old
     assert not table.renew(old, now_s=0).held
     assert not table.commit(old, READER, 2, now_s=0)
@@ -120,7 +120,7 @@ def test_a_forgotten_commit_is_answered_gone_and_never_ok_to_another(monkeypatch
     table, first = granted()
     table.advance(first, 32, TOKEN, now_s=0)
     assert table.commit(first, READER, 2, now_s=0)
-    table.release(table.grant(SeqId(2), (BlockId(2),), 4, now_s=0), now_s=0)
+    table.release(table.grant(SeqId(2), ((BlockId(2),),), 4, now_s=0), now_s=0)
     for reader in (READER, OTHER):
         assert not table.commit(first, reader, 2, now_s=0)
     assert [lease.seq_id for lease in table.take_returned()] == [1, 2], "what is forgotten was returned before"
@@ -152,7 +152,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule()
     def grant(self):
-        lease = self.table.grant(SeqId(len(self.leases)), (BlockId(0),), 4, now_s=self.now_s)
+        lease = self.table.grant(SeqId(len(self.leases)), ((BlockId(0),),), 4, now_s=self.now_s)
         assert lease not in self.leases
         self.leases.append(lease)
         self.expires[lease] = self.now_s + TTL_S
@@ -217,35 +217,60 @@ TestLeaseMachine.settings = settings(max_examples=150, stateful_step_count=40, d
 # --- checksums and proofs
 
 
-SUMS = (BlockSum(11), BlockSum(12))
+SUMS = ((BlockSum(11), BlockSum(12)), (BlockSum(21), BlockSum(22)))
+"""Of two blocks in each of two KV groups."""
+TABLES = ((BlockId(0), BlockId(1)), (BlockId(1), BlockId(6)))
 
 
-def summed(*, sums: tuple[BlockSum, ...] = SUMS) -> tuple[LeaseTable, LeaseId]:
+def cut(first: int, end: int) -> tuple[tuple[BlockSum, ...], ...]:
+    """The checksums of blocks [first, end)."""
+    return tuple(group[first:end] for group in SUMS)
+
+
+def summed() -> tuple[LeaseTable, LeaseId]:
     """Two blocks, computed, of which the first is a prefix hit that had its checksum."""
     table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
-    lease = table.grant(SeqId(1), (BlockId(0), BlockId(1)), 32, sums=sums[:1], now_s=0)
+    lease = table.grant(SeqId(1), TABLES, 32, sums=cut(0, 1), now_s=0)
     table.advance(lease, 32, TOKEN, now_s=0)
     assert table.awaits_sums(lease, now_s=0)
-    table.seal(lease, 1, sums[1:], now_s=0)
+    table.seal(lease, 1, cut(1, 2), now_s=0)
     assert not table.awaits_sums(lease, now_s=0)
     return table, lease
 
 
 def test_commit_is_ok_only_for_what_was_summed():
     table, lease = summed()
-    assert table.commit(lease, READER, 2, 0, (BlockSum(11), BlockSum(13)), now_s=0) is CommitAnswer.CORRUPT
+    for wrong in (((11, 13), (21, 22)), ((11, 12), (23, 22))):
+        assert table.commit(lease, READER, 2, 0, wrong, now_s=0) is CommitAnswer.CORRUPT  # type: ignore[arg-type]
+        assert table.held(lease).differing(0, wrong) == 1  # type: ignore[arg-type, union-attr]
     assert table.take_returned() == [], "CORRUPT leaves the lease"
     assert table.commit(lease, READER, 2, 0, SUMS, now_s=0) is CommitAnswer.OK
 
 
 def test_a_readers_own_blocks_are_not_compared():
     table, lease = summed()
-    assert table.commit(lease, READER, 2, 1, SUMS[1:], now_s=0) is CommitAnswer.OK
+    assert table.commit(lease, READER, 2, 1, cut(1, 2), now_s=0) is CommitAnswer.OK
     table, lease = summed()
     assert table.commit(lease, READER, 2, 2, (), now_s=0) is CommitAnswer.OK
 
 
-@pytest.mark.parametrize(("first", "sums"), [(0, ()), (0, SUMS[:1]), (1, SUMS), (1, ()), (3, ()), (0, (*SUMS, SUMS[0]))])
+@pytest.mark.parametrize(
+    ("first", "sums"),
+    [
+        (0, ()),
+        (0, cut(0, 1)),
+        (1, SUMS),
+        (1, ()),
+        (3, ()),
+        (0, cut(0, 2) + cut(0, 2)[:1]),
+        (0, SUMS[:1]),
+        (0, SUMS[1:]),
+        (0, (SUMS[0], SUMS[1][:1])),
+        (0, (SUMS[0], ())),
+        (0, ((*SUMS[0], SUMS[0][0]), SUMS[1])),
+        (2, ((), SUMS[1])),
+    ],
+)
 def test_missing_or_surplus_checksums_are_not_ok(first, sums):
     table, lease = summed()
     assert table.commit(lease, READER, 2, first, sums, now_s=0) is CommitAnswer.GONE
@@ -254,12 +279,13 @@ def test_missing_or_surplus_checksums_are_not_ok(first, sums):
 
 def test_checksums_in_another_order_are_corrupt():
     table, lease = summed()
-    assert table.commit(lease, READER, 2, 0, SUMS[::-1], now_s=0) is CommitAnswer.CORRUPT
+    for wrong in (SUMS[::-1], (SUMS[0][::-1], SUMS[1]), (SUMS[0], SUMS[1][::-1])):
+        assert table.commit(lease, READER, 2, 0, wrong, now_s=0) is CommitAnswer.CORRUPT
 
 
 def test_nothing_is_ok_before_the_lender_has_summed_every_block():
     table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
-    lease = table.grant(SeqId(1), (BlockId(0), BlockId(1)), 32, sums=SUMS[:1], now_s=0)
+    lease = table.grant(SeqId(1), TABLES, 32, sums=cut(0, 1), now_s=0)
     table.advance(lease, 32, TOKEN, now_s=0)
     assert table.commit(lease, READER, 2, 0, SUMS, now_s=0) is CommitAnswer.GONE
     assert table.commit(lease, READER, 2, 1, (), now_s=0) is CommitAnswer.GONE
@@ -269,6 +295,11 @@ def test_checksums_out_of_order_are_our_bug_and_late_ones_are_ignored():
     table, lease = summed()
     with pytest.raises(InternalBug):
         table.seal(lease, 0, SUMS, now_s=0)
+    fresh = table.grant(SeqId(2), TABLES, 32, sums=((), ()), now_s=0)
+    for sums in (SUMS[:1], (SUMS[0], SUMS[1][:1]), ()):
+        with pytest.raises(InternalBug):
+            table.seal(fresh, 0, sums, now_s=0)
+    table.release(fresh, now_s=0)
     table.release(lease, now_s=0)
     table.seal(lease, 2, SUMS, now_s=0)
 
@@ -292,10 +323,17 @@ def test_only_who_has_the_ticket_may_ask_renew_commit_and_release():
     assert table.commit(lease, READER, 2, 0, SUMS, proof=b"the proof", now_s=0)
 
 
+def test_a_rotted_block_ends_only_leases_over_it_in_its_own_group():
+    table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
+    over = [table.grant(SeqId(i), tables, 16, now_s=0) for i, tables in enumerate([((0,), (1,)), ((1,), (2,))])]  # type: ignore[arg-type]
+    table.release_all_over([(1, BlockId(1))], now_s=0)
+    assert [table.held(lease) is None for lease in over] == [True, False]
+
+
 def test_every_lease_over_a_rotted_block_ends():
     table = LeaseTable(Incarnation(1), ttl_s=TTL_S)
-    over = [table.grant(SeqId(i), blocks, 32, now_s=0) for i, blocks in enumerate([(0, 1), (0, 2), (3, 4)])]  # type: ignore[list-item]
-    table.release_all_over((BlockId(0),), now_s=0)
+    over = [table.grant(SeqId(i), (blocks,), 32, now_s=0) for i, blocks in enumerate([(0, 1), (0, 2), (3, 4)])]  # type: ignore[list-item]
+    table.release_all_over([(0, BlockId(0))], now_s=0)
     assert [table.look(lease, now_s=0).held for lease in over] == [False, False, True]
     assert len(table.take_returned()) == 2
 
@@ -329,7 +367,7 @@ VIEWS: list[Call] = [
     lambda t, i, s: t.advance(i, 32, TOKEN, now_s=s).held,
 ]
 SILENT: list[Call] = [
-    lambda t, i, s: t.seal(i, 2, (), now_s=s),
+    lambda t, i, s: t.seal(i, 2, ((), ()), now_s=s),
     lambda t, i, s: t.release(i, GUESS, now_s=s),
     lambda t, i, s: t.release(i, PROOF, now_s=s),
 ]

@@ -271,3 +271,12 @@ def test_the_end_is_the_end() -> None:
     late = {ReaderEvent.ADVANCED, ReaderEvent.LEASE_GONE, ReaderEvent.ABORT}
     for state in TERMINAL:
         assert late <= {event for source, event in TRANSITIONS if source is state}
+
+
+def test_commit_carries_the_checksums_of_every_group_in_the_order_of_the_prompt():
+    """The second read arrives first."""
+    one = reader(20, first_block=1)
+    one.advanced(OURS, 12)
+    one.advanced(OURS, 20)
+    one.read_done(2, ((13, 14), (23, 24)))  # type: ignore[arg-type]
+    assert one.read_done(1, ((11, 12), (21, 22))) == [SendCommit(5, 1, ((11, 12, 13, 14), (21, 22, 23, 24)))]  # type: ignore[arg-type]

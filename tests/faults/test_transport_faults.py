@@ -60,14 +60,16 @@ class Reader:
         self.pool = pool
 
     def _make(self) -> NixlTransport:
-        self.transport = NixlTransport(WorkerId("reader"), new_incarnation(), self.pool.region)
+        self.transport = NixlTransport(WorkerId("reader"), new_incarnation(), [self.pool.region])
         return self.transport
 
     async def connect(self, peer: NixlPeer) -> None:
         await self.thread.connect(peer.incarnation, peer.metadata)
 
     def post(self, peer: NixlPeer, *, deadline_s: float = LONG_S) -> BlockRead:
-        return self.thread.read(peer.incarnation, peer.region, [1, 2, 3], [4, 5, 6], deadline_s=deadline_s)
+        return self.thread.read(
+            peer.incarnation, peer.region, [1, 2, 3], [4, 5, 6], deadline_s=deadline_s, into=self.pool.region
+        )
 
     async def connect_and_read(self, peer: NixlPeer) -> None:
         """Whichever of the two notices that there is nobody."""
@@ -168,7 +170,7 @@ def test_a_peer_that_stands_still_fails_the_read_at_its_deadline(peers: Callable
                 await asyncio.wait_for(read.result, SECONDS)
             assert not read.is_stopped
             await here.connect(other)
-            meanwhile = here.thread.read(other.incarnation, other.region, [7], [8], deadline_s=LONG_S)
+            meanwhile = here.thread.read(other.incarnation, other.region, [7], [8], deadline_s=LONG_S, into=here.pool.region)
             await asyncio.wait_for(meanwhile.result, TEST_S)
             assert here.pool.digest([8]) == other.digest([7])
 

@@ -16,7 +16,7 @@ PROMPT_BLOCKS = 4
 
 
 class DyingTransport(NixlTransport):
-    def post_read(self, peer: Any, region: Any, remote: Any, local: Any, into: Any = None) -> TransportRead:
+    def post_read(self, peer: Any, region: Any, remote: Any, local: Any, into: Any) -> TransportRead:
         if len(local) >= PROMPT_BLOCKS:
             raise ZeroDivisionError("a planted bug")
         return super().post_read(peer, region, remote, local, into)

@@ -11,14 +11,14 @@ from typing import Any
 import grpc.aio
 from transfer_testing import FakePeer, new_incarnation
 
-from kvtransfer.api import Device, RemoteRegion
+from kvtransfer.api import RemoteRegion
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.lease.followed import FollowedLease
 from kvtransfer.lease.service import LeaseService, PeerService
 from kvtransfer.lease.ticket import Ticket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, SeqId
-from pdserve.core.kv_layout import KvGroup, gqa_group
+from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
 from pdserve.core.lease import FirstToken, Lease, LeaseTable
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import peer_pb2_grpc
@@ -89,11 +89,9 @@ def ticket_of(
         incarnation=lease_id.incarnation,
         lease_counter=lease_id.counter,
         peer_address=address,
-        layout=layout,
-        address=region.address,
-        num_blocks=region.num_blocks,
-        device=Device(),
-        block_ids=block_ids,
+        kv_spec=KvSpec((layout,)),
+        regions=(region,),
+        block_tables=(block_ids,),
         prompt_len=prompt_len,
         prompt_hash=PROMPT_HASH,
         checksums=checksums,
@@ -136,8 +134,8 @@ class Lender:
 
     def grant(self, blocks: tuple[int, ...], prompt_len: int) -> tuple[LeaseId, Ticket]:
         block_ids = tuple(BlockId(block) for block in blocks)
-        sums = () if self.checksums else None
-        lease_id = self.table.grant(SeqId(1), block_ids, prompt_len, sums=sums, now_s=self.now_s())
+        sums = ((),) if self.checksums else None
+        lease_id = self.table.grant(SeqId(1), (block_ids,), prompt_len, sums=sums, now_s=self.now_s())
         ticket = ticket_of(lease_id, self.peer.region, block_ids, prompt_len, address=self.address, checksums=self.checksums)
         self.table.expect(lease_id, ticket.proof)
         return lease_id, Ticket.decode(ticket.encode())
@@ -146,13 +144,13 @@ class Lender:
         """Sum all its blocks, as an engine does once they are final."""
         lease = self.table.held(lease_id)
         assert lease is not None
-        self.service.seal(lease_id, 0, self.peer.pool.sums(lease.block_ids))
+        self.service.seal(lease_id, 0, [self.peer.pool.sums(lease.block_tables[0])])
 
     async def _rehash(self, _: SeqId) -> int:
         """Of the one lease that is held."""
         (lease,) = self.table._held.values()
         assert lease.sums is not None
-        return sum(now != was for now, was in zip(self.peer.pool.sums(lease.block_ids), lease.sums, strict=True))
+        return sum(now != was for now, was in zip(self.peer.pool.sums(lease.block_tables[0]), lease.sums[0], strict=True))
 
     def advance(self, lease_id: LeaseId, watermark: int, first: FirstToken | None = None, *, push: bool = True) -> None:
         view = self.table.advance(lease_id, watermark, first, now_s=self.now_s())

@@ -51,7 +51,7 @@ def handle(lender: Lender, words: list[str]) -> dict[str, object]:
 async def serve() -> None:
     incarnation = Incarnation(int(sys.argv[1]))
     pool = Pool(seed=int(sys.argv[2]))
-    transport = NixlTransport(WorkerId("lender"), incarnation, pool.region)
+    transport = NixlTransport(WorkerId("lender"), incarnation, [pool.region])
     lender = Lender(cast(FakePeer, Peer(incarnation, transport.metadata(), pool.region, pool)), ttl_s=30.0)
     await lender.serve()
     print(json.dumps({"address": lender.address}), flush=True)

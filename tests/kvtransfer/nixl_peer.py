@@ -16,7 +16,7 @@ def main() -> None:
     name, *numbers = sys.argv[1:]
     incarnation, seed, num_blocks = map(int, numbers)
     pool = Pool(seed=seed, num_blocks=num_blocks)
-    transport = prepare(name, "127.0.0.1", allow_public=False)(WorkerId("peer"), Incarnation(incarnation), pool.region)
+    transport = prepare(name, "127.0.0.1", allow_public=False)(WorkerId("peer"), Incarnation(incarnation), [pool.region])
     region = pool.region
     hello = {"metadata": transport.metadata().hex(), "address": region.address}
     print(json.dumps(hello | {"num_blocks": region.num_blocks, "block_bytes": region.block_bytes}), flush=True)

@@ -13,7 +13,7 @@ from test_lost_lender import BLOCKS, SEED, LenderProcess
 from transfer_testing import Pool, new_incarnation
 
 from decode_worker.inbound import InboundBlocks
-from kvtransfer.api import Transport
+from kvtransfer.api import Region, Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease.client import LeaseClient
@@ -23,7 +23,7 @@ from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, InternalBug, KvCorrupt, KvRotted, LeaseGone, TransferFailed
 from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, WorkerId
-from pdserve.core.kv_layout import KvGroup
+from pdserve.core.kv_layout import KvSpec
 
 REMOTE = (5, 3, 7, 1)
 PROMPT_LEN = 3 * LAYOUT.block_size + 5
@@ -34,7 +34,8 @@ BOUND_S = 40.0
 class Reader:
     """A decode worker, as far as a pull sees it. `damage` may change its pool before what was read is summed."""
 
-    layout: KvGroup
+    kv_spec: KvSpec
+    regions: tuple[Region, ...]
     config: WorkerConfig
     transfer: TransferThread
     pool: Pool
@@ -49,7 +50,7 @@ class Reader:
     def inbound(self, blocks: int, *, prompt: bytes = PROMPT_HASH, hits: int = 0) -> InboundBlocks:
         local = tuple(BlockId(block) for block in range(blocks))
         reader_id = ReaderId(new_incarnation(), 1)
-        return InboundBlocks(self, self.client, reader_id, local, prompt_hash=prompt, first_block=hits, wait_s=BOUND_S)
+        return InboundBlocks(self, self.client, reader_id, (local,), prompt_hash=prompt, first_block=hits, wait_s=BOUND_S)
 
 
 @asynccontextmanager
@@ -62,12 +63,12 @@ async def reader(make: Callable[[Incarnation, Pool], Transport], *, summed: bool
         assert one is not None
         return one.sums(block_ids)
 
-    thread = TransferThread(lambda: make(own, pool), sum_blocks=sums if summed else None)
+    thread = TransferThread(lambda: make(own, pool), sum_blocks={pool.region: sums} if summed else None)
     config = WorkerConfig("decode-0", "127.0.0.1:1", EngineConfig(model="tiny"), LeaseConfig(), cluster_token=TOKEN)
     try:
         await thread.start()
         client = LeaseClient(thread, config.lease, cluster_token=TOKEN)
-        one = Reader(LAYOUT, config, thread, pool, client)
+        one = Reader(KvSpec((LAYOUT,)), (pool.region,), config, thread, pool, client)
         yield one
         assert thread.num_unstopped == 0
         assert client.num_followed == 0
@@ -79,14 +80,14 @@ async def reader(make: Callable[[Incarnation, Pool], Transport], *, summed: bool
 @asynccontextmanager
 async def pair(*, summed: bool = True) -> AsyncIterator[tuple[Lender, Reader]]:
     fabric = FakeFabric()
-    async with lender(fabric) as one, reader(lambda own, pool: FakeTransport(fabric, own, pool.region), summed=summed) as two:
+    async with lender(fabric) as one, reader(lambda own, pool: FakeTransport(fabric, own, [pool.region]), summed=summed) as two:
         one.checksums = True
         yield one, two
 
 
 async def pulled(two: Reader, lease_id: LeaseId, ticket: Ticket, **bind: object) -> None:
     """Pull, and give up what failed as a worker does."""
-    inbound = two.inbound(len(ticket.block_ids), **bind)  # type: ignore[arg-type]
+    inbound = two.inbound(ticket.num_blocks, **bind)  # type: ignore[arg-type]
     try:
         await asyncio.wait_for(inbound.pull(lease_id, ticket.encode()), BOUND_S)
     except BaseException:
@@ -231,16 +232,18 @@ def without_mac(ticket: Ticket, _: Ticket) -> Ticket:
 
 
 def reordered(ticket: Ticket, _: Ticket) -> Ticket:
-    return replace(ticket, block_ids=ticket.block_ids[::-1])
+    return replace(ticket, block_tables=(ticket.block_tables[0][::-1],))
 
 
 def moved(ticket: Ticket, _: Ticket) -> Ticket:
     """The same blocks of another region of the same process."""
-    return replace(ticket, address=ticket.address + LAYOUT.block_bytes, num_blocks=ticket.num_blocks - 1)
+    (region,) = ticket.regions
+    elsewhere = replace(region, address=region.address + region.block_bytes, num_blocks=region.num_blocks - 1)
+    return replace(ticket, regions=(elsewhere,))
 
 
 def anothers_blocks(ticket: Ticket, other: Ticket) -> Ticket:
-    return replace(ticket, block_ids=other.block_ids)
+    return replace(ticket, block_tables=other.block_tables)
 
 
 def anothers_mac(ticket: Ticket, other: Ticket) -> Ticket:
@@ -299,7 +302,7 @@ def test_a_rebind_reads_under_the_same_ticket() -> None:
         fabric = FakeFabric()
 
         def make(own: Incarnation, pool: Pool) -> Transport:
-            return FakeTransport(fabric, own, pool.region)
+            return FakeTransport(fabric, own, [pool.region])
 
         async with lender(fabric) as one, reader(make) as two, reader(make) as three:
             one.checksums = True
@@ -340,7 +343,7 @@ def test_flipped_bits_are_found_between_processes() -> None:
 
     async def test() -> None:
         with LenderProcess() as peer:
-            async with reader(lambda own, pool: NixlTransport(WorkerId("reader"), own, pool.region)) as two:
+            async with reader(lambda own, pool: NixlTransport(WorkerId("reader"), own, [pool.region])) as two:
                 peer.ask("checksums")
 
                 async def one_pull(flip: int | None = None) -> None:

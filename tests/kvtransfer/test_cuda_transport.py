@@ -116,7 +116,7 @@ def start(asked: Asked, driver: Driver, pool: Pool, patch: pytest.MonkeyPatch) -
         return CudaContext(index, driver)
 
     region = on_gpu(pool.region)
-    return TransferThread(lambda: NixlTransport(WorkerId("w"), new_incarnation(), region, gpu_context=context))
+    return TransferThread(lambda: NixlTransport(WorkerId("w"), new_incarnation(), [region], gpu_context=context))
 
 
 def test_the_gpus_context_is_current_in_the_transfer_thread_before_ucx_starts(
@@ -131,7 +131,7 @@ def test_the_gpus_context_is_current_in_the_transfer_thread_before_ucx_starts(
         try:
             await thread.start()
             await thread.connect(peer.incarnation, peer.metadata)
-            for into in (None, on_gpu(staging.region), on_gpu(staging.region)):
+            for into in (on_gpu(pool.region), on_gpu(staging.region), on_gpu(staging.region)):
                 read = thread.read(peer.incarnation, peer.region, [1, 2], [3, 0], deadline_s=30, into=into)
                 await read.result
         finally:
@@ -171,7 +171,7 @@ def test_host_memory_asks_no_driver(asked: Asked) -> None:
     def never(index: int) -> CudaContext:
         raise AssertionError("no GPU is used")
 
-    NixlTransport(WorkerId("w"), new_incarnation(), Pool().region, gpu_context=never).close()
+    NixlTransport(WorkerId("w"), new_incarnation(), [Pool().region], gpu_context=never).close()
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def opened_by(exposure: Exposure | None) -> set[str]:
     """Addresses at which this process listens because of a transport."""
     pytest.importorskip("nixl", reason="NIXL is not installed")
     before = listening()
-    transport = NixlTransport(WorkerId("w"), new_incarnation(), Pool().region, exposure=exposure)
+    transport = NixlTransport(WorkerId("w"), new_incarnation(), [Pool().region], exposure=exposure)
     try:
         return {ip for ip, _ in listening() - before}
     finally:

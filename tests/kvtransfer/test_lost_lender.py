@@ -18,6 +18,7 @@ from lender import LAYOUT, PROMPT_HASH, TOKEN, Lender, lender
 from transfer_testing import ROOT, FakePeer, NixlPeer, Pool, new_incarnation
 
 from decode_worker.inbound import InboundBlocks
+from kvtransfer.api import Region
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease.client import LeaseClient
@@ -25,7 +26,7 @@ from kvtransfer.reads.thread import TransferThread
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.errors import LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId, WorkerId
-from pdserve.core.kv_layout import KvGroup
+from pdserve.core.kv_layout import KvSpec
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
@@ -40,7 +41,8 @@ CHUNK = 4 * LAYOUT.block_size
 class Reader:
     """A decode worker, as far as a pull sees it."""
 
-    layout: KvGroup
+    kv_spec: KvSpec
+    regions: tuple[Region, ...]
     config: WorkerConfig
     transfer: TransferThread
     pool: Pool
@@ -50,20 +52,20 @@ class Reader:
     def inbound(self) -> InboundBlocks:
         blocks = tuple(BlockId(block) for block in range(len(BLOCKS)))
         reader_id = ReaderId(new_incarnation(), 1)
-        return InboundBlocks(self, self.client, reader_id, blocks, prompt_hash=PROMPT_HASH, wait_s=WAIT_S)
+        return InboundBlocks(self, self.client, reader_id, (blocks,), prompt_hash=PROMPT_HASH, wait_s=WAIT_S)
 
 
 @asynccontextmanager
 async def reader(**lease: float) -> AsyncIterator[Reader]:
     """Nothing may be followed, in flight or quarantined when the block ends."""
     pool, own = Pool(), new_incarnation()
-    thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), own, pool.region))
+    thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), own, [pool.region]))
     config = WorkerConfig("decode-0", "127.0.0.1:1", EngineConfig(model="tiny"), cluster_token=TOKEN)
     config = replace(config, lease=LeaseConfig(kv_checksum=False, **lease))  # type: ignore[arg-type]
     try:
         await thread.start()
         client = LeaseClient(thread, config.lease, cluster_token=TOKEN)
-        yield Reader(LAYOUT, config, thread, pool, client)
+        yield Reader(KvSpec((LAYOUT,)), (pool.region,), config, thread, pool, client)
         assert thread.num_unstopped == 0
         assert client.num_followed == 0
         await client.close()
@@ -213,7 +215,9 @@ async def two_reads_stalled(one: Reader) -> AsyncIterator[tuple[NixlPeer, Inboun
             await control.stop()
             await control.serve()
             await one.transfer.connect(remote.incarnation, remote.metadata)
-            await one.transfer.read(remote.incarnation, remote.region, [0], [40], deadline_s=30).result  # a warm endpoint
+            await one.transfer.read(
+                remote.incarnation, remote.region, [0], [40], deadline_s=30, into=one.pool.region
+            ).result  # a warm endpoint
             stop(remote.process)
             inbound = one.inbound()
             lease_id, ticket = control.grant(BLOCKS, len(BLOCKS) * LAYOUT.block_size)

@@ -14,11 +14,13 @@ from transfer_testing import FakePeer, NixlPeer, Pool, new_incarnation
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease.client import LeaseClient
+from kvtransfer.reads.block_read import PoolSource
 from kvtransfer.reads.pull import Pull
 from kvtransfer.reads.thread import TransferThread
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, InternalBug, LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import LeaseId, ReaderId, WorkerId
+from pdserve.core.kv_layout import KvSpec
 from pdserve.core.lease import LeaseState
 
 CONFIG = LeaseConfig()
@@ -39,13 +41,20 @@ class World:
     async def pull(self, remote: tuple[int, ...], local: list[int]) -> AsyncIterator[tuple[Pull, LeaseId]]:
         """A pull of whole blocks whose prompt is not computed yet."""
         lease_id, ticket = self.lender.grant(remote, len(remote) * LAYOUT.block_size)
-        ticket.check_layout(LAYOUT)
+        ticket.check_layout(KvSpec((LAYOUT,)))
         lease = await self.client.attach(lease_id, ticket, deadline_s=30)
         self.num_binds += 1
         try:
-            yield Pull(lease, ticket, local, ReaderId(new_incarnation(), self.num_binds), self.thread, self.config), lease_id
+            yield (
+                Pull(lease, ticket, [local], ReaderId(new_incarnation(), self.num_binds), [self.source], self.config),
+                lease_id,
+            )
         finally:
             lease.close()
+
+    @property
+    def source(self) -> PoolSource:
+        return PoolSource(self.thread, self.pool.region)
 
     def finish_prefill(self, lease_id: LeaseId, blocks: int) -> None:
         self.lender.advance(lease_id, blocks * LAYOUT.block_size, FIRST)
@@ -55,7 +64,7 @@ class World:
 async def world(config: LeaseConfig = CONFIG) -> AsyncIterator[World]:
     fabric, pool, own = FakeFabric(), Pool(), new_incarnation()
     async with lender(fabric) as one:
-        thread = TransferThread(lambda: FakeTransport(fabric, own, pool.region))
+        thread = TransferThread(lambda: FakeTransport(fabric, own, [pool.region]))
         await thread.start()
         client = LeaseClient(thread, config, cluster_token=TOKEN)
         try:
@@ -252,7 +261,7 @@ def test_a_peer_that_was_lost_is_connected_anew() -> None:
                     await pull.run(wait_s=30)
                 w.lender.table.release(lease_id, now_s=w.lender.now_s())
                 w.lender.expire_due()
-            w.fabric.attach(w.lender.peer.incarnation, w.lender.peer.region)
+            w.fabric.attach(w.lender.peer.incarnation, [w.lender.peer.region])
             async with w.pull((2,), [3]) as (pull, lease_id):
                 w.finish_prefill(lease_id, 1)
                 await pull.run(wait_s=30)
@@ -266,7 +275,7 @@ def test_blocks_that_do_not_pair_up_are_our_bug() -> None:
     async def test() -> None:
         async with world() as w, w.pull((1, 2), [1, 2]) as (pull, lease_id):
             with pytest.raises(InternalBug):
-                Pull(pull._lease, pull._ticket, [1], pull._reader_id, w.thread, w.config)
+                Pull(pull._lease, pull._ticket, [[1]], pull._reader_id, [w.source], w.config)
             w.finish_prefill(lease_id, 2)
             await pull.run(wait_s=30)
 
@@ -279,7 +288,7 @@ def test_a_handoff_over_nixl_from_another_process() -> None:
 
     async def test() -> None:
         remote, pool, own = NixlPeer(seed=3), Pool(), new_incarnation()
-        thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), own, pool.region))
+        thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), own, [pool.region]))
         try:
             async with lender(FakeFabric(), incarnation=remote.incarnation) as one:
                 one.peer.region, one.peer.metadata = remote.region, remote.metadata

@@ -50,10 +50,10 @@ def make(*commands: Step, polls_until_done: int = 0) -> tuple[Script, list[Event
     peer = FakePeer(fabric)
     PEERS.append(peer)  # its memory must outlive the read
     fabric.polls_until_done = polls_until_done
-    post = Post(ReadId(1), peer.incarnation, peer.region, (1,), (2,), time.monotonic() + 60)
+    post = Post(ReadId(1), peer.incarnation, peer.region, (1,), (2,), time.monotonic() + 60, POOL.region)
     script = Script(Connect(peer.incarnation, peer.metadata), post, *commands, Stop())
     events: list[Event] = []
-    return script, events, Reactor(FakeTransport(fabric, new_incarnation(), POOL.region), script, events.append)
+    return script, events, Reactor(FakeTransport(fabric, new_incarnation(), [POOL.region]), script, events.append)
 
 
 POOL = Pool()

@@ -23,6 +23,7 @@ from kvtransfer.staging.staging import Staging
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, LeaseGone, TransferFailed
 from pdserve.core.ids import BlockId, BlockSum, LeaseId, ReaderId, WorkerId
+from pdserve.core.kv_layout import KvSpec
 
 CONFIG = LeaseConfig()
 SLOTS, CHUNK = 8, 2
@@ -76,7 +77,7 @@ class World:
         blocks = tuple(BlockId(block) for block in remote)
         lease_id = LeaseId(other.incarnation, 1)
         ticket = ticket_of(lease_id, other.region, blocks, len(blocks) * LAYOUT.block_size - tail)
-        return self.staging.source_for(ticket).read(other.incarnation, other.region, blocks, local, deadline_s=deadline_s)
+        return self.staging.source_for(ticket, 0).read(other.incarnation, other.region, blocks, local, deadline_s=deadline_s)
 
     def arrived(self, remote: Iterable[int], local: Iterable[int], *, peer: int = 0) -> bool:
         pairs = list(zip(remote, local, strict=True))
@@ -93,7 +94,7 @@ async def world(*, stuck_after_s: float = 60.0, clean: bool = True) -> AsyncIter
     fabric, pool = FakeFabric(), Pool(block_bytes=BLOCK_BYTES // 2)
     peers = [FakePeer(fabric, seed=seed) for seed in (1, 2)]
     halves = Halves(pool)
-    thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), pool.region), stuck_after_s=stuck_after_s)
+    thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), [pool.region]), stuck_after_s=stuck_after_s)
     staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK, stuck_after_s=stuck_after_s)
     try:
         await thread.start()
@@ -306,7 +307,7 @@ def test_what_waits_counts_for_the_next_deadline() -> None:
     async def test() -> None:
         async with world() as w:
             ticket = ticket_of(LeaseId(w.peers[0].incarnation, 1), w.peers[0].region, (BlockId(0),), 1)
-            reads = w.staging.source_for(ticket)
+            reads = w.staging.source_for(ticket, 0)
             alone_s = reads.deadline_s(w.peers[0].incarnation, BLOCK_BYTES, CONFIG)
             w.halves.may_convert.clear()
             waiting = w.read(range(40), range(40))
@@ -327,12 +328,12 @@ async def pull_of(one: Lender, thread: TransferThread, reads: Staging, remote: S
     await thread.start()
     client = LeaseClient(thread, CONFIG, cluster_token=TOKEN)
     lease_id, ticket = one.grant(tuple(remote), len(remote) * LAYOUT.block_size)
-    ticket.check_layout(replace(LAYOUT, dtype="int8"))
+    ticket.check_layout(KvSpec((replace(LAYOUT, dtype="int8"),)))
     if one.checksums:
         one.seal(lease_id)
     lease = await client.attach(lease_id, ticket, deadline_s=30)
     try:
-        yield Pull(lease, ticket, range(len(remote)), ReaderId(own, 1), reads.source_for(ticket), CONFIG)
+        yield Pull(lease, ticket, [range(len(remote))], ReaderId(own, 1), [reads.source_for(ticket, 0)], CONFIG)
     finally:
         one.table.release(lease_id, now_s=one.now_s())
         one.expire_due()
@@ -346,7 +347,7 @@ def test_what_is_staged_is_summed_as_it_was_sent() -> None:
     async def test() -> None:
         fabric, pool = FakeFabric(), Pool(block_bytes=BLOCK_BYTES // 2)
         halves = Halves(pool)
-        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), pool.region))
+        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), [pool.region]))
         staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
         try:
             async with lender(fabric) as one:
@@ -367,7 +368,7 @@ def test_a_handoff_through_staging_commits_when_all_is_converted() -> None:
     async def test() -> None:
         fabric, pool = FakeFabric(), Pool(block_bytes=BLOCK_BYTES // 2)
         halves = Halves(pool)
-        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), pool.region))
+        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), [pool.region]))
         staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
         remote = range(20, 30)
         async with lender(fabric) as one, pull_of(one, thread, staging, remote) as pull:
@@ -394,7 +395,7 @@ def test_a_lease_that_ends_while_blocks_are_converted_ends_the_pull_but_not_the_
     async def test() -> None:
         fabric, pool = FakeFabric(), Pool(block_bytes=BLOCK_BYTES // 2)
         halves = Halves(pool)
-        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), pool.region))
+        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), [pool.region]))
         staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
         async with lender(fabric) as one, pull_of(one, thread, staging, range(6)) as pull:
             halves.may_convert.clear()
@@ -428,7 +429,7 @@ def test_staging_over_nixl_from_another_process() -> None:
         expected = Pool(seed=3)
         assert expected.digest([0]) == remote.digest([0])
         halves = Halves(pool)
-        thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), new_incarnation(), pool.region))
+        thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), new_incarnation(), [pool.region]))
         staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
         try:
             async with lender(FakeFabric(), incarnation=remote.incarnation) as one:

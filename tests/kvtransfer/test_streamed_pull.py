@@ -77,7 +77,7 @@ class Script:
         self.lease_id = LeaseId(Incarnation(5), 1)
         ticket = ticket_of(self.lease_id, RemoteRegion(4096, 64, LAYOUT.block_bytes), REMOTE, PROMPT_LEN, layout=LAYOUT)
         self.lease = FollowedLease(self.lease_id, PROMPT_LEN, ticket.proof, self)
-        self.pull = Pull(self.lease, ticket, LOCAL, ReaderId(new_incarnation(), 1), self, CONFIG)
+        self.pull = Pull(self.lease, ticket, [LOCAL], ReaderId(new_incarnation(), 1), [self], CONFIG)
         self.running: asyncio.Task[PullResult] | None = None
 
     async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:

@@ -10,43 +10,47 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.api import Device
+from kvtransfer.api import Device, Region
 from kvtransfer.lease.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket, WrongTicket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId
-from pdserve.core.kv_layout import DTYPE_BITS, gqa_group
+from pdserve.core.kv_layout import DTYPE_BITS, KvGroup, KvSpec, gqa_group
 
 SECRET = b"the lender's own"
 LAYOUT = gqa_group(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+LATENT = KvGroup((30, 31), ((1, 512), (1, 64)), 16, "int8", window=128)
+SPEC = KvSpec((LAYOUT, LATENT))
 TICKET = Ticket(
     incarnation=Incarnation(0xFEDCBA9876543210),
     lease_counter=3,
     peer_address="127.0.0.1:40123",
-    layout=LAYOUT,
-    address=0x7F0000000000,
-    num_blocks=100,
-    device=Device(),
-    block_ids=(BlockId(7), BlockId(99), BlockId(0)),
+    kv_spec=SPEC,
+    regions=(Region(0x7F0000000000, 100, LAYOUT.block_bytes), Region(0x7F8000000000, 80, LATENT.block_bytes)),
+    block_tables=((BlockId(7), BlockId(99), BlockId(0)), (BlockId(4), BlockId(5), BlockId(79))),
     prompt_len=33,
     prompt_hash=prompt_hash(b"a prompt", "a salt"),
     checksums=True,
 ).with_mac(SECRET)
 FIELDS = (
-    "version", "incarnation", "lease_counter", "peer_address", "layout", "address", "num_blocks", "device", "block_ids",
-    "prompt_len", "prompt_hash", "checksums", "mac",
+    "version", "incarnation", "lease_counter", "peer_address", "block_size", "groups", "prompt_len", "prompt_hash", "checksums",
+    "mac",
 )  # fmt: skip
+GROUP_FIELDS = ("layers", "planes", "dtype", "window", "address", "num_blocks", "device", "block_ids")
 
 tickets = st.builds(
-    lambda incarnation, host, port, layout, address, ids, tail, device: Ticket(
+    lambda incarnation, host, port, layout, address, ids, tail, device, groups: Ticket(
         Incarnation(incarnation),
         1 + incarnation % 1000,
         f"{host}:{port}",
-        layout,
-        address,
-        max(ids) + 1,
-        device,
-        tuple(BlockId(i) for i in ids),
+        KvSpec(tuple(dataclasses.replace(layout, layers=(1000 + g,) if g else layout.layers) for g in range(groups))),
+        tuple(
+            Region(
+                address + g, max(ids) + 1, (dataclasses.replace(layout, layers=(1000,)) if g else layout).block_bytes, device
+            )
+            for g in range(groups)
+        ),
+        (tuple(BlockId(i) for i in ids),) * groups,
         (len(ids) - 1) * layout.block_size + 1 + tail % layout.block_size,
         bytes([tail % 256]) * 32,
         tail % 2 == 0,
@@ -59,6 +63,7 @@ tickets = st.builds(
     st.lists(st.integers(0, 1 << 16), min_size=1, max_size=50, unique=True),
     st.integers(0, 1 << 10),
     st.sampled_from([Device(), Device("cuda", 3)]),
+    st.integers(1, 16),
 )
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
@@ -75,10 +80,13 @@ def decode(data: bytes) -> Ticket | None:
         return None
 
 
-def encode_with(**changes: Any) -> bytes:
+def encode_with(group: int = 0, **changes: Any) -> bytes:
     fields = list(msgpack.unpackb(TICKET.encode()))
     for name, value in changes.items():
-        fields[FIELDS.index(name)] = value
+        if name in FIELDS:
+            fields[FIELDS.index(name)] = value
+        else:
+            fields[FIELDS.index("groups")][group][GROUP_FIELDS.index(name)] = value
     packed = msgpack.packb(fields)
     assert isinstance(packed, bytes)
     return packed
@@ -103,13 +111,14 @@ def test_no_other_value_is_a_ticket(value: Any) -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(FIELDS), anything)
-def test_a_field_of_any_value_is_refused_or_sound(name: str, value: Any) -> None:
+@given(st.sampled_from((*FIELDS, *GROUP_FIELDS)), st.integers(0, 1), anything)
+def test_a_field_of_any_value_is_refused_or_sound(name: str, group: int, value: Any) -> None:
     """Whatever stands in a field, a ticket that is accepted holds together."""
-    ticket = decode(encode_with(**{name: value}))
+    ticket = decode(encode_with(group, **{name: value}))
     if ticket is not None:
-        assert len(ticket.block_ids) == ticket.layout.blocks_for(ticket.prompt_len)
-        assert all(0 <= block < ticket.num_blocks for block in ticket.block_ids)
+        for table, region in zip(ticket.block_tables, ticket.regions, strict=True):
+            assert len(table) == ticket.kv_spec.blocks_for(ticket.prompt_len)
+            assert all(0 <= block < region.num_blocks for block in table)
         assert Ticket.decode(ticket.encode()) == ticket
 
 
@@ -147,9 +156,27 @@ def test_a_damaged_ticket_raises_nothing_else(data: st.DataObject) -> None:
         {"device": ["tpu", 0]},
         {"device": ["cuda", -1]},
         {"device": ["cpu"]},
-        {"layout": [30, 3, 64, 0, "bfloat16"]},
-        {"layout": [1 << 40, 3, 64, 16, "bfloat16"]},
-        {"layout": [30, 3, 64, 16]},
+        {"block_size": 0},
+        {"block_size": 1 << 40},
+        {"layers": []},
+        {"layers": [1, 0]},
+        {"layers": [0, 0]},
+        {"layers": [-1]},
+        {"layers": [4096]},
+        {"layers": list(range(4097))},
+        {"layers": [True]},
+        {"layers": [8, 30]},
+        {"planes": []},
+        {"planes": [[3, 64]] * 9},
+        {"planes": [[3, 64, 1]]},
+        {"planes": [[0, 64]]},
+        {"planes": [[3, 1 << 40]]},
+        {"planes": [[3, 1.0]]},
+        {"window": 0},
+        {"window": "all"},
+        {"groups": []},
+        {"groups": [[]]},
+        {"groups": [1, 2]},
         {"lease_counter": 0},
         {"prompt_hash": b"short"},
         {"checksums": 1},
@@ -157,18 +184,28 @@ def test_a_damaged_ticket_raises_nothing_else(data: st.DataObject) -> None:
     ],
 )
 def test_what_does_not_hold_together_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidTicket):
-        Ticket.decode(encode_with(**changes))
+    for group in (0, 1):
+        with pytest.raises(InvalidTicket):
+            Ticket.decode(encode_with(group, **({"layers": [0]} if group and changes == {"layers": [8, 30]} else changes)))
+
+
+def test_too_many_groups_are_refused() -> None:
+    """Each of them alone would be sound."""
+    group = list(msgpack.unpackb(TICKET.encode())[FIELDS.index("groups")][0])
+    groups = [[[layer], *group[1:]] for layer in range(17)]
+    assert Ticket.decode(encode_with(groups=groups[:16])).num_blocks == 3
+    with pytest.raises(InvalidTicket, match="list of 1 to 16"):
+        Ticket.decode(encode_with(groups=groups))
 
 
 def test_another_version_says_so_whatever_follows() -> None:
-    with pytest.raises(IncompatiblePeer, match="version 3"):
-        Ticket.decode(msgpack.packb([3, {"a": "new"}, "format"]))
+    with pytest.raises(IncompatiblePeer, match="version 4"):
+        Ticket.decode(msgpack.packb([4, {"a": "new"}, "format"]))
 
 
 def test_an_unknown_dtype_is_incompatible_and_not_garbage() -> None:
     with pytest.raises(IncompatiblePeer, match="float8"):
-        Ticket.decode(encode_with(layout=[30, 3, 64, 16, "float8_e4m3"]))
+        Ticket.decode(encode_with(1, dtype="float8_e4m3"))
 
 
 def test_an_oversized_ticket_is_refused_unread() -> None:
@@ -189,17 +226,22 @@ def test_layouts_of_other_shapes_never_pair() -> None:
         gqa_group(30, 3, 64, 32, "bfloat16"),
     ):
         with pytest.raises(IncompatiblePeer, match=r"127\.0\.0\.1:40123"):
-            TICKET.check_layout(other)
+            TICKET.check_layout(KvSpec((other, dataclasses.replace(LATENT, layers=(100,), block_size=other.block_size))))
+    for spec in (KvSpec((LAYOUT,)), KvSpec((LATENT, LAYOUT)), KvSpec((LAYOUT, dataclasses.replace(LATENT, window=None)))):
+        with pytest.raises(IncompatiblePeer):
+            TICKET.check_layout(spec)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BITS)
 def test_layouts_that_store_the_same_numbers_in_another_way_do_pair(dtype: str) -> None:
-    TICKET.check_layout(dataclasses.replace(LAYOUT, dtype=dtype))
+    TICKET.check_layout(KvSpec((LAYOUT, dataclasses.replace(LATENT, dtype=dtype))))
+    TICKET.check_layout(KvSpec((dataclasses.replace(LAYOUT, dtype=dtype), LATENT)))
 
 
-def test_region_and_size_follow_the_layout() -> None:
-    assert TICKET.region.block_bytes == 360 * 1024
-    assert TICKET.kv_bytes == 3 * 360 * 1024
+def test_regions_and_size_follow_the_layout() -> None:
+    ticket = Ticket.decode(TICKET.encode())
+    assert [region.block_bytes for region in ticket.regions] == [360 * 1024, LATENT.block_bytes]
+    assert ticket.kv_bytes == 3 * (360 * 1024 + LATENT.block_bytes)
 
 
 def test_a_ticket_of_another_lease_or_prompt_is_refused_before_anything_is_read() -> None:
@@ -225,16 +267,14 @@ CHANGES: dict[str, Any] = {
     "incarnation": Incarnation(1),
     "lease_counter": 4,
     "peer_address": "127.0.0.1:40124",
-    "layout": dataclasses.replace(LAYOUT, dtype="float16"),
-    "address": 0x7F0000001000,
-    "num_blocks": 101,
-    "device": Device("cpu", 1),
-    "block_ids": (BlockId(99), BlockId(7), BlockId(0)),
+    "kv_spec": KvSpec((LAYOUT, dataclasses.replace(LATENT, window=64))),
+    "regions": (TICKET.regions[0], Region(0x7F8000000000, 81, LATENT.block_bytes)),
+    "block_tables": (TICKET.block_tables[0], (BlockId(5), BlockId(4), BlockId(79))),
     "prompt_len": 34,
     "prompt_hash": bytes(32),
     "checksums": False,
     "mac": bytes(32),
-    "version": 3,
+    "version": 4,
 }
 
 

@@ -28,7 +28,9 @@ class World:
     thread: TransferThread
 
     def read(self, remote: list[int], local: list[int], *, deadline_s: float = 30.0) -> BlockRead:
-        return self.thread.read(self.peer.incarnation, self.peer.region, remote, local, deadline_s=deadline_s)
+        return self.thread.read(
+            self.peer.incarnation, self.peer.region, remote, local, deadline_s=deadline_s, into=self.pool.region
+        )
 
 
 @asynccontextmanager
@@ -40,7 +42,7 @@ async def world(
     peer = FakePeer(fabric)
     incarnation = new_incarnation()
     thread = TransferThread(
-        lambda: wrap(FakeTransport(fabric, incarnation, pool.region)), stuck_after_s=stuck_after_s, max_reads=max_reads
+        lambda: wrap(FakeTransport(fabric, incarnation, [pool.region])), stuck_after_s=stuck_after_s, max_reads=max_reads
     )
     try:
         assert await thread.start()
@@ -246,11 +248,11 @@ def test_a_thread_that_does_not_end_is_left_behind_and_said() -> None:
         peer = FakePeer(fabric)
         made: list[Blocking] = []
         thread = TransferThread(
-            lambda: made.append(Blocking(FakeTransport(fabric, new_incarnation(), pool.region))) or made[-1]  # type: ignore[func-returns-value, arg-type, return-value]
+            lambda: made.append(Blocking(FakeTransport(fabric, new_incarnation(), [pool.region]))) or made[-1]  # type: ignore[func-returns-value, arg-type, return-value]
         )
         await thread.start()
         await thread.connect(peer.incarnation, peer.metadata)
-        read = thread.read(peer.incarnation, peer.region, [1], [2], deadline_s=30)
+        read = thread.read(peer.incarnation, peer.region, [1], [2], deadline_s=30, into=pool.region)
         await thread.close(timeout_s=0.05)
         with pytest.raises(TransferFailed, match="closing"):
             await read.result
@@ -392,7 +394,10 @@ def test_a_peer_that_died_in_a_read_is_forgotten_with_its_last_read() -> None:
                 dying = FakePeer(w.fabric, seed=seed)
                 await w.thread.connect(dying.incarnation, dying.metadata)
                 w.fabric.hold(dying.incarnation)
-                reads = [w.thread.read(dying.incarnation, dying.region, [i], [i], deadline_s=30) for i in range(3)]
+                reads = [
+                    w.thread.read(dying.incarnation, dying.region, [i], [i], deadline_s=30, into=w.pool.region)
+                    for i in range(3)
+                ]
                 dying.kill()
                 await asyncio.gather(*(read.stopped for read in reads))
             await until_known(transport, w.peer)
@@ -447,7 +452,7 @@ def test_connects_at_once_share_one_answer() -> None:
         async with world() as w:
             other = FakePeer(w.fabric, seed=5)
             await asyncio.gather(*(w.thread.connect(other.incarnation, other.metadata) for _ in range(5)))
-            read = w.thread.read(other.incarnation, other.region, [0], [0], deadline_s=30)
+            read = w.thread.read(other.incarnation, other.region, [0], [0], deadline_s=30, into=w.pool.region)
             await read.result
             assert w.pool.digest([0]) == other.digest([0])
 

@@ -35,7 +35,7 @@ class Pair:
         self.transport.connect(self.peer.incarnation, self.peer.metadata)
 
     def read(self, remote: list[int], local: list[int], into: Region | None = None) -> None:
-        handle = self.transport.post_read(self.peer.incarnation, self.peer.region, remote, local, into)
+        handle = self.transport.post_read(self.peer.incarnation, self.peer.region, remote, local, into or self.pool.region)
         wait_for(self.transport, handle)
 
 
@@ -49,12 +49,12 @@ def make_pair(kind: str, pool: Pool | None = None) -> Iterator[Pair]:
             patch.setenv("UCX_TLS", "tcp")
         if kind == "fake":
             fabric = FakeFabric()
-            peer, transport = FakePeer(fabric), FakeTransport(fabric, incarnation, pool.region)
+            peer, transport = FakePeer(fabric), FakeTransport(fabric, incarnation, [pool.region])
         elif kind == "cma":
-            peer, transport = NixlPeer(name=kind), CmaTransport(WorkerId("reader"), incarnation, pool.region)
+            peer, transport = NixlPeer(name=kind), CmaTransport(WorkerId("reader"), incarnation, [pool.region])
         else:
             pytest.importorskip("nixl", reason="NIXL is not installed")
-            peer, transport = NixlPeer(), NixlTransport(WorkerId("reader"), incarnation, pool.region)
+            peer, transport = NixlPeer(), NixlTransport(WorkerId("reader"), incarnation, [pool.region])
         try:
             yield Pair(transport, pool, peer)
         finally:
@@ -75,7 +75,7 @@ def mortal_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 def test_unknown_peer_is_refused(pair: Pair) -> None:
     with pytest.raises(TransferFailed, match="not connected"):
-        pair.transport.post_read(new_incarnation(), pair.peer.region, [0], [0])
+        pair.transport.post_read(new_incarnation(), pair.peer.region, [0], [0], pair.pool.region)
 
 
 def test_every_byte_of_scattered_blocks_arrives(pair: Pair) -> None:
@@ -98,7 +98,7 @@ def test_other_blocks_stay_untouched(pair: Pair) -> None:
 def test_several_reads_at_once(pair: Pair) -> None:
     pair.connect()
     peer, region = pair.peer.incarnation, pair.peer.region
-    handles = [pair.transport.post_read(peer, region, [i, i + 8], [i + 16, i + 24]) for i in range(8)]
+    handles = [pair.transport.post_read(peer, region, [i, i + 8], [i + 16, i + 24], pair.pool.region) for i in range(8)]
     for handle in handles:
         wait_for(pair.transport, handle)
     assert pair.pool.digest(list(range(16, 32))) == pair.peer.digest(list(range(16)))
@@ -152,7 +152,7 @@ def test_blocks_of_another_size_are_refused(pair: Pair) -> None:
     pair.connect()
     region = dataclasses.replace(pair.peer.region, block_bytes=BLOCK_BYTES // 2)
     with pytest.raises(TransferFailed, match="bytes"):
-        pair.transport.post_read(pair.peer.incarnation, region, [0], [0])
+        pair.transport.post_read(pair.peer.incarnation, region, [0], [0], pair.pool.region)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,7 +180,7 @@ def test_a_region_that_is_not_the_peers_is_refused(mortal_pair: Pair) -> None:
     mortal_pair.connect()
     region = dataclasses.replace(mortal_pair.peer.region, address=mortal_pair.peer.region.address + (1 << 40))
     with pytest.raises(TransferFailed):
-        mortal_pair.transport.post_read(mortal_pair.peer.incarnation, region, [0], [0])
+        mortal_pair.transport.post_read(mortal_pair.peer.incarnation, region, [0], [0], mortal_pair.pool.region)
 
 
 def test_death_of_the_peer_fails_its_reads(mortal_pair: Pair) -> None:
@@ -207,7 +207,7 @@ def test_a_stalled_peer_over_tcp_writes_late() -> None:
         pair.read([0], [0])
         pair.peer.process.send_signal(signal.SIGSTOP)
         os.waitpid(pair.peer.process.pid, os.WUNTRACED)  # until every thread of it stands still
-        handle = pair.transport.post_read(pair.peer.incarnation, pair.peer.region, [1, 2], [3, 4])
+        handle = pair.transport.post_read(pair.peer.incarnation, pair.peer.region, [1, 2], [3, 4], pair.pool.region)
         for _ in range(100):
             assert not pair.transport.poll(handle)
         assert not pair.pool.array[[3, 4]].any()
@@ -230,7 +230,7 @@ def test_a_broken_connection_is_kept_until_its_other_reads_are_over() -> None:
         pair.peer.process.send_signal(signal.SIGSTOP)
         os.waitpid(pair.peer.process.pid, os.WUNTRACED)
         peer, region = pair.peer.incarnation, pair.peer.region
-        one, other = (pair.transport.post_read(peer, region, [i], [i]) for i in (1, 2))
+        one, other = (pair.transport.post_read(peer, region, [i], [i], pair.pool.region) for i in (1, 2))
         assert not pair.transport.poll(one)
         assert not pair.transport.poll(other)
         pair.peer.process.kill()

@@ -77,7 +77,7 @@ class FakePeer:
         self.incarnation = incarnation or new_incarnation()
         self.pool = Pool(seed=seed)
         self.region = self.pool.region
-        self.metadata = FakeTransport(fabric, self.incarnation, self.region).metadata()
+        self.metadata = FakeTransport(fabric, self.incarnation, [self.region]).metadata()
 
     def digest(self, blocks: Sequence[int]) -> str:
         return self.pool.digest(blocks)

@@ -30,7 +30,7 @@ from kvtransfer.backends.cma import CmaTransport
 class Counting(CmaTransport):
     """A transport of the operator's own. It notes each read in a file."""
 
-    def post_read(self, peer, region, remote, local, into=None):
+    def post_read(self, peer, region, remote, local, into):
         with open(os.environ["{READS}"], "a") as file:
             print(len(local), file=file)
         return super().post_read(peer, region, remote, local, into)

@@ -95,18 +95,18 @@ def test_the_setting_is_a_section_with_a_flag_of_its_own() -> None:
 
 
 def metadata(**changes: Any) -> bytes:
-    names = ("incarnation", "machine", "pid", "started", "address", "num_blocks", "block_bytes")
+    names = ("incarnation", "machine", "pid", "started", "pool")
     fields = dict(zip(names, msgpack.unpackb(own().metadata()), strict=True)) | changes
     return bytes(msgpack.packb(tuple(fields.values())))
 
 
 def own() -> CmaTransport:
-    return CmaTransport(WorkerId("w"), LENDER, REGION)
+    return CmaTransport(WorkerId("w"), LENDER, [REGION])
 
 
 def test_cma_refuses_a_pool_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="host memory only"):
-        CmaTransport(WorkerId("w"), LENDER, dataclasses.replace(REGION, device=Device("cuda")))
+        CmaTransport(WorkerId("w"), LENDER, [dataclasses.replace(REGION, device=Device("cuda"))])
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,12 @@ def test_cma_refuses_a_pool_on_a_gpu() -> None:
         ({"pid": 1 << 40}, "has ended"),
         ({"pid": 0}, "not that of a cma transport"),
         ({"pid": str(os.getpid())}, "not that of a cma transport"),
+        ({"pool": ()}, "not that of a cma transport"),
+        ({"pool": ((1, 2, 3),) * 17}, "not that of a cma transport"),
+        ({"pool": ((1, 2),)}, "not that of a cma transport"),
+        ({"pool": (1, 2, 3)}, "not that of a cma transport"),
+        ({"pool": ((1, 2, 0),)}, "not that of a cma transport"),
+        ({"pool": ((1, True, 3),)}, "not that of a cma transport"),
         ({"incarnation": 8}, "names another process"),
     ],
 )
@@ -134,11 +140,11 @@ def test_cma_refuses_garbage(data: bytes) -> None:
 def test_cma_reads_more_blocks_than_one_call_takes() -> None:
     """A call takes 512 blocks here; the order of the blocks is kept over the calls."""
     source, into = np.arange(1200, dtype=np.uint64)[:, None], np.zeros((1200, 1), np.uint64)
-    lender = CmaTransport(WorkerId("l"), LENDER, Region(source.ctypes.data, 1200, 8))
-    reader = CmaTransport(WorkerId("r"), Incarnation(1), Region(into.ctypes.data, 1200, 8))
+    lender = CmaTransport(WorkerId("l"), LENDER, [Region(source.ctypes.data, 1200, 8)])
+    reader = CmaTransport(WorkerId("r"), Incarnation(1), [Region(into.ctypes.data, 1200, 8)])
     reader.connect(LENDER, lender.metadata())
     order = list(range(1199, -1, -1))
-    reader.post_read(LENDER, Region(source.ctypes.data, 1200, 8), order, list(range(1200)))
+    reader.post_read(LENDER, Region(source.ctypes.data, 1200, 8), order, list(range(1200)), Region(into.ctypes.data, 1200, 8))
     assert into[:, 0].tolist() == order
 
 

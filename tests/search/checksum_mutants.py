@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from pdserve.core.blocks import BlockPool, Holder
 from pdserve.core.ids import BlockId, BlockSum, LeaseId, ReaderId
-from pdserve.core.lease import CommitAnswer, Lease, LeaseEvent, LeaseTable
+from pdserve.core.lease import CommitAnswer, GroupSums, Lease, LeaseEvent, LeaseTable
 from tests.search import handoff_events as do
 from tests.search.handoff import Handoff
 from tests.search.handoff_decode import with_decode
@@ -52,33 +51,37 @@ class SummedAsStored(Handoff):
     def resolved(self, s: State, worker: int, bind: Bind, read: Read, method: str, *args: Any) -> State:
         if args:
             memory = s.decodes[worker].memory
-            args = (tuple(self.sum_of(memory[block]) for block in read.blocks),)
+            args = ((tuple(self.sum_of(memory[block]) for block in read.blocks),),)
         return super().resolved(s, worker, bind, read, method, *args)
 
 
 class SumsItsOwnHits(Handoff):
     """Commit also carries the checksums of the reader's own prefix hits, in the form in which it stores them."""
 
-    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[BlockSum, ...]) -> State:
+    def commit_sent(
+        self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[tuple[BlockSum, ...], ...]
+    ) -> State:
         memory = s.decodes[worker].memory
         own = tuple(self.sum_of(memory[block]) for block in bind.blocks[:first])
-        return super().commit_sent(s, worker, bind, blocks, 0, own + sums)
+        return super().commit_sent(s, worker, bind, blocks, 0, (own + sums[0],) if sums else (own,))
 
 
 class MissingSumsPass(LeaseTable):
     def commit(
-        self, lease_id: LeaseId, reader: ReaderId, blocks: int, first: int = 0, sums: Sequence[BlockSum] = (), **kwargs: Any
+        self, lease_id: LeaseId, reader: ReaderId, blocks: int, first: int = 0, sums: GroupSums = (), **kwargs: Any
     ) -> CommitAnswer:
         lease = self._held.get(lease_id)
         if not sums and lease is not None and lease.sums is not None:
-            sums = lease.sums[first:]
+            sums = [group[first:] for group in lease.sums]
         return super().commit(lease_id, reader, blocks, first, sums, **kwargs)
 
 
 class NobodySums(Handoff):
     table_type = MissingSumsPass
 
-    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[BlockSum, ...]) -> State:
+    def commit_sent(
+        self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[tuple[BlockSum, ...], ...]
+    ) -> State:
         return super().commit_sent(s, worker, bind, blocks, first, ())
 
 
@@ -86,7 +89,7 @@ class ComparesOnce(LeaseTable):
     """What one reader read is compared when it says so, apart from whether the lease is held; the next one is trusted."""
 
     def commit(
-        self, lease_id: LeaseId, reader: ReaderId, blocks: int, first: int = 0, sums: Sequence[BlockSum] = (), **kwargs: Any
+        self, lease_id: LeaseId, reader: ReaderId, blocks: int, first: int = 0, sums: GroupSums = (), **kwargs: Any
     ) -> CommitAnswer:
         answer = super().commit(lease_id, reader, blocks, first, sums, **kwargs)
         lease = self._held.get(lease_id)

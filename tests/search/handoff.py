@@ -111,7 +111,7 @@ class Handoff(DecodeSide):
         reader: do.ReaderKey,
         blocks: int,
         first: int,
-        sums: tuple[BlockSum, ...],
+        sums: tuple[tuple[BlockSum, ...], ...],
         proof: bytes,
     ) -> State:
         """A corrupt one is looked into before the lease's references can go back: commands to the engine keep their order."""

@@ -206,7 +206,9 @@ class DecodeSide(PrefillSide):
                 decode = self.cleared(without_bind(decode._replace(pool=pool), bind))
         return with_decode(s, worker, decode)
 
-    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[BlockSum, ...]) -> State:
+    def commit_sent(
+        self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[tuple[BlockSum, ...], ...]
+    ) -> State:
         key = self.reader_id(s.decodes[worker], bind)
         return s.with_sent("commit", bind.lease, key, blocks, first, sums, bind.proof)
 
@@ -229,7 +231,7 @@ class DecodeSide(PrefillSide):
         if self.machines.ask(bind.reader, do.state_of) is ReaderState.ABANDONED:
             return self.resolved(s, worker, bind, read, "read_done")
         decode = s.decodes[worker]
-        sums = tuple(self.sum_of(decode.memory[block]) for block in read.blocks) if self.config.checksums else ()
+        sums = (tuple(self.sum_of(decode.memory[block]) for block in read.blocks),) if self.config.checksums else ()
         memory = decode.memory
         for block in read.blocks:
             memory = with_tag(memory, block, self.stored(memory[block]))

@@ -45,7 +45,7 @@ LOCAL = sequence(0)
 def grant(
     table: LeaseTable, number: int, blocks: tuple[BlockId, ...], prompt_len: int, sums: tuple[BlockSum, ...] | None
 ) -> tuple[LeaseKey, Ended]:
-    lease = table.grant(SeqId(number), blocks, prompt_len, sums=sums, now_s=NOW_S)
+    lease = table.grant(SeqId(number), (blocks,), prompt_len, sums=None if sums is None else (sums,), now_s=NOW_S)
     return (lease.incarnation, lease.counter), _ended(table)
 
 
@@ -54,12 +54,12 @@ def expect(table: LeaseTable, lease: LeaseKey, proof: bytes) -> None:
 
 
 def seal_lease(table: LeaseTable, lease: LeaseKey, first: int, block_sum: BlockSum) -> Ended:
-    table.seal(_lease_id(lease), first, (block_sum,), now_s=NOW_S)
+    table.seal(_lease_id(lease), first, ((block_sum,),), now_s=NOW_S)
     return _ended(table)
 
 
 def release_all_over(table: LeaseTable, blocks: tuple[BlockId, ...]) -> Ended:
-    table.release_all_over(blocks, now_s=NOW_S)
+    table.release_all_over([(0, block) for block in blocks], now_s=NOW_S)
     return _ended(table)
 
 

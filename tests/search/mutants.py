@@ -191,7 +191,7 @@ class ReadsAgain(Reader):
         self.in_flight[self.reads] = count
         return [PostRead(self.reads, self.posted - count, count)]
 
-    def read_done(self, read: int, sums: Sequence[BlockSum] = ()) -> list[Effect]:
+    def read_done(self, read: int, sums: Sequence[Sequence[BlockSum]] = ()) -> list[Effect]:
         return super().read_done(read, sums) if read in self.in_flight else []
 
     def read_stopped(self, read: int) -> list[Effect]:
@@ -220,7 +220,7 @@ class CommitsUnchecked(LeaseTable):
         lease = self._held.get(lease_id)
         if lease is not None:
             lease.watermark = lease.prompt_len
-            blocks = len(lease.block_ids)
+            blocks = lease.num_blocks
         return super().commit(lease_id, reader, blocks, *args, **kwargs)
 
 

@@ -191,7 +191,7 @@ def test_blocks_after_the_transfer_equal_those_before_bit_for_bit(router, runnin
     prompt = prompt_of(160)  # whole blocks: decode writes its tokens into a block of its own
     bound, _, started = hand_off(router, pair, prompt)
     decode.wait_finished(bound)
-    theirs = [running[0].kv.caches[0].tensor[b] for b in Ticket.decode(started.ticket).block_ids]
+    theirs = [running[0].kv.caches[0].tensor[b] for b in Ticket.decode(started.ticket).block_tables[0]]
     ours = list(running[1].kv.caches[0].tensor)
     assert all(block.abs().sum() > 0 for block in theirs), "the prompt's KV was written"
     for block in theirs:

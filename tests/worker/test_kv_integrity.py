@@ -45,7 +45,7 @@ class Pair:
         self.prefill.until(lambda: self.prefill.tokens(lent))
         lease_id = LeaseId(started.lease_id.incarnation, started.lease_id.counter)
         table = self.lender._member.role._table
-        self.prefill.until(lambda: (lease := table.held(lease_id)) and len(lease.sums or ()) == len(lease.block_ids))
+        self.prefill.until(lambda: (lease := table.held(lease_id)) and lease.sums and len(lease.sums[0]) == lease.num_blocks)
         return started
 
     def failure(self, bound: int) -> str:
@@ -95,13 +95,13 @@ def test_kv_that_rots_on_its_lender_is_never_decoded_from_and_not_lent_again(pai
     """(1) A bit of a lent block flips; (2) the handoff fails as rotted; (3) the same prompt is then computed afresh."""
     prompt = prompt_of(100, seed=1)
     bound, started = pair.bind(prompt), pair.compute(prompt)
-    rotted = Ticket.decode(started.ticket).block_ids[2]
+    rotted = Ticket.decode(started.ticket).block_tables[0][2]
     flip(pair.lender, rotted)
     pair.router.attach(pair.decode, bound, started)
     assert pair.failure(bound) == "KV_ROTTED"
     pair.counted(1, 1)
     bound, started = pair.bind(prompt), pair.compute(prompt)
-    fresh = Ticket.decode(started.ticket).block_ids
+    fresh = Ticket.decode(started.ticket).block_tables[0]
     assert rotted not in fresh[:3], "found again, though it is known to be wrong"
     pair.router.attach(pair.decode, bound, started)
     assert pair.decoded(bound) == pair.right(prompt)
@@ -112,7 +112,7 @@ def test_kv_that_changes_on_its_way_is_never_decoded_from(pair):
     """(1) A bit of what was read flips; (2) the handoff fails as corrupt; (3) the lender's blocks may be lent on."""
     prompt = prompt_of(100, seed=2)
     transfer = pair.reader._member._host.transfer
-    real, damaged = transfer.sum_blocks, []
+    ((region, real),), damaged = transfer.sum_blocks.items(), []
 
     def damaging(block_ids):
         if not damaged:
@@ -120,14 +120,14 @@ def test_kv_that_changes_on_its_way_is_never_decoded_from(pair):
             flip(pair.reader, block_ids[0])
         return real(block_ids)
 
-    transfer.sum_blocks = damaging
+    transfer.sum_blocks[region] = damaging
     bound, started = pair.bind(prompt), pair.compute(prompt)
     pair.router.attach(pair.decode, bound, started)
     assert pair.failure(bound) == "KV_CORRUPT"
     pair.counted(1, 0)
     bound, again = pair.bind(prompt), pair.compute(prompt)
     hits = 100 // BLOCK
-    assert Ticket.decode(again.ticket).block_ids[:hits] == Ticket.decode(started.ticket).block_ids[:hits]
+    assert Ticket.decode(again.ticket).block_tables[0][:hits] == Ticket.decode(started.ticket).block_tables[0][:hits]
     pair.router.attach(pair.decode, bound, again)
     assert pair.decoded(bound) == pair.right(prompt)
 
@@ -151,7 +151,7 @@ def test_a_ticket_that_was_changed_on_its_way_activates_nothing(pair):
     prompt = prompt_of(100, seed=5)
     started = pair.compute(prompt)
     ticket = Ticket.decode(started.ticket)
-    for changed in (replace(ticket, block_ids=ticket.block_ids[::-1]), ticket.with_mac(b"a guess")):
+    for changed in (replace(ticket, block_tables=(ticket.block_tables[0][::-1],)), ticket.with_mac(b"a guess")):
         wrong = type(started)()
         wrong.CopyFrom(started)
         wrong.ticket = changed.encode()

@@ -15,6 +15,7 @@ from faultsim.worker import LAYOUT
 from kvtransfer.api import Region
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import BlockId, Incarnation, SeqId
+from pdserve.core.kv_layout import KvSpec
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.engine.schedule.outcome import Advance, OutputToken
@@ -54,8 +55,8 @@ def bench(make_role: Callable[[Host], Role]) -> Bench:
     host = Host(
         config=WorkerConfig("w", "router:1"),
         card=CARD,
-        layout=LAYOUT,
-        region=Region(1 << 20, 16, LAYOUT.block_bytes),
+        kv_spec=KvSpec((LAYOUT,)),
+        regions=(Region(1 << 20, 16, LAYOUT.block_bytes),),
         tokenizer=TOKENIZER,
         max_model_len=MAX_MODEL_LEN,
         incarnation=Incarnation(7),

@@ -18,7 +18,7 @@ READ_TIMEOUT_S = 60.0
 
 def lend(region: Region, number: int = 0) -> NixlTransport:
     """Register the process's pool `number`, so that peers can read it until the transport is closed."""
-    return NixlTransport(WorkerId("lender"), Incarnation(LENDERS + number), region)
+    return NixlTransport(WorkerId("lender"), Incarnation(LENDERS + number), [region])
 
 
 def described(transport: NixlTransport, region: Region, number: int = 0) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def read_all(
 async def _read_all(
     pool: Region, lent: dict[str, Any], remote_blocks: Sequence[int], local_blocks: Sequence[int], times: int
 ) -> list[float]:
-    thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), READER, pool))
+    thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), READER, [pool]))
     lender = Incarnation(lent["incarnation"])
     remote = Region(lent["address"], lent["num_blocks"], pool.block_bytes, pool.device)
     try:
@@ -45,7 +45,7 @@ async def _read_all(
         await thread.connect(lender, bytes.fromhex(lent["metadata"]))
         found = []
         for _ in range(times):
-            read = thread.read(lender, remote, remote_blocks, local_blocks, deadline_s=READ_TIMEOUT_S)
+            read = thread.read(lender, remote, remote_blocks, local_blocks, deadline_s=READ_TIMEOUT_S, into=pool)
             found.append((await read.result).duration_s)
         return found
     finally:

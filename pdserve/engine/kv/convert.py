@@ -30,24 +30,48 @@ def convert_blocks(blocks: Tensor, source: KvGroup, target: KvGroup, tokens: int
     if source == target:
         return blocks.clone()
     values = _read(blocks, source)
-    values[-1, ..., tokens - (len(blocks) - 1) * source.block_size :, :] = 0
+    for part in values:
+        part[-1, ..., tokens - (len(blocks) - 1) * source.block_size :, :] = 0
     return _store(values, target)
 
 
-def _read(blocks: Tensor, layout: KvGroup) -> Tensor:
-    """Return a copy of the values: [n, num_layers, 2, num_kv_heads, block_size, head_dim] float32."""
-    heads = (len(blocks), layout.num_layers, 2, layout.num_kv_heads)
-    data = blocks[:, : layout.data_bytes]
-    if not layout.quantised:
-        plain = data.view(TORCH_DTYPES[layout.dtype]).view(*heads, layout.block_size, layout.head_dim)
-        return plain.to(torch.float32, copy=True)
-    numbers = data.view(*heads, layout.block_size, stored_dim(layout.head_dim, layout.dtype))
-    scales = blocks[:, layout.data_bytes :].view(torch.float32).view(heads)
-    return dequantise(numbers, scales, layout.dtype)
+def _parts(group: KvGroup) -> list[tuple[int, int]]:
+    """Return (heads, dim) of the parts of one layer of a block: the planes, where neighbours of one dim count as one.
+
+    K and V of a usual model are one part of twice the heads, so a block is converted as one tensor.
+    """
+    parts: list[tuple[int, int]] = []
+    for heads, dim in group.planes:
+        if parts and parts[-1][1] == dim:
+            parts[-1] = (parts[-1][0] + heads, dim)
+        else:
+            parts.append((heads, dim))
+    return parts
 
 
-def _store(values: Tensor, layout: KvGroup) -> Tensor:
-    if not layout.quantised:
-        return values.to(TORCH_DTYPES[layout.dtype]).flatten(1).view(torch.uint8)
-    numbers, scales = quantise(values, layout.dtype)
-    return torch.cat((numbers.flatten(1), scales.flatten(1).view(torch.uint8)), 1)
+def _read(blocks: Tensor, group: KvGroup) -> list[Tensor]:
+    """Return a copy of the values of each part: [n, num_layers, heads, block_size, dim] float32."""
+    parts = _parts(group)
+    layers = (len(blocks), group.num_layers)
+    data = blocks[:, : group.data_bytes].view(*layers, -1)
+    if not group.quantised:
+        numbers = data.view(TORCH_DTYPES[group.dtype])
+        split = torch.split(numbers, [heads * group.block_size * dim for heads, dim in parts], 2)
+        shaped = zip(split, parts, strict=True)
+        return [p.reshape(*layers, heads, group.block_size, dim).to(torch.float32, copy=True) for p, (heads, dim) in shaped]
+    dims = [(heads, stored_dim(dim, group.dtype)) for heads, dim in parts]
+    split = torch.split(data, [heads * group.block_size * dim for heads, dim in dims], 2)
+    all_scales = blocks[:, group.data_bytes :].view(torch.float32).view(*layers, -1)
+    scales = torch.split(all_scales, [heads for heads, _ in parts], 2)
+    return [
+        dequantise(part.reshape(*layers, heads, group.block_size, dim), scale, group.dtype)
+        for part, scale, (heads, dim) in zip(split, scales, dims, strict=True)
+    ]
+
+
+def _store(values: list[Tensor], group: KvGroup) -> Tensor:
+    if not group.quantised:
+        return torch.cat([part.to(TORCH_DTYPES[group.dtype]).flatten(2) for part in values], 2).flatten(1).view(torch.uint8)
+    numbers, scales = zip(*[quantise(part, group.dtype) for part in values], strict=True)
+    stored = torch.cat([part.flatten(2) for part in numbers], 2).flatten(1)
+    return torch.cat((stored, torch.cat(scales, 2).flatten(1).view(torch.uint8)), 1)

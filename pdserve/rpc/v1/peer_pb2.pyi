@@ -87,20 +87,26 @@ class RenewResponse(_message.Message):
     def __init__(self, statuses: _Optional[_Iterable[_Union[LeaseStatus, _Mapping]]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("lease_id", "reader_id", "blocks", "first", "sums", "proof")
+    __slots__ = ("lease_id", "reader_id", "blocks", "first", "proof", "group_sums")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     READER_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
-    SUMS_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SUMS_FIELD_NUMBER: _ClassVar[int]
     lease_id: _common_pb2.LeaseId
     reader_id: _common_pb2.ReaderId
     blocks: int
     first: int
-    sums: _containers.RepeatedScalarFieldContainer[int]
     proof: bytes
-    def __init__(self, lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., reader_id: _Optional[_Union[_common_pb2.ReaderId, _Mapping]] = ..., blocks: _Optional[int] = ..., first: _Optional[int] = ..., sums: _Optional[_Iterable[int]] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    group_sums: _containers.RepeatedCompositeFieldContainer[GroupSums]
+    def __init__(self, lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., reader_id: _Optional[_Union[_common_pb2.ReaderId, _Mapping]] = ..., blocks: _Optional[int] = ..., first: _Optional[int] = ..., proof: _Optional[bytes] = ..., group_sums: _Optional[_Iterable[_Union[GroupSums, _Mapping]]] = ...) -> None: ...
+
+class GroupSums(_message.Message):
+    __slots__ = ("sums",)
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    sums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("result", "rotted_blocks")
