@@ -121,7 +121,7 @@ class FaultyStage(Stage):
         if worker is not None and effect.work.handle in worker.work:
             super()._note(effect)
         else:  # the request has failed in the same event
-            self.placed[effect.work.handle] = (effect.work.request_id, 1 + (effect.work.resumed > 0))
+            self.placed[effect.work.handle] = (effect.work.request_id, 1 + bool(effect.work.resumed))
 
     def _perform(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.ReportBug):
