@@ -28,6 +28,7 @@ from pdserve.core.setting_types import (
     PositiveFloat,
     PositiveInt,
     check_not_under,
+    check_token,
     check_types,
     is_loopback,
 )
@@ -381,7 +382,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_not_under(self, "router_lost_s", "heartbeat_interval_s", times=BEATS_TO_LOSE)
-        _check_token(self.cluster_token, self.host, "host")
+        check_token(self.cluster_token, self.host, "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +400,7 @@ class RouterProcessConfig:
                 f"router.admin_host {self.router.admin_host!r} is reached by others, so cluster_token must not be empty: "
                 "anybody could drain the cluster"
             )
-        _check_token(self.cluster_token, *self.router.link_bind)
+        check_token(self.cluster_token, *self.router.link_bind)
 
 
 Config = TypeVar("Config")
@@ -491,12 +492,3 @@ def _build(cls: type[Config], data: Any, path: str) -> Config:
         return cls(**values)
     except ConfigError as exc:  # sections that stand in several places name their settings without the path to them
         raise ConfigError(exc.message if exc.message.startswith(prefix) else f"{prefix}{exc.message}") from exc
-
-
-def _check_token(token: str, host: str, setting: str) -> None:
-    """Refuse an empty token on an address that other machines reach."""
-    if not token and not is_loopback(host):
-        raise ConfigError(
-            f"cluster_token is empty and {setting} is {host!r}: whoever reaches that address could join as a worker. "
-            f"Set cluster_token to a secret that router and workers share, or {setting} to 127.0.0.1"
-        )
