@@ -49,17 +49,20 @@ class Story:
         self._first: list[Entry] = []
         self._last: deque[Entry] = deque()
 
-    def add(self, at_s: float, kind: str, **fields: Value) -> int:
-        """Add an entry, and return by how many bytes the story has grown. Texts are cut to `MAX_TEXT_CHARS`."""
-        entry = Entry(at_s, kind, tuple([(name, _cut(value)) for name, value in fields.items()]))
+    def add(self, at_s: float, kind: str, **fields: Value) -> tuple[Entry, Entry | None]:
+        """Add an entry, with texts cut to `MAX_TEXT_CHARS`. Return it, and the entry that is left out from now on, or None."""
+        for name, value in fields.items():
+            if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
+                fields[name] = value[: MAX_TEXT_CHARS - 3] + "..."
+        entry = Entry(at_s, kind, tuple(fields.items()))
         if len(self._first) < KEPT_FIRST:
             self._first.append(entry)
-            return entry.num_bytes
+            return entry, None
         self._last.append(entry)
         if len(self._last) <= MAX_ENTRIES - KEPT_FIRST:
-            return entry.num_bytes
+            return entry, None
         self.left_out += 1
-        return entry.num_bytes - self._last.popleft().num_bytes
+        return entry, self._last.popleft()
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -99,7 +102,7 @@ class StoryRing(Generic[S]):
         self.grew(story.num_bytes)
 
     def grew(self, num_bytes: int) -> None:
-        """Note that a story of the ring has grown, and let the oldest ones go. The newest one always stays."""
+        """Note that a story of the ring has grown by so many bytes, and let the oldest ones go. The newest one always stays."""
         self._bytes += num_bytes
         while len(self._stories) > 1 and (len(self._stories) > self.max_stories or self._bytes > self._max_bytes):
             _, oldest = self._stories.popitem(last=False)
@@ -119,9 +122,3 @@ class StoryRing(Generic[S]):
         """Assert that the bytes are counted right and both bounds hold."""
         assert self._bytes == sum(story.num_bytes for story in self)
         assert len(self) <= 1 or (len(self) <= self.max_stories and self._bytes <= self._max_bytes)
-
-
-def _cut(value: Value) -> Value:
-    if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
-        return value[: MAX_TEXT_CHARS - 3] + "..."
-    return value

@@ -55,7 +55,8 @@ class WorkStories:
         if story is None:
             story = Story()
             self._ring.keep(request_id, story)
-        self._ring.grew(story.add(self._clock(), kind.value, **fields))
+        added, dropped = story.add(self._clock(), kind.value, **fields)
+        self._ring.grew(added.num_bytes - (0 if dropped is None else dropped.num_bytes))
 
     def answer(self, question: story_pb2.ExplainWork) -> link_pb2.WorkerMessage:
         """Return the answer to a question of the router. It has no entries when no story of the request is kept."""

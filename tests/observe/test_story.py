@@ -8,10 +8,16 @@ from hypothesis import strategies as st
 from pdserve.observe.story import KEPT_FIRST, MAX_ENTRIES, MAX_TEXT_CHARS, Story, StoryRing
 
 
+def add(story: Story, at_s: float, text: str) -> int:
+    """Return by how many bytes the story has grown."""
+    added, dropped = story.add(at_s, "kind", text=text)
+    return added.num_bytes - (0 if dropped is None else dropped.num_bytes)
+
+
 @given(st.integers(0, 4 * MAX_ENTRIES))
 def test_a_story_keeps_its_beginning_and_its_end_and_counts_the_rest(count: int) -> None:
     story = Story()
-    grown = sum(story.add(float(at), "kind", text="x" * (at % 7)) for at in range(count))
+    grown = sum(add(story, float(at), "x" * (at % 7)) for at in range(count))
     times = [int(entry.at_s) for entry in story.entries]
     assert len(times) + story.left_out == count
     assert len(times) <= MAX_ENTRIES
@@ -38,7 +44,7 @@ def test_a_ring_keeps_its_bounds_and_the_newest(notes: list[tuple[int, str]], ma
         if story is None:
             story = Story()
             ring.keep(str(name), story)
-        ring.grew(story.add(0.0, "kind", text=text))
+        ring.grew(add(story, 0.0, text))
         ring.check_invariants()
 
 
