@@ -75,6 +75,14 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         raise ConfigError(f"{path}: {exc}") from exc
 
 
+def check_not_under(config: object, name: str, than: str, *, times: int = 1) -> None:
+    """Check that a setting is at least `times` another. Both names have the section before them. Raises `ConfigError`."""
+    value, least = (getattr(config, each.rpartition(".")[2]) for each in (name, than))
+    if not value >= times * least:
+        factor = f"{times} times " if times > 1 else ""
+        raise ConfigError(f"{name} must be at least {times * least:g}, {factor}{than} ({least:g}), got {value}")
+
+
 def _accepted(kind: inspect.Type) -> str:
     """Say in words which values a setting of this type takes."""
     match kind:

@@ -13,6 +13,7 @@ from router.core.events import KvCommitted, LinkId, PrefillStarted, Role, Submit
 from router.core.machines.request_machine import RequestMachine
 from router.core.machines.work_machine import WorkMachine
 from router.core.output import OrderedOutput
+from router.core.story import RequestStory
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +74,7 @@ class LiveRequest:
     machine: RequestMachine
     output: OrderedOutput
     times: Times
+    story: RequestStory
     probe: Probe | None = None
     correlation_id: str = ""
     placement: Placement = Placement.AUTO
@@ -111,6 +113,7 @@ class LiveRequest:
             machine=RequestMachine(submit.request_id),
             output=OrderedOutput(submit.spec.sampling.max_tokens),
             times=Times(submit.arrived_s),
+            story=RequestStory(submit),
             probe=probe,
             correlation_id=submit.correlation_id,
         )

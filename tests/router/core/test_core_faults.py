@@ -72,6 +72,7 @@ class FaultyStage(Stage):
 
     def __init__(self, **config: object) -> None:
         super().__init__(**config)
+        self.replayable = False
         self.point: int | None = None
         self.bugs: list[Exception] = []
         self.where = ""
