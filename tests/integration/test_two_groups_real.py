@@ -46,10 +46,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return tiny(model=str(directory), max_num_batched_tokens=CHUNK, block_size=BLOCK, enable_prefix_caching=True)
 
 
-@pytest.fixture(scope="module", params=[("fp32", "fp32"), ("fp32", "bf16")], ids="-to-".join)
+@pytest.fixture(scope="module", params=[("float32", "fp32", "fp32"), ("float32", "fp32", "bf16"), ("bfloat16", "bf16", "bf16")])
 def pools(request: pytest.FixtureRequest, engine: EngineConfig) -> Iterator[Pools]:
-    """Equal dtypes are read straight into the pool; different ones are converted group by group."""
-    engines = [replace(engine, kv_cache_dtype=dtype) for dtype in request.param]
+    """Equal dtypes are read straight into the pool; different ones are converted group by group. bfloat16 is compiled where
+    it can be."""
+    dtype, *stored = request.param
+    engines = [replace(engine, dtype=dtype, kv_cache_dtype=name) for name in stored]
     places = {f"{role}-0": Place(worker={"engine": own}) for role, own in zip(("prefill", "decode"), engines, strict=True)}
     card = ModelCard.load(Path(engine.model))
     assert len(card.spec.kv_groups) == 2
