@@ -443,11 +443,9 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     except OSError as exc:
         raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
     data = _parse_yaml(content, str(path))
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
+    if data is not None and not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping")
-    return data
+    return data or {}
 
 
 def _parse_yaml(content: str | bytes, where: str) -> Any:

@@ -85,9 +85,8 @@ class ModelRunner:
         limits = StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups))
         if not isinstance(self._model, native.NativeDecoder):
             return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
-        return largest_steps(
-            limits, gathered=0, decode_batches=native.split_batches(min(group.num_kv_heads for group in spec.groups))
-        )
+        batches = {size for group in spec.groups for size in native.split_batches(group.num_kv_heads)}
+        return largest_steps(limits, gathered=0, decode_batches=tuple(sorted(batches)))
 
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0) -> ModelRunner:
