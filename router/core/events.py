@@ -16,9 +16,7 @@ from pdserve.core.ids import Handle, LeaseId, RequestId, WorkerId
 from pdserve.core.logprobs import PackedLogprobs
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
-from pdserve.core.worker import Role as Role
-from pdserve.core.worker import WorkerHello as WorkerHello
-from pdserve.core.worker import WorkerLoad as WorkerLoad
+from pdserve.core.worker import WorkerHello, WorkerLoad
 from router.api.answer import Delta, Report
 
 LinkId = NewType("LinkId", int)

@@ -8,8 +8,9 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, RequestId, WorkerId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role
 from router.api.answer import Report
-from router.core.events import KvCommitted, LinkId, PrefillStarted, Role, Submit, Work
+from router.core.events import KvCommitted, LinkId, PrefillStarted, Submit, Work
 from router.core.machines.request_machine import RequestMachine
 from router.core.machines.work_machine import WorkMachine
 from router.core.output import OrderedOutput

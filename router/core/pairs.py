@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from pdserve.core.ids import Incarnation
-from router.core.events import WorkerHello
+from pdserve.core.worker import WorkerHello
 
 _Pair = tuple[Incarnation, Incarnation]
 

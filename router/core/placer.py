@@ -11,7 +11,8 @@ from typing import Final
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
-from router.core.events import LinkId, Role, WorkerHello
+from pdserve.core.worker import Role, WorkerHello
+from router.core.events import LinkId
 from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs

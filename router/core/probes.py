@@ -20,8 +20,9 @@ from typing import Final
 from pdserve.core.ids import RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.core.worker import Role, WorkerHello
 from router.core.dispatcher import Dispatcher
-from router.core.events import Effects, LinkId, Role, Submit, WorkerHello
+from router.core.events import Effects, LinkId, Submit
 from router.core.live_request import LiveRequest, Probe
 from router.core.pairs import Pairs
 from router.core.placer import Placer

@@ -21,8 +21,9 @@ from typing import Final
 from pdserve.config import RouterConfig
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ErrorCode, PdserveError
+from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
-from router.core.events import Effects, RequestFailed, Role
+from router.core.events import Effects, RequestFailed
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkState

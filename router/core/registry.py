@@ -10,7 +10,8 @@ from typing import Final
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import IncompatiblePeer, WorkerIdTaken
 from pdserve.core.ids import Handle, WorkerId
-from router.core.events import LinkId, Role, WorkerHello, WorkerLoad
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from router.core.events import LinkId
 from router.core.live_request import RemoteWork
 
 NOT_YET_PROBED: Final = "waiting for a KV round trip"

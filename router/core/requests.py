@@ -10,9 +10,10 @@ from typing import Final, TypeVar
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError
 from pdserve.core.ids import Handle, RequestId
+from pdserve.core.worker import Role
 from pdserve.observe.story import Value
 from router.core.deadlines import Deadlines
-from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, Role, SendCancel, Submit
+from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, SendCancel, Submit
 from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState

@@ -23,6 +23,7 @@ from pdserve.core.errors import (
     WorkerIdTaken,
 )
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
+from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import (
     ClientGone,
@@ -39,7 +40,6 @@ from router.core.events import (
     ReportBug,
     RequestFailed,
     Reserved,
-    Role,
     SendAlive,
     SendDrain,
     SendWelcome,

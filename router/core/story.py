@@ -12,8 +12,9 @@ from typing import Final
 
 from pdserve.core.errors import UnknownRequest
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
+from pdserve.core.worker import Role, WorkerHello
 from pdserve.observe.story import Story, StoryRing, Value
-from router.core.events import Role, Submit, WorkerHello
+from router.core.events import Submit
 from router.core.machines.request_machine import RequestState
 
 MAX_STORIES: Final = 512

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import Handle
 from pdserve.core.sampling import FinishReason, Placement
+from pdserve.core.worker import Role
 from router.api.answer import Delta
-from router.core.events import Effect, Effects, EmitDelta, Role, Row, StepRows
+from router.core.events import Effect, Effects, EmitDelta, Row, StepRows
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkEvent, WorkState

@@ -11,8 +11,8 @@ from typing import Final
 
 from pdserve.core.errors import Overloaded
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.worker import Role
 from router.api.explanation import Explanation, WorkerPart
-from router.core.events import Role
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
 from router.core.story import RequestStory

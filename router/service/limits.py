@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.core.events import Role
+from pdserve.core.worker import Role
 from router.core.registry import Registry
 from router.service.model import ServedModel
 

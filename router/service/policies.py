@@ -13,8 +13,8 @@ from numbers import Real
 from typing import Any, Final
 
 from pdserve.config import RouterConfig
+from pdserve.core.worker import Role
 from pdserve.plugins import resolve
-from router.core.events import Role
 from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.ranking import BUILT_IN, Policy, Ranking, Rankings, ranking_of
 

@@ -18,6 +18,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT, Placement
+from pdserve.core.worker import Role
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from router.api.explanation import Explanation
@@ -75,7 +76,7 @@ class RouterService:
         self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
         self.links: Links = links or LinkService(cluster_token, self.hear)
         apart = config.placement == Placement.DISAGGREGATED.value
-        self._needed_roles = (ev.Role.DECODE, ev.Role.PREFILL) if apart else (ev.Role.DECODE,)
+        self._needed_roles = (Role.DECODE, Role.PREFILL) if apart else (Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
         self._notes = notes
@@ -367,4 +368,4 @@ def _pair_snapshot(pair: AsidePair, now_s: float) -> PairSnapshot:
 
 def _pool_order(worker: Worker) -> tuple[bool, str]:
     """Sort prefill workers first, and each pool by worker id. The order of joining means nothing to a reader."""
-    return worker.hello.role is ev.Role.DECODE, worker.hello.worker_id
+    return worker.hello.role is Role.DECODE, worker.hello.worker_id

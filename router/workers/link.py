@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 import grpc.aio
 
 from pdserve.core.errors import InternalBug, Overloaded, PdserveError, ReplicaLost
+from pdserve.core.worker import WorkerHello
 from pdserve.rpc import status
 from pdserve.rpc.numbering import Incoming, Outgoing
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
@@ -159,7 +160,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
                     await context.read()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{status.CLUSTER_TOKEN_METADATA} does not match")
 
-    async def _hello(self, context: Any, numbers: Incoming) -> ev.WorkerHello:
+    async def _hello(self, context: Any, numbers: Incoming) -> WorkerHello:
         """Return the Hello. Aborts the call unless the first message is a sensible Hello."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):

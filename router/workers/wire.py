@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId
+from pdserve.core.worker import WorkerHello
 from pdserve.observe.story import MAX_ENTRIES, Entry
 from pdserve.rpc import codec
 from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, spec_to_fields
@@ -31,7 +32,7 @@ Heard = ev.WorkerEvent | WorkExplained
 """Whatever a link may deliver."""
 
 
-def hello_from_wire(hello: common_pb2.WorkerHello) -> ev.WorkerHello:
+def hello_from_wire(hello: common_pb2.WorkerHello) -> WorkerHello:
     """Return the core's form of a hello. Raises `InternalBug` for one without a role or worker id."""
     try:
         read = codec.hello_from_wire(hello)

@@ -12,6 +12,7 @@ from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.api.answer import Report
 from router.core import events as ev
@@ -20,7 +21,7 @@ from router.core.router_core import RouterCore
 FINGERPRINT = "model"
 
 
-def hello(worker_id: str, role: ev.Role, **changes: object) -> ev.WorkerHello:
+def hello(worker_id: str, role: Role, **changes: object) -> WorkerHello:
     values: dict[str, object] = {
         "worker_id": WorkerId(worker_id),
         "role": role,
@@ -34,7 +35,7 @@ def hello(worker_id: str, role: ev.Role, **changes: object) -> ev.WorkerHello:
         "dtype": "bfloat16",
         "kv_bytes_per_token": 8,
     }
-    return ev.WorkerHello(**(values | changes))  # type: ignore[arg-type]
+    return WorkerHello(**(values | changes))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Peer:
     """One link. `upward` is what it said and the router has not heard yet."""
 
     link: ev.LinkId
-    hello: ev.WorkerHello
+    hello: WorkerHello
     jobs: dict[Handle, Job] = field(default_factory=dict)
     upward: deque[ev.Event] = field(default_factory=deque)
     past: list[Handle] = field(default_factory=list)
@@ -112,7 +113,7 @@ class Peer:
                 continue
             rows.append(row(handle, job.next_index, last=job.next_index + 1 >= job.work.spec.sampling.max_tokens))
             job.next_index += 1
-            if self.hello.role is ev.Role.PREFILL or rows[-1].finish_reason:
+            if self.hello.role is Role.PREFILL or rows[-1].finish_reason:
                 del self.jobs[handle]
         if rows:
             self.upward.append(ev.StepRows(self.link, rows))
@@ -227,7 +228,7 @@ class Stage:
         assert len(emitted) < work.spec.sampling.max_tokens
         assert bool(work.resumed) <= (attempt > 1)
 
-    def join(self, worker_id: str, role: ev.Role, **changes: object) -> Peer:
+    def join(self, worker_id: str, role: Role, **changes: object) -> Peer:
         self._links += 1
         link = ev.LinkId(self._links)
         changes.setdefault("incarnation", Incarnation(1_000_000 + self._links))
@@ -243,7 +244,7 @@ class Stage:
         """`last`: the last command that its counts include; without it, all that it was sent."""
         counts = BlockCounts(16, free, 0, 16 - free, 0)
         last = Handle(max(peer.past, default=0)) if last is None else last
-        self.tell(ev.HeartbeatSeen(peer.link, ev.WorkerLoad(counts, queued_tokens=queued_tokens, last_handle=last)))
+        self.tell(ev.HeartbeatSeen(peer.link, WorkerLoad(counts, queued_tokens=queued_tokens, last_handle=last)))
 
     def submit(
         self,

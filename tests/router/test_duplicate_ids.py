@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.core.errors import ErrorCode
 from pdserve.core.ids import Incarnation
+from pdserve.core.worker import Role
 from pdserve.rpc.v1 import common_pb2
 from pdserve.worker.link import Link
 from router.core import events as ev
@@ -33,10 +34,10 @@ def welcomed(stage: Stage) -> list[ev.LinkId]:
 def test_a_second_worker_with_the_id_of_a_live_one_is_refused_by_name_and_costs_it_nothing() -> None:
     """The later one took the id, the earlier one took it back, and so on: each time all requests of both were dropped."""
     stage = Stage(heartbeat_lost_s=LOST_S)
-    first = stage.join("decode-0", ev.Role.DECODE, address="10.0.0.1:1", pid=11)
+    first = stage.join("decode-0", Role.DECODE, address="10.0.0.1:1", pid=11)
     outcome = stage.submit("r", max_tokens=3)
     stage.now_s = 2.0
-    second = stage.join("decode-0", ev.Role.DECODE, address="10.0.0.2:1", pid=22)
+    second = stage.join("decode-0", Role.DECODE, address="10.0.0.2:1", pid=22)
     (refused,) = closed(stage)
     assert refused.link == second.link
     assert refused.error.code is ErrorCode.WORKER_ID_TAKEN
@@ -53,19 +54,19 @@ def test_a_second_worker_with_the_id_of_a_live_one_is_refused_by_name_and_costs_
 
 def test_the_id_of_a_live_worker_is_refused_to_the_other_role_too() -> None:
     stage = Stage()
-    stage.join("w", ev.Role.DECODE)
-    stage.join("w", ev.Role.PREFILL)
+    stage.join("w", Role.DECODE)
+    stage.join("w", Role.PREFILL)
     assert [effect.error.code for effect in closed(stage)] == [ErrorCode.WORKER_ID_TAKEN]
 
 
 def test_a_worker_that_was_started_anew_is_let_in_once_the_old_link_has_broken() -> None:
     stage = Stage(heartbeat_lost_s=LOST_S)
-    old = stage.join("decode-0", ev.Role.DECODE)
+    old = stage.join("decode-0", Role.DECODE)
     outcome = stage.submit("r", max_tokens=3)
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("decode-0", Role.DECODE)
     assert welcomed(stage) == [old.link], "the router does not know yet that the old process has died"
     stage.leave(old)
-    new = stage.join("decode-0", ev.Role.DECODE)
+    new = stage.join("decode-0", Role.DECODE)
     assert welcomed(stage) == [old.link, new.link]
     stage.run()
     assert outcome.ended == ["done"]
@@ -76,15 +77,15 @@ def test_a_worker_that_was_started_anew_is_let_in_once_the_old_link_has_broken()
 def test_a_worker_that_was_started_anew_is_let_in_once_the_old_one_is_silent_for_too_long(ticked: bool) -> None:
     """Its machine has gone, say, and no connection breaks."""
     stage = Stage(heartbeat_lost_s=LOST_S)
-    old = stage.join("decode-0", ev.Role.DECODE)
+    old = stage.join("decode-0", Role.DECODE)
     outcome = stage.submit("r", max_tokens=3)
     stage.now_s = LOST_S
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("decode-0", Role.DECODE)
     assert welcomed(stage) == [old.link]
     stage.now_s = LOST_S + 0.1
     if ticked:
         stage.tell(ev.Tick())
-    new = stage.join("decode-0", ev.Role.DECODE)
+    new = stage.join("decode-0", Role.DECODE)
     assert welcomed(stage) == [old.link, new.link]
     stage.run()
     assert outcome.ended == ["done"]
@@ -94,9 +95,9 @@ def test_a_worker_that_was_started_anew_is_let_in_once_the_old_one_is_silent_for
 def test_a_process_that_dials_again_is_let_in_at_once() -> None:
     """Its link broke on its side, which the router need not have noticed."""
     stage = Stage()
-    old = stage.join("decode-0", ev.Role.DECODE, incarnation=Incarnation(7))
+    old = stage.join("decode-0", Role.DECODE, incarnation=Incarnation(7))
     outcome = stage.submit("r", max_tokens=3)
-    again = stage.join("decode-0", ev.Role.DECODE, incarnation=Incarnation(7))
+    again = stage.join("decode-0", Role.DECODE, incarnation=Incarnation(7))
     assert welcomed(stage) == [old.link, again.link]
     assert [effect.error.code for effect in closed(stage)] == [ErrorCode.REPLICA_LOST]
     stage.run()

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from pdserve.core.errors import ErrorCode
+from pdserve.core.worker import Role, WorkerLoad
 from router.core import events as ev
 from testkit.fake_worker import DECODE, PREFILL
 
@@ -21,7 +22,7 @@ BEAT_S = 0.02
 def stalled(stage: Stage, worker_id: str, stalled_s: float) -> None:
     worker = stage.core.registry.find(worker_id)
     assert worker is not None
-    stage.tell(ev.HeartbeatSeen(worker.link, ev.WorkerLoad(worker.load.blocks, engine_stalled_s=stalled_s)))
+    stage.tell(ev.HeartbeatSeen(worker.link, WorkerLoad(worker.load.blocks, engine_stalled_s=stalled_s)))
 
 
 def bound_to(stage: Stage) -> list[ev.LinkId]:
@@ -31,7 +32,7 @@ def bound_to(stage: Stage) -> list[ev.LinkId]:
 @pytest.mark.parametrize("share", [0.09, 0.11])
 def test_a_worker_without_steps_gets_nothing_new_long_before_it_is_lost(share: float) -> None:
     stage = Stage()
-    hung, other = (stage.join(f"decode-{i}", ev.Role.DECODE, step_timeout_s=STEP_TIMEOUT_S) for i in range(2))
+    hung, other = (stage.join(f"decode-{i}", Role.DECODE, step_timeout_s=STEP_TIMEOUT_S) for i in range(2))
     stalled(stage, "decode-0", share * STEP_TIMEOUT_S)
     for i in range(6):
         stage.submit(f"r{i}", prompt_len=2, max_tokens=2)
@@ -45,7 +46,7 @@ def test_a_worker_without_steps_gets_nothing_new_long_before_it_is_lost(share: f
 
 def test_a_worker_whose_step_ends_after_all_is_placed_on_again() -> None:
     stage = Stage()
-    stage.join("decode-0", ev.Role.DECODE, step_timeout_s=STEP_TIMEOUT_S)
+    stage.join("decode-0", Role.DECODE, step_timeout_s=STEP_TIMEOUT_S)
     stalled(stage, "decode-0", 30.0)
     outcome = stage.submit("r")
     assert not bound_to(stage)
@@ -55,12 +56,12 @@ def test_a_worker_whose_step_ends_after_all_is_placed_on_again() -> None:
     stage.assert_empty()
 
 
-@pytest.mark.parametrize("role", ev.Role)
-def test_a_worker_without_steps_is_lost_when_its_own_bound_passes(role: ev.Role) -> None:
+@pytest.mark.parametrize("role", Role)
+def test_a_worker_without_steps_is_lost_when_its_own_bound_passes(role: Role) -> None:
     stage = Stage()
     for i in range(2):
-        stage.join(f"prefill-{i}", ev.Role.PREFILL, step_timeout_s=STEP_TIMEOUT_S)
-        stage.join(f"decode-{i}", ev.Role.DECODE, step_timeout_s=STEP_TIMEOUT_S)
+        stage.join(f"prefill-{i}", Role.PREFILL, step_timeout_s=STEP_TIMEOUT_S)
+        stage.join(f"decode-{i}", Role.DECODE, step_timeout_s=STEP_TIMEOUT_S)
     outcome = stage.submit("r", max_tokens=4)
     for peer in list(stage.peers.values()):
         stage.deliver(peer, 1)
@@ -78,7 +79,7 @@ def test_a_worker_without_steps_is_lost_when_its_own_bound_passes(role: ev.Role)
 
 def test_a_worker_that_gives_itself_up_is_lost_with_its_reason() -> None:
     stage = Stage()
-    peers = [stage.join(f"decode-{i}", ev.Role.DECODE) for i in range(2)]
+    peers = [stage.join(f"decode-{i}", Role.DECODE) for i in range(2)]
     outcome = stage.submit("r", max_tokens=4)
     busy = next(peer for peer in peers if peer.jobs)
     stage.deliver(busy)  # it has reserved

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from pdserve.core.errors import IncompatiblePeer, Unavailable
 from pdserve.core.ids import Handle
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.dispatcher import LOOK_PAST
 from router.core.registry import Registry, Worker
@@ -35,8 +36,8 @@ def worker_of(stage: Stage, peer: Peer) -> Worker:
 def test_a_heartbeat_does_not_zero_the_credit_of_work_that_is_still_on_its_way() -> None:
     """(1) Two prompts are sent. (2) A heartbeat counts the first alone. (3) The second is still held against the worker."""
     stage = Stage()
-    stage.join("decode-0", ev.Role.DECODE)
-    prefill = stage.join("prefill-0", ev.Role.PREFILL)
+    stage.join("decode-0", Role.DECODE)
+    prefill = stage.join("prefill-0", Role.PREFILL)
     for name in ("first", "second"):
         stage.submit(name, prompt_len=10)
     for peer in list(stage.peers.values()):
@@ -56,8 +57,8 @@ def test_a_heartbeat_does_not_zero_the_credit_of_work_that_is_still_on_its_way()
 def test_heartbeats_that_know_nothing_yet_do_not_herd_prompts_onto_one_worker() -> None:
     """Each beat says idle, since the engine of either has not taken its commands yet."""
     stage = Stage()
-    decode = stage.join("decode-0", ev.Role.DECODE, num_blocks=1000, max_num_seqs=32)
-    prefills = [stage.join(f"prefill-{n}", ev.Role.PREFILL, num_blocks=1000, max_num_seqs=32) for n in range(2)]
+    decode = stage.join("decode-0", Role.DECODE, num_blocks=1000, max_num_seqs=32)
+    prefills = [stage.join(f"prefill-{n}", Role.PREFILL, num_blocks=1000, max_num_seqs=32) for n in range(2)]
     for n in range(16):
         stage.submit(f"r{n}", prompt_len=30)
         stage.deliver(decode, 1)
@@ -70,8 +71,8 @@ def test_heartbeats_that_know_nothing_yet_do_not_herd_prompts_onto_one_worker() 
 
 def test_the_credit_of_withdrawn_work_goes_with_it() -> None:
     stage = Stage()
-    stage.join("decode-0", ev.Role.DECODE)
-    prefill = stage.join("prefill-0", ev.Role.PREFILL)
+    stage.join("decode-0", Role.DECODE)
+    prefill = stage.join("prefill-0", Role.PREFILL)
     outcome = stage.submit("r", prompt_len=10, deadline_s=1.0)
     stage.deliver(next(iter(stage.peers.values())))
     assert worker_of(stage, prefill).queued_tokens == 10
@@ -113,7 +114,7 @@ def test_an_open_end_costs_at_most_a_quarter_of_the_longest_answer(lengths: list
     registry = Registry(FINGERPRINT)
     limit = LengthLimit(tiny_model(), registry)
     for n, length in enumerate(lengths):
-        registry.join(ev.LinkId(n), hello(f"decode-{n}", ev.Role.DECODE, max_model_len=length), now_s=0.0)
+        registry.join(ev.LinkId(n), hello(f"decode-{n}", Role.DECODE, max_model_len=length), now_s=0.0)
     longest = limit.max_model_len - prompt_len
     if longest < 1:
         return  # refused: no worker takes it
@@ -128,7 +129,7 @@ def test_an_open_end_costs_at_most_a_quarter_of_the_longest_answer(lengths: list
 def test_a_worker_that_cuts_an_answer_short_is_told_of_and_not_passed_on_as_an_end() -> None:
     """A worker of another version, whose own limit is shorter than it said: LENGTH before max_tokens is no end."""
     stage = Stage()
-    decode = stage.join("decode-0", ev.Role.DECODE)
+    decode = stage.join("decode-0", Role.DECODE)
     outcome = stage.submit("r", max_tokens=9)
     stage.deliver(decode)
     (handle,) = decode.jobs
@@ -145,8 +146,8 @@ def test_a_worker_that_cuts_an_answer_short_is_told_of_and_not_passed_on_as_an_e
 def cut_off(slots: int = 2) -> tuple[Stage, Peer, Peer]:
     """prefill-0's KV reaches decode-0 and not decode-1, which is known already."""
     stage = Stage(max_queued_requests=200, retry_burst=100)
-    prefill = stage.join("prefill-0", ev.Role.PREFILL, num_blocks=1000, max_num_seqs=64)
-    near, far = (stage.join(f"decode-{n}", ev.Role.DECODE, num_blocks=100, max_num_seqs=slots) for n in range(2))
+    prefill = stage.join("prefill-0", Role.PREFILL, num_blocks=1000, max_num_seqs=64)
+    near, far = (stage.join(f"decode-{n}", Role.DECODE, num_blocks=100, max_num_seqs=slots) for n in range(2))
     stage.core.pairs.failed(prefill.hello, far.hello, "no route", now_s=0.0)
     stage.replayable = False
     return stage, near, far
@@ -180,8 +181,8 @@ def test_a_large_request_at_the_head_holds_up_only_workers_that_it_could_use() -
     """(1) The large worker is busy, the small one idle. (2) A small request passes the large one, onto the small worker
     alone. (3) As soon as the large worker has room, it is the large request's, though small ones wait."""
     stage = Stage()
-    small = stage.join("decode-small", ev.Role.DECODE, max_model_len=16, num_blocks=100, max_num_seqs=1)
-    large = stage.join("decode-large", ev.Role.DECODE, max_model_len=64, num_blocks=100, max_num_seqs=1)
+    small = stage.join("decode-small", Role.DECODE, max_model_len=16, num_blocks=100, max_num_seqs=1)
+    large = stage.join("decode-large", Role.DECODE, max_model_len=64, num_blocks=100, max_num_seqs=1)
     stage.submit("first", prompt_len=40)
     head = stage.submit("head", prompt_len=40)
     passing, last = stage.submit("passing"), stage.submit("last")
@@ -197,7 +198,7 @@ def test_a_large_request_at_the_head_holds_up_only_workers_that_it_could_use() -
 
 def test_a_pair_that_can_never_work_is_not_waited_for() -> None:
     stage = Stage()
-    prefill, decode = stage.join("prefill-0", ev.Role.PREFILL), stage.join("decode-0", ev.Role.DECODE)
+    prefill, decode = stage.join("prefill-0", Role.PREFILL), stage.join("decode-0", Role.DECODE)
     stage.core.pairs.never(prefill.hello, decode.hello, str(IncompatiblePeer("layouts differ")))
     stage.replayable = False
     assert not stage.core.pairs.usable(prefill.hello, decode.hello, now_s=float("inf"))
@@ -217,9 +218,9 @@ SHAPES = st.tuples(st.sampled_from([5, 12, 13, 30, 64]), st.integers(4, 40), st.
 def idle_and_wanted(stage: Stage) -> list[tuple[str, str]]:
     """Requests that wait while a decode worker with nothing to do could serve them."""
     core, found = stage.core, []
-    workers = [worker for worker in core.registry.of_role(ev.Role.DECODE) if not worker.work and worker.has_room]
+    workers = [worker for worker in core.registry.of_role(Role.DECODE) if not worker.work and worker.has_room]
     for request in core.waiting.all()[:LOOK_PAST]:
-        lenders = [p for p in core.registry.of_role(ev.Role.PREFILL) if p.hello.max_model_len > request.work_len]
+        lenders = [p for p in core.registry.of_role(Role.PREFILL) if p.hello.max_model_len > request.work_len]
         for worker in workers:
             paired = any(core.pairs.usable(p.hello, worker.hello, now_s=stage.now_s) for p in lenders)
             able = worker.hello.max_model_len >= request.max_len
@@ -248,15 +249,15 @@ def test_any_pools_serve_whole_answers_and_leave_no_able_worker_idle(
     """Lengths, sizes, slots, partitions and priorities of any kind. Peers assert that nothing is too long for them."""
     random = Random(seed)
     stage = Stage(max_queued_requests=200, retry_burst=1000, probe_workers=probing, recovery_wait_s=30.0)
-    pools = [(ev.Role.PREFILL, shape) for shape in prefills] + [(ev.Role.DECODE, shape) for shape in decodes]
-    peers: dict[ev.Role, list[Peer]] = {role: [] for role in ev.Role}
+    pools = [(Role.PREFILL, shape) for shape in prefills] + [(Role.DECODE, shape) for shape in decodes]
+    peers: dict[Role, list[Peer]] = {role: [] for role in Role}
     for role, (length, blocks, slots) in pools:
         name = f"{role.value}-{len(peers[role])}"
         length = min(length, 4 * blocks)
         peers[role].append(stage.join(name, role, max_model_len=length, num_blocks=blocks, max_num_seqs=slots))
     for lender, reader in cuts:
         if lender < len(prefills) and reader < len(decodes):
-            prefill, decode = peers[ev.Role.PREFILL][lender], peers[ev.Role.DECODE][reader]
+            prefill, decode = peers[Role.PREFILL][lender], peers[Role.DECODE][reader]
             decode.unreadable.add(prefill.hello.incarnation)
             if never:
                 stage.core.pairs.never(prefill.hello, decode.hello, "layouts differ")

@@ -17,6 +17,7 @@ import pytest
 import router.core.router_core as router_core
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import ErrorCode, PdserveError, Unavailable
+from pdserve.core.worker import Role, WorkerLoad
 from router.core import events as ev
 from router.core.live_request import RemoteWork
 
@@ -25,7 +26,7 @@ from .test_core_machine import CoreMachine, chaos
 
 CORE = Path(router_core.__file__).parent
 FILES = {str(p) for p in CORE.rglob("*.py")}
-IDLE = ev.WorkerLoad(BlockCounts(16, 16, 0, 0, 0))
+IDLE = WorkerLoad(BlockCounts(16, 16, 0, 0, 0))
 NOT_HANDLERS = {"handle", "check_invariants"}
 
 
@@ -176,7 +177,7 @@ def test_an_exception_leaves_nothing_to_the_next_event(monkeypatch: pytest.Monke
     """The handler of a lost worker fails at the second of three requests: all are dealt with, and the next event has only its
     own effects."""
     stage = FaultyStage()
-    prefill, decode = stage.join("prefill-0", ev.Role.PREFILL), stage.join("decode-0", ev.Role.DECODE)
+    prefill, decode = stage.join("prefill-0", Role.PREFILL), stage.join("decode-0", Role.DECODE)
     outcomes = [stage.submit(f"r{i}") for i in range(3)]
     stage.deliver(decode, 3)
     worker_lost, calls = stage.core.recovery.worker_lost, list[object]()

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdserve.core.errors import IncompatiblePeer, LeaseGone, Overloaded, ReplicaLost, TransferFailed, Unavailable
 from pdserve.core.ids import Handle, LeaseId, RequestId
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role
 from router.core import events as ev
 
 from ..core_peers import Peer, Stage, row
@@ -43,15 +44,15 @@ class CoreMachine(RuleBasedStateMachine):
         self.heard: list[ev.Event] = []
         self.hints: list[float] = []
         self.bugs_allowed = 0
-        self.stage.join("prefill-0", ev.Role.PREFILL)
-        self.stage.join("decode-0", ev.Role.DECODE)
+        self.stage.join("prefill-0", Role.PREFILL)
+        self.stage.join("decode-0", Role.DECODE)
 
     def _peer(self, pick: int) -> Peer:
         peers = list(self.stage.peers.values())
         return peers[pick % len(peers)]
 
-    @rule(role=st.sampled_from(ev.Role), number=st.integers(0, 1), restarted=st.booleans())
-    def join(self, role: ev.Role, number: int, restarted: bool) -> None:
+    @rule(role=st.sampled_from(Role), number=st.integers(0, 1), restarted=st.booleans())
+    def join(self, role: Role, number: int, restarted: bool) -> None:
         """A worker dials, perhaps again while its last link still stands."""
         worker_id = f"{role.value}-{number}"
         before = next((p for p in self.stage.peers.values() if p.hello.worker_id == worker_id), None)
@@ -208,7 +209,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.books_agree()
         self.stage.assert_empty()
         for worker in self.stage.core.registry:
-            assert worker.draining or worker.readiness.ready or worker.hello.role is ev.Role.PREFILL
+            assert worker.draining or worker.readiness.ready or worker.hello.role is Role.PREFILL
 
 
 class ProbingCoreMachine(CoreMachine):
@@ -227,7 +228,7 @@ def chaos(machine: CoreMachine, random: Random) -> None:
     """One weighted random event; the state machine above shrinks better, this goes deeper."""
     pick = random.randrange(1 << 16)
     if not machine.stage.peers or random.random() < 0.03:
-        machine.join(random.choice(list(ev.Role)), random.randrange(2), random.random() < 0.5)
+        machine.join(random.choice(list(Role)), random.randrange(2), random.random() < 0.5)
         return
     rules = {
         lambda: machine.submit(

@@ -9,6 +9,7 @@ import pytest
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.machines.request_machine import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
 from router.core.waiting import LEVEL_S
@@ -18,8 +19,8 @@ from ..core_peers import Stage, row
 
 def pools(**config: object) -> Stage:
     stage = Stage(**config)
-    stage.join("prefill-0", ev.Role.PREFILL)
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("prefill-0", Role.PREFILL)
+    stage.join("decode-0", Role.DECODE)
     return stage
 
 
@@ -133,7 +134,7 @@ def test_nothing_of_decode_goes_out_before_its_kv_is_committed() -> None:
 
 def test_the_queue_is_by_priority_then_arrival_and_bounded() -> None:
     stage = Stage(max_queued_requests=3)
-    decode = stage.join("decode-0", ev.Role.DECODE, max_num_seqs=1)
+    decode = stage.join("decode-0", Role.DECODE, max_num_seqs=1)
     stage.submit("first", max_tokens=2)
     for name, priority in (("low", -1), ("a", 0), ("high", 5)):
         stage.submit(name, max_tokens=2, priority=priority)
@@ -150,7 +151,7 @@ def test_the_queue_is_by_priority_then_arrival_and_bounded() -> None:
 def test_a_small_priority_waits_no_longer_than_the_difference_is_worth(priority: int, levels: int) -> None:
     """One slot, a second for each request, and always somebody of priority 5 who waits."""
     stage = Stage(max_queued_requests=100)
-    decode = stage.join("decode-0", ev.Role.DECODE, max_num_seqs=1)
+    decode = stage.join("decode-0", Role.DECODE, max_num_seqs=1)
     stage.submit("first", deadline_s=1e6, priority=5)
     low = stage.submit("low", deadline_s=1e6, priority=priority)
     seconds = 0
@@ -169,7 +170,7 @@ def test_a_small_priority_waits_no_longer_than_the_difference_is_worth(priority:
 
 def test_the_queue_is_bounded_by_tokens_too() -> None:
     stage = Stage(max_queued_tokens=50)
-    stage.join("decode-0", ev.Role.DECODE, max_num_seqs=1)
+    stage.join("decode-0", Role.DECODE, max_num_seqs=1)
     stage.submit("first", prompt_len=40, max_tokens=2)
     stage.submit("second", prompt_len=40, max_tokens=2)
     with pytest.raises(Overloaded, match="50 tokens"):
@@ -179,7 +180,7 @@ def test_the_queue_is_bounded_by_tokens_too() -> None:
 def test_the_ledger_keeps_what_would_not_fit_in_the_queue() -> None:
     """Two of 40 tokens do not fit a pool of 64: the second is bound when the first is done."""
     stage = Stage()
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("decode-0", Role.DECODE)
     stage.submit("first", prompt_len=35, max_tokens=5)
     stage.submit("second", prompt_len=35, max_tokens=5)
     assert [stage.request_of(e) for e in sent(stage, ev.SendBind)] == ["first"]
@@ -190,7 +191,7 @@ def test_the_ledger_keeps_what_would_not_fit_in_the_queue() -> None:
 
 def test_after_no_room_a_worker_is_asked_again_when_it_shows_room() -> None:
     stage = Stage()
-    decode = stage.join("decode-0", ev.Role.DECODE)
+    decode = stage.join("decode-0", Role.DECODE)
     decode.refuse = 1
     outcome = stage.submit("r", max_tokens=2)
     stage.deliver(decode)
@@ -217,7 +218,7 @@ def test_a_prefill_pool_that_empties_during_the_bind_leads_to_colocation() -> No
     assert outcome.report is not None
     assert outcome.report.placement_reason == "prefill_pool_empty"
     assert not forced.ended, "it waits for a prefill worker to come back, and holds nobody up"
-    stage.join("prefill-0", ev.Role.PREFILL)
+    stage.join("prefill-0", Role.PREFILL)
     stage.run()
     assert forced.emitted == [0, 1, 2]
     stage.assert_empty()
@@ -225,7 +226,7 @@ def test_a_prefill_pool_that_empties_during_the_bind_leads_to_colocation() -> No
 
 def test_what_was_admitted_waits_for_a_worker_to_come_back_but_not_for_ever() -> None:
     stage = Stage(recovery_wait_s=3.0)
-    decode = stage.join("decode-0", ev.Role.DECODE, max_num_seqs=1)
+    decode = stage.join("decode-0", Role.DECODE, max_num_seqs=1)
     first, second = stage.submit("first"), stage.submit("second")
     stage.leave(decode)
     with pytest.raises(Unavailable):
@@ -241,14 +242,14 @@ def test_what_was_admitted_waits_for_a_worker_to_come_back_but_not_for_ever() ->
 
 def test_a_suspect_worker_gets_nothing_new_and_a_silent_one_is_lost() -> None:
     stage = Stage()
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("decode-0", Role.DECODE)
     stage.now_s = 4.0
     outcome = stage.submit("r")
     assert not sent(stage, ev.SendBind)
     stage.now_s = 5.1
     stage.tell(ev.Tick())
     assert len(sent(stage, ev.CloseLink)) == 1
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("decode-0", Role.DECODE)
     stage.run()
     assert outcome.ended == ["done"]
     stage.assert_empty()
@@ -258,7 +259,7 @@ def test_requests_for_which_there_is_no_worker_are_refused_at_once() -> None:
     stage = Stage()
     with pytest.raises(Unavailable, match="no decode worker"):
         stage.submit("r")
-    stage.join("decode-0", ev.Role.DECODE, max_model_len=20)
+    stage.join("decode-0", Role.DECODE, max_model_len=20)
     with pytest.raises(Unavailable, match="50 tokens"):
         stage.submit("r", prompt_len=40, max_tokens=10)
     with pytest.raises(Unavailable, match="disaggregated"):
@@ -273,7 +274,7 @@ def test_requests_for_which_there_is_no_worker_are_refused_at_once() -> None:
 
 def test_many_finished_requests_leave_no_deadlines_behind() -> None:
     stage = Stage()
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("decode-0", Role.DECODE)
     for n in range(3000):
         stage.submit(f"r{n}", max_tokens=1, deadline_s=1e6)
         stage.run()
@@ -291,7 +292,7 @@ def test_many_finished_requests_leave_no_deadlines_behind() -> None:
 )
 def test_colocated_rows_are_ordered_too(rows: list[tuple[int, list[int]]]) -> None:
     stage = Stage()
-    decode = stage.join("decode-0", ev.Role.DECODE)
+    decode = stage.join("decode-0", Role.DECODE)
     outcome = stage.submit("r", max_tokens=3)
     stage.deliver(decode)
     (handle,) = decode.jobs
@@ -308,7 +309,7 @@ def test_colocated_rows_are_ordered_too(rows: list[tuple[int, list[int]]]) -> No
 )
 def test_rows_that_cannot_be_fail_their_request_alone(index: int, ids: list[int], text: bytes) -> None:
     stage = Stage()
-    decode = stage.join("decode-0", ev.Role.DECODE)
+    decode = stage.join("decode-0", Role.DECODE)
     bad, good = stage.submit("bad", max_tokens=3), stage.submit("good", max_tokens=3)
     stage.deliver(decode, 2)
     handle = min(decode.jobs)
@@ -325,9 +326,9 @@ def test_rows_that_cannot_be_fail_their_request_alone(index: int, ids: list[int]
 def test_the_least_loaded_workers_are_picked_and_equals_take_turns() -> None:
     stage = Stage()
     for name in ("prefill-0", "prefill-1"):
-        stage.join(name, ev.Role.PREFILL)
+        stage.join(name, Role.PREFILL)
     for name in ("decode-0", "decode-1"):
-        stage.join(name, ev.Role.DECODE)
+        stage.join(name, Role.DECODE)
     busy = next(iter(stage.peers.values()))
     stage.heartbeat(busy, queued_tokens=1000)
     for n in range(4):
@@ -342,7 +343,7 @@ def test_the_least_loaded_workers_are_picked_and_equals_take_turns() -> None:
 
 def test_idle_decode_workers_take_turns_though_prefill_is_picked_in_between() -> None:
     stage = pools()
-    stage.join("decode-1", ev.Role.DECODE)
+    stage.join("decode-1", Role.DECODE)
     for n in range(4):
         stage.submit(f"r{n}")
         stage.run()

@@ -7,14 +7,15 @@ import math
 from pdserve.core.errors import IncompatiblePeer
 from pdserve.core.ids import Incarnation
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.pairs import Pairs
 
 from ..core_peers import Stage, hello
 
-P = hello("prefill-0", ev.Role.PREFILL, incarnation=Incarnation(1))
-D = hello("decode-0", ev.Role.DECODE, incarnation=Incarnation(2))
-D_ANEW = hello("decode-0", ev.Role.DECODE, incarnation=Incarnation(3))
+P = hello("prefill-0", Role.PREFILL, incarnation=Incarnation(1))
+D = hello("decode-0", Role.DECODE, incarnation=Incarnation(2))
+D_ANEW = hello("decode-0", Role.DECODE, incarnation=Incarnation(3))
 
 
 def fresh() -> Pairs:
@@ -93,9 +94,9 @@ def served_by(stage: Stage, name: str, **fields: object) -> tuple[str, str, str]
 def cluster(prefill: int, decode: int) -> Stage:
     stage = Stage(retry_burst=100)
     for n in range(prefill):
-        stage.join(f"prefill-{n}", ev.Role.PREFILL)
+        stage.join(f"prefill-{n}", Role.PREFILL)
     for n in range(decode):
-        stage.join(f"decode-{n}", ev.Role.DECODE)
+        stage.join(f"decode-{n}", Role.DECODE)
     return stage
 
 
@@ -154,7 +155,7 @@ def test_an_admitted_request_that_insists_waits_for_the_pair() -> None:
 
 def test_incompatible_workers_are_not_paired_again_and_the_request_is_served() -> None:
     stage = cluster(1, 1)
-    decode = next(p for p in stage.peers.values() if p.hello.role is ev.Role.DECODE)
+    decode = next(p for p in stage.peers.values() if p.hello.role is Role.DECODE)
     outcome = stage.submit("r")
     for peer in list(stage.peers.values())[::-1]:
         stage.deliver(peer)

@@ -19,6 +19,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.ids import Handle, RequestId
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role
 from router.core import events as ev
 
 from ..core_peers import Outcome, Peer, Stage, row
@@ -27,9 +28,9 @@ from ..core_peers import Outcome, Peer, Stage, row
 def pools(prefill: int = 2, decode: int = 2, **config: object) -> Stage:
     stage = Stage(**config)
     for n in range(prefill):
-        stage.join(f"prefill-{n}", ev.Role.PREFILL)
+        stage.join(f"prefill-{n}", Role.PREFILL)
     for n in range(decode):
-        stage.join(f"decode-{n}", ev.Role.DECODE)
+        stage.join(f"decode-{n}", Role.DECODE)
     return stage
 
 
@@ -37,7 +38,7 @@ def sent(stage: Stage, kind: type) -> list:
     return [e for e in stage.effects if isinstance(e, kind)]
 
 
-def busy(stage: Stage, role: ev.Role) -> Peer:
+def busy(stage: Stage, role: Role) -> Peer:
     """The worker of this role that holds the only request."""
     (peer,) = [p for p in stage.peers.values() if p.hello.role is role and p.jobs]
     return peer
@@ -48,19 +49,19 @@ def binding(stage: Stage) -> None:
 
 
 def prefill_sent(stage: Stage) -> None:
-    stage.deliver(busy(stage, ev.Role.DECODE))
+    stage.deliver(busy(stage, Role.DECODE))
 
 
 def prefilling(stage: Stage) -> None:
     """Attached; no token yet."""
     prefill_sent(stage)
-    stage.deliver(busy(stage, ev.Role.PREFILL))
+    stage.deliver(busy(stage, Role.PREFILL))
 
 
 def in_handoff(stage: Stage) -> None:
     """Token 0 is out, KV is not committed."""
     prefilling(stage)
-    prefill = busy(stage, ev.Role.PREFILL)
+    prefill = busy(stage, Role.PREFILL)
     prefill.progress()
     stage.deliver(prefill)
 
@@ -68,7 +69,7 @@ def in_handoff(stage: Stage) -> None:
 def decoding(stage: Stage) -> None:
     """Three tokens are out."""
     in_handoff(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     for _ in range(3):
         decode.progress()
     stage.deliver(decode, 3)
@@ -77,7 +78,7 @@ def decoding(stage: Stage) -> None:
 def committed_early(stage: Stage) -> None:
     """Decode has committed and sent tokens; token 0 has not been heard."""
     prefilling(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     for _ in range(3):
         decode.progress()
     stage.deliver(decode, 3)
@@ -119,7 +120,7 @@ def test_a_prefill_worker_lost_after_the_commit_is_not_missed() -> None:
 def test_a_decode_worker_lost_before_it_reserved_costs_no_attempt() -> None:
     stage = pools(max_attempts=1, retry_burst=0, retry_share=0.0)
     outcome = stage.submit("r", max_tokens=6)
-    stage.leave(busy(stage, ev.Role.DECODE))
+    stage.leave(busy(stage, Role.DECODE))
     finish(stage, outcome, attempts=1, binds=2)
 
 
@@ -128,8 +129,8 @@ def test_a_decode_worker_lost_in_the_handoff_is_rebound_to_the_same_lease(reach:
     stage = pools(max_attempts=1, retry_burst=0, retry_share=0.0)
     outcome = stage.submit("r", max_tokens=6)
     reach(stage)
-    lost = busy(stage, ev.Role.DECODE)
-    prefill = busy(stage, ev.Role.PREFILL) if reach is not in_handoff else None
+    lost = busy(stage, Role.DECODE)
+    prefill = busy(stage, Role.PREFILL) if reach is not in_handoff else None
     stage.leave(lost)
     first, second = sent(stage, ev.SendBind)
     assert second.link != lost.link
@@ -148,10 +149,10 @@ def test_a_rebind_attaches_when_the_prefill_starts_after_it() -> None:
     stage = pools()
     outcome = stage.submit("r", max_tokens=6)
     prefill_sent(stage)
-    stage.leave(busy(stage, ev.Role.DECODE))
-    stage.deliver(busy(stage, ev.Role.DECODE))
+    stage.leave(busy(stage, Role.DECODE))
+    stage.deliver(busy(stage, Role.DECODE))
     assert not sent(stage, ev.SendAttach)
-    stage.deliver(busy(stage, ev.Role.PREFILL))
+    stage.deliver(busy(stage, Role.PREFILL))
     assert len(sent(stage, ev.SendAttach)) == 1
     finish(stage, outcome, attempts=1, binds=2)
 
@@ -160,10 +161,10 @@ def test_a_rebind_attaches_when_its_worker_reserves_after_the_prefill_started() 
     stage = pools()
     outcome = stage.submit("r", max_tokens=6)
     prefill_sent(stage)
-    stage.leave(busy(stage, ev.Role.DECODE))
-    stage.deliver(busy(stage, ev.Role.PREFILL))
+    stage.leave(busy(stage, Role.DECODE))
+    stage.deliver(busy(stage, Role.PREFILL))
     assert not sent(stage, ev.SendAttach)
-    stage.deliver(busy(stage, ev.Role.DECODE))
+    stage.deliver(busy(stage, Role.DECODE))
     assert len(sent(stage, ev.SendAttach)) == 1
     finish(stage, outcome, attempts=1, binds=2)
 
@@ -172,9 +173,9 @@ def test_a_rebind_avoids_a_worker_that_the_lenders_kv_does_not_reach() -> None:
     stage = pools(prefill=1, decode=2)
     outcome = stage.submit("r", max_tokens=6)
     prefilling(stage)
-    lost = busy(stage, ev.Role.DECODE)
-    other = next(p for p in stage.peers.values() if p.hello.role is ev.Role.DECODE and p is not lost)
-    lender = busy(stage, ev.Role.PREFILL)
+    lost = busy(stage, Role.DECODE)
+    other = next(p for p in stage.peers.values() if p.hello.role is Role.DECODE and p is not lost)
+    lender = busy(stage, Role.PREFILL)
     stage.core.pairs.failed(lender.hello, other.hello, "no route", now_s=stage.now_s)
     stage.replayable = False
     stage.leave(lost)
@@ -189,19 +190,19 @@ def test_a_rebind_that_cannot_be_becomes_a_retry_and_the_lease_is_given_back(why
     stage = pools(decode=1 if why == "nobody else" else 2)
     outcome = stage.submit("r", max_tokens=6)
     (committed_early if why == "committed" else prefilling)(stage)
-    lost, prefill = busy(stage, ev.Role.DECODE), busy(stage, ev.Role.PREFILL)
+    lost, prefill = busy(stage, Role.DECODE), busy(stage, Role.PREFILL)
     (lease_handle,) = prefill.jobs
     for peer in stage.peers.values():
-        peer.refuse = int(why == "refused" and peer.hello.role is ev.Role.DECODE)
+        peer.refuse = int(why == "refused" and peer.hello.role is Role.DECODE)
     stage.leave(lost)
     for peer in list(stage.peers.values()):
-        if peer.hello.role is ev.Role.DECODE:
+        if peer.hello.role is Role.DECODE:
             stage.deliver(peer)
             stage.heartbeat(peer)
     assert ev.SendCancel(prefill.link, lease_handle) in stage.effects
     assert outcome.emitted == []
     if why == "nobody else":
-        stage.join("decode-0", ev.Role.DECODE)
+        stage.join("decode-0", Role.DECODE)
     finish(stage, outcome, attempts=2, binds=3 if why == "refused" else 2)
 
 
@@ -209,8 +210,8 @@ def test_a_rebind_never_goes_to_a_full_or_draining_worker() -> None:
     stage = pools(decode=3, prefill=1)
     outcome = stage.submit("r", max_tokens=6)
     prefilling(stage)
-    lost = busy(stage, ev.Role.DECODE)
-    draining, roomy = [p for p in stage.peers.values() if p.hello.role is ev.Role.DECODE and p is not lost]
+    lost = busy(stage, Role.DECODE)
+    draining, roomy = [p for p in stage.peers.values() if p.hello.role is Role.DECODE and p is not lost]
     stage.tell(ev.DrainAsked(draining.hello.worker_id))
     stage.leave(lost)
     assert sent(stage, ev.SendBind)[-1].link == roomy.link
@@ -227,7 +228,7 @@ def test_a_decode_worker_lost_in_mid_stream_is_replayed_from_what_the_client_has
                 peer.progress()
                 stage.deliver(peer)
     assert len(outcome.emitted) == 3
-    stage.leave(busy(stage, ev.Role.DECODE))
+    stage.leave(busy(stage, Role.DECODE))
     replay = sent(stage, ev.SendBind)[-1]
     assert (replay.work.resumed, replay.work.spec.prompt_ids) == ((0, 1, 2), (0, 1, 2, 3))
     finish(stage, outcome, attempts=2, binds=2)
@@ -237,7 +238,7 @@ def test_tokens_of_a_dead_bind_are_dropped_at_the_door() -> None:
     stage = pools()
     outcome = stage.submit("r", max_tokens=6)
     in_handoff(stage)
-    lost = busy(stage, ev.Role.DECODE)
+    lost = busy(stage, Role.DECODE)
     (handle,) = lost.jobs
     stage.leave(lost)
     assert stage.tell(ev.StepRows(lost.link, [row(handle, 1, ids=[99])])) == []
@@ -250,12 +251,12 @@ def test_tokens_held_for_a_lost_attempt_are_drawn_again() -> None:
     stage = pools()
     outcome = stage.submit("r", max_tokens=6)
     prefilling(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     (handle,) = decode.jobs
     stage.tell(ev.KvCommitted(decode.link, handle, 1, 0.1, 0.1, 0.1))
     stage.tell(ev.StepRows(decode.link, [row(handle, 1, ids=[99])]))
     assert outcome.emitted == []
-    stage.leave(busy(stage, ev.Role.PREFILL))
+    stage.leave(busy(stage, Role.PREFILL))
     assert sent(stage, ev.SendBind)[-1].work.resumed == ()
     finish(stage, outcome, attempts=2, binds=2)
 
@@ -266,7 +267,7 @@ def test_decode_may_not_draw_the_token_that_prefill_draws_in_a_replay() -> None:
     in_handoff(stage)
     stage.leave(stage.peers[sent(stage, ev.SendPrefill)[0].link])
     prefilling(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     (handle,) = decode.jobs
     stage.tell(ev.KvCommitted(decode.link, handle, 1, 0.1, 0.1, 0.1))
     stage.tell(ev.StepRows(decode.link, [row(handle, 1)]))
@@ -296,7 +297,7 @@ def test_a_failed_pull_is_tried_again_on_another_pair(error: Exception, reach: C
     stage = pools()
     outcome = stage.submit("r", max_tokens=6)
     reach(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     (handle,) = decode.jobs
     lender = sent(stage, ev.SendPrefill)[0].link
     del decode.jobs[handle]
@@ -327,13 +328,13 @@ def test_past_its_attempts_a_request_fails_with_the_last_loss() -> None:
 
 def test_a_dead_workers_batch_is_retried_only_as_far_as_the_bucket_goes() -> None:
     stage = Stage(retry_burst=2, retry_share=0.0)
-    decode = stage.join("decode-0", ev.Role.DECODE)
+    decode = stage.join("decode-0", Role.DECODE)
     outcomes = [stage.submit(f"r{n}", prompt_len=4, max_tokens=6) for n in range(4)]
     stage.deliver(decode, 4)
     stage.leave(decode)
     assert [o.ended for o in outcomes] == [[], [], ["replica_lost"], ["replica_lost"]]
     assert "retries are used up" in str(outcomes[3].error)
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("decode-0", Role.DECODE)
     stage.run()
     assert [o.ended for o in outcomes[:2]] == [["done"], ["done"]]
     stage.assert_empty()
@@ -341,12 +342,12 @@ def test_a_dead_workers_batch_is_retried_only_as_far_as_the_bucket_goes() -> Non
 
 def test_replays_go_first_among_equals_and_do_not_fill_the_queue_for_others() -> None:
     stage = Stage(max_queued_requests=1)
-    decode = stage.join("decode-0", ev.Role.DECODE, max_num_seqs=2)
+    decode = stage.join("decode-0", Role.DECODE, max_num_seqs=2)
     for name in ("a", "b"):
         stage.submit(name, max_tokens=6)
     stage.deliver(decode, 2)
     stage.submit("c", max_tokens=6)
-    keeps_alive = stage.join("decode-1", ev.Role.DECODE, max_num_seqs=1)
+    keeps_alive = stage.join("decode-1", Role.DECODE, max_num_seqs=1)
     stage.deliver(keeps_alive)
     stage.submit("d", max_tokens=6)
     stage.leave(decode)
@@ -367,7 +368,7 @@ def test_a_replay_goes_before_an_older_request_that_has_not_begun() -> None:
     stage.submit("young", max_tokens=6)
     stage.deliver(decode, 2)
     stage.leave(decode)
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("decode-0", Role.DECODE)
     assert [stage.request_of(e) for e in sent(stage, ev.SendBind)] == ["old", "young", "young", "old"]
     stage.run()
     stage.assert_empty()
@@ -378,7 +379,7 @@ def test_a_replay_that_no_worker_can_take_holds_nobody_up_and_ends_in_time() -> 
     stage = pools(prefill=1, decode=1, recovery_wait_s=4.0)
     stuck = stage.submit("stuck", max_tokens=6, placement=Placement.DISAGGREGATED)
     prefilling(stage)
-    stage.leave(busy(stage, ev.Role.PREFILL))
+    stage.leave(busy(stage, Role.PREFILL))
     other = stage.submit("other", max_tokens=6)
     stage.run()
     assert (stuck.ended, other.ended) == ([], ["done"])
@@ -395,7 +396,7 @@ def test_a_loss_after_the_deadline_ends_as_deadline_exceeded() -> None:
     outcome = stage.submit("r", max_tokens=6, deadline_s=1.0)
     decoding(stage)
     stage.now_s += 1.5
-    stage.leave(busy(stage, ev.Role.DECODE))
+    stage.leave(busy(stage, Role.DECODE))
     assert outcome.ended == ["deadline_exceeded"]
     stage.assert_empty()
 
@@ -404,7 +405,7 @@ def test_a_client_that_leaves_while_its_replay_waits_is_gone() -> None:
     stage = pools(decode=1)
     outcome = stage.submit("r", max_tokens=6)
     decoding(stage)
-    stage.leave(busy(stage, ev.Role.DECODE))
+    stage.leave(busy(stage, Role.DECODE))
     stage.tell(ev.ClientGone(next(iter(stage.outcomes))))
     assert outcome.ended == ["cancelled"]
     stage.assert_empty()
@@ -433,10 +434,10 @@ def test_a_drained_worker_keeps_what_it_has_and_is_told_again_after_a_broken_lin
     stage.run()
     assert outcome.ended == ["done"]
     stage.leave(peer)
-    again = stage.join("decode-0", ev.Role.DECODE, incarnation=peer.hello.incarnation)
+    again = stage.join("decode-0", Role.DECODE, incarnation=peer.hello.incarnation)
     assert [e.link for e in sent(stage, ev.SendDrain)] == [peer.link, again.link]
     stage.leave(again)
-    stage.join("decode-0", ev.Role.DECODE)
+    stage.join("decode-0", Role.DECODE)
     assert stage.submit("after").ended == []
     stage.run()
     stage.assert_empty()
@@ -447,7 +448,7 @@ def test_every_heartbeat_is_answered() -> None:
     for peer in list(stage.peers.values()):
         stage.heartbeat(peer)
     assert [e.link for e in sent(stage, ev.SendAlive)] == list(stage.peers)
-    assert stage.tell(ev.HeartbeatSeen(ev.LinkId(99), stage.core.registry.of_role(ev.Role.DECODE)[0].load)) == []
+    assert stage.tell(ev.HeartbeatSeen(ev.LinkId(99), stage.core.registry.of_role(Role.DECODE)[0].load)) == []
 
 
 def test_the_timeline_of_a_report_is_that_of_the_last_attempt() -> None:
@@ -455,7 +456,7 @@ def test_the_timeline_of_a_report_is_that_of_the_last_attempt() -> None:
     stage = pools()
     outcome = stage.submit("r", max_tokens=3)
     in_handoff(stage)
-    stage.leave(busy(stage, ev.Role.DECODE))
+    stage.leave(busy(stage, Role.DECODE))
     stage.leave(next(p for p in stage.peers.values() if p.link == sent(stage, ev.SendPrefill)[0].link))
     for _ in range(20):
         for peer in list(stage.peers.values()):
@@ -474,7 +475,7 @@ def test_a_failed_request_reports_its_attempts_and_binds() -> None:
     stage = pools(max_attempts=1)
     outcome = stage.submit("r", max_tokens=6)
     in_handoff(stage)
-    for peer in [p for p in list(stage.peers.values()) if p.hello.role is ev.Role.DECODE]:
+    for peer in [p for p in list(stage.peers.values()) if p.hello.role is Role.DECODE]:
         stage.leave(peer)
     assert outcome.ended == ["replica_lost"]
     assert outcome.report is not None
@@ -487,7 +488,7 @@ def test_a_stale_handle_of_an_earlier_attempt_changes_nothing() -> None:
     stage = pools()
     outcome = stage.submit("r", max_tokens=6)
     in_handoff(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     (handle,) = decode.jobs
     stage.leave(stage.peers[sent(stage, ev.SendPrefill)[0].link])
     assert Handle(handle) not in decode.jobs, "cancelled"
@@ -497,7 +498,7 @@ def test_a_stale_handle_of_an_earlier_attempt_changes_nothing() -> None:
 
 
 def fail_for_want_of_numbers(stage: Stage) -> None:
-    peer = busy(stage, ev.Role.DECODE)
+    peer = busy(stage, Role.DECODE)
     (handle,) = peer.jobs
     del peer.jobs[handle]
     stage.tell(ev.RequestFailed(peer.link, handle, NumericalError("no numbers")))
@@ -545,7 +546,7 @@ def test_the_deadline_of_a_request_does_not_set_its_pair_aside(reach: Callable[[
     stage = pools()
     outcome = stage.submit("r", max_tokens=6, deadline_s=2.0)
     reach(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     (handle,) = decode.jobs
     del decode.jobs[handle]
     stage.now_s = 2.01
@@ -559,7 +560,7 @@ def test_a_worker_whose_clock_is_fast_ends_no_request_before_its_deadline() -> N
     stage = pools()
     outcome = stage.submit("r", max_tokens=6, deadline_s=20.0)
     prefilling(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     (handle,) = decode.jobs
     del decode.jobs[handle]
     stage.tell(ev.RequestFailed(decode.link, handle, OWN_DEADLINE))
@@ -571,7 +572,7 @@ def test_a_prompt_that_its_lender_does_not_go_on_with_does_not_set_the_pair_asid
     stage = pools()
     outcome = stage.submit("r", max_tokens=6)
     prefilling(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     (handle,) = decode.jobs
     del decode.jobs[handle]
     stage.tell(ev.RequestFailed(decode.link, handle, STALLED, pair_failed=False))
@@ -583,7 +584,7 @@ def test_a_cancelled_request_does_not_set_its_pair_aside() -> None:
     stage = pools()
     outcome = stage.submit("r", max_tokens=6)
     in_handoff(stage)
-    decode = busy(stage, ev.Role.DECODE)
+    decode = busy(stage, Role.DECODE)
     (handle,) = decode.jobs
     stage.tell(ev.ClientGone(RequestId("r")))
     stage.tell(ev.RequestFailed(decode.link, handle, TransferFailed("no route"), pair_failed=True))

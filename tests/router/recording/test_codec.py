@@ -19,6 +19,7 @@ from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
+from pdserve.core.worker import WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.api.answer import Delta, Report
 from router.core import events as ev
@@ -108,7 +109,7 @@ def test_the_tables_hold_the_whole_unions() -> None:
 
 
 def test_numbers_that_json_lacks_come_back() -> None:
-    load = ev.WorkerLoad(BlockCounts(1, 1, 0, 0, 0), loop_lag_ms=math.nan, engine_stalled_s=math.inf)
+    load = WorkerLoad(BlockCounts(1, 1, 0, 0, 0), loop_lag_ms=math.nan, engine_stalled_s=math.inf)
     again = event_from_plain(through_json(to_plain(ev.HeartbeatSeen(ev.LinkId(1), load))))
     assert isinstance(again, ev.HeartbeatSeen)
     assert math.isnan(again.load.loop_lag_ms)

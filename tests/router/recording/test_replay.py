@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from pdserve.cli import main
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, InvalidRequest, Overloaded
+from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.policy.ranking import BUILT_IN
 from router.recording import recorder as recorder_module
@@ -28,8 +29,8 @@ from tests.router.core_peers import FINGERPRINT, Stage
 def played(**config: object) -> Stage:
     """Two requests, one of which loses its decode worker, and a refused one."""
     stage = Stage(max_queued_requests=1, **config)
-    stage.join("prefill-0", ev.Role.PREFILL)
-    decodes = [stage.join(f"decode-{i}", ev.Role.DECODE, max_num_seqs=1) for i in range(2)]
+    stage.join("prefill-0", Role.PREFILL)
+    decodes = [stage.join(f"decode-{i}", Role.DECODE, max_num_seqs=1) for i in range(2)]
     stage.submit("r", max_tokens=5)
     stage.run(3)
     lost = next(peer for peer in decodes if peer.jobs)

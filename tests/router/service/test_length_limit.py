@@ -9,8 +9,9 @@ import grpc
 import pytest
 
 from pdserve.config import EngineConfig
+from pdserve.core.worker import Role
 from pdserve.rpc.v1 import inference_pb2
-from router.core.events import LinkId, Role
+from router.core.events import LinkId
 from router.core.registry import Registry
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel

@@ -15,6 +15,7 @@ from pdserve.core.errors import Overloaded, PdserveError
 from pdserve.core.ids import Incarnation, RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.worker import Role
 from pdserve.rpc.v1 import link_pb2
 from router.core import events as ev
 from router.core.waiting import RETRY_AFTER_UNKNOWN_S, WaitingRequests
@@ -52,7 +53,7 @@ def test_the_state_names_who_drains_who_is_not_ready_and_which_pairs_rest() -> N
             workers = {w.hello.worker_id: w for w in core.registry}
             prefill, decode = workers["prefill-0"].hello, workers["decode-0"].hello  # type: ignore[index]
             core.pairs.failed(prefill, decode, "no route", now_s=cluster.service._clock())
-            core.pairs.never(prefill, hello("decode-1", ev.Role.DECODE, incarnation=Incarnation(7)), "other layout")
+            core.pairs.never(prefill, hello("decode-1", Role.DECODE, incarnation=Incarnation(7)), "other layout")
             cluster.service.drain("decode-0")
             assert not cluster.service.ready
             state = cluster_state_to_wire(cluster.service.snapshot(), 16)
@@ -150,7 +151,7 @@ def served() -> Iterator[tuple[service.RouterService, RecordedLinks]]:
     """A service with one decode worker on link 1."""
     links = RecordedLinks()
     made = service.RouterService(RouterConfig(probe_workers=False), tiny_model(), links=links)
-    made.tell(ev.WorkerJoined(ev.LinkId(1), hello("d", ev.Role.DECODE, model_fingerprint=tiny_model().card.fingerprint)))
+    made.tell(ev.WorkerJoined(ev.LinkId(1), hello("d", Role.DECODE, model_fingerprint=tiny_model().card.fingerprint)))
     yield made, links
     made._core.check_invariants()
     assert made._core.num_requests == 0
