@@ -24,12 +24,14 @@ from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
 from pdserve.engine.schedule.outcome import OutputToken
+from pdserve.observe.story import Value
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import decode_pb2, link_pb2
 from pdserve.worker.host import Host, KvDamage
 from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
 from pdserve.worker.output import OutputStream
 from pdserve.worker.refuse import failed, no_numbers, read_request
+from pdserve.worker.stories import WorkKind
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +119,9 @@ class DecodeRole:
                 self._break(request, exc)
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
+        for seq_id in events.preempted:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._note(request, WorkKind.PREEMPTED)
         for seq_id in events.failed:
             if (request := self._by_seq.get(seq_id)) is not None:
                 self._fail(request, no_numbers(self._host))
@@ -141,13 +146,16 @@ class DecodeRole:
             spec, resumed = read_request(command, self._host)
             prompt_len = len(spec.prompt_ids) + len(resumed)
             if self._host.draining:
-                self._no_room(handle, prompt_len)
+                self._no_room(handle, command.request_id, prompt_len)
                 return
             seq_id = self._host.next_seq_id(handle)
             self._host.submit(Reserve(seq_id, spec, command.local_prefill, resumed))
         except PdserveError as exc:
+            self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code.value, message=exc.message)
             self._host.send(failed(handle, exc))
             return
+        local = int(command.local_prefill)
+        self._host.stories.note(command.request_id, WorkKind.RECEIVED, tokens=prompt_len, local_prefill=local)
         self._binds += 1
         self._by_handle[handle] = self._by_seq[seq_id] = BoundRequest(
             handle,
@@ -164,8 +172,9 @@ class DecodeRole:
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:
         if result.block_tables is None:
             self._forget(request)
-            self._no_room(request.handle, request.prompt_len)
+            self._no_room(request.handle, request.request_id, request.prompt_len)
             return
+        self._note(request, WorkKind.RESERVED, blocks=sum(map(len, result.block_tables)), cached_blocks=result.hits)
         if not request.local_prefill:
             blocks = self._host.kv_spec.blocks_for(request.prompt_len)
             tables = tuple(table[:blocks] for table in result.block_tables)
@@ -180,9 +189,15 @@ class DecodeRole:
             )
         self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle)))
 
-    def _no_room(self, handle: Handle, prompt_len: int) -> None:
+    def _note(self, request: BoundRequest, kind: WorkKind, **fields: Value) -> None:
+        self._host.stories.note(request.request_id, kind, **fields)
+
+    def _no_room(self, handle: Handle, request_id: str, prompt_len: int) -> None:
         """Send NoRoom, also while draining: the router then asks another worker, and counts no failure."""
         needed = (self._host.kv_spec.blocks_for(prompt_len) + 1) * len(self._host.kv_spec.groups)
+        self._host.stories.note(
+            request_id, WorkKind.NO_ROOM, blocks_needed=needed, requests=len(self._by_handle), draining=int(self._host.draining)
+        )
         self._host.send(link_pb2.WorkerMessage(no_room=decode_pb2.NoRoom(handle=handle, blocks_needed=needed)))
 
     def _attach(self, command: decode_pb2.Attach) -> None:
@@ -192,6 +207,7 @@ class DecodeRole:
         if request.inbound is None or request.task is not None:
             self._fail(request, InternalBug("Attach before Reserved, or twice, or for a colocated request"))
             return
+        self._note(request, WorkKind.ATTACHED, lease=str(codec.lease_id_from_wire(command.lease_id)))
         request.task = asyncio.create_task(self._hand_off(request, request.inbound, command))
 
     async def _hand_off(self, request: BoundRequest, inbound: InboundBlocks, command: decode_pb2.Attach) -> None:
@@ -208,6 +224,15 @@ class DecodeRole:
     def _activate(self, request: BoundRequest, pulled: PullResult) -> None:
         """Let the engine decode from token 0 on, because the commit was answered OK: its sequence now owns the blocks."""
         request.task = request.inbound = None
+        self._note(
+            request,
+            WorkKind.PULLED,
+            blocks=pulled.blocks,
+            reads=pulled.reads,
+            bytes=pulled.kv_bytes,
+            transfer_ms=_ms(pulled.transfer_s),
+        )
+        self._note(request, WorkKind.COMMITTED, commit_ms=_ms(pulled.commit_s), exposed_ms=_ms(pulled.exposed_s))
         if pulled.first_token.finish_reason is not None:
             self._forget(request)  # token 0 ended the request, which the router has seen as well
             self._host.submit(Abort(request.seq_id))
@@ -227,6 +252,7 @@ class DecodeRole:
         row = request.output.push(token.output_index, token.token_id, token.finish_reason, token.logprobs)
         if row.finish_reason:
             self._forget(request)
+            self._note(request, WorkKind.FINISHED, tokens=token.output_index + 1)
             if token.finish_reason is None:  # a stop string, which the engine does not know of
                 self._host.submit(Abort(request.seq_id))
         return row
@@ -234,12 +260,14 @@ class DecodeRole:
     def _cancel(self, handle: Handle) -> None:
         request = self._by_handle.get(handle)
         if request is not None:
+            self._note(request, WorkKind.CANCELLED)
             self._drop(request, release=False)
 
     def _fail(self, request: BoundRequest, error: PdserveError, *, pair_failed: bool = False) -> None:
         log.info("request %s failed here: %s", request.request_id, error.message)
         if self._by_handle.get(request.handle) is request:
             self._drop(request, release=True)
+            self._note(request, WorkKind.FAILED, error=error.code.value, message=error.message)
             self._host.send(failed(request.handle, error, pair_failed=pair_failed))
 
     def _break(self, request: BoundRequest, exc: Exception) -> None:
@@ -276,3 +304,7 @@ class DecodeRole:
         task = asyncio.create_task(work)
         self._clean_ups.add(task)
         task.add_done_callback(self._clean_ups.discard)
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

@@ -6,6 +6,7 @@ import random
 from typing import Final
 
 from faultsim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
+from faultsim.recorded import MemoryNotes
 from faultsim.worker import HEARTBEAT_S, LAYOUT, LOST_S
 from pdserve.config import RouterConfig
 from pdserve.core.ids import Incarnation
@@ -38,6 +39,7 @@ class SimRouter:
         self._incarnation = Incarnation(rng.getrandbits(64))
         self._config = config or CONFIG
         self.service: RouterService | None = None
+        self.notes = MemoryNotes(self._config, CARD.fingerprint)
 
     @property
     def core(self) -> RouterCore:
@@ -47,7 +49,7 @@ class SimRouter:
 
     async def run(self) -> None:
         """Start the service and its links, on the process's loop."""
-        service = RouterService(self._config, MODEL, clock=self.process.loop.time)
+        service = RouterService(self._config, MODEL, notes=self.notes, clock=self.process.loop.time)
         service.incarnation = self._incarnation  # this one comes from the seed
         server = FakeServer()
         assert isinstance(service.links, LinkService)

@@ -149,6 +149,7 @@ def simulate(seed: int, shape: Shape, plan: FaultPlan, asks: list[Ask], census: 
             gc.enable()
         logging.disable(logging.NOTSET)
     report.problems[:0] = errors
+    report.problems += [problem for notes in world.recorded for problem in notes.problems()]
     report.digest = world.network.digest
     report.callbacks = world.timeline.callbacks
     report.messages = world.network.messages

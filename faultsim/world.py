@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from faultsim.client import Ask, Client
 from faultsim.faults import ALL, WORKERS, Fault, FaultKind, FaultPlan
+from faultsim.recorded import MemoryNotes
 from faultsim.router import SimRouter
 from faultsim.transfer import Pools, ReadFaults
 from faultsim.worker import SimWorker, WorkerShape
@@ -66,6 +67,8 @@ class World:
     processes: dict[str, Process] = field(default_factory=dict)
     workers: dict[str, SimWorker] = field(default_factory=dict)
     clients: list[Client] = field(default_factory=list)
+    recorded: list[MemoryNotes] = field(default_factory=list)
+    """The events of each incarnation of the router."""
     restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -96,6 +99,7 @@ class World:
         self.processes[name] = process
         if role == "router":
             self.router = SimRouter(process, self.network, rng, self.shape.router)
+            self.recorded.append(self.router.notes)
             self._spawn(process, self.router.run())
         else:
             self.workers[name] = self._start_worker(process, name, rng)

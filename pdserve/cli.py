@@ -8,7 +8,9 @@ from pdserve import __version__
 from pdserve.commands.chat import chat
 from pdserve.commands.demo import demo
 from pdserve.commands.drain import drain
+from pdserve.commands.explain import explain
 from pdserve.commands.generate import generate
+from pdserve.commands.replay import replay
 from pdserve.commands.status import status
 from pdserve.commands.up import up
 
@@ -19,7 +21,7 @@ def main() -> None:
     """Serve a language model from a prefill pool and a decode pool."""
 
 
-for command in (up, generate, chat, status, drain, demo):
+for command in (up, generate, chat, status, drain, explain, replay, demo):
     main.add_command(command)
 
 

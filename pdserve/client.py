@@ -5,6 +5,7 @@ A failed call raises `CallFailed` with one line that a person can act on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
@@ -13,7 +14,7 @@ import grpc
 
 from pdserve.core.errors import PdserveError
 from pdserve.rpc import status
-from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, story_pb2
 
 Message = TypeVar("Message")
 Metadata = tuple[tuple[str, str], ...]
@@ -121,6 +122,14 @@ class AdminClient(_Client):
         request = inference_pb2.DrainRequest(worker_id=worker_id)
         return Stream(self._stub.Drain(request, metadata=self._metadata), self.address, self._hint)
 
+    def explain(self, request_id: str, timeout_s: float = CALL_TIMEOUT_S) -> story_pb2.ExplainRequestResponse:
+        """Ask for the story of a request, by the router's id of it or by the client's own. Raises `CallFailed`."""
+        request = story_pb2.ExplainRequestRequest(request_id=request_id)
+        response: story_pb2.ExplainRequestResponse = self._look_up(
+            self._stub.ExplainRequest, request, timeout_s, self._metadata
+        )
+        return response
+
     def cluster_state(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetClusterStateResponse:
         """Ask for the present state of the workers and queues. Raises `CallFailed`."""
         request = inference_pb2.GetClusterStateRequest()
@@ -150,4 +159,15 @@ def _explain(exc: Any, address: str, hint: str) -> CallFailed:
         message = f"{details or 'no details'} ({code.name})"
     if wait := trailing.get(status.RETRY_AFTER_METADATA):
         message += f"; retry in {float(wait):g} s"
+    if request_id := _accepted_id(trailing.get(status.TIMELINE_METADATA)):
+        message += f"; `pdserve explain {request_id}` tells its story"
     return CallFailed(message, status=code, reason=reason)
+
+
+def _accepted_id(timeline: str | bytes | None) -> str:
+    """Return the id of a request that was accepted and then failed, from its timeline. Empty: it was refused at once."""
+    try:
+        told = json.loads(timeline or "{}")
+        return str(told.get("request_id", ""))
+    except (ValueError, AttributeError):  # the timeline of another version
+        return ""

@@ -27,6 +27,8 @@ from pdserve.core.setting_types import (
     Port,
     PositiveFloat,
     PositiveInt,
+    check_not_under,
+    check_token,
     check_types,
     is_loopback,
 )
@@ -183,7 +185,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 50051
-    # `pdserve drain` and `pdserve status` connect here. On an address that others reach, each call needs the cluster's token.
+    # `pdserve status`, `drain` and `explain` connect here. Where others reach the address, each call needs the cluster's token.
     admin_host: str = "127.0.0.1"
     # None is 50053, or any free port if `grpc_port` is 0.
     admin_port: Port | None = None
@@ -232,6 +234,13 @@ class RouterConfig:
     pair_aside_max_s: PositiveFloat = 60.0
     # True lets the pools differ in the quantisation of weights. The tokens then depend on where a request runs.
     allow_mixed_quantization: bool = False
+    # The router records in this file what happens to requests, for `pdserve replay`. A file that exists is kept: the name then
+    # gets a number at its end. None records nothing.
+    record_file: str | None = None
+    # Recording stops when the file has so many bytes.
+    record_max_bytes: Bytes = 64 * MIB
+    # True also records prompts, outputs and stop strings. Otherwise only their lengths are recorded.
+    record_prompts: bool = False
 
     def __post_init__(self) -> None:
         check_types(self, "router.")
@@ -240,9 +249,9 @@ class RouterConfig:
                 f"router.max_inflight_body_bytes {self.max_inflight_body_bytes} must be at least router.max_body_bytes, "
                 f"{self.max_body_bytes}: a body of that size would never be read"
             )
-        _not_under(self, "router.max_deadline_s", "router.default_deadline_s")
-        _not_under(self, "router.pair_aside_max_s", "router.pair_aside_s")
-        _not_under(self, "router.heartbeat_lost_s", "router.heartbeat_interval_s", times=BEATS_TO_LOSE)
+        check_not_under(self, "router.max_deadline_s", "router.default_deadline_s")
+        check_not_under(self, "router.pair_aside_max_s", "router.pair_aside_s")
+        check_not_under(self, "router.heartbeat_lost_s", "router.heartbeat_interval_s", times=BEATS_TO_LOSE)
         self._check_ports()
 
     @property
@@ -372,8 +381,8 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _not_under(self, "router_lost_s", "heartbeat_interval_s", times=BEATS_TO_LOSE)
-        _check_token(self.cluster_token, self.host, "host")
+        check_not_under(self, "router_lost_s", "heartbeat_interval_s", times=BEATS_TO_LOSE)
+        check_token(self.cluster_token, self.host, "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +400,7 @@ class RouterProcessConfig:
                 f"router.admin_host {self.router.admin_host!r} is reached by others, so cluster_token must not be empty: "
                 "anybody could drain the cluster"
             )
-        _check_token(self.cluster_token, *self.router.link_bind)
+        check_token(self.cluster_token, *self.router.link_bind)
 
 
 Config = TypeVar("Config")
@@ -434,11 +443,9 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     except OSError as exc:
         raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
     data = _parse_yaml(content, str(path))
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
+    if data is not None and not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping")
-    return data
+    return data or {}
 
 
 def _parse_yaml(content: str | bytes, where: str) -> Any:
@@ -483,20 +490,3 @@ def _build(cls: type[Config], data: Any, path: str) -> Config:
         return cls(**values)
     except ConfigError as exc:  # sections that stand in several places name their settings without the path to them
         raise ConfigError(exc.message if exc.message.startswith(prefix) else f"{prefix}{exc.message}") from exc
-
-
-def _not_under(config: object, name: str, than: str, *, times: int = 1) -> None:
-    """Refuse a setting that is less than `times` another. Both names have the section before them."""
-    value, least = (getattr(config, each.rpartition(".")[2]) for each in (name, than))
-    if not value >= times * least:
-        factor = f"{times} times " if times > 1 else ""
-        raise ConfigError(f"{name} must be at least {times * least:g}, {factor}{than} ({least:g}), got {value}")
-
-
-def _check_token(token: str, host: str, setting: str) -> None:
-    """Refuse an empty token on an address that other machines reach."""
-    if not token and not is_loopback(host):
-        raise ConfigError(
-            f"cluster_token is empty and {setting} is {host!r}: whoever reaches that address could join as a worker. "
-            f"Set cluster_token to a secret that router and workers share, or {setting} to 127.0.0.1"
-        )

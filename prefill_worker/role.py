@@ -24,12 +24,14 @@ from pdserve.core.errors import InternalBug, PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.engine.schedule.outcome import OutputToken
+from pdserve.observe.story import Value
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
 from pdserve.worker.host import Host, KvDamage
 from pdserve.worker.messages import Abort, AddLent, Lent, Rehash, Rehashed, ReturnLease, Sealed, StepEvents
 from pdserve.worker.output import OutputStream
 from pdserve.worker.refuse import failed, no_numbers, read_request
+from pdserve.worker.stories import WorkKind
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,9 @@ class PrefillRole:
         for seq_id, computed in events.advanced:
             self._attempt(seq_id, self._advance, computed)
         rows = [row for token in events.tokens if (row := self._attempt(token.seq_id, self._finish, token)) is not None]
+        for seq_id in events.preempted:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._note(request, WorkKind.PREEMPTED)
         for seq_id in events.failed:
             if (request := self._by_seq.get(seq_id)) is not None:
                 self._fail(request, no_numbers(self._host))
@@ -153,17 +158,23 @@ class PrefillRole:
             seq_id = self._host.next_seq_id(handle)
             self._host.submit(AddLent(seq_id, spec, resumed))
         except PdserveError as exc:
+            self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code.value, message=exc.message)
             self._host.send(failed(handle, exc))
             return
         output = OutputStream(handle, self._host.tokenizer, spec.sampling, resumed)
         name = prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt)
         request = LentRequest(handle, command.request_id, seq_id, name, len(spec.prompt_ids) + len(resumed), output)
         self._by_handle[handle] = self._by_seq[seq_id] = request
+        self._note(request, WorkKind.RECEIVED, tokens=request.prompt_len, resumed=len(resumed))
+
+    def _note(self, request: LentRequest, kind: WorkKind, **fields: Value) -> None:
+        self._host.stories.note(request.request_id, kind, **fields)
 
     def _cancel(self, handle: Handle) -> None:
         request = self._by_handle.pop(handle, None)
         if request is None:
             return
+        self._note(request, WorkKind.CANCELLED)
         if request.lease_id is None:
             del self._by_seq[request.seq_id]  # a `Lent` that is under way finds no request; its blocks go back
             self._host.submit(Abort(request.seq_id))
@@ -182,6 +193,7 @@ class PrefillRole:
         else:
             self._table.release(request.lease_id, now_s=self._clock())
             self._return_leases()
+        self._note(request, WorkKind.FAILED, error=error.code.value, message=error.message)
         self._host.send(failed(request.handle, error))
 
     def _grant(self, request: LentRequest, lent: Lent) -> None:
@@ -195,6 +207,7 @@ class PrefillRole:
             ticket=ticket.encode(),
         )
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
+        self._note(request, WorkKind.GRANTED, lease=str(request.lease_id), blocks=sum(map(len, lent.block_tables)))
 
     def _ticket(self, lease_id: LeaseId, lent: Lent, request: LentRequest) -> Ticket:
         host = self._host
@@ -237,6 +250,7 @@ class PrefillRole:
     def _advance(self, request: LentRequest, computed: int) -> None:
         if request.lease_id is not None and computed < request.prompt_len:
             self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=self._clock()))
+            self._note(request, WorkKind.COMPUTED, tokens=computed)
 
     def _finish(self, request: LentRequest, token: OutputToken) -> link_pb2.StepRow | None:
         """Take the only token drawn here: return its row, and advance the lease for the last time.
@@ -248,6 +262,7 @@ class PrefillRole:
         row = request.output.push(token.output_index, token.token_id, token.finish_reason, token.logprobs)
         first = FirstToken(token.token_id, codec.finish_from_wire(row.finish_reason))
         self._leases.publish(self._table.advance(request.lease_id, request.prompt_len, first, now_s=self._clock()))
+        self._note(request, WorkKind.FIRST_TOKEN)
         return row
 
     def _return_leases(self) -> None:
@@ -257,6 +272,7 @@ class PrefillRole:
         """
         for lease in self._leases.take_returned():
             request = self._by_seq.pop(lease.seq_id)
+            self._note(request, WorkKind.LEASE_ENDED, how=lease.state.value)
             self._by_handle.pop(request.handle, None)
             self._host.submit(Abort(lease.seq_id))
             self._host.submit(ReturnLease(lease.seq_id))

@@ -25,6 +25,7 @@ from router.grpc.admin import AdminServer
 from router.grpc.front import GrpcFront
 from router.http import serve_http
 from router.parsing.parser import RequestParser
+from router.recording.recorder import Recorder
 from router.service.descriptors import MAX_ADMINS, raise_limit, share_of_clients, share_of_links
 from router.service.model import ServedModel
 from router.service.service import RouterService
@@ -88,15 +89,18 @@ async def serve(
     descriptors = raise_limit()
     max_connections = share_of_clients(descriptors, settings.max_connections)
     links = LinkThread(config.cluster_token, share_of_links(descriptors, max_connections))
-    service = RouterService(settings, model, links=links)
+    recorder = Recorder(settings, model.card.fingerprint) if settings.record_file is not None else None
+    service = RouterService(settings, model, links=links, notes=recorder)
     async with contextlib.AsyncExitStack() as stack:
+        if recorder is not None:
+            stack.callback(recorder.close)
         service.start()
         stack.push_async_callback(service.close)
         parser = RequestParser(settings.max_body_bytes)
         stack.callback(parser.close)
 
         stack.push_async_callback(links.close)
-        link_port = await links.start(service.tell, link_host, settings.link_port, on_broken)
+        link_port = await links.start(service.hear, link_host, settings.link_port, on_broken)
 
         front = GrpcFront(service, parser, max_connections)
         stack.push_async_callback(front.close)

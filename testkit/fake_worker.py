@@ -19,7 +19,7 @@ import grpc.aio
 from pdserve.core.kv_layout import ceil_div
 from pdserve.rpc.codec import pack_ids, unpack_ids
 from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
-from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2
+from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2, story_pb2
 
 PREFILL = common_pb2.ROLE_PREFILL
 DECODE = common_pb2.ROLE_DECODE
@@ -105,6 +105,7 @@ class FakeWorker:
     silent: bool = False  # the worker sends no heartbeats
     engine_stalled_s: float = 0.0  # the value in its heartbeats
     draining: bool = False  # it reports this in heartbeats and refuses new work; Drain sets it
+    explains: bool = True  # it answers questions about requests
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # while it is cleared, there are no tokens and no commits
 
     # A test reads these.
@@ -252,6 +253,10 @@ class FakeWorker:
             self.alive_seen += 1
             return
         assert kind is not None
+        if kind == "explain_work":
+            if self.explains:
+                self._send(work_explained=self._explain(message.explain_work))
+            return
         self.commands.append(kind)
         command = getattr(message, kind)
         if kind == "drain":
@@ -273,6 +278,11 @@ class FakeWorker:
             "cancel": self._cancel,
         }
         handlers[kind](command)
+
+    def _explain(self, question: story_pb2.ExplainWork) -> story_pb2.WorkExplained:
+        """Answer with one entry for each command of any request, as this fake keeps no stories."""
+        entries = [story_pb2.StoryEntry(at_s=-0.001, kind=kind) for kind in self.commands]
+        return story_pb2.WorkExplained(question=question.question, entries=entries)
 
     def _fail(self, handle: int, reason: common_pb2.ErrorReason, message: str) -> None:
         self._sequences.pop(handle, None)

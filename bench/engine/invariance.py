@@ -31,7 +31,7 @@ from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
-from pdserve.engine.models import native_llama as native
+from pdserve.engine.models import native_decoder as native
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 

@@ -28,7 +28,7 @@ from pdserve.config import MIB, EngineConfig, WorkerConfig
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine import runner as runner_module
 from pdserve.engine.models import batched
-from pdserve.engine.models.native_llama import NativeLlama
+from pdserve.engine.models.native_decoder import NativeDecoder
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -50,7 +50,7 @@ PROBES: Final = (
     (Scheduler, "plan", "plan"),
     (ModelRunner, "launch", "rest"),
     (ModelRunner, "collect", "rest"),
-    (NativeLlama, "forward", "arrays"),
+    (NativeDecoder, "forward", "arrays"),
     (runner_module, "sample", "sampling"),
     (Scheduler, "collect", "collect"),
     (EngineSteps, "finish", "publish"),

@@ -112,6 +112,12 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         NOT_NEGATIVE,
         "With placement auto: prompts shorter than this are computed on the decode worker.",
     ),
+    (
+        ("--record",),
+        "router.record_file",
+        click.Path(dir_okay=False),
+        "Record what happens to requests in this file, without prompts, for `pdserve replay`.",
+    ),
     (("--log-dir",), "log_dir", click.Path(file_okay=False), "Folder of the logs (default: a temporary one)."),
     (("--address",), "address", str, "Ray cluster: local (a private Ray), auto (this node's cluster), or HOST:PORT."),
 )
@@ -167,4 +173,6 @@ def cluster_config(
     model = settings.get("engine.model")
     if model and Path(model).expanduser().exists():  # workers may run in another directory
         settings["engine.model"] = str(Path(model).expanduser().absolute())
+    if record := settings.get("router.record_file"):  # the router may run in another directory
+        settings["router.record_file"] = str(Path(record).expanduser().absolute())
     return load(ClusterConfig, config_file, overrides, settings)

@@ -34,6 +34,7 @@ class ErrorCode(Enum):
     REQUEST_TIMEOUT = "request_timeout"
     KV_CORRUPT = "kv_corrupt"
     KV_ROTTED = "kv_rotted"
+    UNKNOWN_REQUEST = "unknown_request"
 
 
 class PdserveError(Exception):
@@ -67,6 +68,12 @@ class UnknownWorker(InvalidRequest):
     """An operator named a worker that is not linked to this router."""
 
     code = ErrorCode.UNKNOWN_WORKER
+
+
+class UnknownRequest(InvalidRequest):
+    """An operator named a request of which this router keeps no story."""
+
+    code = ErrorCode.UNKNOWN_REQUEST
 
 
 class RequestTooLarge(InvalidRequest):

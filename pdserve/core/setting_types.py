@@ -75,6 +75,23 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         raise ConfigError(f"{path}: {exc}") from exc
 
 
+def check_not_under(config: object, name: str, than: str, *, times: int = 1) -> None:
+    """Check that a setting is at least `times` another. Both names have the section before them. Raises `ConfigError`."""
+    value, least = (getattr(config, each.rpartition(".")[2]) for each in (name, than))
+    if not value >= times * least:
+        factor = f"{times} times " if times > 1 else ""
+        raise ConfigError(f"{name} must be at least {times * least:g}, {factor}{than} ({least:g}), got {value}")
+
+
+def check_token(token: str, host: str, setting: str) -> None:
+    """Check that a token is set where other machines reach the address. `setting` names it. Raises `ConfigError`."""
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"cluster_token is empty and {setting} is {host!r}: whoever reaches that address could join as a worker. "
+            f"Set cluster_token to a secret that router and workers share, or {setting} to 127.0.0.1"
+        )
+
+
 def _accepted(kind: inspect.Type) -> str:
     """Say in words which values a setting of this type takes."""
     match kind:

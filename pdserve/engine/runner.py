@@ -30,7 +30,7 @@ from pdserve.engine.layers.torch_ops import TorchOps
 from pdserve.engine.memory.device import PoolMeasure, is_memory_error
 from pdserve.engine.memory.host import return_freed_memory
 from pdserve.engine.memory.largest_steps import StepLimits, largest_steps
-from pdserve.engine.models import native_llama as native
+from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.api import Model
 from pdserve.engine.models.batched import BatchedDecoder, Hidden
 from pdserve.engine.models.decoder import Backend, Decoder, obstacle
@@ -66,7 +66,7 @@ class ModelRunner:
     ) -> None:
         """Hold a model and its pool. why: the reason, in words, why this kind of model was chosen."""
         self.kv = kv
-        self.compiled = isinstance(model, native.NativeLlama)
+        self.compiled = isinstance(model, native.NativeDecoder)
         self.batch_invariant = batch_invariant or (self.compiled and not kv.spec.quantised)
         """True when a token's logits depend only on its sequence, bit for bit. The setting asks for it, or the compiled model
         has this property at no cost."""
@@ -83,11 +83,10 @@ class ModelRunner:
         """Return steps that together need as much memory as any step. Execute them only while nobody uses the pool."""
         spec, sizes = self.kv.spec, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
         limits = StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups))
-        if not isinstance(self._model, native.NativeLlama):
+        if not isinstance(self._model, native.NativeDecoder):
             return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
-        return largest_steps(
-            limits, gathered=0, decode_batches=native.split_batches(min(group.num_kv_heads for group in spec.groups))
-        )
+        batches = {size for group in spec.groups for size in native.split_batches(group.num_kv_heads)}
+        return largest_steps(limits, gathered=0, decode_batches=tuple(sorted(batches)))
 
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0) -> ModelRunner:
@@ -228,7 +227,7 @@ def _model(card: ModelCard, weights: ModelWeights, kv: KvPool, config: EngineCon
     Raises `ConfigError` when weights are to be quantised and the compiled model does not run here.
     """
     if native.supports(card.spec, kv):
-        return native.NativeLlama(card.spec, weights, kv, max_positions, COMPILED_SCHEMES[config.quantization])
+        return native.NativeDecoder(card.spec, weights, kv, max_positions, COMPILED_SCHEMES[config.quantization])
     if config.quantization is not None:
         raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}; {native.obstacle(card.spec, kv)}")
     lacking = obstacle(card.spec)

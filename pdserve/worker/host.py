@@ -23,6 +23,7 @@ from pdserve.rpc.v1 import link_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.counted import CountedCommands
 from pdserve.worker.messages import Command, StepEvents
+from pdserve.worker.stories import WorkStories
 
 if TYPE_CHECKING:  # the roles run without torch where the model is not the real one
     from torch import Tensor
@@ -102,6 +103,7 @@ class Host:
     draining: bool = False
     """True when the worker takes no new request and only finishes those that it has."""
     counted: CountedCommands = field(default_factory=CountedCommands)
+    stories: WorkStories = field(default_factory=WorkStories)
     _last_seq_id: int = 0
 
     def next_seq_id(self, handle: Handle) -> SeqId:

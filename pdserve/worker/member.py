@@ -157,10 +157,13 @@ class Member:
         return self._host, self.role
 
     def _on_command(self, message: link_pb2.RouterMessage) -> None:
-        if message.WhichOneof("body") == "drain":
+        body, (host, role) = message.WhichOneof("body"), self._started()
+        if body == "drain":
             self.drain()
+        elif body == "explain_work":
+            self.link.send(host.stories.answer(message.explain_work))
         else:
-            self._started()[1].on_command(message)
+            role.on_command(message)
 
     def _on_link_lost(self) -> None:
         host, role = self._started()

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from pdserve.observe.snapshot import ClusterSnapshot
 from router.api.answer import Generation
+from router.api.explanation import Explanation
 from router.api.identity import CancelTokens
 from router.api.request import GenerateInput, Prompt
 
@@ -87,3 +88,6 @@ class AdminApi(Protocol):
     def drain(self, worker_id: str) -> None:
         """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
         `UnknownWorker`."""
+
+    async def explain(self, name: str) -> Explanation:
+        """Explain the newest request with this request id or correlation id. Raises `UnknownRequest` and `Overloaded`."""

@@ -14,15 +14,16 @@ from typing import Final
 
 from pdserve.core.errors import Unavailable
 from pdserve.core.ids import WorkerId
-from pdserve.core.request_machine import RequestEvent
 from pdserve.core.sampling import Placement
 from router.core.events import Effects, EffectsThen, LinkId, SendBind, SendPrefill
 from router.core.live_request import LiveRequest
+from router.core.machines.request_machine import RequestEvent
 from router.core.placer import Placer, Wanted
 from router.core.policy.decider import Reason
 from router.core.probe_book import ProbeBook
 from router.core.registry import Worker
 from router.core.requests import Requests
+from router.core.story import StoryKind
 
 _E = RequestEvent
 
@@ -88,6 +89,7 @@ class Dispatcher:
             return None
         request.unplaceable_since_s = None
         if isinstance(place, Wanted):
+            request.story.waits(now_s, len(place.links))
             return place
         self._requests.waiting.remove(request)
         yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
@@ -97,6 +99,7 @@ class Dispatcher:
         """Let a request wait on that no worker could serve. Once it has waited `recovery_wait_s`, it fails with `error`."""
         if request.unplaceable_since_s is None:
             request.unplaceable_since_s = now_s
+            request.story.note(now_s, StoryKind.NO_WORKER, message=error.message)
         if now_s - request.unplaceable_since_s >= self._recovery_wait_s:
             yield from self._requests.end(request, _E.UNPLACEABLE, now_s, error)
 
@@ -105,6 +108,16 @@ class Dispatcher:
         request.machine.move(_E.DECODE_PICKED)
         request.placement, request.placement_reason = placement, reason.value
         request.prefill_worker = WorkerId("")
+        request.story.note(
+            now_s,
+            StoryKind.PLACED,
+            placement=placement.value,
+            reason=reason.value,
+            decode_worker=worker.hello.worker_id,
+            scores=self._placer.scores,
+            attempt=request.machine.attempt,
+            bind=request.machine.bind,
+        )
         yield from self._send_bind(request, worker, now_s)
 
     def rebind(self, request: LiveRequest, now_s: float) -> EffectsThen[bool]:
@@ -118,6 +131,13 @@ class Dispatcher:
         if worker is None:
             return False
         request.machine.move(_E.REBOUND)
+        request.story.note(
+            now_s,
+            StoryKind.REBOUND,
+            decode_worker=worker.hello.worker_id,
+            scores=self._placer.scores,
+            bind=request.machine.bind,
+        )
         self._requests.ledger.give_back(request.request_id)
         yield from self._send_bind(request, worker, now_s)
         return True
@@ -138,6 +158,7 @@ class Dispatcher:
             return False
         work = self._requests.place_on(worker, request)
         request.times.attempt.prefill_sent_s = now_s
+        request.story.note(now_s, StoryKind.PREFILL_SENT, prefill_worker=worker.hello.worker_id, scores=self._placer.scores)
         worker.sent(work.handle, request.work_len)
         yield SendPrefill(worker.link, request.work(work.handle))
         return True

@@ -7,15 +7,16 @@ exists and the worker has reserved. In a rebind the lease exists first.
 from __future__ import annotations
 
 from pdserve.core.errors import ReplicaLost
-from pdserve.core.request_machine import RequestEvent, RequestState
 from pdserve.core.sampling import Placement
-from pdserve.core.work_machine import WorkEvent, WorkState
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, SendAttach
 from router.core.live_request import LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestEvent, RequestState
+from router.core.machines.work_machine import WorkEvent, WorkState
 from router.core.pairs import Pairs
 from router.core.recovery import Recovery
 from router.core.requests import Requests
+from router.core.story import StoryKind
 from router.core.tokens import Tokens
 
 _S, _E, _W = RequestState, RequestEvent, WorkEvent
@@ -36,12 +37,13 @@ class Handoff:
         """Go on after a reservation: start prefill, attach the lease of a rebind, or let the worker prefill locally."""
         request = work.request
         work.machine.move(_W.RESERVED)
+        request.story.note(now_s, StoryKind.RESERVED, decode_worker=request.decode_worker)
         times = request.times
         times.attempt.reserved_s = now_s
         if times.had_room_s is None:
             times.had_room_s = times.attempt.bind_sent_s
         if request.machine.state is not _S.BINDING:
-            yield from self._attach(request)
+            yield from self._attach(request, now_s)
         elif request.placement is Placement.COLOCATED:
             request.machine.move(_E.RESERVED_LOCAL)
         elif (yield from self._dispatcher.prefill(request, now_s)):
@@ -49,12 +51,14 @@ class Handoff:
         elif request.probe is not None:
             yield from self._recovery.retry(request, ReplicaLost("its prefill worker has left or is leaving"), now_s)
         else:
+            request.story.note(now_s, StoryKind.REQUEUED, why=_E.PREFILL_POOL_EMPTY.value)
             yield from self._dispatcher.requeue(request, _E.PREFILL_POOL_EMPTY)
 
     def no_room(self, work: RemoteWork, event: NoRoom, now_s: float) -> Effects:
         """Go on after a refused bind: the request waits again, and a rebind becomes a retry."""
         request = work.request
         work.machine.move(_W.NO_ROOM)
+        request.story.note(now_s, StoryKind.NO_ROOM, decode_worker=request.decode_worker, blocks_needed=event.blocks_needed)
         worker = self._requests.drop(work)
         if worker is not None:
             worker.refused_blocks = event.blocks_needed
@@ -70,12 +74,14 @@ class Handoff:
         work.machine.move(_W.PREFILL_STARTED)
         request.lease = event
         request.times.attempt.prefill_started_s = now_s
-        yield from self._attach(request)
+        request.story.note(now_s, StoryKind.LEASE_GRANTED, lease=str(event.lease_id), prefill_worker=request.prefill_worker)
+        yield from self._attach(request, now_s)
 
-    def _attach(self, request: LiveRequest) -> Effects:
+    def _attach(self, request: LiveRequest, now_s: float) -> Effects:
         decode, lease = request.decode, request.lease
         if decode is not None and decode.machine.state is WorkState.RESERVED and lease is not None:
             decode.machine.move(_W.ATTACHED)
+            request.story.note(now_s, StoryKind.ATTACHED, decode_worker=request.decode_worker)
             yield SendAttach(decode.link, decode.handle, lease.lease_id, lease.ticket)
 
     def committed(self, work: RemoteWork, event: KvCommitted, now_s: float) -> Effects:
@@ -84,6 +90,7 @@ class Handoff:
         work.machine.move(_W.KV_COMMITTED)
         request.committed = event
         request.times.attempt.kv_committed_s = now_s
+        request.story.note(now_s, StoryKind.COMMITTED, kv_bytes=event.kv_bytes, transfer_s=event.transfer_s)
         self._praise_pair(request)
         if request.machine.state is _S.HANDOFF:
             yield from self._tokens.start_decoding(request, now_s)

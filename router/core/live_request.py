@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, RequestId, WorkerId
-from pdserve.core.request_machine import RequestMachine
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
-from pdserve.core.work_machine import WorkMachine
 from router.api.answer import Report
 from router.core.events import KvCommitted, LinkId, PrefillStarted, Role, Submit, Work
+from router.core.machines.request_machine import RequestMachine
+from router.core.machines.work_machine import WorkMachine
 from router.core.output import OrderedOutput
+from router.core.story import RequestStory
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +74,7 @@ class LiveRequest:
     machine: RequestMachine
     output: OrderedOutput
     times: Times
+    story: RequestStory
     probe: Probe | None = None
     correlation_id: str = ""
     placement: Placement = Placement.AUTO
@@ -111,6 +113,7 @@ class LiveRequest:
             machine=RequestMachine(submit.request_id),
             output=OrderedOutput(submit.spec.sampling.max_tokens),
             times=Times(submit.arrived_s),
+            story=RequestStory(submit),
             probe=probe,
             correlation_id=submit.correlation_id,
         )

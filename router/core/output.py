@@ -75,4 +75,4 @@ def delta_of(row: Row, *, logprobs: bool) -> Delta:
         found = unpack_logprobs(row.logprobs, len(ids)) if logprobs else ()
         return Delta(row.index, ids, row.text.decode(), FINISH_BY_NUMBER[row.finish_reason], found)
     except (ValueError, KeyError) as exc:
-        raise InternalBug(f"row {row.index} of handle {row.handle} cannot be read: {exc!r}") from exc
+        raise InternalBug(f"row {row.index} of handle {row.handle} cannot be read: {type(exc).__name__}: {exc}") from exc

@@ -62,6 +62,8 @@ class Placer:
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
+        self.scores = ""
+        """The candidates of the last pick with their scores, for stories. Workers that were filtered out are not among them."""
         self._turns = dict.fromkeys(Role, 0)  # a shared turn, advancing by two a handoff, would always pick the same of two
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
@@ -186,9 +188,12 @@ class Placer:
         return None if worker is None else worker.hello
 
     def _pick(self, role: Role, among: list[Candidate], request: RequestView) -> Worker | None:
-        picked = pick(among, self._rankings[role](among, request), self._turns[role])
+        scores = self._rankings[role](among, request)
+        picked = pick(among, scores, self._turns[role])
         if picked is None:
             return None
+        named = [(self._hello(c.link), score) for c, score in zip(among, scores, strict=True)]
+        self.scores = ", ".join([f"{hello.worker_id} {score:.3g}" for hello, score in named if hello is not None])
         self._turns[role] += 1
         return self._registry.get(picked.link)
 

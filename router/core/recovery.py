@@ -21,14 +21,15 @@ from typing import Final
 from pdserve.config import RouterConfig
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ErrorCode, PdserveError
-from pdserve.core.request_machine import RequestEvent, RequestState
-from pdserve.core.work_machine import WorkState
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, RequestFailed, Role
 from router.core.live_request import LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestEvent, RequestState
+from router.core.machines.work_machine import WorkState
 from router.core.pairs import Pairs
 from router.core.requests import Requests
 from router.core.retry import RetryBucket, after_attempts
+from router.core.story import StoryKind
 
 _S, _E = RequestState, RequestEvent
 
@@ -55,6 +56,7 @@ class Recovery:
     def worker_lost(self, work: RemoteWork, error: PdserveError, now_s: float) -> Effects:
         """Recover a request from the loss of a worker that has left the registry."""
         request = work.request
+        request.story.note(now_s, StoryKind.LOST, role=work.role.value, error=error.code.value, message=error.message)
         self._requests.drop(work)
         if request.probe is None and work.role is Role.DECODE:
             if request.machine.state is _S.BINDING:
@@ -70,6 +72,8 @@ class Recovery:
     def work_failed(self, work: RemoteWork, event: RequestFailed, now_s: float) -> Effects:
         """Recover a request that a worker gave up. The worker lives on."""
         error = event.error
+        story = work.request.story
+        story.note(now_s, StoryKind.LOST, role=work.role.value, error=error.code.value, message=error.message)
         if work.role is Role.DECODE and work.request.prefill is not None:
             self._blame_pair(work.request.prefill, work, event, now_s)
         if error.code is ErrorCode.DEADLINE_EXCEEDED:
@@ -117,6 +121,7 @@ class Recovery:
         else:
             request.machine.move(_E.RETRIED)
             request.retry_reasons += (error.code.value,)
+            request.story.note(now_s, StoryKind.RETRIED, attempt=request.machine.attempt, emitted=len(request.emitted))
             yield from self._requests.withdraw(request)
             request.start_over()
             self._requests.wait(request)

@@ -10,14 +10,16 @@ from typing import Final, TypeVar
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError
 from pdserve.core.ids import Handle, RequestId
-from pdserve.core.request_machine import RequestEvent, RequestState
-from pdserve.core.work_machine import WorkMachine, WorkState
+from pdserve.observe.story import Value
 from router.core.deadlines import Deadlines
 from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, Role, SendCancel, Submit
 from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
+from router.core.machines.request_machine import RequestEvent, RequestState
+from router.core.machines.work_machine import WorkMachine, WorkState
 from router.core.probe_book import ProbeBook
 from router.core.registry import Registry, Worker
+from router.core.story import RequestStory, Stories, StoryKind
 from router.core.waiting import WaitingRequests
 
 _S, _E = RequestState, RequestEvent
@@ -37,6 +39,7 @@ class Requests:
         """The number of requests that have ended. When it grows, there may be room on workers."""
         self.ledger = Ledger()
         self.outputs = OutputMean()
+        self.stories = Stories()
         self._probe_book = probe_book
         self._by_id: dict[RequestId, LiveRequest] = {}
         self.deadlines = Deadlines(self._by_id)
@@ -51,6 +54,10 @@ class Requests:
     def get(self, request_id: RequestId) -> LiveRequest | None:
         """Return a live request, or None when it has ended or never was."""
         return self._by_id.get(request_id)
+
+    def stories_of(self, name: str) -> list[RequestStory]:
+        """Return the stories of this request or correlation id, the newest first. Probes have none. Raises `UnknownRequest`."""
+        return self.stories.find(name, [r.story for r in self._by_id.values() if r.probe is None])
 
     def probes(self) -> list[LiveRequest]:
         """Return the live probes."""
@@ -85,6 +92,7 @@ class Requests:
         else:
             request.prefill, request.prefill_worker = work, worker.hello.worker_id
         worker.work[handle] = work
+        request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
         return work
 
@@ -157,6 +165,7 @@ class Requests:
         yield from self.withdraw(request)
         report = request.report(now_s=now_s)
         self.ended += 1
+        self._end_story(request, now_s, error)
         del self._by_id[request.request_id]
         if request.probe is not None:
             self._probes -= 1
@@ -167,6 +176,14 @@ class Requests:
             yield EmitFailed(request.request_id, error, report)
         if request.probe is None:
             self.waiting.saw_finish(now_s)
+
+    def _end_story(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:
+        """Keep the story. This may be repeated when the end of the request has failed."""
+        state = request.machine.state
+        why: dict[str, Value] = {} if error is None else {"error": error.code.value, "message": error.message}
+        request.story.note(now_s, StoryKind.ENDED, state=state.value, tokens=len(request.emitted), **why)
+        if request.probe is None:
+            self.stories.ended(request.story, state)
 
     def check_invariants(self) -> None:
         """Assert that all books agree. This walks over all requests and workers."""

@@ -23,7 +23,6 @@ from pdserve.core.errors import (
     WorkerIdTaken,
 )
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
-from pdserve.core.request_machine import RequestEvent
 from router.core.dispatcher import Dispatcher
 from router.core.events import (
     ClientGone,
@@ -53,6 +52,7 @@ from router.core.events import (
 )
 from router.core.handoff import Handoff
 from router.core.live_request import LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestEvent
 from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy.ranking import BUILT_IN, Rankings
@@ -61,6 +61,7 @@ from router.core.probes import Probes
 from router.core.recovery import Recovery
 from router.core.registry import Registry, Worker
 from router.core.requests import Requests
+from router.core.story import RequestStory, StoryKind
 from router.core.tokens import Tokens
 from router.core.waiting import WaitingRequests
 
@@ -120,6 +121,10 @@ class RouterCore:
         """Tell whether the request has been accepted and has not ended."""
         return self.requests.get(request_id) is not None
 
+    def stories_of(self, name: str) -> list[RequestStory]:
+        """Return the stories of this request or correlation id, the newest first. Raises `UnknownRequest`."""
+        return self.requests.stories_of(name)
+
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
         """Apply an event and return the effects, in the order in which they are to be performed. A Submit or DrainAsked that is
         refused raises its error and changes nothing. A bug is returned as an effect, after those of all that was done."""
@@ -148,6 +153,7 @@ class RouterCore:
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
         self.waiting.check_room(len(submit.spec.prompt_ids), now_s=now_s)
+        request.story.note(now_s, StoryKind.QUEUED, prompt_tokens=len(submit.spec.prompt_ids), waiting=len(self.waiting))
         return self.requests.alone(request, self._accept(request), now_s)
 
     def _accept(self, request: LiveRequest) -> Effects:

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import Handle
-from pdserve.core.request_machine import RequestEvent, RequestState
 from pdserve.core.sampling import FinishReason, Placement
-from pdserve.core.work_machine import WorkEvent, WorkState
 from router.api.answer import Delta
 from router.core.events import Effect, Effects, EmitDelta, Role, Row, StepRows
 from router.core.live_request import LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestEvent, RequestState
+from router.core.machines.work_machine import WorkEvent, WorkState
 from router.core.output import delta_of
 from router.core.requests import Requests
+from router.core.story import StoryKind
 
 _S, _E = RequestState, RequestEvent
 
@@ -56,7 +57,7 @@ class Tokens:
         `InternalBug` for several tokens, when no lease was granted, or when the token came already."""
         request = work.request
         if len(delta.ids) != 1:
-            raise InternalBug(f"request {request.request_id}: prefill sent {delta}")
+            raise InternalBug(f"request {request.request_id}: prefill sent {len(delta.ids)} tokens")
         work.machine.move(WorkEvent.FIRST_TOKEN)
         request.output.pass_first(delta.index)
         request.times.attempt.prefill_ended_s = now_s
@@ -84,6 +85,7 @@ class Tokens:
         for delta in deltas:
             if times.first_token_s is None:
                 times.first_token_s = now_s
+                request.story.note(now_s, StoryKind.FIRST_TOKEN)
             times.last_token_s = now_s
             request.emitted.extend(delta.ids)
             if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:

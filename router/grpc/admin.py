@@ -1,4 +1,4 @@
-"""The administration of a router, on a port of its own: the state of the cluster, and drains.
+"""The administration of a router, on a port of its own: the state of the cluster, stories of requests, and drains.
 
 On loopback everybody on the machine may call. On any other address each call must carry the cluster's token.
 """
@@ -13,10 +13,11 @@ from pdserve.core.setting_types import is_loopback
 from pdserve.rpc import status
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.server import bind_port, client_options, make_server, stop_server
-from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, story_pb2
 from router.api.router_api import AdminApi
 from router.grpc.cluster_state import cluster_state_to_wire
 from router.grpc.draining import find, follow
+from router.grpc.explanation import explanation_to_wire
 from router.grpc.malformed import MalformedGuard
 
 SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -49,6 +50,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise
         async for progress in follow(self._router.snapshot, worker):
             await context.write(inference_pb2.DrainProgress(**dataclasses.asdict(progress)))
+
+    async def ExplainRequest(self, request: story_pb2.ExplainRequestRequest, context: Any) -> story_pb2.ExplainRequestResponse:
+        await self._authorise(context)
+        try:
+            return explanation_to_wire(await self._router.explain(request.request_id))
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
 
     async def _authorise(self, context: Any) -> None:
         if self._token is not None:

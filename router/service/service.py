@@ -20,6 +20,7 @@ from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
+from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
 from router.api.router_api import ModelInfo
@@ -27,15 +28,17 @@ from router.core import events as ev
 from router.core.pairs import AsidePair
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
+from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.buffered_generation import BufferedGeneration
+from router.service.explaining import Explainer
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
 from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
 from router.service.record import record_of
 from router.workers.link import Links, LinkService
-from router.workers.wire import command_to_wire, welcome
+from router.workers.wire import Heard, WorkExplained, command_to_wire, welcome
 
 logger = logging.getLogger(__name__)
 
@@ -57,22 +60,28 @@ class RouterService:
         *,
         cluster_token: str = "",
         links: Links | None = None,
+        notes: Notes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`links` serves the workers' links. None: a `LinkService` under `cluster_token` serves them on this loop."""
+        """`links` serves the workers' links. None: a `LinkService` under `cluster_token` serves them on this loop.
+
+        `notes` takes every event of the core. None: nobody does.
+        """
         self.model = model
         self.model_name = model.name
         self.max_body_bytes = config.max_body_bytes
         self.max_deadline_s = config.max_deadline_s
         self.incarnation = Incarnation(secrets.randbits(64))
         self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
-        self.links: Links = links or LinkService(cluster_token, self.tell)
+        self.links: Links = links or LinkService(cluster_token, self.hear)
         apart = config.placement == Placement.DISAGGREGATED.value
         self._needed_roles = (ev.Role.DECODE, ev.Role.PREFILL) if apart else (ev.Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
+        self._notes = notes
         self._metrics = Metrics(self.snapshot)
         self._core = RouterCore(config, model.card.fingerprint, rankings_of(config, self._metrics.policy_fault))
+        self._explainer = Explainer(self._core, self.links, clock)
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
@@ -121,6 +130,10 @@ class RouterService:
     def drain(self, worker_id: str) -> None:
         """Implements `AdminApi.drain`."""
         self.tell(ev.DrainAsked(WorkerId(worker_id)))
+
+    async def explain(self, name: str) -> Explanation:
+        """Implements `AdminApi.explain`."""
+        return await self._explainer.explain(name)
 
     async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
         """Implements `RouterApi.tokenize`."""
@@ -199,10 +212,17 @@ class RouterService:
 
     # Events in, effects out --------------------------------------------------------------------------------------------
 
+    def hear(self, heard: Heard) -> None:
+        """Take what a link delivers: an answer to a question, or an event for the core."""
+        if isinstance(heard, WorkExplained):
+            self._explainer.answered(heard)
+        else:
+            self.tell(heard)
+
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and perform its effects. Every event except a Submit goes through here. A bug of the core is
         raised after the effects were performed."""
-        bug = self._perform(self._core.handle(event, now_s=self._clock()))
+        bug = self._perform(self._handle(event))
         if type(event) is not ev.StepRows:  # tokens do not change readiness
             self._note_ready()
         if bug is not None:
@@ -210,7 +230,7 @@ class RouterService:
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
         generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released)
-        effects = self._core.handle(submit, now_s=self._clock())  # raises before anything is registered
+        effects = self._handle(submit)  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None
         self._busy.set()
@@ -222,6 +242,18 @@ class RouterService:
                 self._live.pop(submit.request_id, None)
             raise bug
         return generation
+
+    def _handle(self, event: ev.Event) -> list[ev.Effect]:
+        now_s = self._clock()
+        if self._notes is None:
+            return self._core.handle(event, now_s=now_s)
+        try:
+            effects = self._core.handle(event, now_s=now_s)
+        except Exception as exc:
+            self._notes.note(now_s, event, exc)
+            raise
+        self._notes.note(now_s, event, effects)
+        return effects
 
     def _perform(self, effects: list[ev.Effect]) -> Exception | None:
         """Perform the effects in their order. Return the first bug that they report, after a look at the core's books."""

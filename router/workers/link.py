@@ -22,7 +22,7 @@ from pdserve.rpc import status
 from pdserve.rpc.numbering import Incoming, Outgoing
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from router.core import events as ev
-from router.workers.wire import event_from_wire, hello_from_wire
+from router.workers.wire import Heard, event_from_wire, hello_from_wire
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ HELLO_TIMEOUT_S: Final = 5.0
 MAX_OUTBOUND: Final = 4096
 """At most this many commands wait to be written to one worker: several for each request that it could hold."""
 
-Deliver = Callable[[ev.WorkerEvent], None]
+Deliver = Callable[[Heard], None]
 
 
 class Links(Protocol):

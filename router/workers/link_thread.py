@@ -24,6 +24,7 @@ from pdserve.rpc.server import bind_port, client_options, make_server, stop_serv
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from router.core import events as ev
 from router.workers.link import Deliver, LinkService
+from router.workers.wire import Heard
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class LinkThread:
     def __init__(self, cluster_token: str, max_connections: int = MAX_CONNECTIONS) -> None:
         self._token = cluster_token
         self._max_connections = max_connections
-        self._heard: deque[ev.WorkerEvent] = deque()
+        self._heard: deque[Heard] = deque()
         self._heard_since_s: float | None = None  # None: the main loop has not been woken for a batch
         self._said: deque[Callable[[LinkService], None]] = deque()
         self._told_to_say = False
@@ -141,7 +142,7 @@ class LinkThread:
             self._loop = None
             await stop_server(server)
 
-    def _hear(self, event: ev.WorkerEvent) -> None:
+    def _hear(self, event: Heard) -> None:
         assert self._main is not None
         if len(self._heard) >= MAX_HEARD and type(event) is not ev.WorkerLeft:
             assert self._service is not None

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
-from pdserve.core.ids import Handle, Incarnation
+from pdserve.core.ids import Handle, Incarnation, RequestId
+from pdserve.observe.story import MAX_ENTRIES, Entry
 from pdserve.rpc import codec
 from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, spec_to_fields
 from pdserve.rpc.status import from_reason
-from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
+from pdserve.rpc.story import entries_from_wire
+from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2, story_pb2
 from router.core import events as ev
+
+
+@dataclass(frozen=True, slots=True)
+class WorkExplained:
+    """A worker's answer to a question about a request. The core does not get it. Times of `entries` are minus their age."""
+
+    link: ev.LinkId
+    question: int
+    entries: tuple[Entry, ...]
+    left_out: int
+
+
+Heard = ev.WorkerEvent | WorkExplained
+"""Whatever a link may deliver."""
 
 
 def hello_from_wire(hello: common_pb2.WorkerHello) -> ev.WorkerHello:
@@ -25,7 +42,7 @@ def hello_from_wire(hello: common_pb2.WorkerHello) -> ev.WorkerHello:
     return read
 
 
-def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> ev.WorkerEvent | None:
+def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> Heard | None:
     """Return the event of a message. None: a newer worker sent a message that this router does not know. Raises `InternalBug`
     for a second Hello."""
     kind = message.WhichOneof("body")
@@ -66,7 +83,12 @@ def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.WorkerEven
     return ev.RequestFailed(link, Handle(m.handle), _error(m.reason, m.message), m.pair_failed)
 
 
-_READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.WorkerEvent]]] = {
+def _work_explained(link: ev.LinkId, m: story_pb2.WorkExplained) -> WorkExplained:
+    entries = entries_from_wire(m.entries[:MAX_ENTRIES], since_s=0.0)
+    return WorkExplained(link, m.question, tuple([Entry(*entry) for entry in entries]), m.left_out)
+
+
+_READERS: Final[dict[str, Callable[[ev.LinkId, Any], Heard]]] = {
     "heartbeat": _heartbeat,
     "prefill_started": _prefill_started,
     "reserved": _reserved,
@@ -74,6 +96,7 @@ _READERS: Final[dict[str, Callable[[ev.LinkId, Any], ev.WorkerEvent]]] = {
     "kv_committed": _kv_committed,
     "request_failed": _request_failed,
     "worker_lost": _worker_lost,
+    "work_explained": _work_explained,
 }
 
 
@@ -87,6 +110,11 @@ def _error(reason: int, message: str) -> PdserveError:
 def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
     """Return the message that accepts a worker."""
     return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=incarnation))
+
+
+def question_to_wire(question: int, request_id: RequestId) -> link_pb2.RouterMessage:
+    """Return the message that asks a worker for its part of a request."""
+    return link_pb2.RouterMessage(explain_work=story_pb2.ExplainWork(question=question, request_id=request_id))
 
 
 def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:

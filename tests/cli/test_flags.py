@@ -78,6 +78,13 @@ def test_flags_override_the_file_and_set_overrides_both(tmp_path: Path) -> None:
     assert (config.engine.block_size, config.engine.max_num_seqs) == (32, 4)
 
 
+def test_a_relative_recording_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router runs in another directory."""
+    monkeypatch.chdir(tmp_path)
+    assert parse("--record", "file").router.record_file == str(tmp_path / "file")
+    assert parse().router.record_file is None
+
+
 def test_a_relative_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)

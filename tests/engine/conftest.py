@@ -14,7 +14,7 @@ from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
-from pdserve.engine.models import native_llama as native
+from pdserve.engine.models import native_decoder as native
 from pdserve.engine.runner import ModelRunner
 
 RunnerFactory = Callable[..., ModelRunner]

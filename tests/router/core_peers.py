@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from faultsim.recorded import MemoryNotes
 from pdserve.config import RouterConfig
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
@@ -137,6 +138,9 @@ class Stage:
     def __init__(self, **config: object) -> None:
         settings = RouterConfig(**({"probe_workers": False} | config))  # type: ignore[arg-type]
         self.core = RouterCore(settings, FINGERPRINT)
+        self.notes = MemoryNotes(settings, FINGERPRINT)
+        self.replayable = True
+        """False: a test has changed the core by hand or breaks it, which no recording tells."""
         self.now_s = 0.0
         self.peers: dict[ev.LinkId, Peer] = {}
         self.outcomes: dict[RequestId, Outcome] = {}
@@ -147,7 +151,12 @@ class Stage:
         self._prefills: dict[tuple[Incarnation, int], ev.Work] = {}
 
     def tell(self, event: ev.Event) -> list[ev.Effect]:
-        effects = self.core.handle(event, now_s=self.now_s)
+        try:
+            effects = self.core.handle(event, now_s=self.now_s)
+        except Exception as exc:
+            self.notes.note(self.now_s, event, exc)
+            raise
+        self.notes.note(self.now_s, event, effects)
         for effect in effects:
             if isinstance(effect, ev.SendBind | ev.SendPrefill):
                 worker = self.core.registry.get(effect.link)
@@ -286,7 +295,8 @@ class Stage:
                 return
 
     def assert_empty(self) -> None:
-        """Nothing is left: no request, ledger entry, remote work; every request ended once."""
+        """Nothing is left: no request, ledger entry, remote work; every request ended once. A replay decides the same."""
+        assert not self.replayable or not self.notes.problems()
         self.core.check_invariants()
         assert self.core.num_requests == 0
         assert len(self.core.ledger) == 0
@@ -295,3 +305,20 @@ class Stage:
             assert not peer.jobs, f"{peer.hello.worker_id} still holds {list(peer.jobs)}"
         for request_id, outcome in self.outcomes.items():
             assert len(outcome.ended) == 1, f"{request_id} ended as {outcome.ended}"
+            if self.replayable:
+                self._check_story(request_id, outcome)
+
+    def _check_story(self, request_id: RequestId, outcome: Outcome) -> None:
+        """Check that a story is whole: it begins and ends once, in the order of time, and agrees with the report."""
+        story = self.core.requests.stories.get(request_id)
+        if story is None or outcome.report is None:
+            return  # many requests have ended since
+        kinds = [entry.kind for entry in story.entries]
+        assert (kinds[0], kinds[-1], kinds.count("queued"), kinds.count("ended")) == ("queued", "ended", 1, 1)
+        times = [entry.at_s for entry in story.entries]
+        assert times == sorted(times)
+        if not story.left_out:
+            assert kinds.count("retried") == outcome.report.attempts - 1
+            assert kinds.count("placed") + kinds.count("rebound") == outcome.report.binds
+            assert kinds.count("rebound") == outcome.report.rebinds
+            assert kinds.count("first_token") == bool(outcome.emitted)

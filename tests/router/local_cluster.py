@@ -54,6 +54,7 @@ class LocalCluster:
     grpc_address: str
     admin: Any
     workers: list[FakeWorker]
+    admin_port: int
 
     @property
     def prefill(self) -> FakeWorker:
@@ -142,7 +143,7 @@ async def local_cluster(
         parser = RequestParser(service.max_body_bytes)
         stack.callback(parser.close)
         stack.push_async_callback(links.close)
-        link_port = await links.start(service.tell, HOST, 0)
+        link_port = await links.start(service.hear, HOST, 0)
         front = GrpcFront(service, parser, MAX_CONNECTIONS)
         stack.push_async_callback(front.close)
         await front.start(HOST, 0)
@@ -154,7 +155,7 @@ async def local_cluster(
         await admin_server.start(HOST, 0)
         admin_channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{admin_server.port}"))
         admin = admin_pb2_grpc.AdminStub(admin_channel)
-        cluster = LocalCluster(service, parser, stub, channel, f"{HOST}:{link_port}", address, admin, [])
+        cluster = LocalCluster(service, parser, stub, channel, f"{HOST}:{link_port}", address, admin, [], admin_server.port)
         for role in roles:
             await stack.enter_async_context(cluster.worker(role, **worker()))
         yield cluster

@@ -11,7 +11,7 @@ from pdserve.client import AdminClient, CallFailed
 from pdserve.config import RouterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting_types import is_loopback
-from pdserve.rpc.v1 import inference_pb2
+from pdserve.rpc.v1 import inference_pb2, story_pb2
 from router.grpc import admin as grpc_admin
 from router.grpc.admin import AdminServer
 
@@ -24,6 +24,7 @@ def test_a_stranger_on_the_clients_port_can_neither_drain_nor_look_at_the_cluste
             asks = {
                 "Drain": inference_pb2.DrainRequest(worker_id="decode-0"),
                 "GetClusterState": inference_pb2.GetClusterStateRequest(),
+                "ExplainRequest": story_pb2.ExplainRequestRequest(request_id="any"),
             }
             for service in ("Inference", "Admin"):
                 for method, request in asks.items():
@@ -58,7 +59,7 @@ def test_off_loopback_each_call_needs_the_clusters_token(monkeypatch: pytest.Mon
 def _ask(address: str) -> None:
     for token in ("", "wrong"):
         with AdminClient(address, token) as stranger:
-            for ask in (stranger.cluster_state, lambda: list(stranger.drain("prefill-0"))):
+            for ask in (stranger.cluster_state, lambda: list(stranger.drain("prefill-0")), lambda: stranger.explain("any")):
                 with pytest.raises(CallFailed) as caught:
                     ask()
                 assert caught.value.status is grpc.StatusCode.UNAUTHENTICATED

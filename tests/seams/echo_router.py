@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import Cancelled, InternalBug, UnknownWorker
+from pdserve.core.errors import Cancelled, InternalBug, UnknownRequest, UnknownWorker
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import FinishReason, Placement
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Delta, Generation, Report
+from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
 from router.api.router_api import AdminApi, ModelInfo, RouterApi
@@ -124,6 +125,10 @@ class EchoRouter:
     def snapshot(self) -> ClusterSnapshot:
         """Return a cluster of one worker."""
         return ClusterSnapshot(1, 0, 0, self.workers)
+
+    async def explain(self, name: str) -> Explanation:
+        """Keep no stories."""
+        raise UnknownRequest(f"no story of {name!r} is kept", field="request_id")
 
     def drain(self, worker_id: str) -> None:
         """Let the worker go at once."""

@@ -210,7 +210,7 @@ def test_tokens_of_a_sequence_that_fails_in_the_same_step_come_before_its_failur
     async def story() -> None:
         worker = bench(DecodeRole)
         worker.role.on_command(bind(FIRST))
-        worker.role.on_step(StepEvents(reserved=(ReserveResult(SeqId(1), (BlockId(1),)),)))
+        worker.role.on_step(StepEvents(reserved=(ReserveResult(SeqId(1), ((BlockId(1),),)),)))
         worker.role.on_step(StepEvents(failed=(SeqId(1),), tokens=(OutputToken(SeqId(1), 0, 3, None),)))
         kinds = [message.WhichOneof("body") for message in worker.said]
         assert kinds[-2:] == ["step_batch", "request_failed"]

@@ -23,15 +23,16 @@ _sym_db = _symbol_database.Default()
 
 
 from pdserve.rpc.v1 import inference_pb2 as pdserve_dot_rpc_dot_v1_dot_inference__pb2
+from pdserve.rpc.v1 import story_pb2 as pdserve_dot_rpc_dot_v1_dot_story__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/rpc/v1/admin.proto\x12\x0epdserve.rpc.v1\x1a\x1epdserve/rpc/v1/inference.proto2\xb3\x01\n\x05\x41\x64min\x12\x62\n\x0fGetClusterState\x12&.pdserve.rpc.v1.GetClusterStateRequest\x1a\'.pdserve.rpc.v1.GetClusterStateResponse\x12\x46\n\x05\x44rain\x12\x1c.pdserve.rpc.v1.DrainRequest\x1a\x1d.pdserve.rpc.v1.DrainProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/rpc/v1/admin.proto\x12\x0epdserve.rpc.v1\x1a\x1epdserve/rpc/v1/inference.proto\x1a\x1apdserve/rpc/v1/story.proto2\x94\x02\n\x05\x41\x64min\x12\x62\n\x0fGetClusterState\x12&.pdserve.rpc.v1.GetClusterStateRequest\x1a\'.pdserve.rpc.v1.GetClusterStateResponse\x12\x46\n\x05\x44rain\x12\x1c.pdserve.rpc.v1.DrainRequest\x1a\x1d.pdserve.rpc.v1.DrainProgress0\x01\x12_\n\x0e\x45xplainRequest\x12%.pdserve.rpc.v1.ExplainRequestRequest\x1a&.pdserve.rpc.v1.ExplainRequestResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ADMIN']._serialized_start=79
-  _globals['_ADMIN']._serialized_end=258
+  _globals['_ADMIN']._serialized_start=107
+  _globals['_ADMIN']._serialized_end=383
 # @@protoc_insertion_point(module_scope)

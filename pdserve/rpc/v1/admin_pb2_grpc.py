@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from pdserve.rpc.v1 import inference_pb2 as pdserve_dot_rpc_dot_v1_dot_inference__pb2
+from pdserve.rpc.v1 import story_pb2 as pdserve_dot_rpc_dot_v1_dot_story__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -44,6 +45,11 @@ class AdminStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
                 _registered_method=True)
+        self.ExplainRequest = channel.unary_unary(
+                '/pdserve.rpc.v1.Admin/ExplainRequest',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_story__pb2.ExplainRequestRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_story__pb2.ExplainRequestResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -64,6 +70,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainRequest(self, request, context):
+        """Returns the story of a request that runs or has ended not long ago, with the part of each worker that answered within two
+        seconds. An id of which no story is kept is NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +90,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.SerializeToString,
+            ),
+            'ExplainRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRequest,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_story__pb2.ExplainRequestRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_story__pb2.ExplainRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +151,33 @@ class Admin:
             '/pdserve.rpc.v1.Admin/Drain',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.Admin/ExplainRequest',
+            pdserve_dot_rpc_dot_v1_dot_story__pb2.ExplainRequestRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_story__pb2.ExplainRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_REQUEST_TIMEOUT: _ClassVar[ErrorReason]
     ERROR_REASON_KV_CORRUPT: _ClassVar[ErrorReason]
     ERROR_REASON_KV_ROTTED: _ClassVar[ErrorReason]
+    ERROR_REASON_UNKNOWN_REQUEST: _ClassVar[ErrorReason]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -69,6 +70,7 @@ ERROR_REASON_NUMERICAL_ERROR: ErrorReason
 ERROR_REASON_REQUEST_TIMEOUT: ErrorReason
 ERROR_REASON_KV_CORRUPT: ErrorReason
 ERROR_REASON_KV_ROTTED: ErrorReason
+ERROR_REASON_UNKNOWN_REQUEST: ErrorReason
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role

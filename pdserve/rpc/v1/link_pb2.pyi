@@ -1,6 +1,7 @@
 from pdserve.rpc.v1 import common_pb2 as _common_pb2
 from pdserve.rpc.v1 import prefill_pb2 as _prefill_pb2
 from pdserve.rpc.v1 import decode_pb2 as _decode_pb2
+from pdserve.rpc.v1 import story_pb2 as _story_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -10,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("number", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed", "worker_lost")
+    __slots__ = ("number", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed", "worker_lost", "work_explained")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +22,7 @@ class WorkerMessage(_message.Message):
     KV_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FAILED_FIELD_NUMBER: _ClassVar[int]
     WORKER_LOST_FIELD_NUMBER: _ClassVar[int]
+    WORK_EXPLAINED_FIELD_NUMBER: _ClassVar[int]
     number: int
     hello: _common_pb2.WorkerHello
     heartbeat: _common_pb2.WorkerLoad
@@ -31,10 +33,11 @@ class WorkerMessage(_message.Message):
     kv_committed: _decode_pb2.KvCommitted
     request_failed: RequestFailed
     worker_lost: WorkerLost
-    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ...) -> None: ...
+    work_explained: _story_pb2.WorkExplained
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ..., work_explained: _Optional[_Union[_story_pb2.WorkExplained, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("number", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive")
+    __slots__ = ("number", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive", "explain_work")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +46,7 @@ class RouterMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_WORK_FIELD_NUMBER: _ClassVar[int]
     number: int
     welcome: Welcome
     prefill: _prefill_pb2.Prefill
@@ -51,7 +55,8 @@ class RouterMessage(_message.Message):
     cancel: Cancel
     drain: Drain
     alive: Alive
-    def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[_prefill_pb2.Prefill, _Mapping]] = ..., bind: _Optional[_Union[_decode_pb2.Bind, _Mapping]] = ..., attach: _Optional[_Union[_decode_pb2.Attach, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+    explain_work: _story_pb2.ExplainWork
+    def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[_prefill_pb2.Prefill, _Mapping]] = ..., bind: _Optional[_Union[_decode_pb2.Bind, _Mapping]] = ..., attach: _Optional[_Union[_decode_pb2.Attach, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., explain_work: _Optional[_Union[_story_pb2.ExplainWork, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("router_incarnation",)

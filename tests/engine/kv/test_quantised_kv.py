@@ -23,7 +23,7 @@ from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.format import LARGEST
 from pdserve.engine.kv.span import Span
-from pdserve.engine.models import native_llama as native
+from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.batched import BatchedDecoder
 from pdserve.engine.models.weights import load_weights
 from pdserve.engine.native import library
@@ -206,7 +206,7 @@ def test_compiled_and_torch_store_the_same_bytes_of_the_same_values(make_runner,
     ids = random_ids(300, vocab)
     plain = make_runner(model, dtype="bfloat16", kv_cache_dtype="fp32", kv_cache_memory=96 * MIB)
     quantised = make_runner(model, dtype="bfloat16", kv_cache_dtype=kind)
-    assert isinstance(quantised._model, native.NativeLlama)
+    assert isinstance(quantised._model, native.NativeDecoder)
     quantised.kv.caches[0].blocks.fill_(0xFF)  # NaN wherever a former owner's numbers or scales would be read
     for runner in (plain, quantised):
         assert replayed(runner, ids, CUTS, TABLE).isfinite().all()
@@ -235,7 +235,7 @@ def test_compiled_attention_reads_what_is_stored(tiny_dir, kind):
     settings = {"kv_cache_memory": 4 * MIB, "kv_cache_dtype": kind}
     compiled = ModelRunner.make(card, EngineConfig(dtype="bfloat16", **settings), read)
     by_torch = ModelRunner.make(card, EngineConfig(dtype="float32", **settings), read)
-    assert isinstance(compiled._model, native.NativeLlama)
+    assert isinstance(compiled._model, native.NativeDecoder)
     assert isinstance(by_torch._model, BatchedDecoder)
     off, size = [], []
     for length in (2, 17, 70, 128, 300):

@@ -20,7 +20,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams, uniform
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
-from pdserve.engine.models import native_llama as native
+from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.batched import BatchedDecoder
 from pdserve.engine.models.weights import ModelWeights, load_weights
 from pdserve.engine.native import library
@@ -41,7 +41,7 @@ def pair(request, make_runner):
         pytest.skip(f"the model is not installed: {exc.message}")
     compiled = make_runner(request.param, dtype="bfloat16")
     plain = make_runner(request.param, compiled=False, dtype="bfloat16")
-    assert isinstance(compiled._model, native.NativeLlama)
+    assert isinstance(compiled._model, native.NativeDecoder)
     assert isinstance(plain._model, BatchedDecoder)
     return compiled, plain, make_runner(request.param)
 

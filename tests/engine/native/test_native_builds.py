@@ -11,7 +11,7 @@ from native_builds import NATIVE, build, compiler
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.step_plan import StepPlan
-from pdserve.engine.models import native_llama as native
+from pdserve.engine.models import native_decoder as native
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
@@ -24,7 +24,7 @@ def logits_of(tiny_dir, make_sheets, way) -> list[torch.Tensor]:
     """A prompt in two chunks beside another, then a decode of both."""
     config = EngineConfig(kv_cache_memory=8 * MIB, dtype="bfloat16", threads=2, max_model_len=512, **way)
     runner = ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), config)
-    assert isinstance(runner._model, native.NativeLlama)
+    assert isinstance(runner._model, native.NativeDecoder)
     long, short = make_sheets(runner, [300, 41], random.Random(3))
     steps = [
         StepPlan((long.piece(0, 170), short.piece(0, 40))),

@@ -13,7 +13,7 @@ from pdserve.checkpoint.families.llama import llama_spec
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.model_spec import RopeSpec
 from pdserve.core.step_plan import StepPlan
-from pdserve.engine.models import native_llama as native
+from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.weights import LayerWeights, ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
@@ -81,7 +81,7 @@ def runners(shape: tuple[int, int, int, int], kv_cache_dtype: str, tiny: ModelCa
     )
     compiled = ModelRunner.make(card, config, lambda dtype, _: cast(weights, dtype))
     exact = ModelRunner.make(card, replace(config, dtype="float32"), lambda dtype, _: cast(weights, dtype))
-    assert isinstance(compiled._model, native.NativeLlama)
+    assert isinstance(compiled._model, native.NativeDecoder)
     return compiled, exact
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-import pdserve.core.request_machine as request_machine
-import pdserve.core.work_machine as work_machine
 import router.core.router_core as router_core
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import ErrorCode, PdserveError, Unavailable
@@ -26,7 +24,7 @@ from ..core_peers import Stage
 from .test_core_machine import CoreMachine, chaos
 
 CORE = Path(router_core.__file__).parent
-FILES = {str(p) for p in CORE.rglob("*.py")} | {request_machine.__file__, work_machine.__file__}
+FILES = {str(p) for p in CORE.rglob("*.py")}
 IDLE = ev.WorkerLoad(BlockCounts(16, 16, 0, 0, 0))
 NOT_HANDLERS = {"handle", "check_invariants"}
 
@@ -74,6 +72,7 @@ class FaultyStage(Stage):
 
     def __init__(self, **config: object) -> None:
         super().__init__(**config)
+        self.replayable = False
         self.point: int | None = None
         self.bugs: list[Exception] = []
         self.where = ""
@@ -121,7 +120,7 @@ class FaultyStage(Stage):
         if worker is not None and effect.work.handle in worker.work:
             super()._note(effect)
         else:  # the request has failed in the same event
-            self.placed[effect.work.handle] = (effect.work.request_id, 1 + (effect.work.resumed > 0))
+            self.placed[effect.work.handle] = (effect.work.request_id, 1 + bool(effect.work.resumed))
 
     def _perform(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.ReportBug):

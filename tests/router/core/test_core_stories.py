@@ -8,9 +8,9 @@ import pytest
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId
-from pdserve.core.request_machine import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
 from pdserve.core.sampling import Placement
 from router.core import events as ev
+from router.core.machines.request_machine import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
 from router.core.waiting import LEVEL_S
 
 from ..core_peers import Stage, row

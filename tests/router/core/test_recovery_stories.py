@@ -176,6 +176,7 @@ def test_a_rebind_avoids_a_worker_that_the_lenders_kv_does_not_reach() -> None:
     other = next(p for p in stage.peers.values() if p.hello.role is ev.Role.DECODE and p is not lost)
     lender = busy(stage, ev.Role.PREFILL)
     stage.core.pairs.failed(lender.hello, other.hello, "no route", now_s=stage.now_s)
+    stage.replayable = False
     stage.leave(lost)
     assert stage.placed[sent(stage, ev.SendBind)[-1].work.handle] == ("r", 2)
     finish(stage, outcome, attempts=2, binds=2)

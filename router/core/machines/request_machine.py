@@ -9,7 +9,7 @@ any that is placed -> QUEUED, RETRIED        anything else was lost: the next at
 any of these -> CANCELLED (client gone) | FAILED (deadline, no retry left, no worker left)
 ```
 After a loss, the router decides between REBOUND, RETRIED and LOST; this table says which states each may lead to. The table in
-`pdserve/core/work_machine.py` says what each worker may report. Messages of two links have no common order, so messages of
+`work_machine.py` says what each worker may report. Messages of two links have no common order, so messages of
 the decode worker may arrive before token 0 does: TOKEN_OUT is legal while PREFILLING, and the owner keeps the token.
 KV_COMMITTED happens once both have come, token 0 and the worker's report.
 """

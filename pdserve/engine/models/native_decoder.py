@@ -1,4 +1,4 @@
-"""The Llama decoder in compiled code. One call computes all layers of a step.
+"""A decoder in compiled code, built from a `ModelSpec`. One call computes all layers of a step.
 
 It computes in bfloat16, on CPUs that have the instructions. Every product and every reduction has one order, which depends
 only on the sequence. So it is batch-invariant at no cost, except with quantised KV, where the rounding of a block depends on
@@ -67,7 +67,7 @@ def supports(spec: ModelSpec, kv: KvPool) -> bool:
     return obstacle(spec, kv) is None
 
 
-class NativeLlama:
+class NativeDecoder:
     """The compiled decoder as the runner's `Model`.
 
     It copies the weights into the layout of the kernels, except the embedding, so the caller should drop the weights.

@@ -1,0 +1,115 @@
+"""The stories of requests in the router's core: what was decided about each request, and why. Pure.
+
+Each part of the core adds an entry where it decides. No entry is made for a token after the first one. A request that ends
+leaves its story here, and failures are kept apart, so that a flood of good requests does not push them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Final
+
+from pdserve.core.errors import UnknownRequest
+from pdserve.core.ids import Incarnation, RequestId, WorkerId
+from pdserve.observe.story import Story, StoryRing, Value
+from router.core.events import Role, Submit, WorkerHello
+from router.core.machines.request_machine import RequestState
+
+MAX_STORIES: Final = 512
+MAX_BYTES: Final = 4 << 20
+"""Both bounds hold for the failed requests and, separately, for all others. A story of 9 entries with 3 fields each takes about
+6 KiB, so 512 stories mostly take 3 MiB."""
+
+
+class StoryKind(Enum):
+    """The things that may happen to a request in the router."""
+
+    QUEUED = "queued"
+    NO_WORKER = "no_worker"
+    WAITS = "waits"
+    PLACED = "placed"
+    RESERVED = "reserved"
+    NO_ROOM = "no_room"
+    REQUEUED = "requeued"
+    PREFILL_SENT = "prefill_sent"
+    LEASE_GRANTED = "lease_granted"
+    ATTACHED = "attached"
+    FIRST_TOKEN = "first_token"
+    COMMITTED = "committed"
+    LOST = "lost"
+    REBOUND = "rebound"
+    RETRIED = "retried"
+    ENDED = "ended"
+
+
+class RequestStory(Story):
+    """The story of one request, and the workers that took part in it."""
+
+    __slots__ = ("arrived_s", "correlation_id", "outcome", "request_id", "workers")
+
+    def __init__(self, submit: Submit) -> None:
+        super().__init__()
+        self.request_id = submit.request_id
+        self.correlation_id = submit.correlation_id
+        self.arrived_s = submit.arrived_s
+        self.outcome: RequestState | None = None
+        """The state in which the request has ended. None: it runs."""
+        self.workers: dict[tuple[WorkerId, Incarnation], Role] = {}
+
+    def note(self, now_s: float, kind: StoryKind, **fields: Value) -> None:
+        """Write down what has just happened."""
+        self.add(now_s, kind.value, **fields)
+
+    def waits(self, now_s: float, workers: int) -> None:
+        """Write down that none of the `workers` that could serve the request has room. Repeated calls are one entry."""
+        if self.last_kind != StoryKind.WAITS.value:
+            self.note(now_s, StoryKind.WAITS, workers=workers)
+
+    def took_part(self, hello: WorkerHello) -> None:
+        """Note that the request was placed on a worker."""
+        self.workers[hello.worker_id, hello.incarnation] = hello.role
+
+
+class Stories:
+    """The stories of requests that have ended, bounded by count and by bytes."""
+
+    def __init__(self, *, max_stories: int = MAX_STORIES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_stories = max_stories
+        self._failed: StoryRing[RequestStory] = StoryRing(max_stories=max_stories, max_bytes=max_bytes)
+        self._others: StoryRing[RequestStory] = StoryRing(max_stories=max_stories, max_bytes=max_bytes)
+
+    def ended(self, story: RequestStory, outcome: RequestState) -> None:
+        """Take in the story of a request that has just ended."""
+        story.outcome = outcome
+        ring = self._failed if outcome is RequestState.FAILED else self._others
+        ring.keep(story.request_id, story)
+
+    def get(self, request_id: RequestId) -> RequestStory | None:
+        """Return the story of a request that has ended. None: there is none, or it has left."""
+        return self._failed.get(request_id) or self._others.get(request_id)
+
+    def find(self, name: str, live: Iterable[RequestStory]) -> list[RequestStory]:
+        """Return the stories with this id, the newest first: of the request itself, or of all with that correlation id.
+
+        `live` are the stories of requests that run. Raises `UnknownRequest`.
+        """
+        known = [*live, *self]
+        found = [s for s in known if s.request_id == name] or [s for s in known if s.correlation_id == name and name]
+        if not found:
+            raise UnknownRequest(
+                f"this router keeps no story of {name!r}: it keeps those of running requests, and of the last "
+                f"{self._max_stories} that failed and {self._max_stories} that did not, since its start",
+                field="request_id",
+            )
+        return sorted(found, key=lambda story: story.arrived_s, reverse=True)
+
+    def __iter__(self) -> Iterator[RequestStory]:
+        yield from self._failed
+        yield from self._others
+
+    def check_invariants(self) -> None:
+        """Assert that both rings keep their bounds, and that every story here has ended."""
+        for ring in (self._failed, self._others):
+            ring.check_invariants()
+        assert all(story.outcome is not None for story in self)

@@ -1,0 +1,109 @@
+"""The recorder of a running router: a bounded queue, and a thread that writes.
+
+The loop never waits for the file. When the queue is full, because the disk is slower than the router, or when the file has
+`record_max_bytes`, recording stops and the log and the last line say why: a recording with a hole could not be replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import ConfigError
+from router.core import events as ev
+from router.recording.redact import KEY_BYTES
+from router.recording.transcript import Outcome, Transcript
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED: Final = 8192
+"""At most this many events wait for the thread: seconds of a busy router. Their messages are in memory anyhow."""
+END_BYTES: Final = 256
+"""The last line has room within `record_max_bytes`."""
+MAX_FILES: Final = 1000  # a router that restarts more often has filled the disk with something else
+CLOSE_S: Final = 5.0  # a disk that writes nothing for so long keeps the router no longer
+
+_Item = tuple[float, ev.Event, Outcome]
+
+
+class Recorder:
+    """Records the events of one core. `close` it."""
+
+    def __init__(self, config: RouterConfig, model_fingerprint: str) -> None:
+        """Open the file and start the thread. Raises `ConfigError` naming router.record_file."""
+        assert config.record_file is not None
+        self._transcript = Transcript(config, model_fingerprint, key=secrets.token_bytes(KEY_BYTES))
+        self._max_bytes = config.record_max_bytes
+        self._queue: queue.Queue[_Item | None] = queue.Queue(MAX_QUEUED)
+        self._end = ""
+        """The reason why nothing more is taken. Empty: it records."""
+        self._file = _open(config.record_file)
+        self.path = self._file.name
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+        logger.info("recording what happens to requests in %s", self.path)
+
+    def note(self, now_s: float, event: ev.Event, outcome: Outcome) -> None:
+        """Take one event. Implements `Notes.note`."""
+        if not self._end:
+            try:
+                self._queue.put_nowait((now_s, event, outcome))
+            except queue.Full:
+                self._stop(f"{MAX_QUEUED} events waited to be written")
+
+    def close(self) -> None:
+        """Write what waits, and close the file, within `CLOSE_S`. Idempotent."""
+        self._end = self._end or "the router stopped"
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            pass  # the thread ends once it has written what waits
+        self._thread.join(CLOSE_S)
+
+    def _stop(self, why: str) -> None:
+        self._end = why
+        logger.warning("recording in %s has stopped: %s", self.path, why)
+
+    def _run(self) -> None:
+        try:
+            with self._file as file:
+                written = file.write(self._transcript.header())
+                for line in self._lines():
+                    if written + len(line) + END_BYTES > self._max_bytes:
+                        self._stop(f"router.record_max_bytes, {self._max_bytes}, is reached")
+                        break
+                    written += file.write(line)
+                    if self._queue.empty():
+                        file.flush()
+                file.write(Transcript.end(self._end))
+        except Exception as exc:  # a full disk, or a bug of ours, must not cost a request
+            logger.exception("recording in %s failed", self.path)
+            self._end = self._end or repr(exc)
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield the lines of what is queued, until recording has ended and nothing waits."""
+        while not (self._end and self._queue.empty()):
+            item = self._queue.get()
+            if item is not None:
+                yield self._transcript.line(*item)
+
+
+def _open(name: str) -> BinaryIO:
+    """Create a file that only its owner reads. A file that exists is kept, and the name gets a number: a router that starts
+    again must not overwrite what the one before it recorded."""
+    for number in range(1, MAX_FILES):
+        path = Path(name if number == 1 else f"{name}.{number}")
+        try:
+            return open(path, "xb", opener=lambda file, flags: os.open(file, flags, 0o600))
+        except FileExistsError:
+            continue
+        except OSError as exc:
+            raise ConfigError(f"router.record_file: cannot create {path}: {exc.strerror}") from exc
+    raise ConfigError(f"router.record_file: {name} and {MAX_FILES - 2} more files with a number exist already")

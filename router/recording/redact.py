@@ -1,0 +1,114 @@
+"""Redaction: a recording tells no prompts, outputs or secrets. Each is replaced in the same way in events and in effects.
+
+Token ids, text, stop strings and log-probabilities become their counts, from which `expand` makes placeholders of the same
+lengths. The core looks at nothing else of them, so a replay decides as the router did. Salts and tickets become digests with
+a key that is drawn for each recording and written nowhere: equal ones stay equal, and nobody can try out what they were.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+from collections.abc import Callable
+from typing import Any, Final
+
+KEY_BYTES: Final = 32  # HMAC-SHA256 gets a key as long as its output
+DIGEST_CHARS: Final = 32  # 128 bits: two of them never agree by chance
+FILLER: Final = "x"
+
+
+class Redaction:
+    """Replaces what one recording must not tell."""
+
+    def __init__(self, key: bytes | None, *, prompts: bool) -> None:
+        """`key` is secret. None: salts and tickets are digests already. `prompts`: prompts, outputs and stop strings stay."""
+        self._rules: dict[str, Callable[[Any], Any]] = {}
+        if key is not None:
+            self._rules |= {"cache_salt": lambda salt: _salt(key, salt), "ticket": lambda ticket: _ticket(key, ticket)}
+        if not prompts:
+            self._rules |= {
+                "prompt_ids": len,
+                "resumed": len,
+                "ids": len,
+                "text": len,
+                "stop": _lengths,
+                "logprobs": _logprob_counts,
+            }
+
+    def hide(self, value: Any) -> Any:
+        """Return the plain value of an event or effect, or a part of it, without what must not be told."""
+        if isinstance(value, dict):
+            row = _is_row(value)
+            return {name: self._hide_field(name, item, row) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self.hide(item) for item in value] if value and isinstance(value[0], dict) else value
+        return value
+
+    def _hide_field(self, name: str, value: Any, row: bool) -> Any:
+        rule = self._rules.get(name)
+        if rule is None or value is None:
+            return self.hide(value)
+        if isinstance(value, int):
+            return value  # the `logprobs` of sampling parameters is a count already
+        return _row_text(value) if row and name == "text" else rule(value)
+
+
+def expand(value: Any) -> Any:
+    """Return the plain value of an event with placeholders for the counts of `Redaction.hide`. Other values stay."""
+    if isinstance(value, list):
+        return [expand(item) for item in value] if value and isinstance(value[0], dict) else value
+    if not isinstance(value, dict):
+        return value
+    row = _is_row(value)
+    return {name: _expand_field(name, item, row) for name, item in value.items()}
+
+
+def _expand_field(name: str, value: Any, row: bool) -> Any:
+    if name in ("prompt_ids", "ids") and isinstance(value, int):
+        return [0] * value
+    if name == "text" and isinstance(value, int):
+        return base64.b64encode((FILLER * value).encode()).decode() if row else FILLER * value
+    if name == "stop" and value and isinstance(value[0], int):
+        return [FILLER * length for length in value]
+    if name == "logprobs" and row and isinstance(value, list):
+        chosen, top_ids, top = value
+        return {"chosen": [0.0] * chosen, "top_ids": [0] * top_ids, "top": [0.0] * top}
+    return expand(value)
+
+
+def _is_row(value: dict[str, Any]) -> bool:
+    return "finish_reason" in value and "handle" in value
+
+
+def _row_text(text: str) -> int | str:
+    """Return the length of a row's text, which is UTF-8 in base64. Bytes that are not UTF-8 are no text and stay: the core
+    refuses the row for them."""
+    try:
+        return len(base64.b64decode(text).decode())
+    except UnicodeDecodeError:
+        return text
+
+
+def _salt(key: bytes, salt: str) -> str:
+    return _digest(key, salt.encode()) if salt else ""
+
+
+def _ticket(key: bytes, ticket: str) -> str:
+    return base64.b64encode(_digest(key, base64.b64decode(ticket)).encode()).decode()
+
+
+def _digest(key: bytes, secret: bytes) -> str:
+    return hmac.new(key, secret, "sha256").hexdigest()[:DIGEST_CHARS]
+
+
+def _lengths(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+def _logprob_counts(logprobs: Any) -> list[int]:
+    """Return the numbers of tokens, of ids of likeliest tokens, and of their log-probabilities. A row's packed form and a
+    delta's form give the same."""
+    if isinstance(logprobs, dict):
+        return [len(logprobs["chosen"]), len(logprobs["top_ids"]), len(logprobs["top"])]
+    top = sum(len(token["top"]) for token in logprobs)
+    return [len(logprobs), top, top]
