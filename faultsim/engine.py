@@ -28,13 +28,11 @@ _MASK: Final = (1 << 64) - 1
 HAND_OVER_S: Final = 0.002  # a message from one thread to another takes at most this time, since threads share the GIL
 
 
-class SimKv:
-    """The memory of the KV pool: the tags of each block. `poison` overwrites freed blocks; otherwise old tags stay there."""
+class SimMemory:
+    """The memory of some blocks: the tags of each block. `poison` overwrites freed blocks; otherwise old tags stay there."""
 
     def __init__(self, num_blocks: int, rng: random.Random, *, poison: bool) -> None:
         self.blocks = [[rng.getrandbits(40) for _ in range(BLOCK_SIZE)] for _ in range(num_blocks)]
-        self.no_numbers = False
-        """True: the logits of every step are not finite numbers."""
         self._rng = rng
         self._poison = poison
 
@@ -52,27 +50,48 @@ class SimKv:
             for block in blocks:
                 self.blocks[block][:] = [self._rng.getrandbits(40)] * BLOCK_SIZE
 
+
+class SimKv:
+    """The memory of a KV pool, by KV group. A token has a tag in each group, which differs from group to group, so that neither
+    a block of another group nor a group that was forgotten goes unnoticed: the tokens that are drawn depend on all tags."""
+
+    def __init__(self, num_blocks: Sequence[int], rng: random.Random, *, poison: bool) -> None:
+        """Make the memory of a group for each number of blocks."""
+        self.groups = tuple(SimMemory(count, rng, poison=poison) for count in num_blocks)
+        self.no_numbers = False
+        """True: the logits of every step are not finite numbers."""
+
     def collect(self, pending: StepPlan) -> list[Sampled]:
         """End a step: write the tags of all slices, and return the tokens that are drawn. A launched step is its plan."""
         return [drawn for piece in pending.slices for drawn in self._slice(piece)]
 
     def _slice(self, piece: SequenceSlice) -> list[Sampled]:
-        table, blocks = piece.block_tables[0], self.blocks
         position = piece.start
-        before = position - 1
-        tag = blocks[table[before // BLOCK_SIZE]][before % BLOCK_SIZE] if position else None
+        before = self._tags(piece, position)[-1:]
+        tag = before[0] if before else None
         for token_id in piece.token_ids:
             tag = chain(tag, token_id)
-            blocks[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = tag
+            for group, (memory, table) in enumerate(zip(self.groups, piece.block_tables, strict=True)):
+                memory.blocks[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = tag + group
             position += 1
         if self.no_numbers or not piece.samples:
             return [(NO_TOKEN, None)] * len(piece.samples)
-        used = -(-position // BLOCK_SIZE)
-        tags = [tag for block in table[:used] for tag in blocks[block]]
+        tags = self._tags(piece, position)
         ends = range(position - len(piece.samples) + 1, position + 1)
         return [
             (draw(tags[:end], s.params, s.output_index, s.banned_ids), None) for end, s in zip(ends, piece.samples, strict=True)
         ]
+
+    def _tags(self, piece: SequenceSlice, end: int) -> list[int]:
+        """Return the tags of tokens [0, end) without what differs between groups. Where groups disagree, the tag is wrong."""
+        used = -(-end // BLOCK_SIZE)
+        found = [
+            [tag - group for block in table[:used] for tag in memory.blocks[block]][:end]
+            for group, (memory, table) in enumerate(zip(self.groups, piece.block_tables, strict=True))
+        ]
+        if all(tags == found[0] for tags in found):
+            return found[0]
+        return [tags[0] if len(set(tags)) == 1 else hash(tags) & _MASK for tags in zip(*found, strict=True)]
 
 
 class SimEngine:
@@ -106,7 +125,7 @@ class SimEngine:
             prefix_salt=b"sim" if prefix_caching else None,
         )
         self.steps = 0
-        self._engine = EngineSteps(self.scheduler, pool, [kv.sums] if checksums else None)
+        self._engine = EngineSteps(self.scheduler, pool, [memory.sums for memory in kv.groups] if checksums else None)
         self._process = process
         self._publish = publish
         self._reached = reached
@@ -115,7 +134,7 @@ class SimEngine:
         self._busy = False
         self._told_s = 0.0
         self._rng = rng
-        self._free: set[BlockId] = set(free_blocks(pool))
+        self._free = free_blocks(pool)
 
     def snapshot(self) -> EngineSnapshot:
         """Return the present counts of blocks and sequences."""
@@ -167,13 +186,14 @@ class SimEngine:
 
     def _settle(self) -> None:
         """Poison the blocks that became free, and check the scheduler's invariants. It is called between halves of a step."""
-        free = set(free_blocks(self.pool))
-        self.kv.freed(sorted(free - self._free))
+        free = free_blocks(self.pool)
+        for memory, now, before in zip(self.kv.groups, free, self._free, strict=True):
+            memory.freed(sorted(now - before))
         self._free = free
         if self._check_steps:
             self.scheduler.check_invariants()
 
 
-def free_blocks(pool: BlockPools) -> list[BlockId]:
-    """Return the free blocks, whose content means nothing."""
-    return list(pool.groups[0]._free)
+def free_blocks(pool: BlockPools) -> list[set[BlockId]]:
+    """Return the free blocks of each KV group. Their content means nothing."""
+    return [set(group._free) for group in pool.groups]

@@ -30,8 +30,10 @@ NOTICED_S: Final = 0.5
 REDO_S: Final = 7.0
 """A request starts over within this time, whatever it waits for: a silent link, a lease, a read, or a worker."""
 FRESH_DEADLINE_S: Final = 10.0
-KV_DTYPES: Final = (("float32", "float32"), ("bfloat16", "float32"))
-"""The dtypes of the prefill and the decode pool. Equal ones read straight into the pool, others use staging blocks."""
+_ONE, _OTHER, _TWO, _MIXED = ("float32",), ("bfloat16",), ("float32", "float32"), ("float32", "bfloat16")
+KV_DTYPES: Final = ((_ONE, _ONE), (_OTHER, _ONE), (_TWO, _TWO), (_MIXED, _TWO))
+"""The dtypes of the KV groups of the prefill and the decode pool. Groups of equal ones are read straight into the pool, others
+use staging blocks."""
 
 
 @dataclass(slots=True)
@@ -67,9 +69,11 @@ def run_with_slow_reads(seed: int) -> RunReport:
     """Make a run whose reads outlive their leases: KV has a network of its own, and decode cannot renew for some time."""
     cuts = tuple(Fault(1.0, FaultKind.CUT, f"prefill{i}", 5.0, f"decode{j}") for i in range(2) for j in range(2))
     rates = {"decode0": 0.7, "decode1": 0.7}
-    plan = FaultPlan(cuts, Weather(), ReadFaults(slow=0.7, slow_s=6.0, own_network=True), rates, FAULTS_S)
+    dtypes = KV_DTYPES[seed % len(KV_DTYPES)]
+    slow = 1 - 0.3 ** (1 / len(dtypes[0]))  # of 10 reads of all groups, 7 are slow
+    plan = FaultPlan(cuts, Weather(), ReadFaults(slow=slow, slow_s=6.0, own_network=True), rates, FAULTS_S)
     asks = draw_asks(random.Random(f"{seed} workload"), 32, until_s=FAULTS_S, unruly=False)
-    shape = _with_kv_dtypes(_with_patient_reads(Shape()), *KV_DTYPES[seed % 2])
+    shape = _with_kv_dtypes(_with_patient_reads(Shape()), *dtypes)
     return simulate(seed, shape, plan, asks, Census())
 
 
@@ -104,8 +108,8 @@ def _with_flips(plan: FaultPlan, share: float) -> FaultPlan:
     return replace(plan, reads=replace(plan.reads, flipped=share))
 
 
-def _with_kv_dtypes(shape: Shape, prefill: str, decode: str) -> Shape:
-    return replace(shape, prefill=replace(shape.prefill, kv_dtype=prefill), decode=replace(shape.decode, kv_dtype=decode))
+def _with_kv_dtypes(shape: Shape, prefill: tuple[str, ...], decode: tuple[str, ...]) -> Shape:
+    return replace(shape, prefill=replace(shape.prefill, kv_dtypes=prefill), decode=replace(shape.decode, kv_dtypes=decode))
 
 
 def _with_patient_reads(shape: Shape) -> Shape:

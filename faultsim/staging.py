@@ -11,12 +11,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from faultsim.engine import BLOCK_SIZE, SimKv
+from faultsim.engine import BLOCK_SIZE, SimKv, SimMemory
 from faultsim.transfer import SimTransfer
 from kvtransfer.api import LocalRegion, Region
 from kvtransfer.staging.staging import Staging
 from pdserve.core.ids import BlockSum
-from pdserve.core.kv_layout import KvGroup
+from pdserve.core.kv_layout import KvGroup, KvSpec
 from pdserve.sim.process import Process
 
 T = TypeVar("T")
@@ -31,7 +31,8 @@ _ADDRESS: Final = 1 << 40
 class SimStaged:
     """The simulated staging blocks of one layout; see `kvtransfer.staging.staging.StagingBlocks`."""
 
-    def __init__(self, layout: KvGroup, pool: SimKv, staged: SimKv) -> None:
+    def __init__(self, address: int, layout: KvGroup, pool: SimMemory, staged: SimMemory) -> None:
+        self._address = address
         self._layout = layout
         self._pool = pool
         self._staged = staged
@@ -39,7 +40,7 @@ class SimStaged:
     @property
     def region(self) -> LocalRegion:
         """The region of the staging blocks."""
-        return Region(_ADDRESS, len(self._staged.blocks), self._layout.block_bytes)
+        return Region(self._address, len(self._staged.blocks), self._layout.block_bytes)
 
     def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
         """Return the checksum of each staging block."""
@@ -74,13 +75,21 @@ class SimConverter:
 
 
 def make_staging(
-    process: Process, transfer: SimTransfer, kv: SimKv, converter: SimConverter, rng: random.Random, *, poison: bool
+    process: Process,
+    transfer: SimTransfer,
+    spec: KvSpec,
+    kv: SimKv,
+    converter: SimConverter,
+    rng: random.Random,
+    *,
+    poison: bool,
 ) -> Staging:
     """Make the production staging over simulated blocks, which `transfer` can read into."""
 
     def make_blocks(layout: KvGroup, num_blocks: int) -> SimStaged:
-        memory = SimKv(num_blocks, rng, poison=poison)
-        staged = SimStaged(layout, kv, memory)
+        memory = SimMemory(num_blocks, rng, poison=poison)
+        group = next(g for g, ours in enumerate(spec.groups) if ours.holds_the_same_as(layout))
+        staged = SimStaged(_ADDRESS << group, layout, kv.groups[group], memory)
         transfer.memory[staged.region] = memory
         return staged
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
-from faultsim.engine import SimKv
-from kvtransfer.api import LocalRegion, ReadAdrift
-from kvtransfer.reads.reactor import Command, Connect, Connected, Event, Post, ReadDone, ReadFailed, ReadId, Stop
+from faultsim.engine import SimMemory
+from kvtransfer.api import LocalRegion, ReadAdrift, RemoteRegion
+from kvtransfer.reads.reactor import Command, Connect, Connected, Event, Post, ReadDone, ReadFailed, ReadId, Stop, SumBlocks
 from kvtransfer.reads.thread import TransferThread
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import Incarnation
@@ -42,7 +42,7 @@ class ReadFaults:
 class Pools:
     """The KV pool of each worker's incarnation, and the faults of reads from them."""
 
-    by_incarnation: dict[Incarnation, tuple[Process, SimKv]] = field(default_factory=dict)
+    by_incarnation: dict[Incarnation, tuple[Process, dict[RemoteRegion, SimMemory]]] = field(default_factory=dict)
     faults: ReadFaults = field(default_factory=ReadFaults)
 
 
@@ -52,8 +52,7 @@ class SimTransfer(TransferThread):
     def __init__(
         self,
         process: Process,
-        kv: SimKv,
-        region: LocalRegion,
+        memory: dict[LocalRegion, SimMemory],
         pools: Pools,
         network: Network,
         rng: random.Random,
@@ -62,7 +61,7 @@ class SimTransfer(TransferThread):
         stuck_after_s: float,
         summed: bool,
     ) -> None:
-        super().__init__(_no_transport, stuck_after_s=stuck_after_s, sum_blocks={region: kv.sums} if summed else None)
+        super().__init__(_no_transport, stuck_after_s=stuck_after_s, sum_blocks=_sums_of(memory) if summed else None)
         self._process = process
         self._pools = pools
         self._network = network
@@ -70,7 +69,7 @@ class SimTransfer(TransferThread):
         self._reached = reached
         self._commands = cast(Any, _Inbox(process, self._on_command))
         self._stopped = False
-        self.memory: dict[LocalRegion, SimKv] = {region: kv}
+        self.memory = dict(memory)
         """The memory of each region into which reads go: the pool, and staging blocks."""
 
     async def start(self) -> bytes:
@@ -160,7 +159,7 @@ class SimTransfer(TransferThread):
             return
         remote, local = pairs[0]
         into = self.memory[post.into]
-        tags = list(peer[1].blocks[remote])
+        tags = list(peer[1][post.region].blocks[remote])
         if self._pools.faults.flipped and self._rng.random() < self._pools.faults.flipped:
             tags[self._rng.randrange(len(tags))] ^= 1 << self._rng.randrange(40)
         into.copy_in(local, tags)
@@ -180,7 +179,7 @@ class SimTransfer(TransferThread):
     def _joined(self, peer: Process) -> bool:
         return self._pools.faults.own_network or self._network.joined(self._process, peer)
 
-    def _peer(self, incarnation: Incarnation) -> tuple[Process, SimKv] | None:
+    def _peer(self, incarnation: Incarnation) -> tuple[Process, dict[RemoteRegion, SimMemory]] | None:
         peer = self._pools.by_incarnation.get(incarnation)
         return peer if peer is not None and peer[0].alive else None
 
@@ -199,6 +198,10 @@ class _Inbox:
 class _NoThread:
     def join(self) -> None:
         pass
+
+
+def _sums_of(memory: dict[LocalRegion, SimMemory]) -> dict[LocalRegion, SumBlocks]:
+    return {region: blocks.sums for region, blocks in memory.items()}
 
 
 def _no_transport() -> Any:

@@ -20,7 +20,7 @@ from kvtransfer.api import Region
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import Incarnation
-from pdserve.core.kv_layout import KvSpec, gqa_group
+from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
 from pdserve.rpc.v1 import common_pb2
 from pdserve.sim.channel import FakeChannel
 from pdserve.sim.network import Network
@@ -30,7 +30,13 @@ from pdserve.worker.host import TICKET_SECRET_BYTES, Host, Role, close_role
 from pdserve.worker.member import Member
 from prefill_worker.role import PrefillRole
 
-LAYOUT: Final = gqa_group(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
+GROUPS: Final = (
+    gqa_group(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32"),
+    KvGroup(layers=(1, 2), planes=((1, 2),), block_size=BLOCK_SIZE, dtype="float32"),
+)
+"""The KV groups of a worker with two; others have the first one."""
+LAYOUT: Final = GROUPS[0]
+MORE_BLOCKS: Final = 3  # the first of two groups has so many more than the second, so that it finds longer prefixes
 HEARTBEAT_S: Final = 0.5
 LOST_S: Final = 2.5
 ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
@@ -49,8 +55,9 @@ class WorkerShape:
     drain_timeout_s: float = 10.0
     prefix_caching: bool = False
     max_model_len: int = MAX_MODEL_LEN
-    kv_dtype: str = "float32"
-    """The dtype of the worker's KV. A worker with another one converts the KV that it reads from this worker."""
+    kv_dtypes: tuple[str, ...] = ("float32",)
+    """The dtype of each KV group, of which there are as many as dtypes. A worker with other ones converts the groups that it
+    reads from this worker and whose dtypes differ."""
 
 
 class SimWorker:
@@ -78,11 +85,14 @@ class SimWorker:
         self.shape = shape
         self.incarnation = Incarnation(rng.getrandbits(64))
         self.server = FakeServer()
-        self.kv = SimKv(shape.num_blocks, rng, poison=poison)
+        groups = [replace(group, dtype=dtype) for group, dtype in zip(GROUPS, shape.kv_dtypes, strict=False)]
+        self.spec = KvSpec(tuple(groups))
+        sizes = [shape.num_blocks + more * MORE_BLOCKS for more in reversed(range(len(groups)))]
+        self.kv = SimKv(sizes, rng, poison=poison)
         self.engine = SimEngine(
             process,
             self.kv,
-            BlockPools(shape.num_blocks),
+            BlockPools(*sizes),
             lambda events: self.member.on_step(events),
             lambda step: reached(f"{step}_{process.role}", process),
             rng,
@@ -93,13 +103,16 @@ class SimWorker:
             check_steps=check_steps,
             checksums=shape.lease.kv_checksum and process.role == "prefill",
         )
-        self.layout = replace(LAYOUT, dtype=shape.kv_dtype)
-        self.region = Region(1 << 20, shape.num_blocks, self.layout.block_bytes)
+        self.regions = tuple(
+            Region((1 + number) << 20, size, group.block_bytes)
+            for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
+        )
+        memory = dict(zip(self.regions, self.kv.groups, strict=True))
         self.transfer = SimTransfer(
-            process, self.kv, self.region, pools, network, rng, reached, stuck_after_s=STUCK_S, summed=shape.lease.kv_checksum
+            process, memory, pools, network, rng, reached, stuck_after_s=STUCK_S, summed=shape.lease.kv_checksum
         )
         converter = SimConverter(process, rng)
-        self.staging = make_staging(process, self.transfer, self.kv, converter, rng, poison=poison)
+        self.staging = make_staging(process, self.transfer, self.spec, self.kv, converter, rng, poison=poison)
         self._ticket_secret = rng.randbytes(TICKET_SECRET_BYTES)
         self._network = network
         self._config = self._make_config()
@@ -112,7 +125,7 @@ class SimWorker:
             open_channel=self._open_channel,
         )
         network.servers[self.address] = (process, self.server)
-        pools.by_incarnation[self.incarnation] = (process, self.kv)
+        pools.by_incarnation[self.incarnation] = (process, memory)
 
     @property
     def address(self) -> str:
@@ -143,8 +156,8 @@ class SimWorker:
         return Host(
             config=self._config,
             card=CARD,
-            kv_spec=KvSpec((self.layout,)),
-            regions=(self.region,),
+            kv_spec=self.spec,
+            regions=self.regions,
             tokenizer=TOKENIZER,
             max_model_len=self.shape.max_model_len,
             incarnation=self.incarnation,

@@ -152,7 +152,7 @@ def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
     }
     wide = width >= WIDE
     if wide and state.block_size:
-        counts = {"KV tokens": [f"{worker.load.blocks.total * state.block_size:,}" for worker in state.workers], **counts}
+        counts = {"KV tokens": [f"{worker.hello.num_blocks * state.block_size:,}" for worker in state.workers], **counts}
     shown = {name: cells for name, cells in counts.items() if wide or name not in RARE or any(cell != "0" for cell in cells)}
     names = tuple(shown) if wide else tuple(SHORT.get(name, name) for name in shown)
     made = table(title, ("worker", "role", "ready", "KV use") if wide else ("worker", "ready", "KV"), names)

@@ -1,9 +1,9 @@
 """Pools of several KV groups: they agree about every holder after every order of events, and act all at once."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pdserve.core.block_hash import BlockHash
 from pdserve.core.block_pools import BlockPools
@@ -93,7 +93,7 @@ def test_groups_that_disagree_are_noticed():
 class PoolsMachine(RuleBasedStateMachine):
     """Random histories over three groups of different sizes, so that their caches differ."""
 
-    @initialize(sizes=st.tuples(st.integers(4, 12), st.integers(4, 12), st.integers(4, 12)))
+    @initialize(sizes=st.tuples(st.integers(4, 16), st.integers(4, 8), st.integers(4, 12)))
     def start(self, sizes: tuple[int, int, int]) -> None:
         self.pools = BlockPools(*sizes)
         self.running: dict[int, int] = {}
@@ -172,6 +172,13 @@ class PoolsMachine(RuleBasedStateMachine):
         if self.quarantined:
             self.pools.end_quarantine(SeqId(self.quarantined.pop()))
 
+    @rule(count=st.integers(1, 8))
+    def churn(self, count: int) -> None:
+        """Other work takes blocks and gives them back: small groups lose what they have cached."""
+        self.last += 1
+        if self.pools.allocate(sequence(self.last), count) is not None:
+            self.pools.drop(sequence(self.last))
+
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
         if self.running:
@@ -199,3 +206,24 @@ class PoolsMachine(RuleBasedStateMachine):
 
 TestPools = PoolsMachine.TestCase
 TestPools.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+BROKEN = {
+    "the first group is dropped": ("drop", lambda self, holder: self.groups[0].drop(holder)),
+    "the first group is quarantined": ("quarantine", lambda self, seq_id: self.groups[0].quarantine(seq_id)),
+    "the first group is counted": ("num_allocatable", property(lambda self: self.groups[0].num_allocatable)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_group_that_is_forgotten_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPools, *BROKEN[name])
+    found = settings(max_examples=300, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate])
+    with pytest.raises((AssertionError, InternalBug)):
+        run_state_machine_as_test(PoolsMachine, settings=found)
+
+
+def test_hits_of_the_first_group_alone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPools, "_common", lambda self, hashes: hashes[: len(self.groups[0].lookup(hashes))])
+    with pytest.raises(AssertionError):
+        test_a_prefix_is_here_only_if_every_group_has_it()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from faultsim.run import run_seed, run_with_slow_reads
+from tests.sim.group_mutants import GROUP_MUTANTS
 from tests.sim.mutants import MUTANTS, Mutant
 
 SEEDS = range(1, 81)
@@ -16,7 +17,7 @@ FOUND_BY = {"a_repeat_on_a_link_is_taken_for_new": 16, "a_gap_on_a_link_is_ignor
 """The first seed that found it when this was written, which saves the seeds before it. All others follow."""
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *GROUP_MUTANTS], ids=lambda mutant: mutant.__name__)
 def test_a_broken_rule_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     seeds = [FOUND_BY.get(mutant.__name__, SEEDS[0]), *SEEDS]
@@ -24,7 +25,9 @@ def test_a_broken_rule_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_reads_that_outlive_their_lease_harm_nobody() -> None:
-    for seed in SEEDS[:5]:
-        report = run_with_slow_reads(seed)
+    """A seed may have no worker that a probe has reached before its requests give up; the others have."""
+    reports = [run_with_slow_reads(seed) for seed in SEEDS[:5]]
+    for report in reports:
         assert not report.problems, report.problems
-        assert report.outcomes["ok"] > 0
+    served = sum(report.outcomes["ok"] for report in reports)
+    assert served > 0.5 * sum(report.outcomes.total() for report in reports)

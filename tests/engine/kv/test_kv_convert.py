@@ -213,3 +213,19 @@ def test_a_number_of_blocks_that_does_not_fit_the_tokens_is_our_bug() -> None:
 def test_tables_here_name_every_format() -> None:
     assert {*HALF_STEP, *LARGEST} == {*DTYPE_BITS}
     assert {*HALF_STEP} == {*TORCH_DTYPES} & {*DTYPE_BITS} - {*QUANTISED}
+
+
+def test_planes_of_different_dimensions_are_converted_each_for_itself():
+    """One layer after the other: a latent plane, then a rope plane. Each is what it would be alone."""
+    latent = KvGroup((0, 1), ((1, 8), (2, 4)), 4, "float32")
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(3, 2, 4 * 8 + 2 * 4 * 4, generator=generator)
+    tokens = 10
+    for dtype in ("bfloat16", "int8", "int4", "float32"):
+        stored = convert_blocks(values.flatten(1).view(torch.uint8), latent, replace(latent, dtype=dtype), tokens)
+        back = convert_blocks(stored, replace(latent, dtype=dtype), latent, tokens).view(torch.float32).view(3, 2, -1)
+        for part, plane in ((slice(0, 32), (1, 8)), (slice(32, 64), (2, 4))):
+            alone = KvGroup((0, 1), (plane,), 4, "float32")
+            there = convert_blocks(values[..., part].flatten(1).view(torch.uint8), alone, replace(alone, dtype=dtype), tokens)
+            expected = convert_blocks(there, replace(alone, dtype=dtype), alone, tokens)
+            assert torch.equal(back[..., part].flatten(1), expected.view(torch.float32))
