@@ -1,7 +1,7 @@
 """The transport over cross-memory attach (process_vm_readv): the processes of one machine and one user, in host memory.
 
-It needs no library, so it serves where NIXL is not installed. A read is over when it is posted. It opens nothing to the
-network, but lets every process of this user read the memory of this one, as UCX does for the same system call.
+The transport needs no library, so it serves where NIXL is not installed. A read is over when it is posted. The transport opens
+nothing to the network, but lets every process of this user read the memory of this process, as UCX does for the same call.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LIBC.process_vm_readv.argtypes = (ctypes.c_int, _PIECES, ctypes.c_ulong, _PIECE
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One process and its pool. `pool` has address, number of blocks and bytes of a block for each KV group. `machine` tells
-    one boot of one machine, and one namespace of process ids, from others."""
+    """One process and its pool. `pool` has the address, the number of blocks and the bytes of a block of each KV group.
+    `machine` names the boot of the machine and the namespace of process ids."""
 
     incarnation: int
     machine: str
@@ -121,7 +121,7 @@ class CmaTransport:
 
 
 def prepare(host: str, allow_public: bool) -> type[CmaTransport]:
-    """Return the class. The transport opens nothing to the network, so it takes any `host`."""
+    """Return the class, which is its own `MakeTransport`. Any `host` is allowed, because nothing is opened to the network."""
     return CmaTransport
 
 

@@ -1,8 +1,8 @@
 """Reads of the same blocks of a prompt in several KV groups, as one read. Each group has its own regions and its own source.
 
-The read has its result when every group has arrived, or when the first one fails. The other groups are then given up, but go
-on until they stop by themselves. The read has stopped when all groups have. One group needs none of this: its read is the
-read.
+The read succeeds when every group has arrived, and fails when the first group fails. After a failure the other groups are given
+up, but they may go on writing until they stop by themselves. The read has stopped when all groups have stopped. A single group
+has no joined read: the read of its source is returned.
 """
 
 from __future__ import annotations

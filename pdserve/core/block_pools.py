@@ -1,7 +1,7 @@
 """The block pools of one engine: a pool for each KV group. All groups have the same holders and lend, share and free together.
 
-Block i of a holder holds the same tokens in every group. So a holder has as many blocks in each group, and a prefix is here
-only if every group has it. An operation succeeds in all groups or changes nothing.
+Block i of a holder holds the same tokens in every group. So a holder has equally many blocks in each group, and a prefix is
+here only if every group has it. An operation succeeds in all groups or changes nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlockPools:
         return min([pool.num_allocatable for pool in self.groups])
 
     def allocate(self, holder: Holder, count: int) -> BlockTables | None:
-        """Append `count` blocks of each group to the holder's. Return None and change nothing when a group has fewer."""
+        """Append `count` blocks of each group to the holder's tables. Return None and change nothing when a group has fewer."""
         if count > self.num_allocatable:
             return None
         taken = [pool.allocate(holder, count) for pool in self.groups]
@@ -130,7 +130,7 @@ class BlockPools:
         return BlockCounts(*map(sum, zip(*[pool.counts() for pool in self.groups], strict=True)))
 
     def check_invariants(self) -> None:
-        """Check each group, and that all have the same holders with as many blocks and hits. Raises AssertionError."""
+        """Check each group, and that all have the same holders with equally many blocks and hits. Raises AssertionError."""
         for pool in self.groups:
             pool.check_invariants()
             assert pool.holdings() == self.groups[0].holdings(), "two KV groups disagree about a holder"

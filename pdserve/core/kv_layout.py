@@ -40,7 +40,7 @@ class KvGroup:
     block_size: int
     dtype: str
     window: int | None = None
-    """A token attends to at most so many tokens, itself included. None means all tokens before it."""
+    """The most tokens that a token attends to, itself included. None: there is no limit."""
 
     def __post_init__(self) -> None:
         if not self.layers or not self.planes or any(a >= b for a, b in pairwise(self.layers)):

@@ -13,7 +13,8 @@ from typing import Any, Final, Protocol, TypeVar, get_type_hints
 from pdserve.core.errors import InvalidRequest
 
 MAX_MESSAGES: Final = 4096
-"""The most chat messages in one request, and the most parts in one message. The loop waits while a template runs over them."""
+"""The most chat messages in one request, and the most parts in one message. The router's loop stands still while the chat
+template is applied to them."""
 
 
 One = TypeVar("One")
@@ -107,20 +108,20 @@ _LIMITS: Final[dict[type[Any], Mapping[str, tuple[Limit, ...]]]] = {}
 
 
 def limits_of(kind: type[Any]) -> Mapping[str, tuple[Limit, ...]]:
-    """Return the limits of each field of the dataclass that has some, by name, in the order of the fields."""
+    """Return the limits of the dataclass's fields by name, in the order of the fields. Fields without limits are left out."""
     if kind not in _LIMITS:
         _LIMITS[kind] = {one.name: limits for one in fields(kind) if (limits := one.metadata.get("limits"))}
     return _LIMITS[kind]
 
 
 def limit_of(kind: type[Any], name: str, sort: type[One]) -> One:
-    """Return the limit of this sort that a field of the dataclass has. Raises StopIteration when it has none."""
+    """Return the limit of type `sort` that a field of the dataclass has. Raises StopIteration when it has none."""
     return next(limit for limit in limits_of(kind)[name] if isinstance(limit, sort))
 
 
 def check_limits(kind: type[Any], values: Mapping[str, Any]) -> None:
-    """Check those of the dataclass's fields that `values` holds by name. Raises `InvalidRequest`, which names the field and the
-    limit."""
+    """Check the values of a dataclass's fields, which `values` holds by name. Fields that it lacks are not checked. Raises
+    `InvalidRequest`, which names the field and the limit."""
     for name, limits in limits_of(kind).items():
         value = values.get(name)
         if value is not None:

@@ -17,8 +17,8 @@ from pdserve.core.kv_layout import KvGroup, KvSpec
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """The scaling of Llama 3.1. Frequencies with long wavelengths, compared with the first training context, are divided
-    by `factor`."""
+    """The scaling of rotary positions in Llama 3.1. A frequency is divided by `factor` when its wavelength is long compared
+    with `original_max_position`."""
 
     factor: float
     low_freq_factor: float
@@ -36,7 +36,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """An RMSNorm with a weight for each number. eps is added to the mean square."""
+    """An RMSNorm with one weight for each number of a row. eps is added to the mean square."""
 
     eps: float
 
@@ -90,7 +90,7 @@ class AttentionSpec:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of what this attention does beyond Llama's."""
+        """The names of the features of this attention that Llama's attention lacks."""
         unequal = self.v_dim != self.qk_dim
         found = {
             "a v_dim other than qk_dim": unequal, "window": self.window is not None, "bias": self.bias,
@@ -173,11 +173,11 @@ class ModelSpec:
 
     @property
     def numbers(self) -> int:
-        """The numbers in all matrices, of embedding and head too; a tied head is counted once."""
+        """The numbers in all matrices, with embedding and head. A tied head is the embedding, and is counted once."""
         return self.layer_numbers + (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
 
     def beyond(self, features: Collection[str] = ()) -> str | None:
-        """Return the name of something in this model that is neither Llama's nor one of `features`; None without it."""
+        """Return the name of the first feature that Llama lacks and `features` does not hold. None: there is none."""
         for layer in self.layers:
             for name in layer.attention.features:
                 if name not in features:

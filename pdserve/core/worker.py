@@ -1,4 +1,5 @@
-"""The state of a worker, as it introduces itself and as each heartbeat tells it. The router, metrics and operators see it so.
+"""The state of a worker: the fixed part, with which it introduces itself, and the present part, which each heartbeat tells. The
+router, metrics and operators use the same types.
 
 A new field is named here and in `proto/`; then only its source and its user change.
 """
@@ -45,7 +46,7 @@ class WorkerHello:
 
     @property
     def kv_tokens(self) -> int:
-        """The worker's pool holds the KV of this many tokens."""
+        """The number of tokens whose KV the worker's pool holds."""
         return self.block_size * self.num_blocks
 
 

@@ -18,14 +18,15 @@ again has more."""
 KEPT_FIRST: Final = MAX_ENTRIES // 2
 """The first entries say how the request began, the last ones why it ended. Entries between them are left out."""
 MAX_TEXT_CHARS: Final = 240
-"""A longer text of one field is cut. Messages of errors are mostly under 150 characters."""
+"""The longest text of a field. A longer one is cut. Most messages of errors are shorter than 150 characters."""
 ENTRY_BYTES: Final = 240
 FIELD_BYTES: Final = 120
-"""An entry with `n` fields takes about `ENTRY_BYTES + n * FIELD_BYTES` and its texts (by `sys.getsizeof` of its parts)."""
+"""An entry with `n` fields takes about `ENTRY_BYTES + n * FIELD_BYTES` bytes, and one byte for each character of its texts. The
+numbers were measured by `sys.getsizeof` of its parts."""
 
 
 class Entry(NamedTuple):
-    """One thing that happened. `at_s` is a time of the clock of whoever wrote it down."""
+    """One thing that happened. `at_s` is a time on the clock of the process that wrote the entry."""
 
     at_s: float
     kind: str
@@ -50,7 +51,7 @@ class Story:
         self._last: deque[Entry] = deque()
 
     def add(self, at_s: float, kind: str, **fields: Value) -> tuple[Entry, Entry | None]:
-        """Add an entry, with texts cut to `MAX_TEXT_CHARS`. Return it, and the entry that is left out from now on, or None."""
+        """Add an entry, and cut its texts to `MAX_TEXT_CHARS`. Return it, and the entry that is dropped for it, or None."""
         for name, value in fields.items():
             if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
                 fields[name] = value[: MAX_TEXT_CHARS - 3] + "..."
@@ -102,14 +103,15 @@ class StoryRing(Generic[S]):
         self.grew(story.num_bytes)
 
     def grew(self, num_bytes: int) -> None:
-        """Note that a story of the ring has grown by so many bytes, and let the oldest ones go. The newest one always stays."""
+        """Note that a story of the ring has grown by `num_bytes`, and drop the oldest ones beyond the bounds. The newest one
+        always stays."""
         self._bytes += num_bytes
         while len(self._stories) > 1 and (len(self._stories) > self.max_stories or self._bytes > self._max_bytes):
             _, oldest = self._stories.popitem(last=False)
             self._bytes -= oldest.num_bytes
 
     def get(self, request_id: str) -> S | None:
-        """Return the story of a request. None: there is none, or it has left."""
+        """Return the story of a request. None: the ring holds none."""
         return self._stories.get(request_id)
 
     def __iter__(self) -> Iterator[S]:

@@ -16,7 +16,7 @@ from pdserve.rpc.v1 import link_pb2, story_pb2
 
 MAX_STORIES: Final = 512
 MAX_BYTES: Final = 1 << 20
-"""A story of 6 entries with 2 fields each takes about 3 KiB, so 512 stories fill this limit once half of them are as long."""
+"""A story of 6 entries with 2 fields each takes about 3 KiB. This limit holds about 350 such stories, or 512 shorter ones."""
 
 
 class WorkKind(Enum):

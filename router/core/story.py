@@ -87,13 +87,14 @@ class Stories:
         ring.keep(story.request_id, story)
 
     def get(self, request_id: RequestId) -> RequestStory | None:
-        """Return the story of a request that has ended. None: there is none, or it has left."""
+        """Return the story of a request that has ended. None: no story is kept."""
         return self._failed.get(request_id) or self._others.get(request_id)
 
     def find(self, name: str, live: Iterable[RequestStory]) -> list[RequestStory]:
-        """Return the stories with this id, the newest first: of the request itself, or of all with that correlation id.
+        """Return the stories that belong to an id, the newest first. `name` is the id of a request or a correlation id.
 
-        `live` are the stories of requests that run. Raises `UnknownRequest`.
+        A request's own id goes before correlation ids. `live` are the stories of requests that run. Raises `UnknownRequest`
+        when no story has the id.
         """
         known = [*live, *self]
         found = [s for s in known if s.request_id == name] or [s for s in known if s.correlation_id == name and name]

@@ -1,1 +1,1 @@
-"""Recordings of what the router's core was told and what it decided: written by a router, and replayed in another process."""
+"""Recordings of what the router's core was told and what it decided. A router writes them, and another process replays them."""

@@ -1,4 +1,5 @@
-"""Events and effects of the core as plain values for JSON, and back. The types themselves say how: no type is listed here.
+"""The translation of the core's events and effects to plain values for JSON, and back. It follows from the types, so that no
+type is listed here.
 
 Rows come from the wire as messages, and are recorded as `RecordedRow`, which the core reads in the same way.
 """
@@ -24,7 +25,7 @@ TYPE: Final = "type"
 
 
 class RecordedBug(Exception):
-    """A recorded exception that is no error of ours: the name of its class, and its message."""
+    """A recorded exception that is no `PdserveError`: the name of its class, and its message."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -62,12 +63,12 @@ def to_plain(value: Any) -> Plain:
 
 
 def event_from_plain(plain: Plain) -> ev.Event:
-    """Return the event of `to_plain`. Raises `ValueError` for anything else."""
+    """Return the event that `to_plain` has written. Raises `ValueError` for anything else."""
     return typing.cast(ev.Event, _from_plain(plain, EVENTS))
 
 
 def effect_from_plain(plain: Plain) -> ev.Effect:
-    """Return the effect of `to_plain`. An error becomes the class that its code has on the wire. Raises `ValueError` for
+    """Return the effect that `to_plain` has written. An error gets the class that belongs to its code. Raises `ValueError` for
     anything else."""
     return typing.cast(ev.Effect, _from_plain(plain, EFFECTS))
 

@@ -1,7 +1,7 @@
 """The recorder of a running router: a bounded queue, and a thread that writes.
 
-The loop never waits for the file. When the queue is full, because the disk is slower than the router, or when the file has
-`record_max_bytes`, recording stops and the log and the last line say why: a recording with a hole could not be replayed.
+The loop never waits for the file. Recording stops when the queue is full, because the disk is slower than the router, and when
+the file has `record_max_bytes`. The log and the last line then say why. A recording with a hole could not be replayed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from router.recording.transcript import Outcome, Transcript
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED: Final = 8192
-"""At most this many events wait for the thread: seconds of a busy router. Their messages are in memory anyhow."""
+"""The most events that wait for the thread. A busy router makes so many in a few seconds."""
 END_BYTES: Final = 256
-"""The last line has room within `record_max_bytes`."""
+"""The bytes of `record_max_bytes` that are kept for the last line."""
 MAX_FILES: Final = 1000  # a router that restarts more often has filled the disk with something else
 CLOSE_S: Final = 5.0  # a disk that writes nothing for so long keeps the router no longer
 
@@ -34,7 +34,7 @@ _Item = tuple[float, ev.Event, Outcome]
 
 
 class Recorder:
-    """Records the events of one core. `close` it."""
+    """Records the events of one core. The owner calls `close` at the end."""
 
     def __init__(self, config: RouterConfig, model_fingerprint: str) -> None:
         """Open the file and start the thread. Raises `ConfigError` naming router.record_file."""

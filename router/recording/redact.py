@@ -1,4 +1,4 @@
-"""Redaction: a recording tells no prompts, outputs or secrets. Each is replaced in the same way in events and in effects.
+"""Redaction: a recording tells no prompts, outputs or secrets. The same values replace them in events and in effects.
 
 Token ids, text, stop strings and log-probabilities become their counts, from which `expand` makes placeholders of the same
 lengths. The core looks at nothing else of them, so a replay decides as the router did. Salts and tickets become digests with

@@ -20,7 +20,8 @@ from router.recording.redact import Redaction, expand
 from router.recording.transcript import FORMAT, MAGIC, Outcome, outcome_to_plain
 
 MAX_LINE_BYTES: Final = 64 << 20
-"""The default size of a whole recording. One event with a prompt of a million tokens takes 8 MiB."""
+"""The most bytes of a line, which is the default size of a whole recording. An event with a prompt of a million tokens takes
+8 MiB."""
 MAX_STORIES: Final = 1 << 20  # a replay keeps the story of every request of a recording
 
 
@@ -41,7 +42,7 @@ class Difference:
 
 @dataclasses.dataclass(slots=True)
 class Replay:
-    """A replay. `run` it once."""
+    """The state and the result of a replay."""
 
     core: RouterCore
     recorded_by: str

@@ -6,7 +6,8 @@
 {"now_s": 12.6, "event": {...}, "raised": {"type": "Overloaded", "message": ...}}
 {"end": "the router stopped"}
 ```
-The core has no chance and no clock of its own, so settings, model and events with their times are all that a replay needs.
+The core draws no random numbers and reads no clock. So a replay needs only the settings, the model and the events with their
+times.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Outcome = list[ev.Effect] | Exception
 
 
 class Notes(Protocol):
-    """Whoever wants to know all events of a core."""
+    """A listener that is told all events of a core."""
 
     def note(self, now_s: float, event: ev.Event, outcome: Outcome) -> None:
         """Take one event, in order. Never blocks and never raises."""

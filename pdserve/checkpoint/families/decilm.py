@@ -1,4 +1,4 @@
-"""Deci's family: a Llama whose layers have different numbers of KV heads."""
+"""The DeciLM family: a Llama whose layers have different numbers of KV heads."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ class PlannedStep(NamedTuple):
 
     sequences: list[Sequence]
     decodes: int
-    """The number of the first ones."""
+    """The number of sequences that decode without drafts."""
     drafts: tuple[tuple[int, ...], ...]
-    """The drafts of each of the second ones."""
+    """The drafts of each sequence that has some."""
 
 
 class Collector:
@@ -51,9 +51,8 @@ class Collector:
         tokens: list[OutputToken] = []
         failed: list[SeqId] = []
         drawn = iter(sampled)
-        for seq, token in zip(
-            sequences[:decodes], drawn, strict=False
-        ):  # zip asks for a sequence first, so it takes no token too many
+        # zip asks for a sequence first, so it takes no token too many.
+        for seq, token in zip(sequences[:decodes], drawn, strict=False):
             seq.computed = computed = seq.computed + 1
             seq.planned = 0
             if aborting and seq.state is _S.ABORTING:
@@ -79,7 +78,7 @@ class Collector:
     def _chunks(
         self, sequences: list[Sequence], drawn: Iterator[Sampled], tokens: list[OutputToken], failed: list[SeqId]
     ) -> tuple[tuple[Advance, ...], tuple[Final, ...]]:
-        """Finish the chunks of the step. A token was drawn after each that reached the last known token."""
+        """Finish the chunks of the step. A token was drawn after each chunk that reached the last known token."""
         advanced: list[Advance] = []
         final: list[Final] = []
         for seq in sequences:

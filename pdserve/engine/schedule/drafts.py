@@ -17,10 +17,11 @@ from pdserve.engine.schedule.sequence import Sequence
 def take_drafts(
     drafts: Drafts, decoding: Many[Sequence], room: int, fit: Callable[[Sequence, int], int]
 ) -> dict[SeqId, tuple[int, ...]]:
-    """Return the drafts that the step computes, of the sequences that have some, in the order of `decoding`.
+    """Return the drafts that the step computes. Sequences without drafts are left out. The order is that of `decoding`.
 
-    room: the largest number of all drafts. fit: tells how many of a number of drafts the sequence's blocks hold. A sequence
-    gets no drafts behind its longest length, and none at all if it has edits, which depend on every token before.
+    room: the largest number of drafts of all sequences together. fit: takes a sequence and a number of drafts, and returns how
+    many of them the sequence's blocks can hold. A sequence gets no drafts that lie behind its longest length. It gets none at
+    all if it has edits, because these depend on every token before.
     """
     taken: dict[SeqId, tuple[int, ...]] = {}
     for seq in decoding:

@@ -77,4 +77,5 @@ TRANSITIONS: Final[dict[tuple[SequenceState, SequenceEvent], SequenceState]] = {
 }
 
 MAX_HISTORY: Final = 16
-"""A sequence keeps so many events for the message of an illegal transition. One that is never preempted has at most five."""
+"""The most events that a sequence keeps for the message of an illegal transition. A sequence that is never preempted has at
+most five."""

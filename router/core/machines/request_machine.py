@@ -6,7 +6,7 @@ QUEUED -> BINDING ------------------------> DECODING -> FINISHED           coloc
 BINDING -> QUEUED                            no room, or its worker was lost: nothing was computed yet
 PREFILLING, HANDOFF -> the same, REBOUND     the decode worker was lost: another one reads the same lease
 any that is placed -> QUEUED, RETRIED        anything else was lost: the next attempt starts from prompt and emitted ids
-any of these -> CANCELLED (client gone) | FAILED (deadline, no retry left, no worker left)
+any that runs -> CANCELLED (client gone) | FAILED (deadline, no retry left, no worker left)
 ```
 After a loss, the router decides between REBOUND, RETRIED and LOST; this table says which states each may lead to. The table in
 `work_machine.py` says what each worker may report. Messages of two links have no common order, so messages of
@@ -97,7 +97,7 @@ TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
 }
 
 MAX_HISTORY: Final = 32
-"""The machine keeps so many events for the message of an illegal transition. Events that change nothing are not kept."""
+"""The most events that the machine keeps for the message of an illegal transition. Events that change nothing are not kept."""
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ TRANSITIONS: Final[dict[tuple[WorkState, WorkEvent], WorkState]] = {
 
 @dataclass(slots=True)
 class WorkMachine:
-    """The state of the work that `handle` names. `history` holds all its events, of which the table allows at most three."""
+    """The state of the work that `handle` names. `history` holds all its events. The table allows at most three."""
 
     request_id: RequestId
     handle: Handle
