@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc import codec
 from pdserve.rpc.channel import server_options
@@ -68,7 +69,7 @@ def _kind(message: Any) -> str:
 
 def _attempt(prompt: list[int], params: SamplingParams, resumed: int) -> dict[str, Any]:
     true_len = len(prompt) - resumed
-    spec = common_pb2.RequestSpec(prompt_ids=codec.pack_ids(prompt[:true_len]), sampling=codec.sampling_to_wire(params))
+    spec = codec.spec_to_wire(RequestSpec(tuple(prompt[:true_len]), params))
     return {"spec": spec, "resumed_ids": codec.pack_ids(prompt[true_len:])}
 
 

@@ -75,16 +75,6 @@ _SPEC: Final = FieldCodec(
 )
 
 
-def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Write sampling parameters as a message in which every field is set, but `logprobs` when it is None."""
-    return _SAMPLING.to_wire(params)
-
-
-def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
-    """Read sampling parameters from a message in which every field is set. Raises `InvalidRequest`."""
-    return _SAMPLING.from_wire(wire)
-
-
 def spec_to_wire(spec: RequestSpec) -> common_pb2.RequestSpec:
     """Write a request as a message."""
     return _SPEC.to_wire(spec)

@@ -10,6 +10,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs, unpack_logprobs
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, peer_pb2
@@ -44,8 +45,9 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
 
 @given(sampling())
 def test_sampling(params: SamplingParams) -> None:
-    wire = common_pb2.SamplingParams.FromString(codec.sampling_to_wire(params).SerializeToString())
-    assert codec.sampling_from_wire(wire) == params
+    spec = RequestSpec((), params)
+    wire = common_pb2.RequestSpec.FromString(codec.spec_to_wire(spec).SerializeToString())
+    assert codec.spec_from_wire(wire) == spec
 
 
 F32 = st.floats(-9999, 0, width=32)
@@ -71,7 +73,7 @@ def test_logprobs_of_another_number_of_tokens_are_refused(chosen: list[float], i
 
 def test_sampling_of_a_peer_is_checked() -> None:
     with pytest.raises(InvalidRequest, match="max_tokens"):
-        codec.sampling_from_wire(common_pb2.SamplingParams())
+        codec.spec_from_wire(common_pb2.RequestSpec())
 
 
 @given(st.lists(U32))
