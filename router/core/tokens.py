@@ -83,13 +83,13 @@ class Tokens:
         """Let deltas out that are next in order. The finish reason of the last one ends the request by the event `last`."""
         times = request.times
         for delta in deltas:
+            request.emitted.extend(delta.ids)
+            if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:
+                raise _too_short(request, last)
             if times.first_token_s is None:
                 times.first_token_s = now_s
                 request.story.note(now_s, StoryKind.FIRST_TOKEN)
             times.last_token_s = now_s
-            request.emitted.extend(delta.ids)
-            if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:
-                raise _too_short(request, last)
             if request.probe is None:
                 yield EmitDelta(request.request_id, delta)
             if delta.finish_reason is not None:

@@ -148,6 +148,7 @@ def cut_off(slots: int = 2) -> tuple[Stage, Peer, Peer]:
     prefill = stage.join("prefill-0", ev.Role.PREFILL, num_blocks=1000, max_num_seqs=64)
     near, far = (stage.join(f"decode-{n}", ev.Role.DECODE, num_blocks=100, max_num_seqs=slots) for n in range(2))
     stage.core.pairs.failed(prefill.hello, far.hello, "no route", now_s=0.0)
+    stage.replayable = False
     return stage, near, far
 
 
@@ -198,6 +199,7 @@ def test_a_pair_that_can_never_work_is_not_waited_for() -> None:
     stage = Stage()
     prefill, decode = stage.join("prefill-0", ev.Role.PREFILL), stage.join("decode-0", ev.Role.DECODE)
     stage.core.pairs.never(prefill.hello, decode.hello, str(IncompatiblePeer("layouts differ")))
+    stage.replayable = False
     assert not stage.core.pairs.usable(prefill.hello, decode.hello, now_s=float("inf"))
     with pytest.raises(Unavailable):
         stage.submit("insists", placement=Placement.DISAGGREGATED)
@@ -258,6 +260,7 @@ def test_any_pools_serve_whole_answers_and_leave_no_able_worker_idle(
             decode.unreadable.add(prefill.hello.incarnation)
             if never:
                 stage.core.pairs.never(prefill.hello, decode.hello, "layouts differ")
+                stage.replayable = False
     outcomes = []
     for n in range(30):
         placement = random.choice([None, None, *Placement])
