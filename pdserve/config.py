@@ -169,8 +169,8 @@ class LeaseConfig:
 class TransferConfig:
     """The transport over which KV goes from prefill workers to decode workers."""
 
-    # "nixl", "cma" (the processes of one machine, without NIXL), or module:function of your own, which every worker imports.
-    # All workers must have the same value.
+    # "nixl", "cma" (the processes of one machine, without NIXL), "fake" (the workers of one process, for tests), or
+    # module:function of your own, which every worker imports. All workers must have the same value.
     transport: str = "nixl"
 
     def __post_init__(self) -> None:

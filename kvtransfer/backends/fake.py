@@ -2,16 +2,20 @@
 
 `FakeFabric` stands for the network; transports that share one can reach each other. A held read copies only when it is
 resumed, like the late data of a real transport. So a caller that frees blocks too early corrupts them here as well.
+
+By its name `fake` in the configuration, it joins the workers of one process. Workers in processes of their own cannot reach
+each other with it, and say so when they connect.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvtransfer.api import LocalRegion, ReadAdrift, RemoteRegion, TransportRead, check_shapes
-from pdserve.core.errors import TransferFailed
-from pdserve.core.ids import Incarnation
+from pdserve.core.errors import ConfigError, TransferFailed
+from pdserve.core.ids import Incarnation, WorkerId
 
 _METADATA_PREFIX = b"fake:"
 
@@ -102,7 +106,9 @@ class FakeTransport:
         if metadata != _METADATA_PREFIX + b"%016x" % incarnation:
             raise TransferFailed(f"the metadata of peer {incarnation:016x} names another agent")
         if self._fabric.regions_of(incarnation) is None:
-            raise TransferFailed(f"cannot connect to peer {incarnation:016x}")
+            raise TransferFailed(
+                f"cannot connect to peer {incarnation:016x}: transport fake reaches only pools of its own process"
+            )
         self._peers.add(incarnation)
 
     def disconnect(self, incarnation: Incarnation) -> None:
@@ -161,3 +167,20 @@ class FakeTransport:
         for remote, local in zip(read.remote_blocks, read.local_blocks, strict=True):
             ctypes.memmove(read.into.address_of(local), source.address_of(remote), source.block_bytes)
         read.done = True
+
+
+FABRIC: Final = FakeFabric()
+"""The fabric of all transports of this process that the configuration names."""
+
+
+def prepare(host: str, allow_public: bool) -> Callable[[WorkerId, Incarnation, Sequence[LocalRegion]], FakeTransport]:
+    """Return the function that makes a transport over `FABRIC`. The transport opens nothing to the network, so it takes any
+    `host`."""
+    return _make
+
+
+def _make(worker_id: WorkerId, incarnation: Incarnation, regions: Sequence[LocalRegion]) -> FakeTransport:
+    """Make the transport of one worker. Raises `ConfigError` for a pool in GPU memory."""
+    if any(region.device.kind != "cpu" for region in regions):
+        raise ConfigError(f"transfer.transport fake copies host memory only, and the KV of {worker_id} is on a GPU: use nixl")
+    return FakeTransport(FABRIC, incarnation, regions)

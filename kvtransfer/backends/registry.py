@@ -10,7 +10,7 @@ from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.plugins import resolve
 
 SETTING: Final = "transfer.transport"
-BUILTINS: Final = {"nixl": "kvtransfer.backends.nixl:prepare", "cma": "kvtransfer.backends.cma:prepare"}
+BUILTINS: Final = {name: f"kvtransfer.backends.{name}:prepare" for name in ("nixl", "cma", "fake")}
 """The function of each name. It takes `host` and `allow_public`, and returns a `MakeTransport`."""
 
 MakeTransport = Callable[[WorkerId, Incarnation, Sequence[LocalRegion]], Transport]

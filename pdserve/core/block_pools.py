@@ -32,6 +32,7 @@ class BlockPools:
         """Make a pool for each number of blocks."""
         assert num_blocks
         self.groups = tuple(BlockPool(count) for count in num_blocks)
+        self._only = self.groups[0] if len(self.groups) == 1 else None  # asked directly: a step grows many sequences
 
     @property
     def num_blocks(self) -> int:
@@ -46,10 +47,15 @@ class BlockPools:
     @property
     def num_allocatable(self) -> int:
         """The blocks that can be allocated now in every group."""
+        if self._only is not None:
+            return self._only.num_allocatable
         return min([pool.num_allocatable for pool in self.groups])
 
     def allocate(self, holder: Holder, count: int) -> BlockTables | None:
         """Append `count` blocks of each group to the holder's tables. Return None and change nothing when a group has fewer."""
+        if self._only is not None:
+            blocks = self._only.allocate(holder, count)
+            return None if blocks is None else (blocks,)
         if count > self.num_allocatable:
             return None
         taken = [pool.allocate(holder, count) for pool in self.groups]
@@ -137,6 +143,6 @@ class BlockPools:
 
     def _common(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         """Return the longest prefix of `hashes` that every group has. With one group, the group looks for it itself."""
-        if len(self.groups) == 1:
+        if self._only is not None:
             return hashes
         return hashes[: min([len(pool.lookup(hashes)) for pool in self.groups])]

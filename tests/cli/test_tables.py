@@ -14,7 +14,7 @@ from pdserve.commands.progress import StartView
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve.worker.memory_report import MemoryReport
 
-PREFILL = common_pb2.WorkerHello(worker_id="prefill-10", role=common_pb2.ROLE_PREFILL)
+PREFILL = common_pb2.WorkerHello(worker_id="prefill-10", role=common_pb2.ROLE_PREFILL, num_blocks=32768)
 
 
 def _drawn(width: int, **blocks: int) -> str:

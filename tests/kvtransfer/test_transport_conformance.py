@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import pytest
 from transfer_testing import BLOCK_BYTES, NUM_BLOCKS, FakePeer, NixlPeer, Peer, Pool, new_incarnation, wait_for
 
-from kvtransfer.api import Region, Transport
+from kvtransfer.api import Device, Region, Transport
 from kvtransfer.backends.cma import CmaTransport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport, prepare_environment
-from pdserve.core.errors import TransferFailed
+from kvtransfer.backends.registry import prepare
+from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.ids import WorkerId
 
 KINDS = ("fake", "cma", "nixl", "nixl-tcp")
@@ -255,3 +256,23 @@ def test_nixl_leaves_a_users_environment_alone() -> None:
 def test_metadata_is_small_and_constant(pair: Pair) -> None:
     assert 0 < len(pair.transport.metadata()) < 4096
     assert pair.transport.metadata() == pair.transport.metadata()
+
+
+def test_the_fake_transport_joins_the_workers_of_one_process() -> None:
+    pools = [Pool(seed=seed) for seed in (1, None)]
+    incarnations = [new_incarnation() for _ in pools]
+    make = prepare("fake", "127.0.0.1", allow_public=False)
+    lender, reader = (make(WorkerId("w"), i, [pool.region]) for i, pool in zip(incarnations, pools, strict=True))
+    reader.connect(incarnations[0], lender.metadata())
+    wait_for(reader, reader.post_read(incarnations[0], pools[0].region, [3], [5], pools[1].region))
+    assert pools[1].digest([5]) == pools[0].digest([3])
+    lender.close()
+    with pytest.raises(TransferFailed, match="fake reaches only pools of its own process"):
+        reader.connect(incarnations[0], lender.metadata())
+    reader.close()
+
+
+def test_the_fake_transport_refuses_a_pool_on_a_gpu() -> None:
+    region = Region(4096, 1, 64, Device("cuda", 0))
+    with pytest.raises(ConfigError, match="fake copies host memory only"):
+        prepare("fake", "127.0.0.1", allow_public=False)(WorkerId("w"), new_incarnation(), [region])

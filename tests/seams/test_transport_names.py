@@ -70,8 +70,9 @@ def test_equal_transports_and_a_lender_that_names_none_are_accepted() -> None:
 
 
 def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"transfer\.transport must be one of nixl, cma, or module:function .* got 'fake'"):
-        prepare("fake", "127.0.0.1", allow_public=False)
+    known = r"transfer\.transport must be one of nixl, cma, fake, or module:function .* got 'tcp'"
+    with pytest.raises(ConfigError, match=known):
+        prepare("tcp", "127.0.0.1", allow_public=False)
 
 
 def test_nixl_checks_the_host_before_anything_is_loaded() -> None:
@@ -82,7 +83,7 @@ def test_nixl_checks_the_host_before_anything_is_loaded() -> None:
 def test_the_registry_loads_no_transport() -> None:
     code = (
         "import sys, kvtransfer.backends.registry\n"
-        "sys.exit(any(f'kvtransfer.backends.{name}' in sys.modules for name in ('nixl', 'cma')))"
+        "sys.exit(any(f'kvtransfer.backends.{name}' in sys.modules for name in ('nixl', 'cma', 'fake')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

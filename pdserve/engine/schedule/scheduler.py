@@ -336,7 +336,7 @@ class Scheduler:
         """Give a sequence `count` more blocks in each group. The caller has checked that the pools have them."""
         grown = self._pool.allocate(seq.holder, count)
         assert grown is not None
-        seq.has_blocks(tuple([table + more for table, more in zip(seq.block_tables, grown, strict=True)]))
+        seq.grow(grown)
 
     def _preempt(self, seq: Sequence) -> None:
         self._pool.drop(seq.holder)
