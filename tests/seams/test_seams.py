@@ -105,7 +105,7 @@ def test_a_worker_with_another_transport_is_never_paired(plugins: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "name", "message"),
     [
-        ("transfer.transport", "nixxl", "transfer.transport must be one of nixl, cma, or module:function"),
+        ("transfer.transport", "nixxl", "transfer.transport must be one of nixl, cma, fake, or module:function"),
         ("transfer.transport", "no_such_module:f", "module no_such_module cannot be imported"),
         ("router.decode_policy", "fullest", "router.decode_policy must be one of shortest_queue, most_free_kv, or"),
     ],
