@@ -240,6 +240,15 @@ def test_a_file_that_exists_is_kept_and_a_folder_that_does_not_is_named(tmp_path
         record(tmp_path / "no" / "file")
 
 
+@pytest.mark.parametrize("name", ["", ".", "/", "a\0b"])
+def test_a_folder_is_no_file_to_record_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number was put behind the name of the folder, and the recording went into the file .2 or beside the folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^router\.record_file: "):
+        Recorder(RouterConfig(record_file=name), FINGERPRINT).close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_file_ends_with_the_reason_and_replays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     limit = 10_000
     recorder = record(tmp_path / "file", record_max_bytes=limit)
