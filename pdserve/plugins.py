@@ -30,13 +30,13 @@ def resolve(name: str, builtins: Mapping[str, str], setting: str) -> Callable[..
     module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as exc:  # a module may raise anything while it is imported
+        function = getattr(module, function_name, None)
+    except (Exception, SystemExit) as exc:  # a module may raise anything while it is imported, and a script ends
         reason = f"{type(exc).__name__}: {exc}"
         raise ConfigError(
             f"{setting} is {name!r}, and module {module_name} cannot be imported (install it, or add its folder to "
             f"PYTHONPATH): {reason}"
         ) from exc
-    function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{setting} is {name!r}, and module {module_name} has no function {function_name}")
     return function  # type: ignore[no-any-return]  # callable() does not narrow Any

@@ -140,7 +140,7 @@ def _started(pid: int) -> str:
 
 
 def _check_alive(peer: _Process) -> None:
-    if _started(peer.pid) != peer.started:
+    if not peer.started or _started(peer.pid) != peer.started:
         raise TransferFailed(f"cannot connect to peer {peer.incarnation:016x}: its process {peer.pid} has ended")
 
 

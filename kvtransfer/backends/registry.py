@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kvtransfer.api import LocalRegion, Transport
+from pdserve.core.errors import ConfigError
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.plugins import resolve
 
@@ -24,7 +25,22 @@ def prepare(name: str, host: str, *, allow_public: bool) -> MakeTransport:
     A worker calls this before it loads its model, so a transport checks here what the machine and the settings must allow.
     `host` is the address that the worker binds; `allow_public` True lets it be one that other machines reach.
 
-    Raises `ConfigError` for an unknown name, and when the transport does not allow the settings.
+    Raises `ConfigError` for an unknown name, when the transport does not allow the settings, and when the operator's own
+    function raises or returns something else.
     """
-    make: MakeTransport = resolve(name, BUILTINS, SETTING)(host, allow_public)
-    return make
+    function = resolve(name, BUILTINS, SETTING)
+    if name in BUILTINS:
+        return function(host, allow_public)  # type: ignore[no-any-return]  # resolve() knows no types
+    return _own(name, function, host, allow_public)
+
+
+def _own(name: str, function: Callable[..., Any], host: str, allow_public: bool) -> MakeTransport:
+    try:
+        make = function(host, allow_public)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as exc:  # it is the operator's code
+        raise ConfigError(f"{SETTING} is {name!r}, and this function raised {type(exc).__name__}: {exc}") from exc
+    if not callable(make):
+        raise ConfigError(f"{SETTING} is {name!r}, and this function returned {make!r:.80}, which makes no transport")
+    return make  # type: ignore[no-any-return]  # callable() narrows to a function of any result

@@ -76,10 +76,15 @@ def timeline(told: Iterable[Told]) -> Iterator[str]:
     ordered = sorted(told, key=lambda entry: entry.at_s)
     width = max((len(entry.who) for entry in ordered), default=0)
     for entry in ordered:
-        fields = " ".join(f"{name}={_shown(value)}" for name, value in entry.fields if value != "")
-        yield f"{entry.at_s:+10.3f} s  {entry.who:<{width}}  {entry.kind:<13}  {fields}".rstrip()
+        fields = " ".join(f"{shown(name)}={_value(value)}" for name, value in entry.fields if value != "")
+        yield f"{entry.at_s:+10.3f} s  {entry.who:<{width}}  {shown(entry.kind):<13}  {fields}".rstrip()
 
 
-def _shown(value: object) -> str:
+def _value(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return repr(text) if " " in text else text
+    return repr(text) if " " in text else shown(text)
+
+
+def shown(text: str) -> str:
+    """Return a text that commands a terminal nothing: with control characters it becomes a literal of Python."""
+    return text if text.isprintable() else repr(text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdserve.commands.explain import Told, timeline
+from pdserve.commands.explain import Told, shown, timeline
 from pdserve.commands.failures import FAILED, one_line_errors
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def replay(file: Path, request_id: str | None, own_policies: bool) -> int:
     if result.difference is not None:
         _show_difference(result, result.difference)
         return FAILED
-    end = result.end or "it has no last line, so the router was killed or still runs"
+    end = shown(result.end) or "it has no last line, so the router was killed or still runs"
     click.echo(f"{result.events} events, effects equal; the recording ends: {end}")
     if request_id is not None:
         for story in result.story(request_id):
@@ -61,20 +61,24 @@ def _rankings(config: RouterConfig, *, own: bool) -> Rankings:
 
 def _show_difference(result: Replay, difference: Difference) -> None:
     from pdserve import __version__
+    from pdserve.core.errors import UnknownRequest
 
     where = f"line {difference.line}, {difference.now_s:.3f} s, effect {difference.position}"
     click.echo(f"{result.events} events, effects equal; then they differ at {where}")
-    click.echo(f"recorded by pdserve {result.recorded_by}, replayed by {__version__}")
+    click.echo(f"recorded by pdserve {shown(result.recorded_by)}, replayed by {__version__}")
     click.echo(f"event     {_compact(difference.event)}")
     click.echo(f"recorded  {_compact(difference.recorded)}")
     click.echo(f"replayed  {_compact(difference.replayed)}")
     if difference.request_id:
-        _show(result.story(difference.request_id)[0])
+        try:
+            _show(result.story(difference.request_id)[0])
+        except UnknownRequest:  # a probe, or a request that was refused, has no story
+            click.echo(f"request {shown(difference.request_id)}: no story")
 
 
 def _show(story: RequestStory) -> None:
     outcome = "not ended" if story.outcome is None else story.outcome.value
-    click.echo(f"request {story.request_id}: {outcome}")
+    click.echo(f"request {shown(story.request_id)}: {outcome}")
     for line in timeline(Told(e.at_s - story.arrived_s, "router", e.kind, e.fields) for e in story.entries):
         click.echo(line)
 

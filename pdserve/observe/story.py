@@ -25,6 +25,11 @@ FIELD_BYTES: Final = 120
 numbers were measured by `sys.getsizeof` of its parts."""
 
 
+def cut(text: str) -> str:
+    """Return a text of at most `MAX_TEXT_CHARS` characters, with an ellipsis where it was longer."""
+    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
+
+
 class Entry(NamedTuple):
     """One thing that happened. `at_s` is a time on the clock of the process that wrote the entry."""
 
@@ -53,8 +58,8 @@ class Story:
     def add(self, at_s: float, kind: str, **fields: Value) -> tuple[Entry, Entry | None]:
         """Add an entry, and cut its texts to `MAX_TEXT_CHARS`. Return it, and the entry that is dropped for it, or None."""
         for name, value in fields.items():
-            if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
-                fields[name] = value[: MAX_TEXT_CHARS - 3] + "..."
+            if isinstance(value, str):
+                fields[name] = cut(value)
         entry = Entry(at_s, kind, tuple(fields.items()))
         if len(self._first) < KEPT_FIRST:
             self._first.append(entry)

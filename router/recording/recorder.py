@@ -98,6 +98,8 @@ class Recorder:
 def _open(name: str) -> BinaryIO:
     """Create a file that only its owner reads. A file that exists is kept, and the name gets a number: a router that starts
     again must not overwrite what the one before it recorded."""
+    if not name or Path(name).is_dir():
+        raise ConfigError(f"router.record_file: must name a file, got {name!r}, which is a folder or nothing")
     for number in range(1, MAX_FILES):
         path = Path(name if number == 1 else f"{name}.{number}")
         try:
@@ -106,4 +108,6 @@ def _open(name: str) -> BinaryIO:
             continue
         except OSError as exc:
             raise ConfigError(f"router.record_file: cannot create {path}: {exc.strerror}") from exc
+        except ValueError as exc:  # a name with a NUL
+            raise ConfigError(f"router.record_file: cannot create {name!r}: {exc}") from exc
     raise ConfigError(f"router.record_file: {name} and {MAX_FILES - 2} more files with a number exist already")

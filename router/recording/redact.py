@@ -1,8 +1,9 @@
 """Redaction: a recording tells no prompts, outputs or secrets. The same values replace them in events and in effects.
 
-Token ids, text, stop strings and log-probabilities become their counts, from which `expand` makes placeholders of the same
-lengths. The core looks at nothing else of them, so a replay decides as the router did. Salts and tickets become digests with
-a key that is drawn for each recording and written nowhere: equal ones stay equal, and nobody can try out what they were.
+Token ids, biases of tokens, text, stop strings and log-probabilities become their counts, from which `expand` makes
+placeholders of the same lengths. The core looks at nothing else of them, so a replay decides as the router did. Salts and
+tickets become digests with a key that is drawn for each recording and written nowhere: equal ones stay equal, and nobody can
+try out what they were.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, Final
 KEY_BYTES: Final = 32  # HMAC-SHA256 gets a key as long as its output
 DIGEST_CHARS: Final = 32  # 128 bits: two of them never agree by chance
 FILLER: Final = "x"
+MAX_PLACEHOLDERS: Final = 1 << 24
+"""One event has at most so many placeholders. A body of a request has 8 MiB, and a token is a byte of it or more."""
 
 
 class Redaction:
@@ -32,6 +35,8 @@ class Redaction:
                 "ids": len,
                 "text": len,
                 "stop": _lengths,
+                "stop_token_ids": len,
+                "logit_bias": len,
                 "logprobs": _logprob_counts,
             }
 
@@ -54,26 +59,47 @@ class Redaction:
 
 
 def expand(value: Any) -> Any:
-    """Return the plain value of an event with placeholders for the counts of `Redaction.hide`. Other values stay."""
-    if isinstance(value, list):
-        return [expand(item) for item in value] if value and isinstance(value[0], dict) else value
-    if not isinstance(value, dict):
-        return value
-    row = _is_row(value)
-    return {name: _expand_field(name, item, row) for name, item in value.items()}
+    """Return the plain value of an event with placeholders for the counts of `Redaction.hide`. Other values stay.
+
+    Raises `ValueError` for a count that is negative, and for more than `MAX_PLACEHOLDERS` placeholders in all.
+    """
+    return _Expansion().expand(value)
 
 
-def _expand_field(name: str, value: Any, row: bool) -> Any:
-    if name in ("prompt_ids", "ids") and isinstance(value, int):
-        return [0] * value
-    if name == "text" and isinstance(value, int):
-        return base64.b64encode((FILLER * value).encode()).decode() if row else FILLER * value
-    if name == "stop" and value and isinstance(value[0], int):
-        return [FILLER * length for length in value]
-    if name == "logprobs" and row and isinstance(value, list):
-        chosen, top_ids, top = value
-        return {"chosen": [0.0] * chosen, "top_ids": [0] * top_ids, "top": [0.0] * top}
-    return expand(value)
+class _Expansion:
+    """The placeholders of one event."""
+
+    def __init__(self) -> None:
+        self._left = MAX_PLACEHOLDERS
+
+    def expand(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.expand(item) for item in value] if value and isinstance(value[0], dict) else value
+        if not isinstance(value, dict):
+            return value
+        row = _is_row(value)
+        return {name: self._field(name, item, row) for name, item in value.items()}
+
+    def _field(self, name: str, value: Any, row: bool) -> Any:
+        if name in ("prompt_ids", "ids", "stop_token_ids") and isinstance(value, int):
+            return [0] * self._count(value)
+        if name == "logit_bias" and isinstance(value, int):
+            return [(token_id, 0.0) for token_id in range(self._count(value))]
+        if name == "text" and isinstance(value, int):
+            text = FILLER * self._count(value)
+            return base64.b64encode(text.encode()).decode() if row else text
+        if name == "stop" and value and isinstance(value[0], int):
+            return [FILLER * self._count(length) for length in value]
+        if name == "logprobs" and row and isinstance(value, list):
+            chosen, top_ids, top = map(self._count, value)
+            return {"chosen": [0.0] * chosen, "top_ids": [0] * top_ids, "top": [0.0] * top}
+        return self.expand(value)
+
+    def _count(self, count: int) -> int:
+        if not 0 <= count <= self._left:
+            raise ValueError(f"a count must be in [0, {self._left}], got {count}")
+        self._left -= count
+        return count
 
 
 def _is_row(value: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, Final
 
@@ -71,7 +72,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 def replay(lines: Iterable[bytes], rankings_of: Callable[[RouterConfig], Rankings]) -> Replay:
     """Replay a recording up to its first difference. `rankings_of` makes the policies of the recorded settings.
 
-    Raises `InvalidRequest` unless the recording is whole and of this format.
+    A last line that is cut off ends the recording. Raises `InvalidRequest` for anything else that is not of this format.
     """
     numbered = enumerate(lines, 1)
     header = _header(next(numbered, (1, b""))[1])
@@ -85,7 +86,10 @@ def replay(lines: Iterable[bytes], rankings_of: Callable[[RouterConfig], Ranking
     redaction = Redaction(None, prompts=bool(header.get("prompts")))
     placed: dict[int, str] = {}
     for number, line in numbered:
-        read = _decode(line, number, result.events)
+        if not line.endswith(b"\n"):
+            result.end = f"line {number} is cut off, so the router was killed, its disk was full, or it still runs"
+            return result
+        read = _decode(line, number)
         if "end" in read:
             result.end = str(read["end"])
             return result
@@ -95,7 +99,7 @@ def replay(lines: Iterable[bytes], rankings_of: Callable[[RouterConfig], Ranking
         for effect in replayed.get("effects", ()):
             if "work" in effect:
                 placed[effect["work"]["handle"]] = effect["work"]["request_id"]
-        recorded: Plain = {name: read[name] for name in ("effects", "raised") if name in read}
+        recorded = _recorded(read, number)
         if recorded != replayed:
             result.difference = _difference(number, now_s, read["event"], recorded, replayed, placed)
             return result
@@ -125,11 +129,16 @@ def _parts(outcome: Plain) -> list[Plain]:
 
 def _request_of(plain: Plain, placed: dict[int, str]) -> str:
     work = plain.get("work", plain)
-    return str(work.get("request_id") or placed.get(work.get("handle", 0), ""))
+    if not isinstance(work, dict):
+        return ""
+    handle = work.get("handle")
+    return str(work.get("request_id") or (placed.get(handle, "") if isinstance(handle, int) else ""))
 
 
 def _header(line: bytes) -> Plain:
-    read = _decode(line, 1, 0) if line else {}
+    if line and not line.endswith(b"\n"):
+        raise _bad("line 1 is cut off")
+    read = _decode(line, 1) if line else {}
     if MAGIC not in read:
         raise _bad("is not a recording of pdserve: its first line has no version")
     if read[MAGIC] != FORMAT:
@@ -138,9 +147,7 @@ def _header(line: bytes) -> Plain:
     return read
 
 
-def _decode(line: bytes, number: int, replayed: int) -> Plain:
-    if not line.endswith(b"\n"):
-        raise _bad(f"line {number} is cut off; the {replayed} events before it replay to equal effects")
+def _decode(line: bytes, number: int) -> Plain:
     try:
         read = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
@@ -152,9 +159,22 @@ def _decode(line: bytes, number: int, replayed: int) -> Plain:
 
 def _event(read: Plain, number: int) -> tuple[float, ev.Event]:
     try:
-        return float(read["now_s"]), event_from_plain(expand(read["event"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        now_s = float(read["now_s"])
+        if not math.isfinite(now_s):
+            raise ValueError(f"now_s is {now_s}")
+        return now_s, event_from_plain(expand(read["event"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as exc:
         raise _bad(f"line {number} holds no event: {exc!r}") from exc
+
+
+def _recorded(read: Plain, number: int) -> Plain:
+    """Return the effects of a line, or the error that its event raised."""
+    outcome: Plain = {name: read[name] for name in ("effects", "raised") if name in read}
+    (value,) = outcome.values() if len(outcome) == 1 else (None,)
+    parts = value if isinstance(value, list) and "effects" in outcome else [value if "raised" in outcome else None]
+    if not all(isinstance(part, dict) for part in parts):
+        raise _bad(f"line {number} must have either a list of effects or an error that was raised")
+    return outcome
 
 
 def _bad(message: str) -> InvalidRequest:

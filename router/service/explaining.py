@@ -13,6 +13,7 @@ from pdserve.core.errors import Overloaded
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import Role
 from router.api.explanation import Explanation, WorkerPart
+from router.core.events import LinkId
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
 from router.core.story import RequestStory
@@ -33,7 +34,7 @@ class Explainer:
         self._links = links
         self._clock = clock
         self._asked = 0
-        self._waiting: dict[int, asyncio.Future[WorkExplained]] = {}
+        self._waiting: dict[int, tuple[LinkId, asyncio.Future[WorkExplained]]] = {}
 
     async def explain(self, name: str) -> Explanation:
         """Explain the newest request with this request id or correlation id, within `ANSWER_S`. Raises `UnknownRequest`, and
@@ -54,9 +55,9 @@ class Explainer:
         )
 
     def answered(self, event: WorkExplained) -> None:
-        """Take the answer of a worker. An answer that comes too late is dropped."""
-        waits = self._waiting.get(event.question)
-        if waits is not None and not waits.done():
+        """Take the answer of a worker. An answer is dropped that comes too late, or from a worker that was not asked."""
+        link, waits = self._waiting.get(event.question, (None, None))
+        if waits is not None and link == event.link and not waits.done():
             waits.set_result(event)
 
     async def _ask(self, story: RequestStory, worker_id: WorkerId, incarnation: Incarnation, role: Role) -> WorkerPart:
@@ -79,7 +80,7 @@ class Explainer:
         self._asked += 1
         number = self._asked
         waits: asyncio.Future[WorkExplained] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = waits
+        self._waiting[number] = (worker.link, waits)
         try:
             self._links.send(worker.link, question_to_wire(number, story.request_id))
             async with asyncio.timeout(ANSWER_S):

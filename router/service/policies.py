@@ -50,7 +50,7 @@ class GuardedPolicy:
             return [_number(self._policy(candidate, request)) for candidate in candidates]
         except _NotANumber as exc:
             self._fault("not_a_number", f"returned {exc}")
-        except (Exception, SystemExit) as exc:  # noqa: BLE001 - it is the operator's code: whatever it raises stays here
+        except BaseException as exc:  # noqa: BLE001 - it is the operator's code: KeyboardInterrupt stays here as well
             self._fault("raised", f"raised {type(exc).__name__}", exc)
         return self._fallback(candidates, request)
 

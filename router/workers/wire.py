@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,13 +10,16 @@ from typing import Any, Final
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId
 from pdserve.core.worker import WorkerHello
-from pdserve.observe.story import MAX_ENTRIES, Entry
+from pdserve.observe.story import MAX_ENTRIES, Entry, Value, cut
 from pdserve.rpc import codec
 from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, spec_to_fields
 from pdserve.rpc.status import from_reason
 from pdserve.rpc.story import entries_from_wire
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2, story_pb2
 from router.core import events as ev
+
+MAX_FIELDS: Final = 16
+"""An entry of a worker's story has at most so many fields. Those of our workers have up to 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +89,14 @@ def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.WorkerEven
 
 
 def _work_explained(link: ev.LinkId, m: story_pb2.WorkExplained) -> WorkExplained:
+    """Keep as much as an honest worker tells: an operator gets the parts of all workers in one message."""
     entries = entries_from_wire(m.entries[:MAX_ENTRIES], since_s=0.0)
-    return WorkExplained(link, m.question, tuple([Entry(*entry) for entry in entries]), m.left_out)
+    kept = [Entry(at_s, cut(kind), _fields(fields)) for at_s, kind, fields in entries if math.isfinite(at_s)]
+    return WorkExplained(link, m.question, tuple(kept), m.left_out)
+
+
+def _fields(fields: tuple[tuple[str, Value], ...]) -> tuple[tuple[str, Value], ...]:
+    return tuple([(cut(name), cut(str(value))) for name, value in fields[:MAX_FIELDS]])
 
 
 _READERS: Final[dict[str, Callable[[ev.LinkId, Any], Heard]]] = {

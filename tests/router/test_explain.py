@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 from typing import Any
 
 import grpc
@@ -10,9 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from pdserve.cli import main
+from pdserve.observe.story import MAX_TEXT_CHARS
 from pdserve.rpc.status import REASON_METADATA, REQUEST_ID_METADATA
-from pdserve.rpc.v1 import common_pb2, story_pb2
+from pdserve.rpc.v1 import common_pb2, link_pb2, story_pb2
+from router.core.events import LinkId
 from router.service import explaining
+from router.workers.wire import MAX_FIELDS, WorkExplained, event_from_wire
 from testkit.fake_worker import DECODE, PREFILL
 
 from .local_cluster import LocalCluster, generate_request, local_cluster, read_answer
@@ -107,6 +112,32 @@ def test_a_worker_that_left_is_named_and_a_running_request_is_told_too() -> None
             for worker in cluster.workers:
                 worker.gate.set()
             await read_answer(call)
+
+    asyncio.run(story())
+
+
+def test_what_a_lying_worker_tells_is_cut_and_no_worker_answers_for_another() -> None:
+    """The parts of all workers go to the operator in one message, in the order of their times."""
+    field = story_pb2.StoryField(name="n" * 1000, value="v" * 1000)
+    told = [story_pb2.StoryEntry(at_s=at_s, kind="k" * 1000, fields=[field] * 20) for at_s in (math.nan, math.inf, -1.0)]
+    wire = link_pb2.WorkerMessage(work_explained=story_pb2.WorkExplained(question=1, entries=told * 40))
+    heard = event_from_wire(LinkId(7), wire)
+    assert isinstance(heard, WorkExplained)
+    assert heard.entries
+    for entry in heard.entries:
+        assert entry.at_s == -1.0
+        assert {len(entry.kind), *(len(text) for pair in entry.fields for text in pair)} == {MAX_TEXT_CHARS}
+        assert len(entry.fields) == MAX_FIELDS
+
+    async def story() -> None:
+        async with asyncio.timeout(30), local_cluster() as cluster:
+            explainer = cluster.service._explainer
+            waits: asyncio.Future[WorkExplained] = asyncio.get_running_loop().create_future()
+            explainer._waiting[1] = (LinkId(8), waits)
+            explainer.answered(heard)
+            assert not waits.done()
+            explainer.answered(dataclasses.replace(heard, link=LinkId(8)))
+            assert waits.done()
 
     asyncio.run(story())
 

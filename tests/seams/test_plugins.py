@@ -31,7 +31,9 @@ def test_a_builtin_is_imported_only_when_it_is_asked_for() -> None:
         resolve("never", BUILTINS, "a.b")
 
 
-@pytest.mark.parametrize("body", ["1 / 0", "syntax error here", "raise SystemError('broken')"])
+@pytest.mark.parametrize(
+    "body", ["1 / 0", "syntax error here", "raise SystemError('broken')", "raise SystemExit(0)", "def __getattr__(name): 1 / 0"]
+)
 def test_a_module_that_fails_while_it_is_imported_is_named(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_plugin.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)

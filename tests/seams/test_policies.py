@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import sys
 import types
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -111,7 +112,9 @@ def test_every_finite_real_number_is_a_score(value: Any) -> None:
     assert not faults
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), RecursionError(), MemoryError(), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), RecursionError(), MemoryError(), SystemExit(3), KeyboardInterrupt(), CancelledError()]
+)
 def test_a_policy_that_raises_is_counted_and_the_built_in_chooses(error: BaseException) -> None:
     def policy(candidate: Candidate, request: RequestView) -> float:
         raise error

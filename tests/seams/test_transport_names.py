@@ -8,6 +8,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import types
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,23 @@ def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
     known = r"transfer\.transport must be one of nixl, cma, fake, or module:function .* got 'tcp'"
     with pytest.raises(ConfigError, match=known):
         prepare("tcp", "127.0.0.1", allow_public=False)
+
+
+@pytest.mark.parametrize(
+    ("prepares", "says"),
+    [
+        (lambda host, allow_public: None, "this function returned None"),
+        (lambda: None, "this function raised TypeError: "),
+        (lambda host, allow_public: sys.exit(0), "this function raised SystemExit: 0"),
+    ],
+)
+def test_a_function_that_prepares_no_transport_is_refused_by_name(
+    prepares: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker loaded its model and failed afterwards, or ended with the status of a good end."""
+    monkeypatch.setitem(sys.modules, "no_transport", types.SimpleNamespace(prepare=prepares))
+    with pytest.raises(ConfigError, match=f"^transfer.transport is 'no_transport:prepare', and {says}"):
+        prepare("no_transport:prepare", "127.0.0.1", allow_public=False)
 
 
 def test_nixl_checks_the_host_before_anything_is_loaded() -> None:

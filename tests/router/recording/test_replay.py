@@ -15,11 +15,16 @@ from click.testing import CliRunner, Result
 from pdserve.cli import main
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, InvalidRequest, Overloaded
+from pdserve.core.ids import RequestId
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.policy.ranking import BUILT_IN
 from router.recording import recorder as recorder_module
+from router.recording.codec import event_from_plain
 from router.recording.recorder import END_BYTES, Recorder
+from router.recording.redact import expand
 from router.recording.replay import Replay
 from router.recording.replay import replay as replay_with
 from router.recording.transcript import Transcript
@@ -77,6 +82,47 @@ def test_a_recording_of_a_killed_router_has_no_last_line_and_replays(tmp_path: P
     assert "the router was killed or still runs" in shown.stdout
 
 
+def test_a_line_that_a_killed_router_left_half_written_ends_the_recording_and_its_stories_are_told(tmp_path: Path) -> None:
+    shown = run_replay(tmp_path / "file", [*LINES, LINES[2][:-9]], "--request", "r")
+    assert shown.exit_code == 0
+    told = shown.stdout.splitlines()
+    says = (
+        f"the recording ends: line {len(LINES) + 1} is cut off, so the router was killed, its disk was full, or it still runs"
+    )
+    assert told[0] == f"{len(LINES) - 1} events, effects equal; {says}"
+    assert told[1] == "request r: finished"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"work": 3}, {"work": {"handle": []}}, {"type": "SendBind", "request_id": "nobody"}, {"work": {}}]
+)
+def test_a_difference_about_no_request_that_is_known_is_shown_without_a_story(tmp_path: Path, wrong: object) -> None:
+    """An effect of a damaged file ended the command by a traceback, and a request without a story by an error."""
+    line = json.loads(LINES[1]) | {"effects": [wrong]}
+    shown = run_replay(tmp_path / "file", [LINES[0], json.dumps(line).encode() + b"\n"])
+    assert shown.exit_code == 1
+    assert shown.stdout.startswith("0 events, effects equal; then they differ at line 2, ")
+    assert not shown.stderr
+
+
+def test_the_text_of_a_recording_commands_no_terminal(tmp_path: Path) -> None:
+    shown = run_replay(tmp_path / "file", [LINES[0], b'{"end":"\\u001b[31mred"}\n'])
+    assert shown.stdout == "0 events, effects equal; the recording ends: '\\x1b[31mred'\n"
+
+
+def test_biases_and_stop_ids_are_recorded_as_counts_and_replay() -> None:
+    """They are token ids, which tell of a request's content as its prompt does."""
+    sampling = SamplingParams(logit_bias=((77_001, -5.5), (77_002, 1.5)), stop_token_ids=(77_003, 77_004))
+    submit = ev.Submit(RequestId("r"), RequestSpec((1, 2), sampling), arrived_s=1.0, deadline_s=9.0)
+    line = Transcript(RouterConfig(), FINGERPRINT, key=bytes(32)).line(1.0, submit, [])
+    assert b"7700" not in line
+    assert b"-5.5" not in line
+    read = event_from_plain(expand(json.loads(line)["event"]))
+    assert isinstance(read, ev.Submit)
+    assert len(read.spec.sampling.logit_bias) == len(read.spec.sampling.stop_token_ids) == 2
+    assert read.spec.sampling.edits_logits
+
+
 def test_prompts_that_are_recorded_replay_as_well() -> None:
     stage = played(record_prompts=True)
     assert b"[0,1,2,3]" in b"".join(stage.notes.lines)
@@ -122,7 +168,6 @@ BAD: list[tuple[list[bytes], str]] = [
     ([LINES[0].replace(b'"max_attempts":', b'"max_tries":')], "line 1 has no settings"),
     ([LINES[0].replace(b'"max_attempts":4', b'"max_attempts":0')], "line 1 has no settings"),
     ([b'{"pdserve_recording":1}\n'], "line 1 has no settings"),
-    ([LINES[0], LINES[1], LINES[2][:-9]], "line 3 is cut off; the 1 events before it"),
     ([LINES[0], b"garbage\n"], "line 2 is not JSON"),
     ([LINES[0], b"{}\n"], "line 2 holds no event"),
     ([LINES[0], b'{"now_s":"x","event":{"type":"Tick"}}\n'], "line 2 holds no event"),
@@ -130,6 +175,14 @@ BAD: list[tuple[list[bytes], str]] = [
     ([LINES[0], b'{"now_s":1,"event":7}\n'], "line 2 holds no event"),
     ([LINES[0], b'{"now_s":1,"event":{"type":"Submit","prompt_ids":-1}}\n'], "line 2 holds no event"),
     ([b"[" * 100_000 + b"\n"], "line 1 is not JSON"),
+    ([LINES[0], b'{"now_s":1,"event":' + b'{"a":' * 900 + b"1" + b"}" * 901 + b"\n"], "line 2 holds no event: RecursionError"),
+    ([LINES[0], b'{"now_s":"nan","event":{"type":"Tick"},"effects":[]}\n'], "line 2 holds no event: ValueError('now_s"),
+    ([LINES[0], b'{"now_s":1' + b"0" * 400 + b',"event":{"type":"Tick"},"effects":[]}\n'], "line 2 holds no event: Overfl"),
+    ([LINES[0], b'{"now_s":1,"event":{"prompt_ids":100000000000}}\n'], "line 2 holds no event: ValueError('a count must"),
+    ([LINES[0], b'{"now_s":1,"event":{"prompt_ids":-1}}\n'], "line 2 holds no event: ValueError('a count must"),
+    ([LINES[0], b'{"now_s":1,"event":{"type":"Tick"}}\n'], "line 2 must have either a list of effects or an error"),
+    ([LINES[0], b'{"now_s":1,"event":{"type":"Tick"},"effects":[1]}\n'], "line 2 must have either"),
+    ([LINES[0], b'{"now_s":1,"event":{"type":"Tick"},"effects":[],"raised":{}}\n'], "line 2 must have either"),
 ]
 
 
@@ -186,6 +239,15 @@ def test_a_file_that_exists_is_kept_and_a_folder_that_does_not_is_named(tmp_path
     assert recorder.path == str(tmp_path / "file.2")
     with pytest.raises(ConfigError, match=r"router\.record_file: cannot create .*No such file"):
         record(tmp_path / "no" / "file")
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "a\0b"])
+def test_a_folder_is_no_file_to_record_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number was put behind the name of the folder, and the recording went into the file .2 or beside the folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^router\.record_file: "):
+        Recorder(RouterConfig(record_file=name), FINGERPRINT).close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_file_ends_with_the_reason_and_replays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
