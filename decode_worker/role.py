@@ -151,7 +151,7 @@ class DecodeRole:
             seq_id = self._host.next_seq_id(handle)
             self._host.submit(Reserve(seq_id, spec, command.local_prefill, resumed))
         except PdserveError as exc:
-            self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code.value, message=exc.message)
+            self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code, message=exc.message)
             self._host.send(failed(handle, exc))
             return
         local = int(command.local_prefill)
@@ -207,7 +207,7 @@ class DecodeRole:
         if request.inbound is None or request.task is not None:
             self._fail(request, InternalBug("Attach before Reserved, or twice, or for a colocated request"))
             return
-        self._note(request, WorkKind.ATTACHED, lease=str(codec.lease_id_from_wire(command.lease_id)))
+        self._note(request, WorkKind.ATTACHED, lease=codec.lease_id_from_wire(command.lease_id))
         request.task = asyncio.create_task(self._hand_off(request, request.inbound, command))
 
     async def _hand_off(self, request: BoundRequest, inbound: InboundBlocks, command: decode_pb2.Attach) -> None:
@@ -267,7 +267,7 @@ class DecodeRole:
         log.info("request %s failed here: %s", request.request_id, error.message)
         if self._by_handle.get(request.handle) is request:
             self._drop(request, release=True)
-            self._note(request, WorkKind.FAILED, error=error.code.value, message=error.message)
+            self._note(request, WorkKind.FAILED, error=error.code, message=error.message)
             self._host.send(failed(request.handle, error, pair_failed=pair_failed))
 
     def _break(self, request: BoundRequest, exc: Exception) -> None:

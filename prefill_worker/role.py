@@ -158,7 +158,7 @@ class PrefillRole:
             seq_id = self._host.next_seq_id(handle)
             self._host.submit(AddLent(seq_id, spec, resumed))
         except PdserveError as exc:
-            self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code.value, message=exc.message)
+            self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code, message=exc.message)
             self._host.send(failed(handle, exc))
             return
         output = OutputStream(handle, self._host.tokenizer, spec.sampling, resumed)
@@ -193,7 +193,7 @@ class PrefillRole:
         else:
             self._table.release(request.lease_id, now_s=self._clock())
             self._return_leases()
-        self._note(request, WorkKind.FAILED, error=error.code.value, message=error.message)
+        self._note(request, WorkKind.FAILED, error=error.code, message=error.message)
         self._host.send(failed(request.handle, error))
 
     def _grant(self, request: LentRequest, lent: Lent) -> None:
@@ -207,7 +207,7 @@ class PrefillRole:
             ticket=ticket.encode(),
         )
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
-        self._note(request, WorkKind.GRANTED, lease=str(request.lease_id), blocks=sum(map(len, lent.block_tables)))
+        self._note(request, WorkKind.GRANTED, lease=request.lease_id, blocks=sum(map(len, lent.block_tables)))
 
     def _ticket(self, lease_id: LeaseId, lent: Lent, request: LentRequest) -> Ticket:
         host = self._host
@@ -272,7 +272,7 @@ class PrefillRole:
         """
         for lease in self._leases.take_returned():
             request = self._by_seq.pop(lease.seq_id)
-            self._note(request, WorkKind.LEASE_ENDED, how=lease.state.value)
+            self._note(request, WorkKind.LEASE_ENDED, how=lease.state)
             self._by_handle.pop(request.handle, None)
             self._host.submit(Abort(lease.seq_id))
             self._host.submit(ReturnLease(lease.seq_id))

@@ -12,6 +12,7 @@ from pdserve.checkpoint.families.family import TensorNames
 from pdserve.checkpoint.families.registry import family_of
 from pdserve.checkpoint.fingerprint import fingerprint
 from pdserve.checkpoint.layout import check_directory, read_json
+from pdserve.checkpoint.numbers import token_id
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KvSpec
 from pdserve.core.model_spec import ModelSpec
@@ -96,7 +97,9 @@ def resolve_kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
 
 def _architecture(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures") or ["(none)"]
-    return str(architectures[0])
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise ConfigError(f"architectures must be a list of names, got {architectures!r:.100}")
+    return architectures[0]
 
 
 def _ids(directory: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int | None]:
@@ -106,12 +109,13 @@ def _ids(directory: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], i
     """
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    eos = {index for source in (config, generation) for index in _as_list(source.get("eos_token_id"))}
+    eos = {index for source in (config, generation) for index in _eos_ids(source)}
     bos = config.get("bos_token_id", generation.get("bos_token_id"))
-    return tuple(sorted(eos)), None if bos is None else int(bos)
+    return tuple(sorted(eos)), None if bos is None else token_id("bos_token_id", bos)
 
 
-def _as_list(value: Any) -> list[int]:
+def _eos_ids(config: Mapping[str, Any]) -> list[int]:
+    value = config.get("eos_token_id")
     if value is None:
         return []
-    return [int(v) for v in value] if isinstance(value, list) else [int(value)]
+    return [token_id("eos_token_id", one) for one in (value if isinstance(value, list) else [value])]

@@ -17,6 +17,8 @@ from pdserve.core.ids import Incarnation, WorkerId
 class Role(Enum):
     """The pool that a worker belongs to."""
 
+    __hash__ = object.__hash__  # members are singletons; a hash of their names is computed in Python at each look-up
+
     PREFILL = "prefill"
     DECODE = "decode"
 

@@ -15,8 +15,8 @@ from pdserve.rpc.story import entries_to_wire
 from pdserve.rpc.v1 import link_pb2, story_pb2
 
 MAX_STORIES: Final = 512
-MAX_BYTES: Final = 1 << 20
-"""A story of 6 entries with 2 fields each takes about 3 KiB. This limit holds about 350 such stories, or 512 shorter ones."""
+MAX_ENTRIES: Final = 3072
+"""A story has about 6 entries with 2 fields each, so 512 stories have so many. They take about 1 MiB."""
 
 
 class WorkKind(Enum):
@@ -47,7 +47,7 @@ class WorkStories:
 
     def __init__(self, clock: Callable[[], float] = _loop_time_s) -> None:
         self._clock = clock
-        self._ring: StoryRing[Story] = StoryRing(max_stories=MAX_STORIES, max_bytes=MAX_BYTES)
+        self._ring: StoryRing[Story] = StoryRing(max_stories=MAX_STORIES, max_entries=MAX_ENTRIES)
 
     def note(self, request_id: str, kind: WorkKind, **fields: Value) -> None:
         """Write down what has just happened to a request."""
@@ -55,8 +55,7 @@ class WorkStories:
         if story is None:
             story = Story()
             self._ring.keep(request_id, story)
-        added, dropped = story.add(self._clock(), kind.value, **fields)
-        self._ring.grew(added.num_bytes - (0 if dropped is None else dropped.num_bytes))
+        self._ring.grew(story.add(self._clock(), kind, fields))
 
     def answer(self, question: story_pb2.ExplainWork) -> link_pb2.WorkerMessage:
         """Return the answer to a question of the router. It has no entries when no story of the request is kept."""

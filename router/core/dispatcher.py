@@ -52,8 +52,9 @@ class Dispatcher:
 
     @property
     def may_place(self) -> bool:
-        """Something has changed since the last `pump` that waiting requests wait for. Probe results always end a probe."""
-        return self._room() != self._seen_room
+        """Something has changed since the last `pump` that waiting requests or claimed probes wait for. Probe results always
+        end a probe."""
+        return bool(len(self._requests.waiting) or self._probe_book.claims) and self._room() != self._seen_room
 
     def pump(self, now_s: float, *, recheck: bool) -> Effects:
         """Place waiting requests, as far as there is room. With `recheck`, or after a change of the workers that serve, also
@@ -111,8 +112,8 @@ class Dispatcher:
         request.story.note(
             now_s,
             StoryKind.PLACED,
-            placement=placement.value,
-            reason=reason.value,
+            placement=placement,
+            reason=reason,
             decode_worker=worker.hello.worker_id,
             scores=self._placer.scores,
             attempt=request.machine.attempt,

@@ -51,7 +51,7 @@ class Handoff:
         elif request.probe is not None:
             yield from self._recovery.retry(request, ReplicaLost("its prefill worker has left or is leaving"), now_s)
         else:
-            request.story.note(now_s, StoryKind.REQUEUED, why=_E.PREFILL_POOL_EMPTY.value)
+            request.story.note(now_s, StoryKind.REQUEUED, why=_E.PREFILL_POOL_EMPTY)
             yield from self._dispatcher.requeue(request, _E.PREFILL_POOL_EMPTY)
 
     def no_room(self, work: RemoteWork, event: NoRoom, now_s: float) -> Effects:
@@ -74,7 +74,7 @@ class Handoff:
         work.machine.move(_W.PREFILL_STARTED)
         request.lease = event
         request.times.attempt.prefill_started_s = now_s
-        request.story.note(now_s, StoryKind.LEASE_GRANTED, lease=str(event.lease_id), prefill_worker=request.prefill_worker)
+        request.story.note(now_s, StoryKind.LEASE_GRANTED, lease=event.lease_id, prefill_worker=request.prefill_worker)
         yield from self._attach(request, now_s)
 
     def _attach(self, request: LiveRequest, now_s: float) -> Effects:

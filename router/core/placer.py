@@ -12,6 +12,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role, WorkerHello
+from pdserve.observe.story import Scores
 from router.core.events import LinkId
 from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest
@@ -23,6 +24,7 @@ from router.core.policy.picker import pick
 from router.core.policy.ranking import BUILT_IN, Rankings
 from router.core.registry import Registry, Worker
 
+MAX_SCORES: Final = 16
 SUSPECT_SHARE: Final = 0.6
 """The share of `heartbeat_lost_s` after which a silent worker gets nothing new: 3 s of 5 s."""
 
@@ -63,8 +65,9 @@ class Placer:
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
-        self.scores = ""
-        """The candidates of the last pick with their scores, for stories. Workers that were filtered out are not among them."""
+        self.scores: Scores = ()
+        """The candidates of the last pick with their scores, at most `MAX_SCORES`, for stories. Workers that were filtered out
+        are not among them."""
         self._turns = dict.fromkeys(Role, 0)  # a shared turn, advancing by two a handoff, would always pick the same of two
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
@@ -193,8 +196,8 @@ class Placer:
         picked = pick(among, scores, self._turns[role])
         if picked is None:
             return None
-        named = [(self._hello(c.link), score) for c, score in zip(among, scores, strict=True)]
-        self.scores = ", ".join([f"{hello.worker_id} {score:.3g}" for hello, score in named if hello is not None])
+        named = zip(among[:MAX_SCORES], scores, strict=False)
+        self.scores = tuple([(worker.hello.worker_id, score) for c, score in named if (worker := self._registry.get(c.link))])
         self._turns[role] += 1
         return self._registry.get(picked.link)
 

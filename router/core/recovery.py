@@ -57,7 +57,7 @@ class Recovery:
     def worker_lost(self, work: RemoteWork, error: PdserveError, now_s: float) -> Effects:
         """Recover a request from the loss of a worker that has left the registry."""
         request = work.request
-        request.story.note(now_s, StoryKind.LOST, role=work.role.value, error=error.code.value, message=error.message)
+        request.story.note(now_s, StoryKind.LOST, role=work.role, error=error.code, message=error.message)
         self._requests.drop(work)
         if request.probe is None and work.role is Role.DECODE:
             if request.machine.state is _S.BINDING:
@@ -74,7 +74,7 @@ class Recovery:
         """Recover a request that a worker gave up. The worker lives on."""
         error = event.error
         story = work.request.story
-        story.note(now_s, StoryKind.LOST, role=work.role.value, error=error.code.value, message=error.message)
+        story.note(now_s, StoryKind.LOST, role=work.role, error=error.code, message=error.message)
         if work.role is Role.DECODE and work.request.prefill is not None:
             self._blame_pair(work.request.prefill, work, event, now_s)
         if error.code is ErrorCode.DEADLINE_EXCEEDED:

@@ -181,8 +181,8 @@ class Requests:
     def _end_story(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:
         """Keep the story. This may be repeated when the end of the request has failed."""
         state = request.machine.state
-        why: dict[str, Value] = {} if error is None else {"error": error.code.value, "message": error.message}
-        request.story.note(now_s, StoryKind.ENDED, state=state.value, tokens=len(request.emitted), **why)
+        why: dict[str, Value] = {} if error is None else {"error": error.code, "message": error.message}
+        request.story.note(now_s, StoryKind.ENDED, state=state, tokens=len(request.emitted), **why)
         if request.probe is None:
             self.stories.ended(request.story, state)
 

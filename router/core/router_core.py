@@ -277,7 +277,12 @@ class RouterCore:
         worker = self._seen(event.link, now_s)
         work = worker.work.get(event.handle) if worker is not None else None
         if work is not None:
-            yield from self.requests.alone(work.request, _of_role(role, work, action), now_s)
+            try:
+                if role is not None and work.role is not role:
+                    raise InternalBug(f"a {work.role.value} worker sent what only a {role.value} worker reports")
+                yield from action(work)
+            except Exception as exc:  # noqa: BLE001 - `Requests.alone` would cost two generators for each report
+                yield from self.requests.contain(work.request, exc, now_s)
 
     def _step_rows(self, event: StepRows, now_s: float) -> Effects:
         worker = self._seen(event.link, now_s)
@@ -290,9 +295,3 @@ class RouterCore:
         self.recovery.bucket.check_invariants()
         self._probes.check_invariants()
         self._probe_book.check_invariants()
-
-
-def _of_role(role: Role | None, work: RemoteWork, action: Callable[[RemoteWork], Effects]) -> Effects:
-    if role is not None and work.role is not role:
-        raise InternalBug(f"a {work.role.value} worker sent what only a {role.value} worker reports")
-    yield from action(work)

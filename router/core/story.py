@@ -18,9 +18,9 @@ from router.core.events import Submit
 from router.core.machines.request_machine import RequestState
 
 MAX_STORIES: Final = 512
-MAX_BYTES: Final = 4 << 20
-"""Both bounds hold for the failed requests and, separately, for all others. A story of 9 entries with 3 fields each takes about
-6 KiB, so 512 stories mostly take 3 MiB."""
+MAX_ENTRIES: Final = 8192
+"""Both bounds hold for the failed requests and, separately, for all others. Stories of 9 entries, as most are, leave room for
+512; so many entries take about 3 MiB."""
 
 
 class StoryKind(Enum):
@@ -60,11 +60,11 @@ class RequestStory(Story):
 
     def note(self, now_s: float, kind: StoryKind, **fields: Value) -> None:
         """Write down what has just happened."""
-        self.add(now_s, kind.value, **fields)
+        self.add(now_s, kind, fields)
 
     def waits(self, now_s: float, workers: int) -> None:
         """Write down that none of the `workers` that could serve the request has room. Repeated calls are one entry."""
-        if self.last_kind != StoryKind.WAITS.value:
+        if self.last_kind is not StoryKind.WAITS:
             self.note(now_s, StoryKind.WAITS, workers=workers)
 
     def took_part(self, hello: WorkerHello) -> None:
@@ -73,12 +73,12 @@ class RequestStory(Story):
 
 
 class Stories:
-    """The stories of requests that have ended, bounded by count and by bytes."""
+    """The stories of requests that have ended, bounded in number and in entries."""
 
-    def __init__(self, *, max_stories: int = MAX_STORIES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, *, max_stories: int = MAX_STORIES, max_entries: int = MAX_ENTRIES) -> None:
         self._max_stories = max_stories
-        self._failed: StoryRing[RequestStory] = StoryRing(max_stories=max_stories, max_bytes=max_bytes)
-        self._others: StoryRing[RequestStory] = StoryRing(max_stories=max_stories, max_bytes=max_bytes)
+        self._failed: StoryRing[RequestStory] = StoryRing(max_stories=max_stories, max_entries=max_entries)
+        self._others: StoryRing[RequestStory] = StoryRing(max_stories=max_stories, max_entries=max_entries)
 
     def ended(self, story: RequestStory, outcome: RequestState) -> None:
         """Take in the story of a request that has just ended."""

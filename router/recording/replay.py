@@ -12,6 +12,7 @@ import msgspec
 from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.core.errors import InvalidRequest, PdserveError, UnknownRequest
+from pdserve.observe.story import MAX_ENTRIES
 from router.core import events as ev
 from router.core.policy.ranking import Rankings
 from router.core.router_core import RouterCore
@@ -81,7 +82,7 @@ def replay(lines: Iterable[bytes], rankings_of: Callable[[RouterConfig], Ranking
     except (KeyError, TypeError, PdserveError) as exc:
         raise _bad(f"line 1 has no settings that this pdserve, {__version__}, takes: {exc}") from exc
     core = RouterCore(config, fingerprint, rankings_of(config))
-    core.requests.stories = Stories(max_stories=MAX_STORIES, max_bytes=MAX_STORIES * 1024)
+    core.requests.stories = Stories(max_stories=MAX_STORIES, max_entries=MAX_STORIES * MAX_ENTRIES)
     result = Replay(core, str(header.get("pdserve")))
     redaction = Redaction(None, prompts=bool(header.get("prompts")))
     placed: dict[int, str] = {}

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId
 from pdserve.core.worker import WorkerHello
-from pdserve.observe.story import MAX_ENTRIES, Entry, Value, cut
+from pdserve.observe.story import MAX_ENTRIES, Entry, Shown, cut
 from pdserve.rpc import codec
 from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, spec_to_fields
 from pdserve.rpc.status import from_reason
@@ -95,7 +95,7 @@ def _work_explained(link: ev.LinkId, m: story_pb2.WorkExplained) -> WorkExplaine
     return WorkExplained(link, m.question, tuple(kept), m.left_out)
 
 
-def _fields(fields: tuple[tuple[str, Value], ...]) -> tuple[tuple[str, Value], ...]:
+def _fields(fields: tuple[tuple[str, Shown], ...]) -> tuple[tuple[str, Shown], ...]:
     return tuple([(cut(name), cut(str(value))) for name, value in fields[:MAX_FIELDS]])
 
 

@@ -122,8 +122,8 @@ REFUSED = {
     "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "heads": ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 is not a multiple of num_key_value_heads 2"),
-    "type": ({"vocab_size": "many"}, r"wrong type.*many"),
-    "null": ({"hidden_size": None}, "wrong type"),
+    "type": ({"vocab_size": "many"}, "vocab_size must be an integer from 1 to 2147483647, got 'many'$"),
+    "null": ({"hidden_size": None}, "hidden_size must be an integer"),
     # These once left as the exceptions of whatever stumbled over them.
     "no heads": ({"num_attention_heads": 0, "num_key_value_heads": 0}, r"config\.json"),
     "rope a text": ({"rope_scaling": "llama3"}, r"config\.json"),
@@ -141,6 +141,52 @@ def test_what_the_engine_would_get_wrong_is_refused_by_name(copy, name):
     with pytest.raises(ConfigError, match=words) as caught:
         ModelCard.load(change(copy, **values))
     assert str(copy) in caught.value.message
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [-1, 2.7, True, "4", [1], {"a": 1}, 2**31, 10**4000, float("inf"), float("nan")])
+def test_a_hostile_size_was_taken_or_refused_without_its_name(copy, name, value):
+    """Fractions were cut, and texts and booleans read as numbers; other errors did not say which setting was wrong."""
+    with pytest.raises(ConfigError, match=rf"config\.json: {name} must be an integer from 1 to 2147483647, got "):
+        ModelCard.load(change(copy, **{name: value}))
+
+
+HOSTILE = {
+    "theta nan": ({"rope_theta": float("nan")}, "rope_theta must be a finite number above 0, got nan"),
+    "theta 0": ({"rope_theta": 0}, "rope_theta must be a finite number above 0, got 0"),
+    "eps below 0": ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a finite number of at least 0, got -1e-05"),
+    "eps a text": ({"rms_norm_eps": "small"}, "rms_norm_eps must be"),
+    "odd heads": ({"head_dim": 3}, "head_dim 3 is odd"),
+    "end below 0": ({"eos_token_id": [2, -1]}, "eos_token_id must be an integer from 0"),
+    "begin a text": ({"bos_token_id": "<s>"}, "bos_token_id must be an integer from 0"),
+    "names": ({"architectures": {"0": "LlamaForCausalLM"}}, "architectures must be a list of names"),
+    "equal bands": (
+        {"rope_scaling": {
+            "rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+            "original_max_position_embeddings": 8192,
+        }},
+        "high_freq_factor must be above low_freq_factor 4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_value_that_would_serve_wrong_tokens_is_refused_by_name(copy, name):
+    values, words = HOSTILE[name]
+    with pytest.raises(ConfigError, match=rf"config\.json: {words}"):
+        ModelCard.load(change(copy, **values))
+
+
+def test_deep_nesting_ended_the_process_with_a_recursion_error(copy):
+    (copy / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        ModelCard.load(copy)
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings"])

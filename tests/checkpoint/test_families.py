@@ -50,8 +50,8 @@ def test_decilm_has_kv_heads_by_layer(decilm):
     [
         ({"num_key_value_heads_per_layer": [2, 1]}, "num_key_value_heads_per_layer has 2 numbers for 4 layers"),
         ({"num_key_value_heads_per_layer": [2, 1, 3, 1]}, "4 is not a multiple of num_key_value_heads 3"),
-        ({"num_key_value_heads_per_layer": [2, 1, 0, 1]}, "wrong type or size"),
-        ({"num_key_value_heads_per_layer": 2}, "wrong type or size"),
+        ({"num_key_value_heads_per_layer": [2, 1, 0, 1]}, r"num_key_value_heads_per_layer\[2\] must be an integer from 1 to"),
+        ({"num_key_value_heads_per_layer": 2}, "num_key_value_heads_per_layer must be a list of integers, got 2$"),
         ({"num_hidden_layers": MOST_LAYERS + 1}, "num_hidden_layers 4097 is over the limit of 4096"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),

@@ -34,9 +34,7 @@ FALLBACK = ranking_of(most_free_kv.score)
 
 pools = st.lists(
     st.builds(
-        lambda link, promised, queued: dataclasses.replace(
-            BASE, link=LinkId(link), promised_tokens=promised, queued_tokens=queued
-        ),
+        lambda link, promised, queued: BASE._replace(link=LinkId(link), promised_tokens=promised, queued_tokens=queued),
         st.integers(1, 9),
         st.integers(0, 100),
         st.integers(0, 100),
@@ -62,8 +60,8 @@ def raises(candidate: Candidate, request: RequestView) -> float:
 
 
 def test_the_built_in_policies_are_the_defaults_and_either_serves_both_pools() -> None:
-    other = dataclasses.replace(BASE, link=LinkId(2), promised_tokens=50, queued_tokens=0)
-    busy = dataclasses.replace(BASE, queued_tokens=9)
+    other = BASE._replace(link=LinkId(2), promised_tokens=50, queued_tokens=0)
+    busy = BASE._replace(queued_tokens=9)
     counted: list[tuple[str, str]] = []
     default = rankings_of(RouterConfig(), lambda *fault: counted.append(fault))
     assert default.prefill([busy, other], REQUEST) == [shortest_queue.score(c, REQUEST) for c in (busy, other)]

@@ -7,17 +7,14 @@ from typing import Any, Final
 
 from pdserve.checkpoint.families.family import Family
 from pdserve.checkpoint.families.llama import NAMES, check_plain, layer_count, spec_of
-from pdserve.core.errors import ConfigError
+from pdserve.checkpoint.numbers import integers
 from pdserve.core.model_spec import ModelSpec
 
 
 def read_decilm(config: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a published configuration. See `Family.read` for the errors."""
     check_plain(config)
-    kv_heads = [int(count) for count in config["num_key_value_heads_per_layer"]]
-    layers = layer_count(config)
-    if len(kv_heads) != layers:
-        raise ConfigError(f"num_key_value_heads_per_layer has {len(kv_heads)} numbers for {layers} layers")
+    kv_heads = integers(config, "num_key_value_heads_per_layer", layer_count(config))
     return spec_of(config, kv_heads)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pdserve.checkpoint.families.family import Family, LayerNames, TensorNames
+from pdserve.checkpoint.numbers import integer, real
 from pdserve.checkpoint.rope import read_rope
 from pdserve.core.errors import ConfigError
 from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
@@ -33,14 +34,13 @@ NAMES: Final = TensorNames(
 def read_llama(config: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a published configuration, in which all layers are alike. See `Family.read` for the errors."""
     check_plain(config)
-    heads = int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    kv_heads = integer(config, "num_key_value_heads", integer(config, "num_attention_heads"))
     return spec_of(config, [kv_heads] * layer_count(config))
 
 
 def layer_count(config: Mapping[str, Any]) -> int:
     """Return the number of layers. Raises `ConfigError` above `MOST_LAYERS`, before anything is made for each layer."""
-    layers = int(config["num_hidden_layers"])
+    layers = integer(config, "num_hidden_layers")
     if layers > MOST_LAYERS:
         raise ConfigError(f"num_hidden_layers {layers} is over the limit of {MOST_LAYERS}")
     return layers
@@ -48,21 +48,24 @@ def layer_count(config: Mapping[str, Any]) -> int:
 
 def spec_of(config: Mapping[str, Any], kv_heads: Sequence[int]) -> ModelSpec:
     """Return the spec of a Llama-like configuration whose layers have these numbers of KV heads."""
-    heads = int(config["num_attention_heads"])
+    heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     for count in kv_heads:
         if heads % count:
             raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {count}")
+    head_dim = integer(config, "head_dim", max(1, hidden // heads))
+    if head_dim % 2:
+        raise ConfigError(f"head_dim {head_dim} is odd, and rotary positions need pairs")
     theta, scaling = read_rope(config)
     return llama_spec(
-        vocab_size=int(config["vocab_size"]),
-        hidden_size=int(config["hidden_size"]),
-        intermediate_size=int(config["intermediate_size"]),
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=integer(config, "intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        max_position=int(config["max_position_embeddings"]),
+        head_dim=head_dim,
+        max_position=integer(config, "max_position_embeddings"),
         rope=RopeSpec(theta, scaling),
-        eps=float(config["rms_norm_eps"]),
+        eps=real(config, "rms_norm_eps", or_zero=True),
         tied_head=bool(config.get("tie_word_embeddings", False)),
     )
 

@@ -27,6 +27,8 @@ from pdserve.core.ids import RequestId
 class RequestState(Enum):
     """The state of one request, as the router knows it."""
 
+    __hash__ = object.__hash__  # members are singletons; a hash of their names is computed in Python at each look-up
+
     QUEUED = "queued"
     BINDING = "binding"
     PREFILLING = "prefilling"
@@ -39,6 +41,8 @@ class RequestState(Enum):
 
 class RequestEvent(Enum):
     """The events of one request."""
+
+    __hash__ = object.__hash__  # members are singletons; a hash of their names is computed in Python at each look-up
 
     DECODE_PICKED = "decode_picked"
     RESERVED = "reserved"
@@ -109,17 +113,19 @@ class RequestMachine:
     state: RequestState = RequestState.QUEUED
     attempt: int = 1
     bind: int = 0
-    history: list[str] = field(default_factory=list)
+    history: list[tuple[RequestEvent, RequestState]] = field(default_factory=list)
 
     def move(self, event: RequestEvent) -> RequestState:
         """Change the state as the table says, and return the new one. Raises `IllegalTransition`, with the history and nothing
         changed, when the state does not allow the event."""
         target = TRANSITIONS.get((self.state, event))
         if target is None:
-            raise IllegalTransition(f"request {self.request_id}", self.state.name, event.name, tuple(self.history))
+            past = tuple(f"{event.name}:{state.name}" for event, state in self.history)
+            raise IllegalTransition(f"request {self.request_id}", self.state.name, event.name, past)
         if target is not self.state or event is RequestEvent.REBOUND:
-            self.history = [*self.history[-(MAX_HISTORY - 1) :], f"{event.name}:{target.name}"]
-        if event in (RequestEvent.DECODE_PICKED, RequestEvent.REBOUND):
+            self.history.append((event, target))
+            del self.history[:-MAX_HISTORY]
+        if event is RequestEvent.DECODE_PICKED or event is RequestEvent.REBOUND:
             self.bind += 1
         elif event is RequestEvent.RETRIED:
             self.attempt += 1

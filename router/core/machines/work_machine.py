@@ -23,6 +23,8 @@ from pdserve.core.ids import Handle, RequestId
 class WorkState(Enum):
     """The state of one piece of work, as the router knows it."""
 
+    __hash__ = object.__hash__  # members are singletons; a hash of their names is computed in Python at each look-up
+
     SENT = "sent"
     RESERVED = "reserved"
     ATTACHED = "attached"
@@ -34,6 +36,8 @@ class WorkState(Enum):
 
 class WorkEvent(Enum):
     """The events of one piece of work."""
+
+    __hash__ = object.__hash__  # members are singletons; a hash of their names is computed in Python at each look-up
 
     RESERVED = "reserved"
     NO_ROOM = "no_room"
@@ -63,7 +67,7 @@ class WorkMachine:
     request_id: RequestId
     handle: Handle
     state: WorkState = WorkState.SENT
-    history: list[str] = field(default_factory=list)
+    history: list[tuple[WorkEvent, WorkState]] = field(default_factory=list)
 
     def move(self, event: WorkEvent) -> WorkState:
         """Change the state as the table says, and return the new one. Raises `IllegalTransition`, with the history and nothing
@@ -71,7 +75,8 @@ class WorkMachine:
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             work = f"work {self.handle} of request {self.request_id}"
-            raise IllegalTransition(work, self.state.name, event.name, tuple(self.history))
-        self.history.append(f"{event.name}:{target.name}")
+            past = tuple(f"{event.name}:{state.name}" for event, state in self.history)
+            raise IllegalTransition(work, self.state.name, event.name, past)
+        self.history.append((event, target))
         self.state = target
         return target

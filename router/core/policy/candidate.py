@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.core.events import LinkId
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An immutable snapshot of one worker."""
 
     link: LinkId
@@ -22,8 +21,7 @@ class Candidate:
     claimed: bool = False  # its next room goes to a probe
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(NamedTuple):
     """An immutable view of one request."""
 
     prompt_tokens: int  # tokens whose KV must be computed: the prompt, and on a retry what the client has

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -58,7 +56,7 @@ def test_forced_disaggregation_without_a_prefill_pool_is_unavailable() -> None:
 
 
 def test_filters_keep_those_that_may_serve() -> None:
-    change = dataclasses.replace
+    change = Candidate._replace
     assert filters.alive([BASE, change(BASE, suspect=True)]) == [BASE]
     assert filters.long_enough([BASE, change(BASE, max_model_len=10)], 20) == [BASE]
     full = [change(BASE, refused=True), change(BASE, free_slots=0), change(BASE, promised_tokens=90)]
@@ -78,7 +76,7 @@ def test_scores_are_within_0_and_1_and_the_best_is_picked(pool: list[Candidate],
 
 
 def test_equals_take_turns() -> None:
-    pool = [dataclasses.replace(BASE, link=LinkId(n)) for n in range(3)]
+    pool = [BASE._replace(link=LinkId(n)) for n in range(3)]
     links = [picked.link for turn in range(6) if (picked := pick(pool, [0.5] * 3, turn))]
     assert links == [0, 1, 2, 0, 1, 2]
 
