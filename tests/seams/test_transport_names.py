@@ -98,6 +98,15 @@ def test_nixl_checks_the_host_before_anything_is_loaded() -> None:
         prepare("nixl", "0.0.0.0", allow_public=False)
 
 
+def test_a_cma_peer_without_a_start_time_is_no_living_process() -> None:
+    """A process that does not exist has no start time either, so the two were equal."""
+    transport = CmaTransport(WorkerId("decode-0"), Incarnation(1), [])
+    machine = msgpack.unpackb(transport.metadata(), use_list=False)[1]
+    absent = msgpack.packb((2, machine, 1 << 33, "", ((4096, 1, 4096),)))
+    with pytest.raises(TransferFailed, match="has ended"):
+        transport.connect(Incarnation(2), absent)
+
+
 def test_the_registry_loads_no_transport() -> None:
     code = (
         "import sys, kvtransfer.backends.registry\n"
