@@ -49,7 +49,7 @@ class PrefillSide:
         return Prefill(incarnation, table, *self.new_memory(pools, cached, summed=self.config.checksums))
 
     def new_memory(self, pools: BlockPools, cached: Tables, *, summed: bool) -> tuple[int, tuple[int, ...]]:
-        """With the full blocks of the first prompt in it where `cached` are the tags of its content in each group."""
+        """The pools and their memory. The full blocks of the first prompt lie there if `cached` has the tags of its groups."""
         memory = (GARBAGE,) * sum(pool.num_blocks for pool in pools.groups)
         if cached:
             full = [tags[: len(self.hashes[0])] for tags in cached]
