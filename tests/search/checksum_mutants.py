@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import add
 from typing import Any
 
 from pdserve.core.blocks import BlockPool, Holder
@@ -10,7 +11,7 @@ from pdserve.core.ids import BlockId, BlockSum, LeaseId, ReaderId
 from pdserve.core.lease import CommitAnswer, GroupSums, Lease, LeaseEvent, LeaseTable
 from tests.search import handoff_events as do
 from tests.search.handoff import Handoff
-from tests.search.handoff_decode import with_decode
+from tests.search.handoff_decode import part, with_decode
 from tests.search.handoff_state import GARBAGE, Bind, Computing, Config, Prefill, Read, State, Ticket
 from tests.search.mutants import DECODES, Mutant
 
@@ -20,14 +21,15 @@ from tests.search.mutants import DECODES, Mutant
 class SummedWhenLent(Handoff):
     """A lease gets the checksums of what lies in its prefix hits now, not of what they were when they were final."""
 
-    def inherited(self, pool: int, memory: tuple[int, ...], number: int) -> tuple[BlockSum, ...]:
-        hits = len(super().inherited(pool, memory, number))
-        return tuple(self.sum_of(memory[block]) for block in self.machines.ask(pool, do.lent, number)[:hits])
+    def inherited(self, pool: int, memory: tuple[int, ...], number: int) -> do.Sums:
+        hits = len(super().inherited(pool, memory, number)[0])
+        blocks = self.machines.ask(pool, do.addresses, self.machines.ask(pool, do.lent, number))
+        return self.sums_of(memory, part(blocks, 0, hits))
 
 
 class SummedBeforeItsStepHasEnded(Handoff):
-    def sealed(self, prefill: Prefill, sequence: Computing, position: int, block_sum: BlockSum) -> Prefill:
-        return super().sealed(prefill, sequence, position, self.sum_of(GARBAGE))
+    def sealed(self, prefill: Prefill, sequence: Computing, position: int, block_sums: tuple[BlockSum, ...]) -> Prefill:
+        return super().sealed(prefill, sequence, position, (self.sum_of(GARBAGE),) * len(block_sums))
 
 
 class SumsOutliveTheirContent(BlockPool):
@@ -50,20 +52,17 @@ class SummedAsStored(Handoff):
 
     def resolved(self, s: State, worker: int, bind: Bind, read: Read, method: str, *args: Any) -> State:
         if args:
-            memory = s.decodes[worker].memory
-            args = ((tuple(self.sum_of(memory[block]) for block in read.blocks),),)
+            args = (self.sums_of(s.decodes[worker].memory, read.blocks),)
         return super().resolved(s, worker, bind, read, method, *args)
 
 
 class SumsItsOwnHits(Handoff):
     """Commit also carries the checksums of the reader's own prefix hits, in the form in which it stores them."""
 
-    def commit_sent(
-        self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[tuple[BlockSum, ...], ...]
-    ) -> State:
-        memory = s.decodes[worker].memory
-        own = tuple(self.sum_of(memory[block]) for block in bind.blocks[:first])
-        return super().commit_sent(s, worker, bind, blocks, 0, (own + sums[0],) if sums else (own,))
+    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: do.Sums) -> State:
+        own = self.sums_of(s.decodes[worker].memory, part(bind.blocks, 0, first))
+        read = sums or ((),) * len(own)
+        return super().commit_sent(s, worker, bind, blocks, 0, tuple(map(add, own, read)))
 
 
 class MissingSumsPass(LeaseTable):
@@ -79,9 +78,7 @@ class MissingSumsPass(LeaseTable):
 class NobodySums(Handoff):
     table_type = MissingSumsPass
 
-    def commit_sent(
-        self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[tuple[BlockSum, ...], ...]
-    ) -> State:
+    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: do.Sums) -> State:
         return super().commit_sent(s, worker, bind, blocks, first, ())
 
 
@@ -159,8 +156,9 @@ class KeepsTheSendersSum(Handoff):
         decode = s.decodes[worker]
         bind = next(b for b in decode.binds if b.number == number)
         pool = decode.pool
-        for position in range(bind.hits, len(bind.blocks)):
-            pool, _ = self.machines.apply(pool, do.seal, number, position, self.sum_of(self.tags[bind.request][position]))
+        for position in range(bind.hits, self.totals[bind.request]):
+            sums = tuple(self.sum_of(tags[position]) for tags in self.tags[bind.request])
+            pool, _ = self.machines.apply(pool, do.seal, number, position, sums)
         return with_decode(s, worker, decode._replace(pool=pool))
 
 

@@ -1,8 +1,9 @@
 """The handoff of KV as a model to be searched: one prefill worker, decode workers, a router and a hostile network.
 
-The machines are production's: `LeaseTable`, `Reader`, `BlockPool`. The model adds what stands between them and must
+The machines are production's: `LeaseTable`, `Reader`, `BlockPools`. The model adds what stands between them and must
 obey the rules of the protocol: the router's choices, the engine's steps, the transport's copies. Every block of memory
-carries the tag of the content it holds, so that what a sequence decodes from can be compared with what it should be.
+carries the tag of the content it holds, so that what a sequence decodes from can be compared with what it should be. KV of
+another group has another tag.
 
 What the environment may do is taken at its worst. Messages are never forgotten: each may arrive at any moment, again, or
 never. A freed block is garbage at once. A read copies each block at a moment of its own, and also reads the memory of a
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdserve.core.ids import BlockSum
 from pdserve.core.lease import CommitAnswer
 from tests.search import handoff_events as do
 from tests.search.explorer import Step, Violation
@@ -87,8 +87,8 @@ class Handoff(DecodeSide):
         yield Ticket(asked.lease, bind.request, asked.ticket)
         if not self.config.hostile_tickets:
             return
-        if len(asked.ticket) > 1:
-            yield Ticket(asked.lease, bind.request, asked.ticket[::-1])
+        if len(asked.ticket[0]) > 1:
+            yield Ticket(asked.lease, bind.request, tuple(table[::-1] for table in asked.ticket))
         for request, other in enumerate(s.asked):
             if other.lease is not None and request != bind.request:
                 yield Ticket(other.lease, request, other.ticket)
@@ -111,7 +111,7 @@ class Handoff(DecodeSide):
         reader: do.ReaderKey,
         blocks: int,
         first: int,
-        sums: tuple[tuple[BlockSum, ...], ...],
+        sums: do.Sums,
         proof: bytes,
     ) -> State:
         """A corrupt one is looked into before the lease's references can go back: commands to the engine keep their order."""
@@ -169,8 +169,8 @@ class Handoff(DecodeSide):
 
     def check_bind(self, decode: Decode, bind: Bind) -> None:
         if bind.active:
-            content = tuple(decode.memory[block] for block in bind.blocks)
-            expected = tuple(map(self.stored, self.tags[bind.request]))
+            content = tuple(tuple(decode.memory[block] for block in table) for table in bind.blocks)
+            expected = self.expected(bind.request)
             if content != expected:
                 raise Violation(f"bind {bind.number} decodes from {content} instead of {expected}")
         targets = {local for read in bind.reads for _, local in read.pairs}

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import BlockPool
-from pdserve.core.ids import BlockSum
 from pdserve.core.lease import CommitAnswer
 from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, Reusable, SendCommit
 from tests.search import handoff_events as do
 from tests.search.explorer import Step
-from tests.search.handoff_prefill import PrefillSide, with_tag
+from tests.search.handoff_prefill import PrefillSide, with_tag, with_tags
 from tests.search.handoff_state import BLOCK_SIZE, GARBAGE, Bind, Decode, Read, State, Ticket
 
 
 class DecodeSide(PrefillSide):
     reader_type: type[Reader] = Reader
     decode_pool_type: type[BlockPool] = BlockPool
+    decode_pools_type: type[BlockPools] = BlockPools
 
     def new_decode(self, worker: int, restarts: int) -> Decode:
-        cached = tuple(map(self.stored, self.tags[0])) if self.config.decode_cached and not restarts else ()
-        pool, memory = self.new_memory(self.decode_pool_type, self.config.decode_blocks[worker], cached, summed=False)
-        return Decode(100 * (worker + 1) + restarts, pool, memory)
+        cached = self.expected(0) if self.config.decode_cached and not restarts else ()
+        sizes = self.config.pool_sizes(self.config.decode_blocks[worker])
+        pools = do.new_pools(self.decode_pools_type, self.decode_pool_type, sizes)
+        return Decode(100 * (worker + 1) + restarts, *self.new_memory(pools, cached, summed=False))
 
     def reader_id(self, decode: Decode, bind: Bind) -> do.ReaderKey:
         return decode.incarnation, bind.number
@@ -35,7 +38,7 @@ class DecodeSide(PrefillSide):
         pool, got = self.machines.apply(decode.pool, do.reserve, do.inbound(number), total, self.hashes[request])
         if got is None:
             return None
-        bind = Bind(number, request, got.block_ids, got.hits)
+        bind = Bind(number, request, self.machines.ask(pool, do.addresses, got.block_tables), got.hits)
         return self.cleared(decode._replace(pool=pool, binds=(*decode.binds, bind)))
 
     def accepts(self, bind: Bind, ticket: Ticket) -> bool:
@@ -54,9 +57,10 @@ class DecodeSide(PrefillSide):
         decode = s.decodes[worker]
         for bind in decode.binds:
             yield from self.bind_events(s, worker, bind)
-        if self.machines.ask(decode.pool, do.has_cached):
-            pool, _ = self.machines.apply(decode.pool, do.evict_all)
-            yield Step(("evict", "decode", worker), with_decode(s, worker, self.cleared(decode._replace(pool=pool))))
+        for group in self.machines.ask(decode.pool, do.groups_with_cached):
+            pool, _ = self.machines.apply(decode.pool, do.evict_all, group)
+            after = with_decode(s, worker, self.cleared(decode._replace(pool=pool)))
+            yield Step(("evict", "decode", worker, "group", group), after)
         if s.used.decode_restarts < self.config.decode_restarts:
             used = s.used._replace(decode_restarts=s.used.decode_restarts + 1)
             fresh = self.new_decode(worker, used.decode_restarts)
@@ -119,14 +123,14 @@ class DecodeSide(PrefillSide):
     def local_events(self, s: State, worker: int) -> Iterator[Step]:
         decode = s.decodes[worker]
         if decode.step is None:
-            pool, block = self.machines.apply(decode.pool, do.take_one)
-            if block is not None:
-                busy = self.cleared(decode._replace(pool=pool, step=block))
-                yield Step(("local step writes", block, "on", worker), with_decode(s, worker, busy))
+            pool, blocks = self.machines.apply(decode.pool, do.take_one)
+            if blocks is not None:
+                busy = self.cleared(decode._replace(pool=pool, step=blocks))
+                yield Step(("local step writes", blocks, "on", worker), with_decode(s, worker, busy))
             return
         if not decode.step_aborted:
             yield Step(("local abort on", worker), with_decode(s, worker, self.local_aborted(decode)))
-        memory = with_tag(decode.memory, decode.step, GARBAGE)
+        memory = with_tags(decode.memory, decode.step, (GARBAGE,) * len(decode.step))
         pool, _ = self.machines.apply(decode.pool, do.drop, do.LOCAL)
         done = decode._replace(pool=pool, memory=memory, step=None, step_aborted=False)
         yield Step(("local step collected on", worker), with_decode(s, worker, self.cleared(done)), sure=True)
@@ -192,8 +196,8 @@ class DecodeSide(PrefillSide):
         bind = next(b for b in decode.binds if b.number == number)
         match effect:
             case PostRead(read, first, count):
-                pairs = tuple((bind.remote[i], bind.blocks[i]) for i in range(first, first + count))
-                local = bind.blocks[first : first + count]
+                remote, local = part(bind.remote, first, count), part(bind.blocks, first, count)
+                pairs = self.pairs(remote, local)
                 decode = with_bind(decode, bind._replace(reads=(*bind.reads, Read(read, pairs, blocks=local))))
             case SendCommit(blocks, first, sums):
                 return self.commit_sent(s, worker, bind, blocks, first, sums)
@@ -206,9 +210,11 @@ class DecodeSide(PrefillSide):
                 decode = self.cleared(without_bind(decode._replace(pool=pool), bind))
         return with_decode(s, worker, decode)
 
-    def commit_sent(
-        self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: tuple[tuple[BlockSum, ...], ...]
-    ) -> State:
+    def pairs(self, remote: do.Tables, local: do.Tables) -> tuple[tuple[int, int], ...]:
+        """The (remote, local) blocks of all groups that one read copies."""
+        return tuple(zip(chain.from_iterable(remote), chain.from_iterable(local), strict=True))
+
+    def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: do.Sums) -> State:
         key = self.reader_id(s.decodes[worker], bind)
         return s.with_sent("commit", bind.lease, key, blocks, first, sums, bind.proof)
 
@@ -226,14 +232,21 @@ class DecodeSide(PrefillSide):
         """Content as decode keeps it."""
         return -tag if self.config.converted else tag
 
+    def expected(self, request: int) -> do.Tables:
+        """The content of the request's blocks in each group, as decode keeps it."""
+        return tuple(tuple(map(self.stored, tags)) for tags in self.tags[request])
+
+    def sums_of(self, memory: tuple[int, ...], blocks: do.Tables) -> do.Sums:
+        return tuple(tuple(self.sum_of(memory[block]) for block in table) for table in blocks)
+
     def arrived(self, s: State, worker: int, bind: Bind, read: Read) -> State:
         """Every block is here: summed as it was sent, and then made what decode stores."""
         if self.machines.ask(bind.reader, do.state_of) is ReaderState.ABANDONED:
             return self.resolved(s, worker, bind, read, "read_done")
         decode = s.decodes[worker]
-        sums = (tuple(self.sum_of(decode.memory[block]) for block in read.blocks),) if self.config.checksums else ()
+        sums = self.sums_of(decode.memory, read.blocks) if self.config.checksums else ()
         memory = decode.memory
-        for block in read.blocks:
+        for block in chain.from_iterable(read.blocks):
             memory = with_tag(memory, block, self.stored(memory[block]))
         return self.resolved(with_decode(s, worker, decode._replace(memory=memory)), worker, bind, read, "read_done", sums)
 
@@ -257,6 +270,11 @@ class DecodeSide(PrefillSide):
 
     def cleared(self, decode: Decode) -> Decode:
         return decode._replace(memory=self.blanked(decode.pool, decode.memory))
+
+
+def part(tables: do.Tables, first: int, count: int) -> do.Tables:
+    """The blocks [first, first + count) of each group."""
+    return tuple(table[first : first + count] for table in tables)
 
 
 def with_decode(s: State, worker: int, decode: Decode) -> State:

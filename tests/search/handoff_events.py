@@ -1,15 +1,20 @@
 """What the model does to production machines, as plain functions of a machine and hashable values.
 
 Time is translated so that now is always 0: a monotone clock has no origin of its own. `elapse` lets one unit pass.
+
+The memory of a worker holds the blocks of all KV groups, one group after another. The model names a block by its address,
+which is its index in that memory. Production machines get the ids that they gave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from pdserve.core.block_hash import BlockHash
-from pdserve.core.blocks import BlockPool, BlockState, Holder, HolderKind, Reservation
+from pdserve.core.block_pools import BlockPools, BlockTables, TableReservation
+from pdserve.core.blocks import BlockPool, BlockState, Holder, HolderKind
 from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
 from pdserve.core.lease import CommitAnswer, FirstToken, LeaseTable
 from pdserve.core.reader import Effect, Reader, ReaderState
@@ -21,6 +26,10 @@ LeaseKey = tuple[int, int]
 ReaderKey = tuple[int, int]
 Ended = tuple[SeqId, ...]
 """The sequences whose leases have left HELD, each of which is told once."""
+Tables = tuple[tuple[int, ...], ...]
+"""The addresses of a holder's blocks in each group, in prompt order. The groups come first."""
+Sums = tuple[tuple[BlockSum, ...], ...]
+"""Checksums of blocks, in prompt order, for each group."""
 
 
 def sequence(number: int) -> Holder:
@@ -43,9 +52,9 @@ LOCAL = sequence(0)
 
 
 def grant(
-    table: LeaseTable, number: int, blocks: tuple[BlockId, ...], prompt_len: int, sums: tuple[BlockSum, ...] | None
+    table: LeaseTable, number: int, block_tables: BlockTables, prompt_len: int, sums: Sums | None
 ) -> tuple[LeaseKey, Ended]:
-    lease = table.grant(SeqId(number), (blocks,), prompt_len, sums=None if sums is None else (sums,), now_s=NOW_S)
+    lease = table.grant(SeqId(number), block_tables, prompt_len, sums=sums, now_s=NOW_S)
     return (lease.incarnation, lease.counter), _ended(table)
 
 
@@ -53,13 +62,13 @@ def expect(table: LeaseTable, lease: LeaseKey, proof: bytes) -> None:
     table.expect(_lease_id(lease), proof)
 
 
-def seal_lease(table: LeaseTable, lease: LeaseKey, first: int, block_sum: BlockSum) -> Ended:
-    table.seal(_lease_id(lease), first, ((block_sum,),), now_s=NOW_S)
+def seal_lease(table: LeaseTable, lease: LeaseKey, first: int, block_sums: tuple[BlockSum, ...]) -> Ended:
+    table.seal(_lease_id(lease), first, tuple((block_sum,) for block_sum in block_sums), now_s=NOW_S)
     return _ended(table)
 
 
-def release_all_over(table: LeaseTable, blocks: tuple[BlockId, ...]) -> Ended:
-    table.release_all_over([(0, block) for block in blocks], now_s=NOW_S)
+def release_all_over(table: LeaseTable, blocks: tuple[tuple[int, BlockId], ...]) -> Ended:
+    table.release_all_over(blocks, now_s=NOW_S)
     return _ended(table)
 
 
@@ -75,7 +84,7 @@ def renew(table: LeaseTable, lease: LeaseKey, proof: bytes) -> tuple[int | None,
 
 
 def commit(
-    table: LeaseTable, lease: LeaseKey, reader: ReaderKey, blocks: int, first: int, sums: tuple[BlockSum, ...], proof: bytes
+    table: LeaseTable, lease: LeaseKey, reader: ReaderKey, blocks: int, first: int, sums: Sums, proof: bytes
 ) -> tuple[CommitAnswer, Ended]:
     reader_id = ReaderId(Incarnation(reader[0]), reader[1])
     answer = table.commit(_lease_id(lease), reader_id, blocks, first, sums, proof=proof, now_s=NOW_S)
@@ -112,102 +121,136 @@ def _lease_id(lease: LeaseKey) -> LeaseId:
     return LeaseId(Incarnation(lease[0]), lease[1])
 
 
-# --- the block pool
+# --- the block pools
 
 
-def reserve(pool: BlockPool, holder: Holder, count: int, hashes: tuple[BlockHash, ...]) -> Reservation | None:
-    return pool.reserve(holder, count, hashes)
+def new_pools(pools_type: type[BlockPools], pool_type: type[BlockPool], sizes: Sequence[int]) -> BlockPools:
+    """Pools of `pools_type` with a pool of `pool_type` for each group. Tests replace either type."""
+    pools = pools_type(*sizes)
+    pools.groups = tuple(pool_type(size) for size in sizes)
+    pools._only = pools.groups[0] if len(sizes) == 1 else None
+    return pools
 
 
-def lend(pool: BlockPool, number: int) -> None:
-    pool.share(sequence(number), lease_of(number))
+def offsets(pools: BlockPools) -> tuple[int, ...]:
+    """The address of the first block of each group."""
+    return tuple(sum(pool.num_blocks for pool in pools.groups[:group]) for group in range(len(pools.groups)))
 
 
-def drop(pool: BlockPool, holder: Holder) -> None:
-    pool.drop(holder)
+def addresses(pools: BlockPools, block_tables: BlockTables) -> Tables:
+    """The addresses of blocks that are given by their ids in each group."""
+    return tuple(tuple(at + block for block in table) for at, table in zip(offsets(pools), block_tables, strict=True))
 
 
-def quarantine(pool: BlockPool, number: int) -> None:
-    pool.quarantine(SeqId(number))
+def reserve(pools: BlockPools, holder: Holder, count: int, hashes: tuple[BlockHash, ...]) -> TableReservation | None:
+    """Blocks of every group for a new holder, or None. The tables of the answer are ids."""
+    return pools.reserve(holder, count, hashes)
 
 
-def end_quarantine(pool: BlockPool, number: int) -> None:
-    pool.end_quarantine(SeqId(number))
+def lend(pools: BlockPools, number: int) -> None:
+    pools.share(sequence(number), lease_of(number))
 
 
-def hand_over(pool: BlockPool, number: int) -> None:
-    pool.hand_over(inbound(number), sequence(number))
+def drop(pools: BlockPools, holder: Holder) -> None:
+    pools.drop(holder)
 
 
-def publish(pool: BlockPool, holder: Holder, position: int, block_hash: BlockHash) -> None:
-    pool.publish(holder, position, block_hash)
+def quarantine(pools: BlockPools, number: int) -> None:
+    pools.quarantine(SeqId(number))
 
 
-def withdraw(pool: BlockPool, number: int, first: int) -> None:
-    pool.withdraw(lease_of(number), first)
+def end_quarantine(pools: BlockPools, number: int) -> None:
+    pools.end_quarantine(SeqId(number))
 
 
-def seal(pool: BlockPool, number: int, position: int, block_sum: BlockSum) -> None:
-    pool.seal(sequence(number), position, block_sum)
+def hand_over(pools: BlockPools, number: int) -> None:
+    pools.hand_over(inbound(number), sequence(number))
 
 
-def sums_lent(pool: BlockPool, number: int) -> tuple[BlockSum | None, ...]:
-    return pool.sums_of(lease_of(number))
+def publish(pools: BlockPools, holder: Holder, position: int, block_hash: BlockHash) -> None:
+    pools.publish(holder, position, block_hash)
 
 
-def lent(pool: BlockPool, number: int) -> tuple[BlockId, ...]:
-    return pool.blocks_of(lease_of(number))
+def withdraw(pools: BlockPools, number: int, first: int) -> None:
+    pools.withdraw(lease_of(number), first)
 
 
-def summed(pool: BlockPool) -> tuple[tuple[BlockId, BlockSum], ...]:
-    """Every checksum of a block that means something."""
-    return tuple((block, value) for block, value in pool._sums.items() if pool._states[block] is not BlockState.FREE)
+def seal(pools: BlockPools, number: int, position: int, block_sums: tuple[BlockSum, ...]) -> None:
+    pools.seal(sequence(number), position, block_sums)
 
 
-def published(pool: BlockPool) -> frozenset[int]:
-    return frozenset(pool._hash_of)
+def sums_lent(pools: BlockPools, number: int) -> tuple[tuple[BlockSum | None, ...], ...]:
+    return pools.sums_of(lease_of(number))
 
 
-def evict_all(pool: BlockPool) -> None:
-    """The worst that others can do: take everything that can be had, write it, and give it back."""
+def lent(pools: BlockPools, number: int) -> BlockTables:
+    """The ids of the blocks that the lease holds in each group."""
+    return pools.blocks_of(lease_of(number))
+
+
+def summed(pools: BlockPools) -> tuple[tuple[int, BlockSum], ...]:
+    """Every checksum of a block that means something, with the block's address."""
+    return tuple(
+        (at + block, value)
+        for at, pool in zip(offsets(pools), pools.groups, strict=True)
+        for block, value in pool._sums.items()
+        if pool._states[block] is not BlockState.FREE
+    )
+
+
+def published(pools: BlockPools) -> frozenset[int]:
+    """The addresses of all blocks that a prompt can find, if it looks in one group."""
+    return frozenset(chain.from_iterable(addresses(pools, tuple(tuple(pool._hash_of) for pool in pools.groups))))
+
+
+def evict_all(pools: BlockPools, group: int) -> None:
+    """The worst that others can do to a group: take everything that can be had, write it, and give it back."""
+    pool = pools.groups[group]
     pool.allocate(LOCAL, pool.num_allocatable)
     pool.drop(LOCAL)
 
 
-def take_one(pool: BlockPool) -> BlockId | None:
-    taken = pool.allocate(LOCAL, 1)
-    return taken[0] if taken else None
+def take_one(pools: BlockPools) -> tuple[int, ...] | None:
+    """The address of one block of each group."""
+    taken = pools.allocate(LOCAL, 1)
+    return tuple(chain.from_iterable(addresses(pools, taken))) if taken else None
 
 
-def has_cached(pool: BlockPool) -> bool:
-    return pool.counts().cached > 0
+def groups_with_cached(pools: BlockPools) -> tuple[int, ...]:
+    return tuple(group for group, pool in enumerate(pools.groups) if pool.counts().cached > 0)
 
 
-def all_idle(pool: BlockPool) -> bool:
-    counts = pool.counts()
+def all_idle(pools: BlockPools) -> bool:
+    counts = pools.counts()
     return counts.free + counts.cached == counts.total
 
 
-def meaningless(pool: BlockPool) -> frozenset[int]:
+def meaningless(pools: BlockPools) -> frozenset[int]:
     """Blocks whose content nobody may use: what is read from them is garbage, the worst that they could hold."""
-    return frozenset(i for i, state in enumerate(pool._states) if state in (BlockState.FREE, BlockState.QUARANTINED))
+    states = chain.from_iterable(pool._states for pool in pools.groups)
+    return frozenset(at for at, state in enumerate(states) if state in (BlockState.FREE, BlockState.QUARANTINED))
 
 
-def writable(pool: BlockPool, number: int) -> frozenset[int]:
+def writable(pools: BlockPools, number: int) -> frozenset[int]:
     """Where a read of this bind may write."""
+    return frozenset(chain.from_iterable(addresses(pools, tuple(_writable_blocks(pool, number) for pool in pools.groups))))
+
+
+def _writable_blocks(pool: BlockPool, number: int) -> tuple[BlockId, ...]:
     fresh = (block for block in pool.blocks_of(inbound(number)) if block not in pool._hash_of)
-    return frozenset([*fresh, *pool._quarantined.get(SeqId(number), ())])
+    return (*fresh, *pool._quarantined.get(SeqId(number), ()))
 
 
-def with_prefix(pool: BlockPool, hashes: Sequence[BlockHash], sums: Sequence[BlockSum] = ()) -> BlockPool:
-    """The pool after an earlier sequence has left this prefix in it."""
-    pool.allocate(LOCAL, len(hashes))
+def with_prefix(pools: BlockPools, hashes: Sequence[BlockHash], sums: Sequence[tuple[BlockSum, ...]] = ()) -> BlockTables:
+    """Let an earlier sequence leave this prefix in the pools, with the checksums of each position. The ids of its blocks."""
+    block_tables = pools.allocate(LOCAL, len(hashes))
+    assert block_tables is not None
     for position, block_hash in enumerate(hashes):
-        pool.publish(LOCAL, position, block_hash)
-    for position, block_sum in enumerate(sums):
-        pool.seal(LOCAL, position, block_sum)
-    pool.drop(LOCAL)
-    return pool
+        pools.publish(LOCAL, position, block_hash)
+    for position, block_sums in enumerate(sums):
+        pools.seal(LOCAL, position, block_sums)
+    pools.drop(LOCAL)
+    return block_tables
 
 
 # --- the reader

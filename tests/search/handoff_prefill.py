@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pdserve.core.block_hash import BlockHash, block_hashes
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import BlockSum, Incarnation
 from pdserve.core.lease import LeaseTable
 from tests.search import handoff_events as do
 from tests.search.explorer import Step
-from tests.search.handoff_events import LeaseKey
+from tests.search.handoff_events import LeaseKey, Sums, Tables
 from tests.search.handoff_state import BLOCK_SIZE, GARBAGE, Computing, Config, Launched, Prefill, State, Ticket
 from tests.search.machines import Machines
 
@@ -18,17 +19,22 @@ from tests.search.machines import Machines
 class PrefillSide:
     table_type: type[LeaseTable] = LeaseTable
     pool_type: type[BlockPool] = BlockPool
+    pools_type: type[BlockPools] = BlockPools
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.machines = Machines()
         self.hashes: list[tuple[BlockHash, ...]] = [block_hashes(prompt, BLOCK_SIZE) for prompt in config.prompts]
         self.totals = [-(-len(prompt) // BLOCK_SIZE) for prompt in config.prompts]
-        known: dict[tuple[int, ...], int] = {}  # equal prefixes are the same content
+        known: dict[tuple[int, tuple[int, ...]], int] = {}  # equal prefixes are the same content, in each group another
         self.tags = [
-            tuple(known.setdefault(prompt[: (i + 1) * BLOCK_SIZE], len(known) + 1) for i in range(total))
+            tuple(
+                tuple(known.setdefault((group, prompt[: (i + 1) * BLOCK_SIZE]), len(known) + 1) for i in range(total))
+                for group in range(len(config.more_blocks))
+            )
             for prompt, total in zip(config.prompts, self.totals, strict=True)
         ]
+        """The content of each request's blocks, for each group."""
 
     # --- a new process
 
@@ -39,21 +45,19 @@ class PrefillSide:
         incarnation = self.incarnation(restarts)
         table = self.machines.add(self.table_type(Incarnation(incarnation), ttl_s=self.config.ttl))
         cached = self.tags[0] if self.config.prefill_cached and not restarts else ()
-        pool, memory = self.new_memory(self.pool_type, self.config.prefill_blocks, cached, summed=self.config.checksums)
-        return Prefill(incarnation, table, pool, memory)
+        pools = do.new_pools(self.pools_type, self.pool_type, self.config.pool_sizes(self.config.prefill_blocks))
+        return Prefill(incarnation, table, *self.new_memory(pools, cached, summed=self.config.checksums))
 
-    def new_memory(
-        self, pool_type: type[BlockPool], blocks: int, cached: tuple[int, ...], *, summed: bool
-    ) -> tuple[int, tuple[int, ...]]:
-        """With the full blocks of the first prompt in it where `cached` are the tags of its content."""
-        pool = pool_type(blocks)
-        memory = [GARBAGE] * blocks
+    def new_memory(self, pools: BlockPools, cached: Tables, *, summed: bool) -> tuple[int, tuple[int, ...]]:
+        """The pools and their memory. The full blocks of the first prompt lie there if `cached` has the tags of its groups."""
+        memory = (GARBAGE,) * sum(pool.num_blocks for pool in pools.groups)
         if cached:
-            full = cached[: len(self.hashes[0])]
-            do.with_prefix(pool, self.hashes[0], [self.sum_of(tag) for tag in full] if summed else [])
-            for block, tag in zip(pool.lookup(self.hashes[0]), full, strict=True):
-                memory[block] = tag
-        return self.machines.add(pool), tuple(memory)
+            full = [tags[: len(self.hashes[0])] for tags in cached]
+            sums = [tuple(map(self.sum_of, tags)) for tags in zip(*full, strict=True)] if summed else []
+            tables = do.addresses(pools, do.with_prefix(pools, self.hashes[0], sums))
+            for blocks, tags in zip(tables, full, strict=True):
+                memory = with_tags(memory, blocks, tags)
+        return self.machines.add(pools), memory
 
     # --- grant
 
@@ -66,17 +70,19 @@ class PrefillSide:
             return None
         pool, _ = self.machines.apply(pool, do.lend, number)
         sums = self.inherited(pool, prefill.memory, number) if self.config.checksums else None
-        table, (lease, ended) = self.machines.apply(prefill.table, do.grant, number, reservation.block_ids, prompt_len, sums)
-        proof = Ticket(lease, request, reservation.block_ids).proof
+        table, (lease, ended) = self.machines.apply(prefill.table, do.grant, number, reservation.block_tables, prompt_len, sums)
+        blocks = self.machines.ask(pool, do.addresses, reservation.block_tables)
+        proof = Ticket(lease, request, blocks).proof
         table, _ = self.machines.apply(table, do.expect, lease, proof)
         prefill = self.settled(prefill._replace(table=table, pool=pool))
-        new = Computing(number, request, lease, reservation.block_ids, reservation.hits)
+        new = Computing(number, request, lease, blocks, reservation.hits)
         prefill = self.ended(prefill._replace(sequences=(*prefill.sequences, new)), ended)
         return self.advanced(prefill, new) if new.computed else prefill
 
-    def inherited(self, pool: int, memory: tuple[int, ...], number: int) -> tuple[BlockSum, ...]:
+    def inherited(self, pool: int, memory: tuple[int, ...], number: int) -> Sums:
         """The checksums of the lease's prefix hits."""
-        return tuple(block_sum for block_sum in self.machines.ask(pool, do.sums_lent, number) if block_sum is not None)
+        sums = self.machines.ask(pool, do.sums_lent, number)
+        return tuple(tuple(block_sum for block_sum in group if block_sum is not None) for group in sums)
 
     def advanced(self, prefill: Prefill, sequence: Computing) -> Prefill:
         """The table learns how far the sequence is final."""
@@ -106,9 +112,9 @@ class PrefillSide:
                 yield Step(("preempt", sequence.number), s._replace(prefill=self.released(p, sequence.lease)))
         yield from self.lease_events(s)
         yield from self.rot_events(s)
-        if self.machines.ask(p.pool, do.has_cached):
-            pool, _ = self.machines.apply(p.pool, do.evict_all)
-            yield Step(("evict", "prefill"), s._replace(prefill=self.settled(p._replace(pool=pool))))
+        for group in self.machines.ask(p.pool, do.groups_with_cached):
+            pool, _ = self.machines.apply(p.pool, do.evict_all, group)
+            yield Step(("evict", "prefill", "group", group), s._replace(prefill=self.settled(p._replace(pool=pool))))
         if s.used.prefill_restarts < self.config.prefill_restarts:
             used = s.used._replace(prefill_restarts=s.used.prefill_restarts + 1)
             yield Step(("restart", "prefill"), s._replace(prefill=self.new_prefill(used.prefill_restarts), used=used))
@@ -123,17 +129,18 @@ class PrefillSide:
             yield Step(("expire",), s._replace(prefill=self.ended(p._replace(table=table), ended)), sure=True)
 
     def launch(self, s: State, sequence: Computing) -> State:
-        """From here on the block is being written."""
-        block = sequence.blocks[sequence.computed]
-        launched = Launched(sequence.number, sequence.computed, block, self.tags[sequence.request][sequence.computed])
-        memory = with_tag(s.prefill.memory, block, GARBAGE)
+        """From here on the block of each group is being written."""
+        at = sequence.computed
+        blocks = tuple(table[at] for table in sequence.blocks)
+        launched = Launched(sequence.number, at, blocks, tuple(tags[at] for tags in self.tags[sequence.request]))
+        memory = with_tags(s.prefill.memory, blocks, (GARBAGE,) * len(blocks))
         return s._replace(prefill=s.prefill._replace(step=launched, memory=memory))
 
     def collect(self, s: State) -> State:
-        """The step has written its block; only now does anybody learn of it, and only now is an aborted sequence freed."""
+        """The step has written its blocks; only now does anybody learn of it, and only now is an aborted sequence freed."""
         p, step = s.prefill, s.prefill.step
         assert step is not None
-        p = p._replace(step=None, memory=with_tag(p.memory, step.block, step.tag))
+        p = p._replace(step=None, memory=with_tags(p.memory, step.blocks, step.tags))
         sequence = next(seq for seq in p.sequences if seq.number == step.number)
         if sequence.aborted:
             return s._replace(prefill=self.forgotten(p, sequence))
@@ -141,7 +148,7 @@ class PrefillSide:
         p = p._replace(sequences=tuple(moved if seq is sequence else seq for seq in p.sequences))
         p = self.published(p, moved, step.position)
         if self.config.checksums:
-            p = self.sealed(p, moved, step.position, self.sum_of(p.memory[step.block]))
+            p = self.sealed(p, moved, step.position, tuple(self.sum_of(p.memory[block]) for block in step.blocks))
         if moved.computed == self.totals[moved.request]:
             p = self.forgotten(p, moved)
         return self.pushed(s._replace(prefill=self.advanced(p, moved)), moved)
@@ -158,25 +165,29 @@ class PrefillSide:
     def sum_of(self, tag: int) -> BlockSum:
         return BlockSum(tag)
 
-    def sealed(self, prefill: Prefill, sequence: Computing, position: int, block_sum: BlockSum) -> Prefill:
-        """The block is final and summed: for the pool, and for the lease if it is still held."""
-        pool, _ = self.machines.apply(prefill.pool, do.seal, sequence.number, position, block_sum)
-        table, ended = self.machines.apply(prefill.table, do.seal_lease, sequence.lease, position, block_sum)
+    def sealed(self, prefill: Prefill, sequence: Computing, position: int, block_sums: tuple[BlockSum, ...]) -> Prefill:
+        """The block of each group is final and summed: for the pools, and for the lease if it is still held."""
+        pool, _ = self.machines.apply(prefill.pool, do.seal, sequence.number, position, block_sums)
+        table, ended = self.machines.apply(prefill.table, do.seal_lease, sequence.lease, position, block_sums)
         return self.ended(prefill._replace(pool=pool, table=table), ended)
 
     def rehashed(self, prefill: Prefill, number: int) -> tuple[Prefill, tuple[int, ...]]:
         """What of the lease is not what was summed: it is not found any more, and its leases end."""
-        blocks = self.machines.ask(prefill.pool, do.lent, number)
-        sums = self.machines.ask(prefill.pool, do.sums_lent, number) if blocks else ()
+        lent = self.machines.ask(prefill.pool, do.lent, number)
+        blocks = self.machines.ask(prefill.pool, do.addresses, lent)
+        sums = self.machines.ask(prefill.pool, do.sums_lent, number) if any(lent) else ()
         rotted = [
-            i for i, (block, value) in enumerate(zip(blocks, sums, strict=True)) if self.sum_of(prefill.memory[block]) != value
+            (group, i)
+            for group, values in enumerate(sums)
+            for i, value in enumerate(values)
+            if self.sum_of(prefill.memory[blocks[group][i]]) != value
         ]
         if not rotted:
             return prefill, ()
-        pool, _ = self.machines.apply(prefill.pool, do.withdraw, number, rotted[0])
-        bad = tuple(blocks[i] for i in rotted)
+        pool, _ = self.machines.apply(prefill.pool, do.withdraw, number, min(i for _, i in rotted))
+        bad = tuple((group, lent[group][i]) for group, i in rotted)
         table, ended = self.machines.apply(prefill.table, do.release_all_over, bad)
-        return self.ended(prefill._replace(pool=pool, table=table), ended), bad
+        return self.ended(prefill._replace(pool=pool, table=table), ended), tuple(blocks[group][i] for group, i in rotted)
 
     def rot_events(self, s: State) -> Iterator[Step]:
         """A block that is final changes in memory."""
@@ -224,6 +235,12 @@ class PrefillSide:
     def blanked(self, pool: int, memory: tuple[int, ...]) -> tuple[int, ...]:
         gone = self.machines.ask(pool, do.meaningless)
         return tuple(GARBAGE if block in gone else tag for block, tag in enumerate(memory))
+
+
+def with_tags(memory: tuple[int, ...], blocks: tuple[int, ...], tags: tuple[int, ...]) -> tuple[int, ...]:
+    for block, tag in zip(blocks, tags, strict=True):
+        memory = with_tag(memory, block, tag)
+    return memory
 
 
 def with_tag(memory: tuple[int, ...], block: int, tag: int) -> tuple[int, ...]:

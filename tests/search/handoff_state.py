@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tests.search.handoff_events import LeaseKey
+from tests.search.handoff_events import LeaseKey, Tables
 
 BLOCK_SIZE = 2
 GARBAGE = 0
@@ -19,6 +19,8 @@ class Config:
     prompts: tuple[tuple[int, ...], ...] = ((1, 2, 3),)
     prefill_blocks: int = 2
     decode_blocks: tuple[int, ...] = (2, 2)
+    more_blocks: tuple[int, ...] = (0,)
+    """KV groups. In every worker, the pool of each has so many blocks more than the numbers above."""
     max_binds: int = 2
     max_grants: int = 2
     prefill_restarts: int = 1
@@ -47,6 +49,10 @@ class Config:
     wait_cap: int | None = None
     """Ticks that a bind waits for its first read. None: it may give up at any moment and need not count."""
 
+    def pool_sizes(self, blocks: int) -> tuple[int, ...]:
+        """The blocks of each group of a worker."""
+        return tuple(blocks + more for more in self.more_blocks)
+
 
 class Computing(NamedTuple):
     """A sequence of the prefill worker, until its last block is collected or it is aborted."""
@@ -54,18 +60,18 @@ class Computing(NamedTuple):
     number: int
     request: int
     lease: LeaseKey
-    blocks: tuple[int, ...]
+    blocks: Tables
     computed: int
     aborted: bool = False
 
 
 class Launched(NamedTuple):
-    """A step that may write its block until it is collected."""
+    """A step that may write its block of each group until it is collected."""
 
     number: int
     position: int
-    block: int
-    tag: int
+    blocks: tuple[int, ...]
+    tags: tuple[int, ...]
 
 
 class Prefill(NamedTuple):
@@ -78,22 +84,22 @@ class Prefill(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A posted read: each (remote, local) block still to be copied, at whatever moment."""
+    """A posted read: each (remote, local) block of any group still to be copied, at whatever moment."""
 
     number: int
     pairs: tuple[tuple[int, int], ...]
     failed: bool = False
-    blocks: tuple[int, ...] = ()
-    """All local ones, in order: what is summed when it is done."""
+    blocks: Tables = ()
+    """All local ones of each group, in order: what is summed when it is done."""
 
 
 class Bind(NamedTuple):
     number: int
     request: int
-    blocks: tuple[int, ...]
+    blocks: Tables
     hits: int
     lease: LeaseKey | None = None
-    remote: tuple[int, ...] = ()
+    remote: Tables = ()
     proof: bytes = b""
     reader: int = -1
     reads: tuple[Read, ...] = ()
@@ -106,8 +112,8 @@ class Decode(NamedTuple):
     pool: int
     memory: tuple[int, ...]
     binds: tuple[Bind, ...] = ()
-    step: int | None = None
-    """The block of a step of its own."""
+    step: tuple[int, ...] | None = None
+    """The block of each group of a step of its own."""
     step_aborted: bool = False
 
 
@@ -116,7 +122,7 @@ class Ticket(NamedTuple):
 
     lease: LeaseKey
     request: int
-    blocks: tuple[int, ...]
+    blocks: Tables
 
     @property
     def proof(self) -> bytes:
@@ -130,7 +136,7 @@ class Asked(NamedTuple):
     worker: int = -1
     bind: int = 0
     lease: LeaseKey | None = None
-    ticket: tuple[int, ...] = ()
+    ticket: Tables = ()
 
 
 class Used(NamedTuple):

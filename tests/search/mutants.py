@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.core.block_hash import BlockHash
+from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import BlockPool, Holder, HolderKind, Reservation
 from pdserve.core.ids import BlockSum, LeaseId, ReaderId
 from pdserve.core.lease import CommitAnswer, LeaseState, LeaseTable, LeaseView
@@ -145,8 +146,8 @@ class FreedBeforeTheLeaseEnds(Handoff):
         return self.ended(prefill, (do.SeqId(number),))
 
 
-def _holds(pool: BlockPool, number: int) -> bool:
-    return bool(pool.blocks_of(do.lease_of(number)))
+def _holds(pools: BlockPools, number: int) -> bool:
+    return any(pools.blocks_of(do.lease_of(number)))
 
 
 # --- rule 6: only full, collected, owned blocks are shared; on decode only after OK

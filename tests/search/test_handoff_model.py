@@ -1,14 +1,18 @@
 """Every reachable state of the handoff, in configurations that each make one thing possible.
 
-Safety in each state: nothing is decoded from but the prompt's own KV, no two readers of a lease are told OK, a read only
-writes into inbound or quarantined blocks of its bind, and the invariants of every production machine hold. Liveness from
-each state: with the router dead and the network cut for ever, what the workers do by themselves ends with nothing held.
+Safety in each state: nothing is decoded from but the prompt's own KV of every group, no two readers of a lease are told
+OK, a read only writes into inbound or quarantined blocks of its bind, and the invariants of every production machine hold.
+Liveness from each state: with the router dead and the network cut for ever, what the workers do by themselves ends with
+nothing held.
 """
+
+from dataclasses import replace
 
 import pytest
 
 from pdserve.core import lease as lease_module
 from tests.search.explorer import explore, stranded
+from tests.search.group_mutants import GROUPS
 from tests.search.handoff import Handoff
 from tests.search.handoff_state import Config
 
@@ -24,6 +28,12 @@ SMALL = {
     ),
     "checksums and a prefill that restarts": Config(decode_blocks=(2,), max_binds=1, max_grants=1, checksums=True),
     "changed tickets": Config(decode_blocks=(2,), max_binds=1, max_grants=1, prefill_restarts=0, hostile_tickets=True),
+    "two groups: one bind, prefill restarts": replace(GROUPS, prefill_restarts=1, retries=True),
+    "two groups: prefix hits on prefill, one group evicted": replace(GROUPS, prefill_cached=True),
+    "two groups: prefix hits on decode, one group evicted": replace(GROUPS, decode_cached=True),
+    "two groups: a block of one rots, and a copy goes wrong": replace(
+        GROUPS, prompts=((1, 2),), retries=True, checksums=True, rots=1, flips=1
+    ),
 }
 
 LARGE = {
@@ -55,6 +65,9 @@ LARGE = {
         prompts=((1, 2, 3), (1, 2, 4)), prefill_blocks=3, decode_blocks=(3,), prefill_restarts=0, retries=False
     ),
     "two attempts with room for both on prefill": Config(prefill_blocks=3, decode_blocks=(2,), prefill_restarts=0),
+    "two groups: two binds of a lease on one worker": replace(GROUPS, max_binds=2, retries=True),
+    "two groups: prefix hits on both sides, one group evicted": replace(GROUPS, prefill_cached=True, decode_cached=True),
+    "two groups: two blocks, one rots, and a copy goes wrong": replace(GROUPS, retries=True, checksums=True, rots=1, flips=1),
 }
 
 MAX_STATES = 700_000

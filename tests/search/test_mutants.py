@@ -6,11 +6,13 @@ from tests.search import handoff_events as do
 from tests.search.checksum_mutants import CHECKSUM_MUTANTS, AnyPromptsTicket
 from tests.search.deadlock import Order, TwoPools
 from tests.search.explorer import endless, explore, stranded
+from tests.search.group_mutants import GROUP_MUTANTS
 from tests.search.handoff import Handoff
 from tests.search.mutants import BLOCK_MUTANT, MUTANTS, ONE, SLOW, STALLED, LeasesForEver, Mutant, NoCap, ReturnsGetLost
 
 MAX_STATES = 300_000
 TAKE_LONG = (*SLOW, AnyPromptsTicket)
+ALL = (*MUTANTS, *CHECKSUM_MUTANTS, *GROUP_MUTANTS)
 
 
 def told(mutant: Mutant) -> object:
@@ -18,7 +20,7 @@ def told(mutant: Mutant) -> object:
     return pytest.param(mutant, id=f"rule {mutant.rule}: {mutant.model.__name__}", marks=marks)
 
 
-@pytest.mark.parametrize("mutant", [told(mutant) for mutant in (*MUTANTS, *CHECKSUM_MUTANTS)])
+@pytest.mark.parametrize("mutant", [told(mutant) for mutant in ALL])
 def test_without_this_rule_the_search_finds_wrong_kv(mutant, capsys):
     result = explore(mutant.model(mutant.config), max_states=MAX_STATES)
     found = result.counterexample
@@ -28,7 +30,7 @@ def test_without_this_rule_the_search_finds_wrong_kv(mutant, capsys):
         print(f"\nrule {mutant.rule}, {mutant.model.__name__}: {len(found.events)} events, {result.num_states:,} states")
 
 
-CLEAN = dict.fromkeys(mutant.config for mutant in (*MUTANTS, *CHECKSUM_MUTANTS) if mutant.model not in TAKE_LONG)
+CLEAN = dict.fromkeys(mutant.config for mutant in ALL if mutant.model not in TAKE_LONG)
 """What breaks a mutant is not its configuration. Those of slow mutants are among the larger configurations."""
 
 
