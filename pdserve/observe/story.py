@@ -54,11 +54,8 @@ class Story:
         self._notes: list[tuple[float, Enum, dict[str, Value]]] = []
 
     def add(self, at_s: float, kind: Enum, fields: dict[str, Value]) -> int:
-        """Add an entry, which takes over `fields`, with texts cut to `MAX_TEXT_CHARS`. Return by how many entries the story has
-        grown: 0 when another one is left out from now on."""
-        for name, value in fields.items():
-            if isinstance(value, str):
-                fields[name] = cut(value)
+        """Add an entry, which takes over `fields`. Return by how many entries the story has grown: 0 when another one is left
+        out from now on."""
         self._notes.append((at_s, kind, fields))
         if len(self._notes) <= MAX_ENTRIES:
             return 1
@@ -84,11 +81,11 @@ class Story:
 
 
 def _shown(value: Value) -> Shown:
-    if isinstance(value, str | int | float):
+    if isinstance(value, int | float):
         return value
     if isinstance(value, tuple):
         return cut(", ".join(f"{worker_id} {score:.3g}" for worker_id, score in value))
-    return str(value.value if isinstance(value, Enum) else value)
+    return cut(str(value.value if isinstance(value, Enum) else value))
 
 
 S = TypeVar("S", bound=Story)

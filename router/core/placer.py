@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
@@ -45,6 +45,15 @@ class Wanted:
     links: tuple[LinkId, ...]
 
 
+class _Decided(NamedTuple):
+    """A decision, and the workers that it was made for: decode workers and prefill workers that hold the request."""
+
+    placement: Placement
+    reason: Reason
+    decoders: list[Candidate]
+    lenders: list[Candidate]
+
+
 class Placer:
     """Picks workers for requests. Equally good workers of a role are picked in turn."""
 
@@ -78,9 +87,10 @@ class Placer:
     def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
         """Choose between disaggregated and colocated. Raises `Unavailable` when no ready worker could ever serve the request as
         asked."""
-        return self._decide(request, now_s, serving=True)
+        decided = self._decide(request, now_s, serving=True)
+        return decided.placement, decided.reason
 
-    def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
+    def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> _Decided:
         decoders = self._candidates(Role.DECODE, now_s, serving=serving)
         if not decoders:
             raise Unavailable("no decode worker is ready")
@@ -89,7 +99,7 @@ class Placer:
             raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
         lenders = self._lenders(request, now_s, serving=serving)
         paired_s = now_s if serving else math.inf
-        return decide(
+        placement, reason = decide(
             request.asked,
             self._configured,
             prompt_tokens=request.work_len,
@@ -97,6 +107,7 @@ class Placer:
             has_prefill=bool(lenders),
             has_pair=any(self._paired(lenders, decoder.link, paired_s) for decoder in decoders),
         )
+        return _Decided(placement, reason, decoders, lenders)
 
     def need_tokens(self, request: LiveRequest) -> int:
         """Return how many tokens of KV the request will probably take on its decode worker."""
@@ -109,11 +120,10 @@ class Placer:
         A request that may be placed freely is colocated on a decode worker that no KV may go to, rather than wait for a paired
         one: no disaggregated request has a use for that worker. Raises `Unavailable` as `decide` does.
         """
-        placement, reason = self.decide(request, now_s=now_s)
-        fitting = self._fitting(request, now_s)
+        placement, reason, decoders, lenders = self._decide(request, now_s, serving=True)
+        fitting = filters.alive(decoders)
         cut_off: list[Candidate] = []
         if placement is Placement.DISAGGREGATED and len(self._pairs):
-            lenders = self._lenders(request, now_s, serving=True)
             cut_off = [c for c in fitting if not self._paired(lenders, c.link, now_s)]
             fitting = [c for c in fitting if c not in cut_off]
         tries = [(fitting, placement, reason)]
