@@ -89,8 +89,8 @@ struct RowRoom {
     }
 };
 
-// Working memory of one thread.
-struct Own {
+// Working memory of one thread. Two threads share no cache line of it.
+struct alignas(64) Own {
     std::vector<AttentionScratch> attention;  // of each KV group
     Lines<float> spare, turned, sums;  // turned: rotated keys of one head and block; sums: sums of groups (int4.h)
     RowRoom rows;

@@ -25,10 +25,12 @@ void Model::put_heads(Own& own, long layer, const Part& part, long head, long en
     const long dim = of.shape.head_dim, heads = of.shape.heads, kv_heads = of.shape.kv_heads;
     const long query_width = of.query_width(), qkv_width = of.qkv_width();
     const long plain_end = Kv::kScaled ? std::min(end, heads) : end, head_bytes = step_->block_size * Kv::bytes(dim);
+    const PdGroup& group = step_->groups[of.shape.group];
     float* spare = own.spare.data();
+    Paged<Kv> kv = paged<Kv>(0, layer, 0);  // once: a step has many spans, and calls this for each piece of the product
     for (long span = 0; span < step_->spans; span++) {
         const long from = std::max(part.row, span_row_[span]), to = std::min(part.row + part.rows, span_row_[span + 1]);
-        const Paged<Kv> kv = paged<Kv>(span, layer, 0);
+        kv.table = group.tables + group.span_table[span];
         for (long row = from; row < to; row++) {
             const long position = step_->span_start[span] + row - span_row_[span];
             const float *table = of.shape.rope + position * 2 * dim, *x = qkv_.data() + row * qkv_width;
