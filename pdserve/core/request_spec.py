@@ -24,7 +24,10 @@ class RequestSpec:
     cache_salt: str = limited("", MaxBytes(128))
     """KV of equal prefixes is shared only among requests with the same salt, so a tenant cannot find another's prompts by
     timing."""
+    tpot_s: float = 0.0
+    """The target of the request's class for the time between its tokens. Steps that generate them compute fewer prompt tokens
+    to meet it. 0: there is no target."""
 
 
-OPTIONS: Final = tuple(name for name in field_types(RequestSpec) if name not in ("prompt_ids", "sampling"))
+OPTIONS: Final = tuple(name for name in field_types(RequestSpec) if name not in ("prompt_ids", "sampling", "tpot_s"))
 """The fields that a client sets directly. Front ends pass them on by these names."""

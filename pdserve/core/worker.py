@@ -45,6 +45,8 @@ class WorkerHello:
     niceness: int = 0  # of the worker process; above 0, ordinary processes of its machine run first
     quantization: str = ""
     """The format of the quantised weights. Empty: the weights are not quantised."""
+    max_num_batched_tokens: int = 0
+    """The largest number of tokens in a step for which the worker has memory. 0: the worker does not say."""
 
     @property
     def kv_tokens(self) -> int:
@@ -71,6 +73,12 @@ class WorkerLoad:
     """The handle of the last command that these counts include. 0: they include none."""
     kv_corrupt_blocks: int = 0
     kv_rotted_blocks: int = 0
+    prompt_tokens_per_s: float = 0.0
+    """The prompt tokens that the engine computes in a second of steps that compute prompts, of late. 0: none were computed."""
+    decode_step_s: float = 0.0
+    """The time of a step that computes no prompt, of late. 0: there was none."""
+    max_num_batched_tokens: int = 0
+    """A step has at most so many tokens. An operator may change it while the worker runs. 0: the worker does not say."""
 
 
 def niced(worker_ids: Sequence[str], niceness: int) -> str:

@@ -38,4 +38,8 @@ class GenerateInput:
     """The client's name for the request. It is logged and sent back, and need not be unique."""
     deadline_s: float | None = None
     placement: Placement | None = None
+    slo_class: str = ""
+    """The name of the request's class. Empty: the default class."""
+    session_id: str = ""
+    """The client's name for the conversation that the request belongs to. Empty: it belongs to none."""
     options: Mapping[str, Any] = field(default_factory=dict)

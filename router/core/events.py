@@ -14,8 +14,10 @@ from typing import NewType, Protocol, TypeVar
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, LeaseId, RequestId, WorkerId
 from pdserve.core.logprobs import PackedLogprobs
+from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
+from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import WorkerHello, WorkerLoad
 from router.api.answer import Delta, Report
 
@@ -36,6 +38,12 @@ class Submit:
     deadline_s: float
     placement: Placement | None = None
     correlation_id: str = ""
+    slo: SloClass = DEFAULT_CLASS
+    session_id: str = ""
+    """The client's name for a conversation, within `spec.cache_salt`. Its turns go to the same workers where that costs little.
+    Empty: the request belongs to none."""
+    prefix_keys: tuple[int, ...] = ()
+    """The keys of the prompt's full blocks, in order. Empty: nothing is known of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,22 @@ class HeartbeatSeen:
 
     link: LinkId
     load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSeen:
+    """A worker told what has changed in the set of blocks that it shares."""
+
+    link: LinkId
+    delta: PrefixDelta
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetAsked:
+    """An operator sets how many tokens a step of this worker may have."""
+
+    worker_id: WorkerId
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

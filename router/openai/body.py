@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Raw, Struct, defstruct
 
 from pdserve.core.limits import field_types
-from pdserve.core.request_spec import RequestSpec
+from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
 from router.openai.unsupported import unsupported
 
@@ -45,8 +45,9 @@ class Message(Struct):
 
 SCALARS: Final[dict[str, Any]] = {
     name: kind
-    for name, kind in {**field_types(RequestSpec), **field_types(SamplingParams)}.items()
-    if kind in (bool, int, float, str)
+    for fields, names in ((field_types(RequestSpec), OPTIONS), (field_types(SamplingParams), field_types(SamplingParams)))
+    for name in names
+    if (kind := fields[name]) in (bool, int, float, str)
 }
 """The fields of a request that have the same name and form in JSON, with their types."""
 

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("number", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed", "worker_lost", "work_explained")
+    __slots__ = ("number", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed", "worker_lost", "work_explained", "prefix_delta")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class WorkerMessage(_message.Message):
     REQUEST_FAILED_FIELD_NUMBER: _ClassVar[int]
     WORKER_LOST_FIELD_NUMBER: _ClassVar[int]
     WORK_EXPLAINED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DELTA_FIELD_NUMBER: _ClassVar[int]
     number: int
     hello: _common_pb2.WorkerHello
     heartbeat: _common_pb2.WorkerLoad
@@ -34,10 +35,11 @@ class WorkerMessage(_message.Message):
     request_failed: RequestFailed
     worker_lost: WorkerLost
     work_explained: _story_pb2.WorkExplained
-    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ..., work_explained: _Optional[_Union[_story_pb2.WorkExplained, _Mapping]] = ...) -> None: ...
+    prefix_delta: PrefixDelta
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ..., work_explained: _Optional[_Union[_story_pb2.WorkExplained, _Mapping]] = ..., prefix_delta: _Optional[_Union[PrefixDelta, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("number", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive", "explain_work")
+    __slots__ = ("number", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive", "explain_work", "prefix_resync", "set_budget")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +49,8 @@ class RouterMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_WORK_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_RESYNC_FIELD_NUMBER: _ClassVar[int]
+    SET_BUDGET_FIELD_NUMBER: _ClassVar[int]
     number: int
     welcome: Welcome
     prefill: _prefill_pb2.Prefill
@@ -56,7 +60,9 @@ class RouterMessage(_message.Message):
     drain: Drain
     alive: Alive
     explain_work: _story_pb2.ExplainWork
-    def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[_prefill_pb2.Prefill, _Mapping]] = ..., bind: _Optional[_Union[_decode_pb2.Bind, _Mapping]] = ..., attach: _Optional[_Union[_decode_pb2.Attach, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., explain_work: _Optional[_Union[_story_pb2.ExplainWork, _Mapping]] = ...) -> None: ...
+    prefix_resync: PrefixResync
+    set_budget: SetBudget
+    def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[_prefill_pb2.Prefill, _Mapping]] = ..., bind: _Optional[_Union[_decode_pb2.Bind, _Mapping]] = ..., attach: _Optional[_Union[_decode_pb2.Attach, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., explain_work: _Optional[_Union[_story_pb2.ExplainWork, _Mapping]] = ..., prefix_resync: _Optional[_Union[PrefixResync, _Mapping]] = ..., set_budget: _Optional[_Union[SetBudget, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("router_incarnation",)
@@ -111,6 +117,30 @@ class WorkerLost(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     message: str
     def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class PrefixDelta(_message.Message):
+    __slots__ = ("number", "added", "removed", "digest", "full")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    added: bytes
+    removed: bytes
+    digest: int
+    full: bool
+    def __init__(self, number: _Optional[int] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., digest: _Optional[int] = ..., full: _Optional[bool] = ...) -> None: ...
+
+class PrefixResync(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetBudget(_message.Message):
+    __slots__ = ("max_num_batched_tokens",)
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    max_num_batched_tokens: int
+    def __init__(self, max_num_batched_tokens: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)

@@ -8,7 +8,7 @@ from router.core.events import LinkId
 
 
 class Candidate(NamedTuple):
-    """An immutable snapshot of one worker."""
+    """An immutable snapshot of one worker, and of what it has to do with one request."""
 
     link: LinkId
     kv_tokens: int  # tokens whose KV fits its whole pool
@@ -19,6 +19,13 @@ class Candidate(NamedTuple):
     suspect: bool  # it is silent, or its engine makes no steps
     refused: bool  # it refused work and has not shown since that it takes more
     claimed: bool = False  # its next room goes to a probe
+    running: int = 0  # sequences that this router placed on it
+    prompt_tokens_per_s: float = 0.0  # prompt tokens that it computes in a second; 0: nobody knows yet
+    decode_step_s: float = 0.0  # time of one of its steps without prompts; 0: nobody knows yet
+    picked: int = 0  # number of the pick, counted over the pool, that last chose it; 0: none did
+    cached_tokens: int = 0  # tokens of this request's prompt whose KV it probably holds
+    session: bool = False  # the last turn of the request's session was placed on it
+    draw: float = 0.0  # random number in [0, 1), new for each request and worker
 
 
 class RequestView(NamedTuple):
@@ -26,3 +33,5 @@ class RequestView(NamedTuple):
 
     prompt_tokens: int  # tokens whose KV must be computed: the prompt, and on a retry what the client has
     kv_tokens: int  # tokens whose KV the request will probably take on the worker
+    ttft_left_s: float | None = None  # time until the first token is late by the request's class; None: no target
+    tpot_s: float | None = None  # target for the time between tokens; None: no target
