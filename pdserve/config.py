@@ -206,6 +206,9 @@ class RouterConfig:
     # The router refuses further requests while so many requests, or so many of their tokens, wait.
     max_queued_requests: PositiveInt = 1024
     max_queued_tokens: PositiveInt = 1 << 20
+    # The index of which worker holds which prefixes may take so many bytes. When it is full, it forgets the oldest prefixes. 0
+    # turns it off: no request goes to a worker because of the KV that the worker holds.
+    prefix_index_bytes: Annotated[int, Meta(ge=0, extra={"unit": "bytes"})] = 256 * MIB
     # A request that names no deadline gets the default. No request gets more than the maximum.
     default_deadline_s: PositiveFloat = 600.0
     max_deadline_s: PositiveFloat = 3600.0
