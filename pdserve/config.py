@@ -19,8 +19,8 @@ from pdserve.config_loader import build
 from pdserve.config_loader import dump as dump
 from pdserve.config_loader import load as load
 from pdserve.core.errors import ConfigError
-from pdserve.core.labels import LabelSelector, check_key
-from pdserve.core.setting_types import (
+from pdserve.core.settings.labels import LabelSelector, check_key
+from pdserve.core.settings.types import (
     Bytes,
     NonNegativeFloat,
     NonNegativeInt,
