@@ -19,6 +19,7 @@ from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
 from router.core.probe_book import ProbeBook
+from router.core.queue.limits import QueueLimits
 from router.core.registry import Registry, Worker
 from router.core.story import RequestStory, Stories, StoryKind
 from router.core.waiting import WaitingRequests
@@ -33,9 +34,10 @@ _RESERVING: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
 class Requests:
     """Holds the live requests."""
 
-    def __init__(self, registry: Registry, waiting: WaitingRequests, probe_book: ProbeBook) -> None:
+    def __init__(self, registry: Registry, waiting: WaitingRequests, limits: QueueLimits, probe_book: ProbeBook) -> None:
         self.registry = registry
         self.waiting = waiting
+        self._limits = limits
         self.ended = 0
         """The number of requests that have ended. When it grows, there may be room on workers."""
         self.ledger = Ledger()
@@ -80,6 +82,12 @@ class Requests:
         """Let a queued request wait for its turn to get a decode worker."""
         assert request.machine.state is _S.QUEUED
         self.waiting.add(request)
+        self._limits.add(request)
+
+    def stop_waiting(self, request: LiveRequest) -> None:
+        """Take a request out of the queue."""
+        self.waiting.remove(request)
+        self._limits.remove(request)
 
     # What runs remotely --------------------------------------------------------------------------------------------
 
@@ -162,7 +170,7 @@ class Requests:
     def _forget(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> Effects:
         assert request.machine.terminal
         if self.waiting.holds(request):
-            self.waiting.remove(request)
+            self.stop_waiting(request)
         yield from self.withdraw(request)
         report = request.report(now_s=now_s)
         self.ended += 1
@@ -176,7 +184,7 @@ class Requests:
         else:
             yield EmitFailed(request.request_id, error, report)
         if request.probe is None:
-            self.waiting.saw_finish(now_s)
+            self._limits.saw_finish(now_s)
 
     def _end_story(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:
         """Keep the story. This may be repeated when the end of the request has failed."""
@@ -191,6 +199,7 @@ class Requests:
         self.ledger.check_invariants()
         self.waiting.check_invariants()
         waiting = self.waiting.all()
+        self._limits.check_invariants(waiting)
         remote = {id(w) for worker in self.registry for w in worker.work.values()}
         held = [w for r in self._by_id.values() for w in (r.prefill, r.decode) if w is not None]
         assert remote == {id(w) for w in held}

@@ -61,6 +61,7 @@ from router.core.policy.ranking import BUILT_IN, Rankings
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
+from router.core.queue.limits import QueueLimits
 from router.core.recovery import Recovery
 from router.core.registry import Registry, Worker
 from router.core.requests import Requests
@@ -77,9 +78,10 @@ class RouterCore:
 
     def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN) -> None:
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
-        self.waiting = WaitingRequests(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        self.waiting = WaitingRequests()
+        self._limits = QueueLimits(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self._probe_book = ProbeBook(self.registry)
-        self.requests = Requests(self.registry, self.waiting, self._probe_book)
+        self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book)
         self.ledger = self.requests.ledger
         self.prefix_index = PrefixIndex(config.prefix_index_bytes)
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
@@ -157,7 +159,7 @@ class RouterCore:
             raise DeadlineExceeded("deadline_s had passed before the request could be queued")
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
-        self.waiting.check_room(len(submit.spec.prompt_ids), now_s=now_s)
+        self._limits.check_room(len(submit.spec.prompt_ids), now_s=now_s)
         request.story.note(now_s, StoryKind.QUEUED, prompt_tokens=len(submit.spec.prompt_ids), waiting=len(self.waiting))
         return self.requests.alone(request, self._accept(request), now_s)
 
