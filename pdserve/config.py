@@ -19,8 +19,8 @@ from pdserve.config_loader import build
 from pdserve.config_loader import dump as dump
 from pdserve.config_loader import load as load
 from pdserve.core.errors import ConfigError
-from pdserve.core.labels import LabelSelector, check_key
-from pdserve.core.setting_types import (
+from pdserve.core.settings.labels import LabelSelector, check_key
+from pdserve.core.settings.types import (
     Bytes,
     NonNegativeFloat,
     NonNegativeInt,
@@ -32,6 +32,7 @@ from pdserve.core.setting_types import (
     check_types,
     is_loopback,
 )
+from pdserve.core.slo import SloClass, classes_of
 
 MIB: Final = 1 << 20
 CPU_BATCHED_TOKENS: Final = 512
@@ -203,6 +204,11 @@ class RouterConfig:
     # The router refuses further requests while so many requests, or so many of their tokens, wait.
     max_queued_requests: PositiveInt = 1024
     max_queued_tokens: PositiveInt = 1 << 20
+    # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`
+    # and `queue_share`. The built-in classes are default, voice, code, chat and batch; what is not set here stays as it is.
+    slo_classes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # A request that names no class belongs to this one.
+    default_class: str = "default"
     # A request that names no deadline gets the default. No request gets more than the maximum.
     default_deadline_s: PositiveFloat = 600.0
     max_deadline_s: PositiveFloat = 3600.0
@@ -250,6 +256,12 @@ class RouterConfig:
         check_not_under(self, "router.pair_aside_max_s", "router.pair_aside_s")
         check_not_under(self, "router.heartbeat_lost_s", "router.heartbeat_interval_s", times=BEATS_TO_LOSE)
         self._check_ports()
+        if self.default_class not in self.classes():
+            raise ConfigError(f"router.default_class {self.default_class!r} is none of {', '.join(self.classes())}")
+
+    def classes(self) -> dict[str, SloClass]:
+        """Return the classes of requests by name."""
+        return classes_of(self.slo_classes, "router.slo_classes")
 
     @property
     def link_bind(self) -> tuple[str, str]:

@@ -1,9 +1,9 @@
 """Redaction: a recording tells no prompts, outputs or secrets. The same values replace them in events and in effects.
 
 Token ids, biases of tokens, text, stop strings and log-probabilities become their counts, from which `expand` makes
-placeholders of the same lengths. The core looks at nothing else of them, so a replay decides as the router did. Salts and
-tickets become digests with a key that is drawn for each recording and written nowhere: equal ones stay equal, and nobody can
-try out what they were.
+placeholders of the same lengths. The core looks at nothing else of them, so a replay decides as the router did. Salts, names
+of sessions and tickets become digests with a key that is drawn for each recording and written nowhere: equal ones stay equal,
+and nobody can try out what they were.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class Redaction:
     """Replaces what one recording must not tell."""
 
     def __init__(self, key: bytes | None, *, prompts: bool) -> None:
-        """`key` is secret. None: salts and tickets are digests already. `prompts`: prompts, outputs and stop strings stay."""
+        """`key` is secret. None: salts, sessions and tickets are digests already. `prompts`: prompts, outputs and stop strings
+        stay."""
         self._rules: dict[str, Callable[[Any], Any]] = {}
         if key is not None:
-            self._rules |= {"cache_salt": lambda salt: _salt(key, salt), "ticket": lambda ticket: _ticket(key, ticket)}
+            self._rules |= dict.fromkeys(("cache_salt", "session_id"), lambda name: _name(key, name))
+            self._rules |= {"ticket": lambda ticket: _ticket(key, ticket)}
         if not prompts:
             self._rules |= {
                 "prompt_ids": len,
@@ -115,8 +117,8 @@ def _row_text(text: str) -> int | str:
         return text
 
 
-def _salt(key: bytes, salt: str) -> str:
-    return _digest(key, salt.encode()) if salt else ""
+def _name(key: bytes, name: str) -> str:
+    return _digest(key, name.encode()) if name else ""
 
 
 def _ticket(key: bytes, ticket: str) -> str:
