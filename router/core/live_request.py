@@ -93,6 +93,8 @@ class LiveRequest:
     retry_reasons: tuple[str, ...] = ()
     """The error codes that made each attempt after the first necessary."""
     rebinds: int = 0
+    predicted_ttft_s: float = 0.0
+    """The time from arrival to the first token, as it was foreseen when the request was queued. 0: nobody knew."""
     exact: bool = True
     """True while all linked workers computed alike each time a part of this request was placed."""
     unplaceable_since_s: float | None = None
@@ -193,6 +195,7 @@ class LiveRequest:
             request_id=self.request_id,
             correlation_id=self.correlation_id,
             exact=self.exact,
+            predicted_ttft_s=self.predicted_ttft_s,
         )
 
 

@@ -18,7 +18,9 @@ from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
+from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
+from router.core.queue.limits import QueueLimits
 from router.core.registry import Registry, Worker
 from router.core.story import RequestStory, Stories, StoryKind
 from router.core.waiting import WaitingRequests
@@ -33,9 +35,13 @@ _RESERVING: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
 class Requests:
     """Holds the live requests."""
 
-    def __init__(self, registry: Registry, waiting: WaitingRequests, probe_book: ProbeBook) -> None:
+    def __init__(
+        self, registry: Registry, waiting: WaitingRequests, limits: QueueLimits, probe_book: ProbeBook, index: PrefixIndex
+    ) -> None:
         self.registry = registry
+        self._index = index
         self.waiting = waiting
+        self._limits = limits
         self.ended = 0
         """The number of requests that have ended. When it grows, there may be room on workers."""
         self.ledger = Ledger(self._charge_changed)
@@ -80,6 +86,12 @@ class Requests:
         """Let a queued request wait for its turn to get a decode worker."""
         assert request.machine.state is _S.QUEUED
         self.waiting.add(request)
+        self._limits.add(request)
+
+    def stop_waiting(self, request: LiveRequest) -> None:
+        """Take a request out of the queue."""
+        self.waiting.remove(request)
+        self._limits.remove(request)
 
     # What runs remotely --------------------------------------------------------------------------------------------
 
@@ -94,6 +106,7 @@ class Requests:
             request.prefill, request.prefill_worker = work, worker.hello.worker_id
         worker.work[handle] = work
         worker.touch()
+        self._index.expect(worker.link, handle, request.prefix_keys)
         request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
         return work
@@ -108,6 +121,7 @@ class Requests:
         request, worker = work.request, self.registry.get(work.link)
         if worker is not None:
             worker.ended(work.handle)
+            self._index.ended(work.link, work.handle)
         if request.prefill is work:  # the request names its work until all else is done, so a failed drop can be repeated
             request.prefill = None
         if request.decode is work:
@@ -168,7 +182,7 @@ class Requests:
     def _forget(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> Effects:
         assert request.machine.terminal
         if self.waiting.holds(request):
-            self.waiting.remove(request)
+            self.stop_waiting(request)
         yield from self.withdraw(request)
         report = request.report(now_s=now_s)
         self.ended += 1
@@ -182,7 +196,7 @@ class Requests:
         else:
             yield EmitFailed(request.request_id, error, report)
         if request.probe is None:
-            self.waiting.saw_finish(now_s)
+            self._limits.saw_finish(now_s)
 
     def _end_story(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:
         """Keep the story. This may be repeated when the end of the request has failed."""
@@ -197,6 +211,7 @@ class Requests:
         self.ledger.check_invariants()
         self.waiting.check_invariants()
         waiting = self.waiting.all()
+        self._limits.check_invariants(waiting)
         remote = {id(w) for worker in self.registry for w in worker.work.values()}
         held = [w for r in self._by_id.values() for w in (r.prefill, r.decode) if w is not None]
         assert remote == {id(w) for w in held}

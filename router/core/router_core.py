@@ -37,11 +37,13 @@ from router.core.events import (
     LinkId,
     NoRoom,
     PrefillStarted,
+    PrefixSeen,
     ReportBug,
     RequestFailed,
     Reserved,
     SendAlive,
     SendDrain,
+    SendPrefixResync,
     SendWelcome,
     StepRows,
     Submit,
@@ -57,8 +59,10 @@ from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy.ranking import BUILT_IN, Rankings
 from router.core.pools.pools import Pools
+from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
+from router.core.queue.limits import QueueLimits
 from router.core.recovery import Recovery
 from router.core.registry import Registry, Worker
 from router.core.requests import Requests
@@ -76,13 +80,17 @@ class RouterCore:
     def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN, seed: int = 0) -> None:
         """`seed` is the only source of chance: policies that draw workers draw by it."""
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
-        self.waiting = WaitingRequests(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        self.waiting = WaitingRequests()
+        self._limits = QueueLimits(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self._probe_book = ProbeBook(self.registry)
-        self.requests = Requests(self.registry, self.waiting, self._probe_book)
+        self.prefix_index = PrefixIndex(config.prefix_index_bytes)
+        self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book, self.prefix_index)
         self.ledger = self.requests.ledger
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
         self.pools = Pools(self.registry, self.ledger)
-        self.placer = Placer(config, self.registry, self.pools, self.requests.outputs, self.pairs, rankings, seed)
+        self.placer = Placer(
+            config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
+        )
         self._dispatcher = Dispatcher(self.requests, self.placer, self._probe_book, recovery_wait_s=config.recovery_wait_s)
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
         self._tokens = Tokens(self.requests)
@@ -106,6 +114,7 @@ class RouterCore:
             WorkerLeft: self._worker_left,
             WorkerLost: self._worker_lost,
             HeartbeatSeen: self._heartbeat,
+            PrefixSeen: self._prefix_seen,
             DrainAsked: self._drain_asked,
             Reserved: self._reserved,
             NoRoom: self._no_room,
@@ -155,7 +164,7 @@ class RouterCore:
             raise DeadlineExceeded("deadline_s had passed before the request could be queued")
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
-        self.waiting.check_room(len(submit.spec.prompt_ids), now_s=now_s)
+        self._limits.check_room(len(submit.spec.prompt_ids), now_s=now_s)
         request.story.note(now_s, StoryKind.QUEUED, prompt_tokens=len(submit.spec.prompt_ids), waiting=len(self.waiting))
         return self.requests.alone(request, self._accept(request), now_s)
 
@@ -205,6 +214,7 @@ class RouterCore:
         if before is not None:
             yield from self._lose(before, ReplicaLost(f"worker {hello.worker_id} dialled again"), now_s, close=True)
         worker = self.registry.join(event.link, hello, now_s=now_s)
+        self.prefix_index.join(event.link, hello)
         yield SendWelcome(event.link)
         if self._drained.get(hello.worker_id) == hello.incarnation:
             yield from self._drain(worker)  # its last link may have broken before the worker was told
@@ -225,6 +235,7 @@ class RouterCore:
 
     def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool) -> Effects:
         self.registry.leave(worker.link)
+        self.prefix_index.leave(worker.link)
         if close:
             yield CloseLink(worker.link, error)
         for work in list(worker.work.values()):
@@ -234,12 +245,22 @@ class RouterCore:
         worker = self._seen(event.link, now_s)
         if worker is not None:
             self.registry.saw_heartbeat(worker, event.load)
+            self.prefix_index.beat(event.link)
             if worker.stuck:
                 stalled_s = event.load.engine_stalled_s
                 error = ReplicaLost(f"the engine of {worker.name} has made no step for {stalled_s:.1f} s while work waits")
                 yield from self._lose(worker, error, now_s, close=True)
                 return
             yield SendAlive(event.link)
+
+    def _prefix_seen(self, event: PrefixSeen, now_s: float) -> Effects:
+        worker = self._seen(event.link, now_s)
+        if worker is not None:
+            try:
+                if self.prefix_index.apply(event.link, event.delta, now_s=now_s):
+                    yield SendPrefixResync(event.link)
+            except ReplicaLost as exc:
+                yield from self._lose(worker, exc, now_s, close=True)
 
     def _drain_asked(self, event: DrainAsked, now_s: float) -> Effects:
         worker = self.registry.find(event.worker_id)

@@ -23,6 +23,7 @@ class Candidate(NamedTuple):
     running: int = 0  # sequences that this router placed on it
     prompt_tokens_per_s: float = 0.0  # prompt tokens that it computes in a second; 0: nobody knows yet
     decode_step_s: float = 0.0  # time of one of its steps without prompts; 0: nobody knows yet
+    step_sequences: int = 0  # sequences that it ran when it told this time
     picked: int = 0  # number of the pick, counted over the pool, that last chose it; 0: none did
     cached_tokens: int = 0  # tokens of this request's prompt whose KV it probably holds
     session: bool = False  # the last turn of the request's session was placed on it
