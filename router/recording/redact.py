@@ -24,7 +24,8 @@ class Redaction:
     """Replaces what one recording must not tell."""
 
     def __init__(self, key: bytes | None, *, prompts: bool) -> None:
-        """`key` is secret. None: salts, sessions and tickets are digests already. `prompts`: prompts, outputs and stop strings stay."""
+        """`key` is secret. None: salts, sessions and tickets are digests already. `prompts`: prompts, outputs and stop strings
+        stay."""
         self._rules: dict[str, Callable[[Any], Any]] = {}
         if key is not None:
             self._rules |= dict.fromkeys(("cache_salt", "session_id"), lambda name: _name(key, name))
