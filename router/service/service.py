@@ -88,7 +88,14 @@ class RouterService:
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
-        self._admission = Admission(config, model, self._limit, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
+        self._admission = Admission(
+            config,
+            model,
+            self._limit,
+            self._encoder,
+            lambda: secrets.randbelow(SEED_LIMIT),
+            lambda: self._core.prefix_index.block_size,
+        )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
         self._busy = asyncio.Event()
