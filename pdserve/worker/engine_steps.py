@@ -186,7 +186,8 @@ class EngineSteps:
             decode_step_s=scheduler.rates.decode_step_s,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
-        return EngineSnapshot(load, self._commands_taken, scheduler.has_work, self._last_seq_id)
+        keys = self._pool.published.take()
+        return EngineSnapshot(load, self._commands_taken, scheduler.has_work, self._last_seq_id, keys)
 
 
 def _lent(seq_id: SeqId) -> Holder:
