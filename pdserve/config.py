@@ -1,26 +1,26 @@
 """Every setting of pdserve, as frozen dataclasses that are checked when they are made.
 
-`load` reads them from a YAML file; `--set a.b=c` overrides the file. The type of a setting states which values it takes.
+`load` of `pdserve.config_loader` reads them from a YAML file; `--set a.b=c` overrides the file. The type of a setting states
+which values it takes.
 Each module gets the part that it needs passed in; nothing else reads the environment or a global.
 
 This file does without `from __future__ import annotations`: the checks read the types, which that import turns into text.
 """
 
 import dataclasses
-import os
 import re
-import types
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
-import yaml
 from msgspec import Meta
 
+from pdserve.config_loader import build
+from pdserve.config_loader import dump as dump
+from pdserve.config_loader import load as load
 from pdserve.core.errors import ConfigError
-from pdserve.core.labels import LabelSelector, check_key
-from pdserve.core.setting_types import (
+from pdserve.core.settings.labels import LabelSelector, check_key
+from pdserve.core.settings.types import (
     Bytes,
     NonNegativeFloat,
     NonNegativeInt,
@@ -32,6 +32,7 @@ from pdserve.core.setting_types import (
     check_types,
     is_loopback,
 )
+from pdserve.core.slo import SloClass, classes_of
 
 MIB: Final = 1 << 20
 CPU_BATCHED_TOKENS: Final = 512
@@ -50,9 +51,6 @@ DEVICES: Final = typing.get_args(Device)
 QUANTIZATIONS: Final = typing.get_args(Quantization)
 KV_CACHE_DTYPES: Final = typing.get_args(KvCacheDtype)
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
-
-_SUCCESSORS: Final = {"max_restarts": "max_restarts_per_hour (it was a total over the worker's life)"}
-"""Each removed setting and the one that replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +195,23 @@ class RouterConfig:
     # A prompt is computed on a prefill worker (disaggregated), or on the decode worker (colocated). "auto" decides for each
     # request, and a request may ask for its own placement.
     placement: Literal["auto", "disaggregated", "colocated"] = "auto"
-    # Among the workers that may take a request, these policies choose: "shortest_queue", "most_free_kv", or module:function of
-    # your own, which the router imports.
-    prefill_policy: str = "shortest_queue"
-    decode_policy: str = "most_free_kv"
+    # Among the workers that may take a request, these policies choose: "prefix_aware", "least_loaded", "power_of_two",
+    # "round_robin", "random", or module:function of your own, which the router imports.
+    prefill_policy: str = "prefix_aware"
+    decode_policy: str = "prefix_aware"
     # "auto" computes prompts shorter than this on the decode worker.
     colocate_below_tokens: NonNegativeInt = 0
     # The router refuses further requests while so many requests, or so many of their tokens, wait.
     max_queued_requests: PositiveInt = 1024
     max_queued_tokens: PositiveInt = 1 << 20
+    # The index of which worker holds which prefixes may take so many bytes. When it is full, it forgets the oldest prefixes. 0
+    # turns it off: no request goes to a worker because of the KV that the worker holds.
+    prefix_index_bytes: Annotated[int, Meta(ge=0, extra={"unit": "bytes"})] = 256 * MIB
+    # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`
+    # and `queue_share`. The built-in classes are default, voice, code, chat and batch; what is not set here stays as it is.
+    slo_classes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # A request that names no class belongs to this one.
+    default_class: str = "default"
     # A request that names no deadline gets the default. No request gets more than the maximum.
     default_deadline_s: PositiveFloat = 600.0
     max_deadline_s: PositiveFloat = 3600.0
@@ -253,6 +259,12 @@ class RouterConfig:
         check_not_under(self, "router.pair_aside_max_s", "router.pair_aside_s")
         check_not_under(self, "router.heartbeat_lost_s", "router.heartbeat_interval_s", times=BEATS_TO_LOSE)
         self._check_ports()
+        if self.default_class not in self.classes():
+            raise ConfigError(f"router.default_class {self.default_class!r} is none of {', '.join(self.classes())}")
+
+    def classes(self) -> dict[str, SloClass]:
+        """Return the classes of requests by name."""
+        return classes_of(self.slo_classes, "router.slo_classes")
 
     @property
     def link_bind(self) -> tuple[str, str]:
@@ -351,7 +363,7 @@ class ClusterConfig:
         """Return the common engine settings with the pool's overrides. Raises `ConfigError` that names the override."""
         merged = {f.name: getattr(self.engine, f.name) for f in dataclasses.fields(EngineConfig)} | pool.engine
         names = [f"{name}.engine" for name in ("prefill", "decode") if getattr(self, name) is pool]
-        return _build(EngineConfig, merged, names[0] if names else "engine")
+        return build(EngineConfig, merged, names[0] if names else "engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,92 +413,3 @@ class RouterProcessConfig:
                 "anybody could drain the cluster"
             )
         check_token(self.cluster_token, *self.router.link_bind)
-
-
-Config = TypeVar("Config")
-
-
-def load(
-    cls: type[Config],
-    path: str | os.PathLike[str] | None,
-    overrides: typing.Sequence[str] = (),
-    settings: typing.Mapping[str, Any] = types.MappingProxyType({}),
-) -> Config:
-    """Read the YAML file `path` (None: no file), apply `settings` by dotted name, then each override `a.b=c`.
-
-    Raises `ConfigError` that names the file and the setting.
-    """
-    data = {} if path is None else _read(path)
-    for name, value in settings.items():
-        _assign(data, name, value)
-    for item in overrides:
-        name, sep, text = item.partition("=")
-        if not sep or not name:
-            raise ConfigError(f"--set takes NAME=VALUE, got {item!r}")
-        _assign(data, name, _parse_yaml(text, f"--set {name}: {text!r}"))
-    try:
-        return _build(cls, data, "")
-    except ConfigError as exc:
-        if path is None:
-            raise
-        raise ConfigError(f"{path}: {exc.message}") from exc
-
-
-def dump(config: Any) -> str:
-    """Return YAML that `load` reads back to an equal configuration."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        content = Path(path).read_bytes()
-    except OSError as exc:
-        raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
-    data = _parse_yaml(content, str(path))
-    if data is not None and not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping")
-    return data or {}
-
-
-def _parse_yaml(content: str | bytes, where: str) -> Any:
-    try:
-        data = yaml.safe_load(content)
-        repr(data)  # refuses an integer with so many digits that no message could print it
-    except Exception as exc:  # PyYAML's conversions raise errors of any type, such as KeyError for `!!bool x`
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(exc).split())}") from exc
-    return data
-
-
-def _assign(data: dict[str, Any], name: str, value: Any) -> None:
-    """Set the dotted `name`. A section that is empty in the file (None) becomes a section."""
-    *parents, leaf = name.split(".")
-    for parent in parents:
-        section = {} if data.get(parent) is None else data[parent]
-        if not isinstance(section, dict):
-            raise ConfigError(f"{name}: {parent} is not a section")
-        data[parent] = dict(section)  # a copy, because an alias in YAML makes two sections the same object
-        data = data[parent]
-    data[leaf] = value
-
-
-def _build(cls: type[Config], data: Any, path: str) -> Config:
-    """Make the section `path` (empty: the whole file) from a mapping. Raises `ConfigError` that names the setting."""
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must be a section, got {data!r}")
-    known = {setting.name: setting for setting in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    values, prefix = dict(data), f"{path}." if path else ""
-    for name, value in data.items():
-        if name not in known and name in _SUCCESSORS:
-            raise ConfigError(f"{prefix}{name} is gone; its successor is {_SUCCESSORS[name]}")
-        if name not in known:
-            raise ConfigError(f"unknown setting {prefix}{name}; known here: {', '.join(sorted(known))}")
-        section = known[name].type
-        if isinstance(section, type) and dataclasses.is_dataclass(section):
-            values[name] = _build(section, {} if value is None else value, f"{prefix}{name}")  # None: left empty
-    for name, setting in known.items():
-        if name not in data and setting.default is setting.default_factory:  # both are missing
-            raise ConfigError(f"{prefix}{name} must be set")
-    try:
-        return cls(**values)
-    except ConfigError as exc:  # sections that stand in several places name their settings without the path to them
-        raise ConfigError(exc.message if exc.message.startswith(prefix) else f"{prefix}{exc.message}") from exc

@@ -83,6 +83,8 @@ def request_options(command: Command) -> Command:
         click.option("--deadline-s", type=float, help="Give the request up after this number of seconds."),
         click.option("--priority", type=click.IntRange(-100, 100), default=0, help="Requests with a larger one go first."),
         click.option("--cache-salt", default="", help="Share KV only with requests that have the same salt."),
+        click.option("--slo-class", default="", help="Class of the request: voice, code, chat, batch or one of the settings."),
+        click.option("--session-id", default="", help="Conversation of the request: its turns go to the same workers."),
         click.option("--model", default="", help="Fail if the cluster serves another model (default: accept any)."),
         placement,
     ]
@@ -122,6 +124,8 @@ def build(
     deadline_s: float | None = None,
     priority: int = 0,
     cache_salt: str = "",
+    slo_class: str = "",
+    session_id: str = "",
     model: str = "",
     placement: str | None = None,
     request_id: str = "",
@@ -137,6 +141,7 @@ def build(
 
     prompts = [text or "", *(content for _, content in messages or ())]
     texts = {"prompt": prompts, "stop": stop, "cache_salt": [cache_salt], "model": [model], "request_id": [request_id]}
+    texts |= {"slo_class": [slo_class], "session_id": [session_id]}
     for field, values in texts.items():
         _check_utf8(field, values)
     sampling = common_pb2.SamplingParams(
@@ -152,6 +157,8 @@ def build(
         sampling=sampling,
         priority=priority,
         cache_salt=cache_salt,
+        slo_class=slo_class,
+        session_id=session_id,
         placement=codec.placement_to_wire(Placement(placement) if placement else None),
     )
     if deadline_s is not None:

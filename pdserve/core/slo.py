@@ -1,13 +1,23 @@
 """Service classes: what each class of requests may expect, and how it stands beside the others. Pure.
 
-A class has a target for TTFT, a target for TPOT, or both. A request that names no class belongs to `DEFAULT_CLASS`, which has
-no target.
+A class has a target for TTFT, a target for TPOT, or both. A request that names no class belongs to the default class, which is
+`DEFAULT_CLASS` unless a setting names another one.
+
+This file does without `from __future__ import annotations`: the checks read the types, which that import turns into text.
 """
 
-from __future__ import annotations
-
+import dataclasses
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.settings.types import PositiveFloat, check_types
+
+_NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # it is a label of metrics and a header's value
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,14 @@ class SloClass:
     queue_share: float = 1.0
     """The requests of the class may fill this share of the queue."""
 
+    def ttft_met(self, ttft_s: float) -> bool | None:
+        """Tell whether a first token after so long meets the target. None: there is no target."""
+        return None if self.ttft_s is None else ttft_s <= self.ttft_s
+
+    def tpot_met(self, tpot_s: float) -> bool | None:
+        """Tell whether such a time between tokens meets the target. None: there is no target."""
+        return None if self.tpot_s is None else tpot_s <= self.tpot_s
+
 
 DEFAULT_CLASS: Final = SloClass("default")
 
@@ -38,3 +56,34 @@ BUILT_IN: Final = {
     )
 }
 """The classes that every router knows, by name. The settings may change them and add others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What the settings of a class may be."""
+
+    ttft_s: PositiveFloat | None
+    tpot_s: PositiveFloat | None
+    priority: Annotated[int, Meta(ge=-100, le=100)]
+    queue_share: Annotated[float, Meta(gt=0, le=1)]
+
+
+_KNOWN: Final = tuple(one.name for one in dataclasses.fields(_Settings))
+
+
+def classes_of(changes: Mapping[str, Mapping[str, Any]], setting: str) -> dict[str, SloClass]:
+    """Return the classes by name: the built-in ones with the changes, and the new ones. `setting` is the dotted name of the
+    changes. Raises `ConfigError`, which names the setting of the class."""
+    return BUILT_IN | {name: _changed(name, values, f"{setting}.{name}") for name, values in changes.items()}
+
+
+def _changed(name: str, values: Mapping[str, Any], path: str) -> SloClass:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{path}: {name!r:.100} is not the name of a class; write up to 63 letters, digits, dots, _ and -")
+    for key in values:
+        if key not in _KNOWN:
+            raise ConfigError(f"unknown setting {path}.{key}; known here: {', '.join(sorted(_KNOWN))}")
+    before = BUILT_IN.get(name, SloClass(name))
+    settings = _Settings(**{key: values.get(key, getattr(before, key)) for key in _KNOWN})
+    check_types(settings, f"{path}.")
+    return SloClass(name, **dataclasses.asdict(settings))

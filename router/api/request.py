@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from pdserve.core.limits import MaxBytes
 from pdserve.core.sampling import Placement
+
+SESSION_ID: Final = MaxBytes(128)
 
 
 @dataclass(frozen=True, slots=True)

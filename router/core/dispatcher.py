@@ -92,7 +92,7 @@ class Dispatcher:
         if isinstance(place, Wanted):
             request.story.waits(now_s, len(place.links))
             return place
-        self._requests.waiting.remove(request)
+        self._requests.stop_waiting(request)
         yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
         return None
 

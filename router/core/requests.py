@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Final, TypeVar
 
-from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError
+from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, PdserveError
 from pdserve.core.ids import Handle, RequestId
+from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role
 from pdserve.observe.story import Value
 from router.core.deadlines import Deadlines
@@ -18,7 +19,9 @@ from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
+from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
+from router.core.queue.limits import SHED, QueueLimits
 from router.core.registry import Registry, Worker
 from router.core.story import RequestStory, Stories, StoryKind
 from router.core.waiting import WaitingRequests
@@ -33,12 +36,16 @@ _RESERVING: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
 class Requests:
     """Holds the live requests."""
 
-    def __init__(self, registry: Registry, waiting: WaitingRequests, probe_book: ProbeBook) -> None:
+    def __init__(
+        self, registry: Registry, waiting: WaitingRequests, limits: QueueLimits, probe_book: ProbeBook, index: PrefixIndex
+    ) -> None:
         self.registry = registry
+        self._index = index
         self.waiting = waiting
+        self._limits = limits
         self.ended = 0
         """The number of requests that have ended. When it grows, there may be room on workers."""
-        self.ledger = Ledger()
+        self.ledger = Ledger(self._charge_changed)
         self.outputs = OutputMean()
         self.stories = Stories()
         self._probe_book = probe_book
@@ -79,7 +86,13 @@ class Requests:
     def wait(self, request: LiveRequest) -> None:
         """Let a queued request wait for its turn to get a decode worker."""
         assert request.machine.state is _S.QUEUED
+        self._limits.add(request)
         self.waiting.add(request)
+
+    def stop_waiting(self, request: LiveRequest) -> None:
+        """Take a request out of the queue."""
+        self.waiting.remove(request)
+        self._limits.remove(request)
 
     # What runs remotely --------------------------------------------------------------------------------------------
 
@@ -93,15 +106,23 @@ class Requests:
         else:
             request.prefill, request.prefill_worker = work, worker.hello.worker_id
         worker.work[handle] = work
+        worker.touch()
+        self._index.expect(worker.link, handle, request.prefix_keys)
         request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
         return work
+
+    def _charge_changed(self, link: LinkId) -> None:
+        worker = self.registry.get(link)
+        if worker is not None:
+            worker.touch()
 
     def drop(self, work: RemoteWork) -> Worker | None:
         """Forget work that has ended at its worker. Return the worker, or None when it has left."""
         request, worker = work.request, self.registry.get(work.link)
         if worker is not None:
             worker.ended(work.handle)
+            self._index.ended(work.link, work.handle)
         if request.prefill is work:  # the request names its work until all else is done, so a failed drop can be repeated
             request.prefill = None
         if request.decode is work:
@@ -148,6 +169,17 @@ class Requests:
                 request.machine.move(_E.BROKEN)
             yield from self._forget(request, now_s, error)
 
+    def shed(self, request: LiveRequest, by: SloClass, now_s: float) -> Effects:
+        """Fail a waiting request that gives way to one of the class `by`."""
+        request.story.note(now_s, StoryKind.SHED, slo_class=request.slo.name, by_class=by.name)
+        error = Overloaded(
+            f"the queue was full, and a request of class {by.name!r} came: its priority is {by.priority}, "
+            f"and that of class {request.slo.name!r} is {request.slo.priority}",
+            retry_after_s=self._limits.retry_after_s(now_s),
+            reason=SHED,
+        )
+        yield from self.end(request, _E.SHED, now_s, error)
+
     def expire(self, request: LiveRequest, now_s: float) -> Effects:
         """Fail a request whose deadline has passed."""
         limit_s = request.deadline_s - request.times.arrived_s
@@ -163,6 +195,7 @@ class Requests:
         assert request.machine.terminal
         if self.waiting.holds(request):
             self.waiting.remove(request)
+        self._limits.remove(request)
         yield from self.withdraw(request)
         report = request.report(now_s=now_s)
         self.ended += 1
@@ -176,7 +209,7 @@ class Requests:
         else:
             yield EmitFailed(request.request_id, error, report)
         if request.probe is None:
-            self.waiting.saw_finish(now_s)
+            self._limits.saw_finish(now_s)
 
     def _end_story(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:
         """Keep the story. This may be repeated when the end of the request has failed."""
@@ -191,6 +224,7 @@ class Requests:
         self.ledger.check_invariants()
         self.waiting.check_invariants()
         waiting = self.waiting.all()
+        self._limits.check_invariants(waiting)
         remote = {id(w) for worker in self.registry for w in worker.work.values()}
         held = [w for r in self._by_id.values() for w in (r.prefill, r.decode) if w is not None]
         assert remote == {id(w) for w in held}

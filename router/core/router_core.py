@@ -37,11 +37,13 @@ from router.core.events import (
     LinkId,
     NoRoom,
     PrefillStarted,
+    PrefixSeen,
     ReportBug,
     RequestFailed,
     Reserved,
     SendAlive,
     SendDrain,
+    SendPrefixResync,
     SendWelcome,
     StepRows,
     Submit,
@@ -56,8 +58,11 @@ from router.core.machines.request_machine import RequestEvent
 from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy.ranking import BUILT_IN, Rankings
+from router.core.pools.pools import Pools
+from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
+from router.core.queue.limits import QueueLimits
 from router.core.recovery import Recovery
 from router.core.registry import Registry, Worker
 from router.core.requests import Requests
@@ -72,14 +77,20 @@ _Report = Reserved | NoRoom | PrefillStarted | KvCommitted | RequestFailed
 class RouterCore:
     """Holds all state of the router, and turns each event into effects."""
 
-    def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN) -> None:
+    def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN, seed: int = 0) -> None:
+        """`seed` is the only source of chance: policies that draw workers draw by it."""
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
-        self.waiting = WaitingRequests(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        self.waiting = WaitingRequests()
+        self._limits = QueueLimits(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self._probe_book = ProbeBook(self.registry)
-        self.requests = Requests(self.registry, self.waiting, self._probe_book)
+        self.prefix_index = PrefixIndex(config.prefix_index_bytes)
+        self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book, self.prefix_index)
         self.ledger = self.requests.ledger
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
-        self.placer = Placer(config, self.registry, self.ledger, self.requests.outputs, self.pairs, rankings)
+        self.pools = Pools(self.registry, self.ledger)
+        self.placer = Placer(
+            config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
+        )
         self._dispatcher = Dispatcher(self.requests, self.placer, self._probe_book, recovery_wait_s=config.recovery_wait_s)
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
         self._tokens = Tokens(self.requests)
@@ -103,6 +114,7 @@ class RouterCore:
             WorkerLeft: self._worker_left,
             WorkerLost: self._worker_lost,
             HeartbeatSeen: self._heartbeat,
+            PrefixSeen: self._prefix_seen,
             DrainAsked: self._drain_asked,
             Reserved: self._reserved,
             NoRoom: self._no_room,
@@ -152,15 +164,20 @@ class RouterCore:
             raise DeadlineExceeded("deadline_s had passed before the request could be queued")
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
-        self.waiting.check_room(len(submit.spec.prompt_ids), now_s=now_s)
-        request.story.note(now_s, StoryKind.QUEUED, prompt_tokens=len(submit.spec.prompt_ids), waiting=len(self.waiting))
-        return self.requests.alone(request, self._accept(request), now_s)
+        prompt_tokens = len(submit.spec.prompt_ids)
+        shed = self._limits.make_room(submit.slo, prompt_tokens, now_s=now_s)
+        waiting = len(self.waiting)
+        request.story.note(
+            now_s, StoryKind.QUEUED, prompt_tokens=prompt_tokens, waiting=waiting, slo_class=submit.slo.name, shed=len(shed)
+        )
+        return self.requests.alone(request, self._accept(request, shed, now_s), now_s)
 
-    def _accept(self, request: LiveRequest) -> Effects:
+    def _accept(self, request: LiveRequest, shed: list[LiveRequest], now_s: float) -> Effects:
+        for other in shed:
+            yield from self.requests.alone(other, self.requests.shed(other, request.slo, now_s), now_s)
         self.recovery.bucket.admitted()
         self.requests.add(request)
         self.requests.wait(request)
-        yield from ()
 
     def _client_gone(self, event: ClientGone, now_s: float) -> Effects:
         request = self.requests.get(event.request_id)
@@ -174,7 +191,8 @@ class RouterCore:
         yield from end
 
     def _tick(self, event: Tick, now_s: float) -> Effects:
-        for worker in self.registry:
+        self.placer.note_silence(now_s=now_s)
+        for worker in self.registry.silent_since(now_s - self._lost_s):
             silent_s = now_s - worker.last_seen_s
             if silent_s > self._lost_s:
                 error = ReplicaLost(f"{worker.name} was silent for {silent_s:.1f} s")
@@ -201,6 +219,7 @@ class RouterCore:
         if before is not None:
             yield from self._lose(before, ReplicaLost(f"worker {hello.worker_id} dialled again"), now_s, close=True)
         worker = self.registry.join(event.link, hello, now_s=now_s)
+        self.prefix_index.join(event.link, hello)
         yield SendWelcome(event.link)
         if self._drained.get(hello.worker_id) == hello.incarnation:
             yield from self._drain(worker)  # its last link may have broken before the worker was told
@@ -221,6 +240,7 @@ class RouterCore:
 
     def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool) -> Effects:
         self.registry.leave(worker.link)
+        self.prefix_index.leave(worker.link)
         if close:
             yield CloseLink(worker.link, error)
         for work in list(worker.work.values()):
@@ -230,12 +250,22 @@ class RouterCore:
         worker = self._seen(event.link, now_s)
         if worker is not None:
             self.registry.saw_heartbeat(worker, event.load)
+            self.prefix_index.beat(event.link)
             if worker.stuck:
                 stalled_s = event.load.engine_stalled_s
                 error = ReplicaLost(f"the engine of {worker.name} has made no step for {stalled_s:.1f} s while work waits")
                 yield from self._lose(worker, error, now_s, close=True)
                 return
             yield SendAlive(event.link)
+
+    def _prefix_seen(self, event: PrefixSeen, now_s: float) -> Effects:
+        worker = self._seen(event.link, now_s)
+        if worker is not None:
+            try:
+                if self.prefix_index.apply(event.link, event.delta, now_s=now_s):
+                    yield SendPrefixResync(event.link)
+            except ReplicaLost as exc:
+                yield from self._lose(worker, exc, now_s, close=True)
 
     def _drain_asked(self, event: DrainAsked, now_s: float) -> Effects:
         worker = self.registry.find(event.worker_id)
@@ -246,13 +276,11 @@ class RouterCore:
     def _drain(self, worker: Worker) -> Effects:
         self._drained[worker.hello.worker_id] = worker.hello.incarnation
         worker.draining = True
+        worker.touch()
         yield SendDrain(worker.link)
 
     def _seen(self, link: LinkId, now_s: float) -> Worker | None:
-        worker = self.registry.get(link)
-        if worker is not None:
-            worker.last_seen_s = now_s
-        return worker
+        return self.registry.seen(link, now_s=now_s)
 
     # Reports of workers about one request -----------------------------------------------------------------------------
 
@@ -294,4 +322,5 @@ class RouterCore:
         self.pairs.check_invariants()
         self.recovery.bucket.check_invariants()
         self._probes.check_invariants()
+        self.pools.check_invariants()
         self._probe_book.check_invariants()

@@ -25,14 +25,15 @@ from router.http.reply import Reply
 from router.http.running_calls import RunningCalls
 from router.http.server import HttpServer, start_server
 from router.openai.errors import encode_json, error_headers, error_payload
-from router.openai.request import Call
+from router.openai.request import Call, ClassHeaders
 from router.parsing.body_budget import BodyBudget
 from router.parsing.parse import Job, Kind
 from router.parsing.parser import INLINE_BYTES, RequestParser
 
 DEFAULT_LIMITS: Final = RouterConfig()
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
+CLASS_HEADER: Final = "x-slo-class"
+SESSION_HEADER: Final = "x-session-id"
 MAX_PATH_CHARS: Final = 200  # of a path that an error names
 
 __all__ = ["HttpServer", "build_app", "serve_http"]
@@ -102,9 +103,9 @@ class _Generate:
         try:
             with self._budget.share() as share:
                 body = await read_body(scope, receive, exchange, self._api.max_body_bytes, share)
-                header_id = header(scope, _CORRELATION_ID)
-                given_id = None if header_id is None else header_id.decode("latin-1")
-                reading = self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, given_id))
+                named = ClassHeaders(header(scope, CLASS_HEADER), header(scope, SESSION_HEADER))
+                header_id = header(scope, CORRELATION_ID_METADATA)
+                reading = self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id, named))
                 # A large body waits for its turn. If its client leaves, it must not hold up the others.
                 call = await (self._running.run(exchange, reading) if len(body) > INLINE_BYTES else reading)
                 assert isinstance(call, Call)

@@ -30,12 +30,12 @@ class BodyRefused(Exception):
 async def read_body(scope: Scope, receive: Receive, exchange: Exchange, max_bytes: int, share: BodyShare) -> bytes:
     """Return the whole body. Raises `BodyRefused` as soon as it is known that the body is too large, finds no room, or comes
     too slowly, and `Cancelled` when the client leaves."""
-    declared = header(scope, b"content-length") or b""
-    if declared.isdigit() and int(declared) > max_bytes:
+    declared = header(scope, "content-length") or ""
+    if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     try:
-        if declared.isdigit():
+        if declared.isdecimal():
             share.grow(int(declared))  # takes the whole length at once, so that a later body cannot end one that has begun
         whole = exchange.whole_body()
         if whole is not None:
@@ -60,7 +60,7 @@ async def read_body(scope: Scope, receive: Receive, exchange: Exchange, max_byte
 async def refuse_body(scope: Scope, receive: Receive, reply: Reply, error: PdserveError) -> None:
     """Answer with an error and close the connection so that the client still sees the answer. What is still read is dropped."""
     await reply.fail(error, more=True, headers=[(b"connection", b"close")])
-    if (header(scope, b"expect") or b"").lower() != b"100-continue":  # such a client sends nothing before it is told to
+    if (header(scope, "expect") or "").lower() != "100-continue":  # such a client sends nothing before it is told to
         await _discard(receive)
     await reply.end()
 
@@ -95,9 +95,10 @@ def _too_large(max_bytes: int) -> BodyRefused:
     return BodyRefused(RequestTooLarge(f"body: is over the limit of {max_bytes} bytes", field="body"))
 
 
-def header(scope: Scope, name: bytes) -> bytes | None:
+def header(scope: Scope, name: str) -> str | None:
     """Return the value of the first header with this name, which is in lower case. None: there is none."""
+    wanted = name.encode()
     for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
+        if key == wanted:
+            return str(value, "latin-1")
     return None

@@ -71,6 +71,9 @@ class Body(_Scalars, kw_only=True):
     request_id: str | None = None
     deadline_s: float | None = None
     placement: str | None = None
+    slo_class: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
 
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None

@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.core.sampling import Placement
 from router.api.identity import new_request_id
-from router.api.request import GenerateInput, Prompt
+from router.api.request import SESSION_ID, GenerateInput, Prompt
 from router.openai.body import ChatBody, CompletionBody, StreamOptions
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
@@ -41,21 +41,34 @@ class Call:
     """The client's name for the request. It need not be unique."""
 
 
-def parse_completion(body: bytes, header_id: str | None, max_prompt_tokens: int = ANY_NUMBER) -> Call:
+@dataclass(frozen=True, slots=True)
+class ClassHeaders:
+    """The headers that stand for fields of the body. None: the request has no such header."""
+
+    slo_class: str | None = None
+    session_id: str | None = None
+
+
+NO_HEADERS: Final = ClassHeaders()
+
+
+def parse_completion(
+    body: bytes, header_id: str | None, max_prompt_tokens: int = ANY_NUMBER, headers: ClassHeaders = NO_HEADERS
+) -> Call:
     """Parse a body of `/v1/completions`. Raises `InvalidRequest` naming the field."""
     fields = decode(body, _COMPLETION)
     refuse_unsupported(fields)
-    return _call(fields, header_id, read_prompts(fields.prompt, max_prompt_tokens))
+    return _call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens))
 
 
-def parse_chat(body: bytes, header_id: str | None) -> Call:
+def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
     """Parse a body of `/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
     fields = decode(body, _CHAT)
     refuse_unsupported(fields)
-    return _call(fields, header_id, (read_messages(fields.messages),))
+    return _call(fields, header_id, headers, (read_messages(fields.messages),))
 
 
-def _call(body: CompletionBody | ChatBody, header_id: str | None, prompts: tuple[Prompt, ...]) -> Call:
+def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: ClassHeaders, prompts: tuple[Prompt, ...]) -> Call:
     stream = body.stream or False
     include_usage, continuous_usage = _stream_options(body.stream_options, stream)
     request_id = new_request_id()
@@ -68,6 +81,8 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, prompts: tuple
         correlation_id=correlation_id,
         deadline_s=body.deadline_s,
         placement=_placement(body.placement),
+        slo_class=(headers.slo_class if body.slo_class is None else body.slo_class) or "",
+        session_id=_session_id(body, headers),
         options=read_options(body),
     )
     chat = isinstance(body, ChatBody)
@@ -95,6 +110,20 @@ def _placement(value: str | None) -> Placement | None:
     if value not in [placement.value for placement in Placement]:
         raise refuse("placement", f"must be one of {', '.join(p.value for p in Placement)}, got {show(value)}")
     return Placement(value)
+
+
+def _session_id(body: CompletionBody | ChatBody, headers: ClassHeaders) -> str:
+    """Return the body's `session_id`, or else its `prompt_cache_key`, or else the X-Session-Id header, or else nothing. The
+    length is checked here so that the error has the name that was used."""
+    for name, value in (
+        ("session_id", body.session_id),
+        ("prompt_cache_key", body.prompt_cache_key),
+        ("X-Session-Id", headers.session_id),
+    ):
+        if value is not None:
+            SESSION_ID.check(name, value)
+            return value
+    return ""
 
 
 def _correlation_id(body_id: str | None, header_id: str | None) -> str:

@@ -31,6 +31,8 @@ def generate_input(
         correlation_id=request.request_id,
         deadline_s=_deadline_s(request, call_remaining_s, max_deadline_s),
         placement=_placement(request.placement),
+        slo_class=request.slo_class,
+        session_id=request.session_id,
         options={descriptor.name: value for descriptor, value in request.ListFields() if descriptor.name in OPTIONS},
     )
 

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from pdserve.core.errors import InvalidRequest
 from pdserve.rpc.v1 import inference_pb2
 from router.api.request import GenerateInput, Prompt
-from router.openai.request import Call, parse_chat, parse_completion
+from router.openai.request import NO_HEADERS, Call, ClassHeaders, parse_chat, parse_completion
 from router.parsing.generate import generate_input, prompt_of
 
 
@@ -35,6 +35,8 @@ class Job:
     """More token ids than this are refused by their count, before the ids are looked at."""
     header_id: str | None = None
     """The X-Request-Id header. Only HTTP requests have it."""
+    headers: ClassHeaders = NO_HEADERS
+    """The headers of the class and the session. Only HTTP requests have them."""
     call_remaining_s: float | None = None
     """Seconds that are left of the call's own deadline. Only gRPC requests have it."""
     max_deadline_s: float = 0.0
@@ -56,9 +58,9 @@ def parse(job: Job) -> Parsed:
     """Parse a request. Raises `InvalidRequest` naming the field."""
     match job.kind:
         case Kind.COMPLETION:
-            return parse_completion(job.data, job.header_id, job.max_prompt_tokens)
+            return parse_completion(job.data, job.header_id, job.max_prompt_tokens, job.headers)
         case Kind.CHAT:
-            return parse_chat(job.data, job.header_id)
+            return parse_chat(job.data, job.header_id, job.headers)
         case Kind.GENERATE:
             return generate_input(
                 _message(inference_pb2.GenerateRequest(), job.data),

@@ -9,17 +9,19 @@ from typing import Any, Final
 from pdserve.config import RouterConfig
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from pdserve.core.ids import RequestId
-from pdserve.core.limits import MaxBytes, check_limits, field_types
+from pdserve.core.limits import IntRange, MaxBytes, check_limits, field_types, limit_of
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.slo import SloClass
 from router.api.identity import new_request_id
-from router.api.request import ChatMessage, GenerateInput, Prompt
+from router.api.request import SESSION_ID, ChatMessage, GenerateInput, Prompt
 from router.core.events import Submit
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
 from router.service.prompts import PromptEncoder
 
 _CORRELATION_ID: Final = MaxBytes(128)
+_PRIORITY: Final = limit_of(RequestSpec, "priority", IntRange)
 
 
 class Admission:
@@ -38,12 +40,15 @@ class Admission:
         self._limit = limit
         self._encoder = encoder
         self._draw_seed = draw_seed
+        self._classes = config.classes()
 
     async def admit(self, request: GenerateInput, *, arrived_s: float) -> Submit:
         """Return the checked and tokenised request. Raises `InvalidRequest`, `UnknownModel`, `DeadlineExceeded`, `Overloaded`
         or `Unavailable`."""
         self.check_model(request.model)
         _check_correlation_id(request.correlation_id)
+        SESSION_ID.check("session_id", request.session_id)
+        slo = self.class_of(request.slo_class)
         deadline_s = self._deadline_s(request.deadline_s)
         check_limits(RequestSpec, request.options)
         check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
@@ -51,17 +56,37 @@ class Admission:
         self._check_length(request.prompt, prompt_ids)
         return Submit(
             request_id=RequestId(request.request_id or new_request_id()),
-            spec=RequestSpec(prompt_ids, self._sampling(request.sampling, len(prompt_ids)), **request.options),
+            spec=RequestSpec(
+                prompt_ids,
+                self._sampling(request.sampling, len(prompt_ids)),
+                **self._options(request.options, slo),
+                tpot_s=slo.tpot_s or 0.0,
+            ),
             arrived_s=arrived_s,
             deadline_s=arrived_s + deadline_s,
             placement=request.placement,
             correlation_id=request.correlation_id,
+            slo=slo,
+            session_id=request.session_id,
         )
 
     def check_model(self, name: str | None) -> None:
         """Check that the model is served here. None and empty mean the served one. Raises `UnknownModel`."""
         if name and name != self._model.name:
             raise UnknownModel(f"model {name!r:.100} is not served here; {self._model.name!r} is", field="model")
+
+    def class_of(self, name: str) -> SloClass:
+        """Return the class of this name. Empty means the default one. Raises `InvalidRequest` that names the known ones."""
+        found = self._classes.get(name or self._config.default_class)
+        if found is None:
+            raise InvalidRequest(f"{name!r:.100} is not a class here; {', '.join(self._classes)} are", field="slo_class")
+        return found
+
+    def _options(self, given: Mapping[str, Any], slo: SloClass) -> Mapping[str, Any]:
+        """Return the options with the priority of the class added. The sum stays within the limits of a request's priority."""
+        if not slo.priority:
+            return given
+        return {**given, "priority": min(_PRIORITY.high, max(_PRIORITY.low, given.get("priority", 0) + slo.priority))}
 
     def _deadline_s(self, asked: float | None) -> float:
         if asked is None:

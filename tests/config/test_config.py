@@ -20,7 +20,8 @@ from pdserve.config import (
 )
 from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import Placement
-from pdserve.core.setting_types import parse_bytes
+from pdserve.core.settings.types import parse_bytes
+from pdserve.core.slo import BUILT_IN, SloClass
 
 
 def test_order_is_file_then_flags_then_set(tmp_path: Path) -> None:
@@ -84,6 +85,21 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
         ("router.placement=up", "router.placement must be one of auto, colocated, disaggregated"),
         ("lease.ttl_s=.nan", r"lease\.ttl_s must be a number \(over 0\)"),
         ("transport=fake", "unknown setting transport"),
+        ("router.slo_classes=3", "router.slo_classes must be a section"),
+        ("router.slo_classes={chat: 3}", "router.slo_classes.chat must be a section"),
+        (
+            "router.slo_classes={chat: {ttft: 1}}",
+            r"unknown setting router\.slo_classes\.chat\.ttft; known here: priority, .*ttft_s",
+        ),
+        ("router.slo_classes={chat: {name: c}}", r"unknown setting router\.slo_classes\.chat\.name"),
+        (
+            "router.slo_classes={chat: {ttft_s: 0}}",
+            r"router\.slo_classes\.chat\.ttft_s must be a number \(over 0\) or null, got 0",
+        ),
+        ("router.slo_classes={mine: {priority: 101}}", r"slo_classes\.mine\.priority must be .*at most 100\), got 101"),
+        ("router.slo_classes={mine: {queue_share: 1.5}}", r"slo_classes\.mine\.queue_share must be .*at most 1\), got 1.5"),
+        ("router.slo_classes={a b: {}}", r"router\.slo_classes\.a b: 'a b' is not the name of a class"),
+        ("router.default_class=chatt", "router.default_class 'chatt' is none of default, voice, code, chat, batch"),
     ],
 )
 def test_wrong_settings_are_named_in_one_line(override: str, names: str) -> None:
@@ -240,3 +256,13 @@ def test_more_threads_than_torch_survives_are_refused() -> None:
     """torch ended the worker with a segmentation fault when the machine refused it a thread."""
     with pytest.raises(ConfigError, match=r"engine\.threads must be a whole number \(at least 0 and at most 1024\), got 99999"):
         load(ClusterConfig, None, ["engine.threads=99999"])
+
+
+def test_a_class_keeps_what_the_settings_do_not_change() -> None:
+    changes = "router.slo_classes={chat: {priority: 10}, mine: {tpot_s: 1, queue_share: 0.25}, batch: {ttft_s: null}}"
+    classes = load(ClusterConfig, None, [changes, "router.default_class=mine"]).router.classes()
+    assert classes["chat"] == SloClass("chat", ttft_s=0.5, tpot_s=0.05, priority=10)
+    assert classes["mine"] == SloClass("mine", tpot_s=1.0, queue_share=0.25)
+    assert classes["batch"] == SloClass("batch", queue_share=0.5)
+    assert classes["voice"] == BUILT_IN["voice"]
+    assert set(classes) == {*BUILT_IN, "mine"}

@@ -17,7 +17,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import Placement
 from router.api.request import ChatMessage
 from router.openai.body import ChatBody, CompletionBody
-from router.openai.request import parse_chat, parse_completion
+from router.openai.request import ClassHeaders, parse_chat, parse_completion
 from router.openai.unsupported import neutral_values
 
 ENDPOINTS = {"completion": CompletionBody, "chat": ChatBody}
@@ -226,7 +226,7 @@ def test_the_last_of_two_equal_names_counts() -> None:
 NULL, BOOL, INT, FLOAT, TEXT, LIST, OBJECT = None, True, 1, 1.5, "user", [], {}
 """A value of each of JSON's types; numbers with and without a fraction are told apart."""
 TAKEN: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(["model", "request_id", "cache_salt"], (TEXT,)),
+    **dict.fromkeys(["model", "request_id", "cache_salt", "slo_class", "session_id", "prompt_cache_key"], (TEXT,)),
     **dict.fromkeys(["deadline_s", "temperature", "top_p", "min_p"], (INT, FLOAT)),
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
     **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens"], (INT,)),
@@ -287,6 +287,26 @@ def test_messages_name_the_field_the_limit_and_what_came(message: str, parse: An
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert caught.value.message == message
+
+
+@pytest.mark.parametrize("parse", [parse_completion, parse_chat])
+def test_the_body_goes_before_the_headers_of_class_and_session(parse: Any) -> None:
+    def read(headers: ClassHeaders, **fields: Any) -> tuple[str, str]:
+        body = json.dumps({"prompt": "p", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+        request = parse(body, None, headers=headers).inputs[0]
+        return request.slo_class, request.session_id
+
+    headers = ClassHeaders("voice", "from-header")
+    assert read(ClassHeaders()) == ("", "")
+    assert read(headers) == ("voice", "from-header")
+    assert read(headers, slo_class="chat", session_id="s", prompt_cache_key="k") == ("chat", "s")
+    assert read(headers, prompt_cache_key="k") == ("voice", "k")
+    assert read(headers, slo_class=None, session_id=None) == ("voice", "from-header")
+    for name in ("session_id", "prompt_cache_key"):
+        with pytest.raises(InvalidRequest, match=f"^{name}: must have at most 128 bytes"):
+            read(headers, **{name: "é" * 65})
+    with pytest.raises(InvalidRequest, match=r"^X-Session-Id: must have at most 128 bytes"):
+        read(ClassHeaders(None, "x" * 129))
 
 
 def test_request_ids() -> None:

@@ -75,6 +75,12 @@ TABLE = {
     "empty stop": (changed(lambda r: r.sampling.stop.append("")), INVALID, ["stop"]),
     "priority": (changed(lambda r: setattr(r, "priority", 101)), INVALID, ["priority", "100"]),
     "salt too long": (changed(lambda r: setattr(r, "cache_salt", "é" * 65)), INVALID, ["cache_salt", "128"]),
+    "unknown class": (
+        changed(lambda r: setattr(r, "slo_class", "x" * 9999)),
+        INVALID,
+        ["slo_class", "is not", "voice"],
+    ),
+    "session too long": (changed(lambda r: setattr(r, "session_id", "é" * 65)), INVALID, ["session_id", "128"]),
     "placement": (changed(lambda r: setattr(r, "placement", 17)), INVALID, ["placement", "17"]),
     "deadline nan": (changed(lambda r: setattr(r, "deadline_s", math.nan)), INVALID, ["deadline_s"]),
     "deadline too far": (changed(lambda r: setattr(r, "deadline_s", 1e9)), INVALID, ["deadline_s", "3600"]),

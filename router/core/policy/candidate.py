@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pdserve.core.worker import Role
 from router.core.events import LinkId
 
 
@@ -22,10 +23,13 @@ class Candidate(NamedTuple):
     running: int = 0  # sequences that this router placed on it
     prompt_tokens_per_s: float = 0.0  # prompt tokens that it computes in a second; 0: nobody knows yet
     decode_step_s: float = 0.0  # time of one of its steps without prompts; 0: nobody knows yet
+    step_sequences: int = 0  # sequences that it ran when it told this time
     picked: int = 0  # number of the pick, counted over the pool, that last chose it; 0: none did
     cached_tokens: int = 0  # tokens of this request's prompt whose KV it probably holds
     session: bool = False  # the last turn of the request's session was placed on it
     draw: float = 0.0  # random number in [0, 1), new for each request and worker
+    role: Role = Role.DECODE
+    load: float = 0.0  # how busy it is, in the measure of its pool (`router.core.pools.load`)
 
 
 class RequestView(NamedTuple):

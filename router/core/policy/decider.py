@@ -1,11 +1,22 @@
-"""The decision where a request's prompt is computed, and the reason for it. Metrics count the reasons."""
+"""The decision where a request's prompt is computed, and the reason for it. Metrics count the reasons.
+
+The rules come first: what the client asks for, the settings, and what the pools can do (`decide`). A request that the rules
+leave free is weighed by predicted cost (`weigh`).
+"""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
+from router.core.forecast import times
+from router.core.policy.candidate import Candidate
+
+MARGIN_S: Final = 0.02
+"""A prompt moves to the decode worker only for a larger gain: about one decode step. Predictions leave out steps that run now
+and messages, so a smaller gain is noise. Tiny prompts on an idle cluster thus stay disaggregated, and decisions do not flap."""
 
 
 class Reason(Enum):
@@ -16,6 +27,14 @@ class Reason(Enum):
     PREFILL_POOL_EMPTY = "prefill_pool_empty"
     PAIRS_SET_ASIDE = "pairs_set_aside"
     SHORT_PROMPT = "short_prompt"
+    PREFILL_QUEUE = "prefill_queue"
+    """The prompt would wait too long on the prefill worker."""
+    PREFILL_SLOW = "prefill_slow"
+    """The prefill worker computes too slowly."""
+    CACHED_SUFFIX = "cached_suffix"
+    """The decode worker has the KV of so much of the prompt that it soon computes the rest."""
+    TRANSFER = "transfer"
+    """The KV would take too long to move."""
     DEFAULT = "default"
 
 
@@ -50,3 +69,31 @@ def decide(
     if not has_pair:
         return Placement.COLOCATED, Reason.PAIRS_SET_ASIDE
     return Placement.DISAGGREGATED, Reason.DEFAULT
+
+
+def weigh(decoder: Candidate, lender: Candidate, prompt_tokens: int, exposed_s: float | None) -> Reason | None:
+    """Return why the decode worker should compute the prompt of `prompt_tokens` itself. None: the prefill worker should, or the
+    costs are unknown.
+
+    The cost of each way is in seconds, of the request and of those that it delays. Disaggregated: the wait and the computation
+    on the prefill worker, and the transfer that the second token waits for (`exposed_s`, None for unknown). Colocated: the wait
+    and the computation on the decode worker, and the same computation once more for each sequence that decodes there, because
+    all of them stand still for that time. At least one is counted: the worker is for decoding, and others will come.
+    """
+    queue_there_s, compute_there_s = times.prompt_wait_s(lender), times.compute_s(lender, prompt_tokens)
+    queue_here_s, compute_here_s = times.prompt_wait_s(decoder), times.compute_s(decoder, prompt_tokens)
+    if exposed_s is None or queue_there_s is None or compute_there_s is None or queue_here_s is None or compute_here_s is None:
+        return None
+    harm_s = compute_here_s * max(1, decoder.running)
+    saved_s = {
+        Reason.PREFILL_QUEUE: queue_there_s - queue_here_s,
+        Reason.TRANSFER: exposed_s,
+        _compute_reason(decoder, lender): compute_there_s - compute_here_s,
+    }
+    if sum(saved_s.values()) - harm_s <= MARGIN_S:
+        return None
+    return max(saved_s, key=lambda reason: saved_s[reason])
+
+
+def _compute_reason(decoder: Candidate, lender: Candidate) -> Reason:
+    return Reason.CACHED_SUFFIX if decoder.cached_tokens > lender.cached_tokens else Reason.PREFILL_SLOW

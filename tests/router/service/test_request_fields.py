@@ -18,6 +18,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import IntRange, MaxBytes, MaxCount, RealRange, TextLengths, field_types, limits_of
 from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.slo import BUILT_IN, DEFAULT_CLASS
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from router.api.request import GenerateInput
@@ -27,6 +28,7 @@ from router.parsing.generate import generate_input
 from router.service.admission import Admission, check_field_types
 
 MODEL_LEN, VOCAB_SIZE = 256, 512
+DEFAULTS: Final = RouterConfig()
 FIELDS: Final = {**field_types(SamplingParams), **{name: field_types(RequestSpec)[name] for name in OPTIONS}}
 NOT_IN_CHAT: Final = {"logprobs": "chat has `logprobs: true` and `top_logprobs`, as OpenAI's API"}
 """Fields that a JSON body of the chat endpoint does not take under their name, and why."""
@@ -39,10 +41,10 @@ class Encoder:
         return (1, 2)
 
 
-def admit(request: GenerateInput) -> Submit:
+def admit(request: GenerateInput, config: RouterConfig = DEFAULTS) -> Submit:
     limit = SimpleNamespace(max_model_len=MODEL_LEN, open_ended_room=lambda prompt_len: MODEL_LEN - prompt_len)
     model = SimpleNamespace(name="m", card=SimpleNamespace(vocab_size=VOCAB_SIZE))
-    admission = Admission(RouterConfig(), *cast(Any, (model, limit, Encoder())), draw_seed=lambda: 7)
+    admission = Admission(config, *cast(Any, (model, limit, Encoder())), draw_seed=lambda: 7)
     return asyncio.run(admission.admit(request, arrived_s=0.0))
 
 
@@ -148,6 +150,33 @@ def test_every_field_is_in_the_messages_of_clients_and_of_workers() -> None:
     assert set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name) == set(field_types(SamplingParams))
     assert set(common_pb2.RequestSpec.DESCRIPTOR.fields_by_name) == set(field_types(RequestSpec))
     assert set(OPTIONS) <= set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize("front", FRONT_ENDS)
+def test_a_class_and_a_session_reach_the_core_over_each_front_end(front: str) -> None:
+    def send(**fields: Any) -> Submit:
+        if front == "grpc":
+            wire = inference_pb2.GenerateRequest(text="x", **fields)
+            return admit(generate_input(wire, call_remaining_s=None, max_deadline_s=600.0, max_prompt_tokens=MODEL_LEN - 1))
+        body = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}], **fields}).encode()
+        return admit((parse_chat if front == "chat" else parse_completion)(body, None).inputs[0])
+
+    assert (send().slo, send().session_id, send().spec.tpot_s) == (DEFAULT_CLASS, "", 0.0)
+    sent = send(slo_class="chat", session_id="s" * 128)
+    assert (sent.slo, sent.session_id, sent.spec.tpot_s) == (BUILT_IN["chat"], "s" * 128, 0.05)
+    for fields, names in (
+        ({"slo_class": "chatt"}, "voice, code, chat, batch are"),
+        ({"session_id": "s" * 129}, "128"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{next(iter(fields))}: .*{names}"):
+            send(**fields)
+
+
+@pytest.mark.parametrize(("asked", "got"), [(0, 30), (5, 35), (-100, -70), (80, 100)])
+def test_the_priority_of_a_class_is_added_within_the_limits(asked: int, got: int) -> None:
+    config = RouterConfig(slo_classes={"mine": {"priority": 30}}, default_class="mine")
+    assert admit(GenerateInput("x", options={"priority": asked}), config).spec.priority == got
+    assert admit(GenerateInput("x", slo_class="chat", options={"priority": asked}), config).spec.priority == asked
 
 
 def values_of(name: str, kind: type[Any]) -> st.SearchStrategy[Any]:

@@ -15,10 +15,11 @@ from pdserve.core.errors import Overloaded, PdserveError
 from pdserve.core.ids import Incarnation, RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.slo import DEFAULT_CLASS
 from pdserve.core.worker import Role
 from pdserve.rpc.v1 import link_pb2
 from router.core import events as ev
-from router.core.waiting import RETRY_AFTER_UNKNOWN_S, WaitingRequests
+from router.core.queue.limits import RETRY_AFTER_UNKNOWN_S, QueueLimits
 from router.grpc.cluster_state import cluster_state_to_wire
 from router.service import service
 from testkit.fake_worker import DECODE, PREFILL
@@ -97,11 +98,11 @@ def test_a_heartbeat_that_says_draining_takes_the_worker_out() -> None:
 def test_the_retry_hint_forgets_how_fast_things_went_long_ago() -> None:
     """64 requests over a slow day say nothing about a burst: the hint is then the default, not half a minute."""
 
-    waiting = WaitingRequests(max_requests=0, max_tokens=1)
+    limits = QueueLimits(max_requests=0, max_tokens=1)
     for n in range(64):
-        waiting.saw_finish(n * 600.0)
+        limits.saw_finish(n * 600.0)
     with pytest.raises(Overloaded) as caught:
-        waiting.check_room(1, now_s=64 * 600.0)
+        limits.make_room(DEFAULT_CLASS, 1, now_s=64 * 600.0)
     assert caught.value.retry_after_s == RETRY_AFTER_UNKNOWN_S
 
 
