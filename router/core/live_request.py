@@ -8,6 +8,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, RequestId, WorkerId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
+from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core.events import KvCommitted, LinkId, PrefillStarted, Submit, Work
@@ -78,6 +79,9 @@ class LiveRequest:
     story: RequestStory
     probe: Probe | None = None
     correlation_id: str = ""
+    slo: SloClass = DEFAULT_CLASS
+    session_id: str = ""
+    prefix_keys: tuple[int, ...] = ()
     placement: Placement = Placement.AUTO
     placement_reason: str = ""
     emitted: list[int] = field(default_factory=list)
@@ -119,6 +123,9 @@ class LiveRequest:
             story=RequestStory(submit),
             probe=probe,
             correlation_id=submit.correlation_id,
+            slo=submit.slo,
+            session_id=submit.session_id,
+            prefix_keys=submit.prefix_keys,
         )
 
     def start_over(self) -> None:

@@ -40,7 +40,7 @@ class Requests:
         self._limits = limits
         self.ended = 0
         """The number of requests that have ended. When it grows, there may be room on workers."""
-        self.ledger = Ledger()
+        self.ledger = Ledger(self._charge_changed)
         self.outputs = OutputMean()
         self.stories = Stories()
         self._probe_book = probe_book
@@ -101,9 +101,15 @@ class Requests:
         else:
             request.prefill, request.prefill_worker = work, worker.hello.worker_id
         worker.work[handle] = work
+        worker.touch()
         request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
         return work
+
+    def _charge_changed(self, link: LinkId) -> None:
+        worker = self.registry.get(link)
+        if worker is not None:
+            worker.touch()
 
     def drop(self, work: RemoteWork) -> Worker | None:
         """Forget work that has ended at its worker. Return the worker, or None when it has left."""
