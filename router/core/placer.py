@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
@@ -28,28 +28,12 @@ from router.core.policy.ranking import BUILT_IN, Ranking, Rankings
 from router.core.policy.shortlist import Why, why
 from router.core.pools.pool import Ask, Pool
 from router.core.pools.pools import Pools
+from router.core.prefix_index import Held, PrefixIndex
 from router.core.registry import Registry, Worker
 
 MAX_SCORES: Final = 16
 SUSPECT_SHARE: Final = 0.6
 """The share of `heartbeat_lost_s` after which a silent worker gets nothing new: 3 s of 5 s."""
-
-
-class Held(Protocol):
-    """The workers that hold a beginning of one prompt."""
-
-    def blocks(self, link: LinkId) -> int:
-        """Return how many blocks of the prompt a worker holds, from its first one on."""
-
-    def longest(self, count: int) -> list[LinkId]:
-        """Return up to `count` workers, those that hold most first."""
-
-
-class Holders(Protocol):
-    """The index of the prefixes that workers hold."""
-
-    def walk(self, keys: tuple[int, ...], role: Role) -> Held:
-        """Return who of a role holds which part of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +62,7 @@ class Placer:
         pools: Pools,
         outputs: OutputMean,
         pairs: Pairs,
+        index: PrefixIndex,
         rankings: Rankings = BUILT_IN,
         seed: int = 0,
     ) -> None:
@@ -86,6 +71,7 @@ class Placer:
         self._pools = pools
         self._outputs = outputs
         self._pairs = pairs
+        self._index = index
         self._seed = seed
         self._rankings = {Role.PREFILL: rankings.prefill, Role.DECODE: rankings.decode}
         self._configured = Placement(config.placement)
@@ -96,8 +82,6 @@ class Placer:
         shortlist are not among them."""
         self.why = Why.PROBE
         """The reason of the last pick."""
-        self.index: Holders | None = None
-        """The index of held prefixes. None: nobody knows who holds what."""
         self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
         """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
@@ -251,7 +235,7 @@ class Placer:
     def _choose(self, role: Role, request: LiveRequest, ask: Ask, now_s: float) -> Worker | None:
         """Let the policy of a role pick one of the workers that `ask` describes. None: there is none."""
         pool, ranking = self._pools.of(role), self._rankings[role]
-        held = self.index.walk(request.prefix_keys, role) if self.index is not None and request.prefix_keys else None
+        held = self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
         session = self.last_turn(request, role)
         near = [] if held is None else held.longest(ranking.shortlist.holders)
         if session is not None and ranking.shortlist.session:

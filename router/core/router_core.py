@@ -83,12 +83,14 @@ class RouterCore:
         self.waiting = WaitingRequests()
         self._limits = QueueLimits(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self._probe_book = ProbeBook(self.registry)
-        self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book)
-        self.ledger = self.requests.ledger
         self.prefix_index = PrefixIndex(config.prefix_index_bytes)
+        self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book, self.prefix_index)
+        self.ledger = self.requests.ledger
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
         self.pools = Pools(self.registry, self.ledger)
-        self.placer = Placer(config, self.registry, self.pools, self.requests.outputs, self.pairs, rankings, seed)
+        self.placer = Placer(
+            config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
+        )
         self._dispatcher = Dispatcher(self.requests, self.placer, self._probe_book, recovery_wait_s=config.recovery_wait_s)
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
         self._tokens = Tokens(self.requests)

@@ -283,6 +283,7 @@ def row_of(worker: Worker, promised_tokens: int, state: State) -> Candidate:
         running=len(worker.work),
         prompt_tokens_per_s=worker.load.prompt_tokens_per_s,
         decode_step_s=worker.load.decode_step_s,
+        step_sequences=worker.load.running_sequences,
         picked=worker.picked,
         role=hello.role,
         load=state.load,
