@@ -218,9 +218,7 @@ class Requests:
         assert len(held) == len(remote)
         assert self._probes == sum(r.probe is not None for r in self._by_id.values())
         for worker in self.registry:
-            assert worker.on_the_way_tokens == sum(worker.on_the_way.values())
-            assert worker.on_the_way.keys() <= worker.work.keys()
-            assert list(worker.on_the_way) == sorted(worker.on_the_way)
+            worker.backlog.check_invariants(worker.work)
         for request in self._by_id.values():
             _check_request(request, request in waiting, self.ledger.link_of(request.request_id))
         assert len(self.ledger) == len(self._by_id) - len(waiting)
