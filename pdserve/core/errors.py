@@ -93,9 +93,11 @@ class Overloaded(PdserveError):
 
     code = ErrorCode.OVERLOADED
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, retry_after_s: float, reason: str = "") -> None:
+        """`reason` names the decision to refuse the request, for metrics. Empty: the whole queue was full."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class DeadlineExceeded(PdserveError):

@@ -55,6 +55,9 @@ class Report:
     correlation_id: str = ""
     exact: bool = True
     predicted_ttft_s: float = 0.0
+    slo_class: str = ""
+    ttft_met: bool | None = None
+    tpot_met: bool | None = None
 
     def values(self) -> dict[str, Any]:
         """Return the fields by name. `dataclasses.asdict` would copy deeply, which takes 30 us once or twice a request."""

@@ -12,7 +12,7 @@ from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core.events import KvCommitted, LinkId, PrefillStarted, Submit, Work
-from router.core.machines.request_machine import RequestMachine
+from router.core.machines.request_machine import RequestMachine, RequestState
 from router.core.machines.work_machine import WorkMachine
 from router.core.output import OrderedOutput
 from router.core.story import RequestStory
@@ -167,6 +167,7 @@ class LiveRequest:
         times, last, kv = self.times, self.times.attempt, self.committed
         arrived_s = times.arrived_s
         tokens = self.output.next_index
+        tpot_s = _span(times.first_token_s, times.last_token_s) / (tokens - 1) if tokens > 1 else 0.0
         return Report(
             placement=self.placement,
             placement_reason=self.placement_reason,
@@ -178,7 +179,7 @@ class LiveRequest:
             reserve_s=_span(last.bind_sent_s, last.reserved_s),
             prefill_s=_span(last.prefill_sent_s, last.prefill_ended_s),
             ttft_s=_span(arrived_s, times.first_token_s),
-            tpot_s=_span(times.first_token_s, times.last_token_s) / (tokens - 1) if tokens > 1 else 0.0,
+            tpot_s=tpot_s,
             total_s=now_s - arrived_s,
             kv_bytes=kv.kv_bytes if kv else 0,
             transfer_s=kv.transfer_s if kv else 0.0,
@@ -196,7 +197,26 @@ class LiveRequest:
             correlation_id=self.correlation_id,
             exact=self.exact,
             predicted_ttft_s=self.predicted_ttft_s,
+            slo_class=self.slo.name,
+            ttft_met=self._ttft_met(now_s),
+            tpot_met=self._tpot_met(tpot_s, tokens),
         )
+
+    def _ttft_met(self, now_s: float) -> bool | None:
+        """Tell whether the target for the first token was met. A failed request without a token has missed it; one that was
+        cancelled has missed it if it waited for longer."""
+        first_s = self.times.first_token_s
+        if self.slo.ttft_s is None or first_s is not None:
+            return None if first_s is None else self.slo.ttft_met(first_s - self.times.arrived_s)
+        late = now_s - self.times.arrived_s > self.slo.ttft_s
+        return False if late or self.machine.state is RequestState.FAILED else None
+
+    def _tpot_met(self, tpot_s: float, tokens: int) -> bool | None:
+        """Tell whether the target for the gaps between tokens was met. A failed request has missed it, and an output of one
+        token has met it."""
+        if self.slo.tpot_s is None or (tokens < 2 and self.machine.state is RequestState.CANCELLED):
+            return None
+        return self.machine.state is not RequestState.FAILED and self.slo.tpot_met(tpot_s)
 
 
 def _span(start_s: float | None, end_s: float | None) -> float:

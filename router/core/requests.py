@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Final, TypeVar
 
-from pdserve.core.errors import DeadlineExceeded, InternalBug, PdserveError
+from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, PdserveError
 from pdserve.core.ids import Handle, RequestId
+from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role
 from pdserve.observe.story import Value
 from router.core.deadlines import Deadlines
@@ -20,7 +21,7 @@ from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
-from router.core.queue.limits import QueueLimits
+from router.core.queue.limits import SHED, QueueLimits
 from router.core.registry import Registry, Worker
 from router.core.story import RequestStory, Stories, StoryKind
 from router.core.waiting import WaitingRequests
@@ -85,8 +86,8 @@ class Requests:
     def wait(self, request: LiveRequest) -> None:
         """Let a queued request wait for its turn to get a decode worker."""
         assert request.machine.state is _S.QUEUED
-        self.waiting.add(request)
         self._limits.add(request)
+        self.waiting.add(request)
 
     def stop_waiting(self, request: LiveRequest) -> None:
         """Take a request out of the queue."""
@@ -168,6 +169,17 @@ class Requests:
                 request.machine.move(_E.BROKEN)
             yield from self._forget(request, now_s, error)
 
+    def shed(self, request: LiveRequest, by: SloClass, now_s: float) -> Effects:
+        """Fail a waiting request that gives way to one of the class `by`."""
+        request.story.note(now_s, StoryKind.SHED, slo_class=request.slo.name, by_class=by.name)
+        error = Overloaded(
+            f"the queue was full, and a request of class {by.name!r} came: its priority is {by.priority}, "
+            f"and that of class {request.slo.name!r} is {request.slo.priority}",
+            retry_after_s=self._limits.retry_after_s(now_s),
+            reason=SHED,
+        )
+        yield from self.end(request, _E.SHED, now_s, error)
+
     def expire(self, request: LiveRequest, now_s: float) -> Effects:
         """Fail a request whose deadline has passed."""
         limit_s = request.deadline_s - request.times.arrived_s
@@ -182,7 +194,8 @@ class Requests:
     def _forget(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> Effects:
         assert request.machine.terminal
         if self.waiting.holds(request):
-            self.stop_waiting(request)
+            self.waiting.remove(request)
+        self._limits.remove(request)
         yield from self.withdraw(request)
         report = request.report(now_s=now_s)
         self.ended += 1

@@ -164,15 +164,20 @@ class RouterCore:
             raise DeadlineExceeded("deadline_s had passed before the request could be queued")
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
-        self._limits.check_room(len(submit.spec.prompt_ids), now_s=now_s)
-        request.story.note(now_s, StoryKind.QUEUED, prompt_tokens=len(submit.spec.prompt_ids), waiting=len(self.waiting))
-        return self.requests.alone(request, self._accept(request), now_s)
+        prompt_tokens = len(submit.spec.prompt_ids)
+        shed = self._limits.make_room(submit.slo, prompt_tokens, now_s=now_s)
+        waiting = len(self.waiting)
+        request.story.note(
+            now_s, StoryKind.QUEUED, prompt_tokens=prompt_tokens, waiting=waiting, slo_class=submit.slo.name, shed=len(shed)
+        )
+        return self.requests.alone(request, self._accept(request, shed, now_s), now_s)
 
-    def _accept(self, request: LiveRequest) -> Effects:
+    def _accept(self, request: LiveRequest, shed: list[LiveRequest], now_s: float) -> Effects:
+        for other in shed:
+            yield from self.requests.alone(other, self.requests.shed(other, request.slo, now_s), now_s)
         self.recovery.bucket.admitted()
         self.requests.add(request)
         self.requests.wait(request)
-        yield from ()
 
     def _client_gone(self, event: ClientGone, now_s: float) -> Effects:
         request = self.requests.get(event.request_id)

@@ -29,6 +29,7 @@ class StoryKind(Enum):
     QUEUED = "queued"
     NO_WORKER = "no_worker"
     WAITS = "waits"
+    SHED = "shed"
     PLACED = "placed"
     RESERVED = "reserved"
     NO_ROOM = "no_room"

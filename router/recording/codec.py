@@ -80,6 +80,8 @@ def error_to_plain(error: PdserveError) -> Plain:
         plain["field"] = error.field
     if isinstance(error, Overloaded):
         plain["retry_after_s"] = error.retry_after_s
+        if error.reason:
+            plain["reason"] = error.reason
     return plain
 
 

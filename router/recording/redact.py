@@ -32,7 +32,8 @@ class Redaction:
         self._keys = None if key is None else KeyRedaction(key)
         if key is not None and self._keys is not None:
             self._rules |= dict.fromkeys(("cache_salt", "session_id"), lambda name: _name(key, name))
-            self._rules |= {"ticket": lambda ticket: _ticket(key, ticket), "prefix_keys": self._keys.keys}
+            self._rules["ticket"] = lambda ticket: _ticket(key, ticket)
+            self._rules["prefix_keys"] = self._keys.keys
         if not prompts:
             self._rules |= {
                 "prompt_ids": len,

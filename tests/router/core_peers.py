@@ -12,6 +12,7 @@ from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.api.answer import Report
@@ -255,6 +256,8 @@ class Stage:
         deadline_s: float = 100.0,
         priority: int = 0,
         placement: Placement | None = None,
+        slo: SloClass = DEFAULT_CLASS,
+        session_id: str = "",
     ) -> Outcome:
         """Raises what the core raises."""
         request_id = RequestId(name)
@@ -267,6 +270,8 @@ class Stage:
             arrived_s=self.now_s,
             deadline_s=self.now_s + deadline_s,
             placement=placement,
+            slo=slo,
+            session_id=session_id,
         )
         try:
             self.tell(submit)

@@ -69,6 +69,8 @@ class RequestEvent(Enum):
     """The attempt is given up, and the request gets no other one."""
     UNPLACEABLE = "unplaceable"
     """No worker is left that could serve the request."""
+    SHED = "shed"
+    """The queue was full, and the request gave way to one of a class of higher priority."""
     CLIENT_GONE = "client_gone"
     DEADLINE_PASSED = "deadline_passed"
     BROKEN = "broken"
@@ -84,6 +86,7 @@ PLACED: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF, _S.DECODING)
 TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
     (_S.QUEUED, _E.DECODE_PICKED): _S.BINDING,
     (_S.QUEUED, _E.UNPLACEABLE): _S.FAILED,
+    (_S.QUEUED, _E.SHED): _S.FAILED,
     (_S.BINDING, _E.RESERVED): _S.PREFILLING,
     (_S.BINDING, _E.RESERVED_LOCAL): _S.DECODING,
     **{(_S.BINDING, e): _S.QUEUED for e in (_E.NO_ROOM, _E.PREFILL_POOL_EMPTY, _E.DECODE_LOST)},

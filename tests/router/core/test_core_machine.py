@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdserve.core.errors import IncompatiblePeer, LeaseGone, Overloaded, ReplicaLost, TransferFailed, Unavailable
 from pdserve.core.ids import Handle, LeaseId, RequestId
 from pdserve.core.sampling import Placement
+from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role
 from router.core import events as ev
 
@@ -21,6 +22,7 @@ PICK = st.integers(0, 1 << 16)
 ERRORS = (ReplicaLost, LeaseGone, TransferFailed, IncompatiblePeer, Unavailable)
 RECOVERY_WAIT_S = 8.0
 DEADLINE_MAX_S = 20.0
+CLASSES = (DEFAULT_CLASS, SloClass("half", tpot_s=0.1, queue_share=0.5), SloClass("high", ttft_s=1.0, priority=5))
 BOUND_S = int(DEADLINE_MAX_S) + 2
 """After the last fault, every request has ended: by its deadline at the latest."""
 
@@ -71,8 +73,11 @@ class CoreMachine(RuleBasedStateMachine):
         deadline_s=st.floats(0.5, DEADLINE_MAX_S),
         priority=st.integers(-1, 1),
         placement=st.sampled_from([None, *Placement]),
+        slo=st.sampled_from(CLASSES),
     )
-    def submit(self, prompt_len: int, max_tokens: int, deadline_s: float, priority: int, placement: Placement | None) -> None:
+    def submit(
+        self, prompt_len: int, max_tokens: int, deadline_s: float, priority: int, placement: Placement | None, slo: SloClass
+    ) -> None:
         self.names += 1
         try:
             self.stage.submit(
@@ -82,6 +87,7 @@ class CoreMachine(RuleBasedStateMachine):
                 deadline_s=deadline_s,
                 priority=priority,
                 placement=placement,
+                slo=slo,
             )
         except Unavailable:
             pass  # nobody there to serve it as asked
@@ -237,6 +243,7 @@ def chaos(machine: CoreMachine, random: Random) -> None:
             deadline_s=random.uniform(1, DEADLINE_MAX_S),
             priority=random.randint(-1, 1),
             placement=random.choice([None, None, *Placement]),
+            slo=random.choice(CLASSES),
         ): 20,
         lambda: machine.bustle(pick, random.randint(1, 8)): 60,
         lambda: machine.client_gone(random.randrange(machine.names)) if machine.names else None: 3,

@@ -15,6 +15,7 @@ from pdserve.core.errors import Overloaded, PdserveError
 from pdserve.core.ids import Incarnation, RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.slo import DEFAULT_CLASS
 from pdserve.core.worker import Role
 from pdserve.rpc.v1 import link_pb2
 from router.core import events as ev
@@ -101,7 +102,7 @@ def test_the_retry_hint_forgets_how_fast_things_went_long_ago() -> None:
     for n in range(64):
         limits.saw_finish(n * 600.0)
     with pytest.raises(Overloaded) as caught:
-        limits.check_room(1, now_s=64 * 600.0)
+        limits.make_room(DEFAULT_CLASS, 1, now_s=64 * 600.0)
     assert caught.value.retry_after_s == RETRY_AFTER_UNKNOWN_S
 
 
