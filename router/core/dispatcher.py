@@ -20,6 +20,7 @@ from router.core.live_request import LiveRequest
 from router.core.machines.request_machine import RequestEvent
 from router.core.placer import Placer, Wanted
 from router.core.policy.decider import Reason
+from router.core.policy.shortlist import Why
 from router.core.probe_book import ProbeBook
 from router.core.registry import Worker
 from router.core.requests import Requests
@@ -115,7 +116,8 @@ class Dispatcher:
             placement=placement,
             reason=reason,
             decode_worker=worker.hello.worker_id,
-            scores=self._placer.scores,
+            why=self._placer.why if request.probe is None else Why.PROBE,
+            scores=self._placer.scores if request.probe is None else (),
             attempt=request.machine.attempt,
             bind=request.machine.bind,
         )
@@ -136,6 +138,7 @@ class Dispatcher:
             now_s,
             StoryKind.REBOUND,
             decode_worker=worker.hello.worker_id,
+            why=self._placer.why,
             scores=self._placer.scores,
             bind=request.machine.bind,
         )
@@ -161,7 +164,7 @@ class Dispatcher:
             return False
         work = self._requests.place_on(worker, request)
         request.times.attempt.prefill_sent_s = now_s
-        request.story.note(now_s, StoryKind.PREFILL_SENT, prefill_worker=worker.hello.worker_id, scores=self._placer.scores)
+        request.story.note(now_s, StoryKind.PREFILL_SENT, prefill_worker=worker.hello.worker_id, why=self._placer.why, scores=self._placer.scores)
         worker.sent(work.handle, request.work_len)
         yield SendPrefill(worker.link, request.work(work.handle))
         return True
