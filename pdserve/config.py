@@ -19,8 +19,8 @@ from pdserve.config_loader import build
 from pdserve.config_loader import dump as dump
 from pdserve.config_loader import load as load
 from pdserve.core.errors import ConfigError
-from pdserve.core.labels import LabelSelector, check_key
-from pdserve.core.setting_types import (
+from pdserve.core.settings.labels import LabelSelector, check_key
+from pdserve.core.settings.types import (
     Bytes,
     NonNegativeFloat,
     NonNegativeInt,
@@ -204,6 +204,9 @@ class RouterConfig:
     # The router refuses further requests while so many requests, or so many of their tokens, wait.
     max_queued_requests: PositiveInt = 1024
     max_queued_tokens: PositiveInt = 1 << 20
+    # The index of which worker holds which prefixes may take so many bytes. When it is full, it forgets the oldest prefixes. 0
+    # turns it off: no request goes to a worker because of the KV that the worker holds.
+    prefix_index_bytes: Annotated[int, Meta(ge=0, extra={"unit": "bytes"})] = 256 * MIB
     # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`
     # and `queue_share`. The built-in classes are default, voice, code, chat and batch; what is not set here stays as it is.
     slo_classes: dict[str, dict[str, Any]] = field(default_factory=dict)

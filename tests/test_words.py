@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    "pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "faultsim", "testkit", "bench", "tools", "deploy",
+    "pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "faultsim", "clustersim", "testkit", "bench", "tools",
+    "deploy",
 )  # fmt: skip
 _NO_BEGINNING = """
 about above across after against along amid among around as at because before behind below beneath beside besides between

@@ -10,6 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import Final
+
+WORD: Final = b" w"
+"""The text of each token begins with this, and nothing else in an answer has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,4 +50,4 @@ class Ticks:
 
 def text_of(index: int) -> str:
     """Return the text of a token. It is as long as such texts are on average."""
-    return f" w{index % 1000:03}"
+    return f"{WORD.decode()}{index % 1000:03}"

@@ -37,7 +37,7 @@ from pdserve.cluster.ray_session import LOCAL_HOST, RaySession
 from pdserve.cluster.router_process import Endpoints, RouterProcess
 from pdserve.config import ClusterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting_types import is_loopback
+from pdserve.core.settings.types import is_loopback
 
 JOIN_TIMEOUT_S: Final = 60.0  # a loaded worker dials the router at once, so joining takes about one round trip
 JOIN_LOOK_S: Final = 0.1

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.core.labels import LabelSelector, match_all
+from pdserve.core.settings.labels import LabelSelector, match_all
 
 CPU: Final = "CPU"  # Ray's names of the resources that `ray start --num-cpus` and `--num-gpus` offer
 GPU: Final = "GPU"

@@ -14,7 +14,7 @@ from pdserve.checkpoint.card import resolve_kv_dtype
 from pdserve.cluster.nodes import CPU, GPU, Needs, Node, spread
 from pdserve.config import ClusterConfig, EngineConfig, RouterConfig, RouterProcessConfig, WorkerConfig
 from pdserve.core.kv_layout import DTYPE_BITS
-from pdserve.core.labels import LabelSelector
+from pdserve.core.settings.labels import LabelSelector
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"

@@ -10,7 +10,7 @@ from ray import _raylet
 from ray.core.generated import autoscaler_pb2, common_pb2
 
 from pdserve.cluster.nodes import Node, Request, View
-from pdserve.core.labels import LabelSelector
+from pdserve.core.settings.labels import LabelSelector
 
 LOOK_TIMEOUT_S: Final = 5.0
 _PROTOCOL: Final[Any] = autoscaler_pb2  # these modules and the compiled part of Ray have no type stubs

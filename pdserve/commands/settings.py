@@ -10,7 +10,7 @@ import click
 
 from pdserve.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, ClusterConfig, load
 from pdserve.core.sampling import Placement
-from pdserve.core.setting_types import parse_bytes
+from pdserve.core.settings.types import parse_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

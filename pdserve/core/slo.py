@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting_types import PositiveFloat, check_types
+from pdserve.core.settings.types import PositiveFloat, check_types
 
 _NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # it is a label of metrics and a header's value
 

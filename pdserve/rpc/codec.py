@@ -11,6 +11,7 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.prefix_keys import KEY_BYTES
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
@@ -40,6 +41,24 @@ def pack_ids(ids: tuple[int, ...] | list[int]) -> bytes:
 def unpack_ids(data: bytes) -> tuple[int, ...]:
     """Unpack token ids from little-endian uint32. Raises ValueError when the length is not a multiple of 4."""
     packed = array("I")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return tuple(packed)
+
+
+def pack_keys(keys: Sequence[int]) -> bytes:
+    """Pack prefix keys as little-endian uint64."""
+    packed = array("Q", keys)
+    assert packed.itemsize == KEY_BYTES
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_keys(data: bytes) -> tuple[int, ...]:
+    """Unpack prefix keys from little-endian uint64. Raises ValueError when the length is not a multiple of 8."""
+    packed = array("Q")
     packed.frombytes(data)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -206,6 +206,7 @@ WorkerEvent = (
     | WorkerLeft
     | WorkerLost
     | HeartbeatSeen
+    | PrefixSeen
     | Reserved
     | NoRoom
     | PrefillStarted
@@ -283,6 +284,13 @@ class SendAlive:
 
 
 @dataclass(frozen=True, slots=True)
+class SendPrefixResync:
+    """Ask a worker for all keys of the blocks that it shares, because what it told did not agree."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
 class SendDrain:
     """Tell a worker to finish its work and leave."""
 
@@ -332,7 +340,7 @@ class ReportBug:
 
 _T = TypeVar("_T")
 
-Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendDrain
+Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendPrefixResync | SendDrain
 Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed | ReportBug
 
 EffectsThen = Generator[Effect, None, _T]

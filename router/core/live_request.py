@@ -92,6 +92,8 @@ class LiveRequest:
     retry_reasons: tuple[str, ...] = ()
     """The error codes that made each attempt after the first necessary."""
     rebinds: int = 0
+    predicted_ttft_s: float = 0.0
+    """The time from arrival to the first token, as it was foreseen when the request was queued. 0: nobody knew."""
     exact: bool = True
     """True while all linked workers computed alike each time a part of this request was placed."""
     unplaceable_since_s: float | None = None
@@ -195,6 +197,7 @@ class LiveRequest:
             slo_class=self.slo.name,
             ttft_met=self._ttft_met(now_s),
             tpot_met=self._tpot_met(tpot_s, tokens),
+            predicted_ttft_s=self.predicted_ttft_s,
         )
 
     def _ttft_met(self, now_s: float) -> bool | None:

@@ -37,11 +37,13 @@ from router.core.events import (
     LinkId,
     NoRoom,
     PrefillStarted,
+    PrefixSeen,
     ReportBug,
     RequestFailed,
     Reserved,
     SendAlive,
     SendDrain,
+    SendPrefixResync,
     SendWelcome,
     StepRows,
     Submit,
@@ -56,6 +58,7 @@ from router.core.machines.request_machine import RequestEvent
 from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy.ranking import BUILT_IN, Rankings
+from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
 from router.core.queue.limits import QueueLimits
@@ -80,6 +83,7 @@ class RouterCore:
         self._probe_book = ProbeBook(self.registry)
         self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book)
         self.ledger = self.requests.ledger
+        self.prefix_index = PrefixIndex(config.prefix_index_bytes)
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
         self.placer = Placer(config, self.registry, self.ledger, self.requests.outputs, self.pairs, rankings)
         self._dispatcher = Dispatcher(self.requests, self.placer, self._probe_book, recovery_wait_s=config.recovery_wait_s)
@@ -105,6 +109,7 @@ class RouterCore:
             WorkerLeft: self._worker_left,
             WorkerLost: self._worker_lost,
             HeartbeatSeen: self._heartbeat,
+            PrefixSeen: self._prefix_seen,
             DrainAsked: self._drain_asked,
             Reserved: self._reserved,
             NoRoom: self._no_room,
@@ -208,6 +213,7 @@ class RouterCore:
         if before is not None:
             yield from self._lose(before, ReplicaLost(f"worker {hello.worker_id} dialled again"), now_s, close=True)
         worker = self.registry.join(event.link, hello, now_s=now_s)
+        self.prefix_index.join(event.link, hello)
         yield SendWelcome(event.link)
         if self._drained.get(hello.worker_id) == hello.incarnation:
             yield from self._drain(worker)  # its last link may have broken before the worker was told
@@ -228,6 +234,7 @@ class RouterCore:
 
     def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool) -> Effects:
         self.registry.leave(worker.link)
+        self.prefix_index.leave(worker.link)
         if close:
             yield CloseLink(worker.link, error)
         for work in list(worker.work.values()):
@@ -237,12 +244,22 @@ class RouterCore:
         worker = self._seen(event.link, now_s)
         if worker is not None:
             self.registry.saw_heartbeat(worker, event.load)
+            self.prefix_index.beat(event.link)
             if worker.stuck:
                 stalled_s = event.load.engine_stalled_s
                 error = ReplicaLost(f"the engine of {worker.name} has made no step for {stalled_s:.1f} s while work waits")
                 yield from self._lose(worker, error, now_s, close=True)
                 return
             yield SendAlive(event.link)
+
+    def _prefix_seen(self, event: PrefixSeen, now_s: float) -> Effects:
+        worker = self._seen(event.link, now_s)
+        if worker is not None:
+            try:
+                if self.prefix_index.apply(event.link, event.delta, now_s=now_s):
+                    yield SendPrefixResync(event.link)
+            except ReplicaLost as exc:
+                yield from self._lose(worker, exc, now_s, close=True)
 
     def _drain_asked(self, event: DrainAsked, now_s: float) -> Effects:
         worker = self.registry.find(event.worker_id)

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any, Final
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.setting_types import is_loopback
+from pdserve.core.settings.types import is_loopback
 from pdserve.rpc import status
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.server import bind_port, client_options, make_server, stop_server

@@ -3,7 +3,7 @@
 Token ids, biases of tokens, text, stop strings and log-probabilities become their counts, from which `expand` makes
 placeholders of the same lengths. The core looks at nothing else of them, so a replay decides as the router did. Salts, names
 of sessions and tickets become digests with a key that is drawn for each recording and written nowhere: equal ones stay equal,
-and nobody can try out what they were.
+and nobody can try out what they were. Other keys replace prefix keys in the same way (`recording.keys`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import base64
 import hmac
 from collections.abc import Callable
 from typing import Any, Final
+
+from router.recording.keys import KeyRedaction
 
 KEY_BYTES: Final = 32  # HMAC-SHA256 gets a key as long as its output
 DIGEST_CHARS: Final = 32  # 128 bits: two of them never agree by chance
@@ -27,9 +29,11 @@ class Redaction:
         """`key` is secret. None: salts, sessions and tickets are digests already. `prompts`: prompts, outputs and stop strings
         stay."""
         self._rules: dict[str, Callable[[Any], Any]] = {}
-        if key is not None:
+        self._keys = None if key is None else KeyRedaction(key)
+        if key is not None and self._keys is not None:
             self._rules |= dict.fromkeys(("cache_salt", "session_id"), lambda name: _name(key, name))
-            self._rules |= {"ticket": lambda ticket: _ticket(key, ticket)}
+            self._rules["ticket"] = lambda ticket: _ticket(key, ticket)
+            self._rules["prefix_keys"] = self._keys.keys
         if not prompts:
             self._rules |= {
                 "prompt_ids": len,
@@ -46,10 +50,17 @@ class Redaction:
         """Return the plain value of an event or effect, or a part of it, without what must not be told."""
         if isinstance(value, dict):
             row = _is_row(value)
-            return {name: self._hide_field(name, item, row) for name, item in value.items()}
+            hidden = {name: self._hide_field(name, item, row) for name, item in value.items()}
+            return hidden if self._keys is None else self._hide_keys(self._keys, hidden)
         if isinstance(value, list):
             return [self.hide(item) for item in value] if value and isinstance(value[0], dict) else value
         return value
+
+    def _hide_keys(self, keys: KeyRedaction, value: dict[str, Any]) -> dict[str, Any]:
+        kind = value.get("type")
+        if kind == "WorkerLeft":
+            keys.left(value["link"])
+        return keys.seen(value) if kind == "PrefixSeen" else value
 
     def _hide_field(self, name: str, value: Any, row: bool) -> Any:
         rule = self._rules.get(name)

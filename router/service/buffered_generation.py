@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from pdserve.core.errors import Cancelled, InternalBug, PdserveError
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta, Report
 
+MAX_JOINED: Final = 256
+"""At most this many deltas become one. Their text is a few KiB, so the loop is not held."""
+
 
 class BufferedGeneration:
-    """Implements `router.api.answer.Generation` for one iterating task. The request's max_tokens bounds the buffer."""
+    """Implements `router.api.answer.Generation` for one iterating task. The request's max_tokens bounds the buffer. Deltas that
+    pile up before a slow client are given out as one."""
 
     def __init__(self, request_id: str, prompt_len: int, released: Callable[[BufferedGeneration], None]) -> None:
         """`released` is called once, when the client has taken everything or has left."""
@@ -53,7 +58,17 @@ class BufferedGeneration:
                 self._waiter = None
         self._taken += 1
         self._in_hand = True
-        return self._buffer.popleft()
+        delta = self._buffer.popleft()
+        return delta if not self._buffer or delta.logprobs else self._joined(delta)
+
+    def _joined(self, first: Delta) -> Delta:
+        """Return the first delta and those that wait behind it as one. Deltas with log-probabilities stay apart, because it
+        takes long to write many of them."""
+        parts = [first]
+        while self._buffer and len(parts) < MAX_JOINED and not self._buffer[0].logprobs:
+            parts.append(self._buffer.popleft())
+        ids = tuple([token_id for part in parts for token_id in part.ids])
+        return Delta(first.index, ids, "".join([part.text for part in parts]), parts[-1].finish_reason)
 
     @property
     def report(self) -> Report:

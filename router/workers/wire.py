@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId
+from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.worker import WorkerHello
 from pdserve.observe.story import MAX_ENTRIES, Entry, Shown, cut
 from pdserve.rpc import codec
@@ -64,6 +65,14 @@ def _heartbeat(link: ev.LinkId, m: common_pb2.WorkerLoad) -> ev.WorkerEvent:
     return ev.HeartbeatSeen(link, codec.load_from_wire(m))
 
 
+def _prefix_delta(link: ev.LinkId, m: link_pb2.PrefixDelta) -> ev.WorkerEvent:
+    try:
+        delta = PrefixDelta(m.number, codec.unpack_keys(m.added), codec.unpack_keys(m.removed), m.digest, m.full)
+    except ValueError as exc:
+        raise InternalBug(f"PrefixDelta {m.number}: {exc}") from exc
+    return ev.PrefixSeen(link, delta)
+
+
 def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.WorkerEvent:
     return ev.WorkerLost(link, m.message[:MAX_MESSAGE_CHARS])
 
@@ -101,6 +110,7 @@ def _fields(fields: tuple[tuple[str, Shown], ...]) -> tuple[tuple[str, Shown], .
 
 _READERS: Final[dict[str, Callable[[ev.LinkId, Any], Heard]]] = {
     "heartbeat": _heartbeat,
+    "prefix_delta": _prefix_delta,
     "prefill_started": _prefill_started,
     "reserved": _reserved,
     "no_room": _no_room,
@@ -142,6 +152,8 @@ def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
             return link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle))
         case ev.SendAlive():
             return link_pb2.RouterMessage(alive=link_pb2.Alive())
+        case ev.SendPrefixResync():
+            return link_pb2.RouterMessage(prefix_resync=link_pb2.PrefixResync())
         case ev.SendDrain():
             return link_pb2.RouterMessage(drain=link_pb2.Drain())
 

@@ -13,7 +13,7 @@ from ray.core.generated import autoscaler_pb2
 
 from pdserve.cluster.nodes import CPU, GPU, Needs, Node, View, covers, spread, start_command, waits_for, without_node
 from pdserve.cluster.ray_nodes import view_of
-from pdserve.core.labels import LabelSelector, match_all
+from pdserve.core.settings.labels import LabelSelector, match_all
 
 ADDRESS = "10.0.0.1:6379"
 BIG = Needs({"big": 1.0}, {})

@@ -20,7 +20,7 @@ from pdserve.config import (
 )
 from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import Placement
-from pdserve.core.setting_types import parse_bytes
+from pdserve.core.settings.types import parse_bytes
 from pdserve.core.slo import BUILT_IN, SloClass
 
 

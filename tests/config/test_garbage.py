@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import ClusterConfig, EngineConfig, RouterProcessConfig, WorkerConfig, dump, load
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting_types import Bytes
+from pdserve.core.settings.types import Bytes
 
 NEEDED: Final = {WorkerConfig: {"worker_id": "w", "router_address": "127.0.0.1:1"}, RouterProcessConfig: {}, ClusterConfig: {}}
 HUGE: Final = "0x" + "f" * 4000  # more decimal digits than Python prints

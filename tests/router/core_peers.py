@@ -304,6 +304,7 @@ class Stage:
         """Nothing is left: no request, ledger entry, remote work; every request ended once. A replay decides the same."""
         assert not self.replayable or not self.notes.problems()
         self.core.check_invariants()
+        self.core.prefix_index.check_invariants()
         assert self.core.num_requests == 0
         assert len(self.core.ledger) == 0
         assert len(self.core.waiting) == 0

@@ -10,7 +10,7 @@ import pytest
 from pdserve.client import AdminClient, CallFailed
 from pdserve.config import RouterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting_types import is_loopback
+from pdserve.core.settings.types import is_loopback
 from pdserve.rpc.v1 import inference_pb2, story_pb2
 from router.grpc import admin as grpc_admin
 from router.grpc.admin import AdminServer

@@ -84,7 +84,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestReport(_message.Message):
-    __slots__ = ("placement", "placement_reason", "prefill_worker", "decode_worker", "queue_s", "reserve_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s", "attempts", "binds", "prefill_start_s", "prefill_end_s", "kv_committed_s", "first_decode_s", "request_id", "correlation_id", "exact", "slo_class", "ttft_met", "tpot_met")
+    __slots__ = ("placement", "placement_reason", "prefill_worker", "decode_worker", "queue_s", "reserve_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s", "attempts", "binds", "prefill_start_s", "prefill_end_s", "kv_committed_s", "first_decode_s", "request_id", "correlation_id", "exact", "slo_class", "ttft_met", "tpot_met", "predicted_ttft_s")
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_REASON_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class RequestReport(_message.Message):
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MET_FIELD_NUMBER: _ClassVar[int]
     TPOT_MET_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     placement: _common_pb2.Placement
     placement_reason: str
     prefill_worker: str
@@ -137,7 +138,8 @@ class RequestReport(_message.Message):
     slo_class: str
     ttft_met: bool
     tpot_met: bool
-    def __init__(self, placement: _Optional[_Union[_common_pb2.Placement, str]] = ..., placement_reason: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., queue_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., attempts: _Optional[int] = ..., binds: _Optional[int] = ..., prefill_start_s: _Optional[float] = ..., prefill_end_s: _Optional[float] = ..., kv_committed_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ..., request_id: _Optional[str] = ..., correlation_id: _Optional[str] = ..., exact: _Optional[bool] = ..., slo_class: _Optional[str] = ..., ttft_met: _Optional[bool] = ..., tpot_met: _Optional[bool] = ...) -> None: ...
+    predicted_ttft_s: float
+    def __init__(self, placement: _Optional[_Union[_common_pb2.Placement, str]] = ..., placement_reason: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., queue_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., attempts: _Optional[int] = ..., binds: _Optional[int] = ..., prefill_start_s: _Optional[float] = ..., prefill_end_s: _Optional[float] = ..., kv_committed_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ..., request_id: _Optional[str] = ..., correlation_id: _Optional[str] = ..., exact: _Optional[bool] = ..., slo_class: _Optional[str] = ..., ttft_met: _Optional[bool] = ..., tpot_met: _Optional[bool] = ..., predicted_ttft_s: _Optional[float] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id", "cancel_token")

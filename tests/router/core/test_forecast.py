@@ -8,8 +8,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from pdserve.core.errors import Overloaded
+from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from router.core.events import LinkId
 from router.core.forecast import times
+from router.core.forecast.prediction import Prediction, check_target, predict
 from router.core.forecast.transfers import Transfers
 from router.core.policy import goodput
 from router.core.policy.candidate import Candidate, RequestView
@@ -100,8 +103,8 @@ def test_a_place_in_the_queue_costs_one_end_of_a_request_for_each_ahead_and_one_
 @given(workers, st.integers(1, 4096), st.integers(1, 1000))
 def test_predictions_never_fall_with_more_work(worker: Candidate, prompt_tokens: int, more: int) -> None:
     for busier in worse(worker, more):
-        for predict in (lambda w: times.ttft_s(w, prompt_tokens), times.tpot_s):
-            now, then = predict(worker), predict(busier)
+        for foresee in (lambda w: times.ttft_s(w, prompt_tokens), times.tpot_s):
+            now, then = foresee(worker), foresee(busier)
             assert (now is None) == (then is None)
             assert now is None or then is None or (then >= now >= 0 and math.isfinite(then))
 
@@ -112,9 +115,9 @@ def test_transfers_predict_within_what_they_have_seen(seen: list[tuple[int, floa
     for one in seen:
         transfers.saw(*one)
     slack = 1 + 1e-9
-    for place, predict in ((1, transfers.transfer_s), (2, transfers.exposed_s)):
+    for place, foresee in ((1, transfers.transfer_s), (2, transfers.exposed_s)):
         per_byte = [one[place] / one[0] for one in seen]
-        predicted = predict(1 << 20)
+        predicted = foresee(1 << 20)
         assert predicted is not None
         assert min(per_byte) / slack <= predicted / (1 << 20) <= max(per_byte) * slack
     assert transfers.bytes_per_s >= 0
@@ -190,3 +193,53 @@ def test_without_targets_the_load_decides(one: Candidate, other: Candidate, prom
     request = RequestView(prompt_tokens, prompt_tokens)
     if goodput.load(one, request) < goodput.load(other, request):
         assert goodput.score(one, request) >= goodput.score(other, request)
+
+
+VOICE = SloClass("voice", ttft_s=0.5)
+
+
+def test_a_prediction_sums_the_queue_the_prompts_before_and_its_own() -> None:
+    prediction = predict(BASE._replace(queued_tokens=50, cached_tokens=20), 40, 0.25)
+    assert prediction is not None
+    assert prediction.wait_s == pytest.approx(0.75)
+    assert prediction.compute_s == pytest.approx(0.2)
+    assert prediction.ttft_s == pytest.approx(0.95)
+    assert predict(BASE, 40, None) is None
+    assert predict(BASE._replace(prompt_tokens_per_s=0.0), 40, 0.0) is None
+
+
+def test_a_request_that_would_be_late_and_would_wait_is_refused() -> None:
+    with pytest.raises(Overloaded) as refused:
+        check_target(VOICE, Prediction(0.3, 0.4))
+    assert refused.value.retry_after_s == pytest.approx(0.2)
+    assert "class voice" in str(refused.value)
+    assert "ttft_s is 0.5 s" in str(refused.value)
+    assert "wait 0.3 s" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("slo", "prediction"),
+    [
+        (VOICE, None),  # nobody knows
+        (VOICE, Prediction(0.0, 60.0)),  # nothing is before it, so no later time is better
+        (VOICE, Prediction(0.3, 0.2)),  # just in time
+        (DEFAULT_CLASS, Prediction(60.0, 60.0)),  # no target
+    ],
+)
+def test_a_request_is_taken(slo: SloClass, prediction: Prediction | None) -> None:
+    check_target(slo, prediction)
+
+
+def refused_after_s(prediction: Prediction, late_s: float) -> float:
+    """The time after which to try again, or 0 for a request that is taken."""
+    try:
+        check_target(VOICE, prediction, late_s=late_s)
+    except Overloaded as exc:
+        return exc.retry_after_s
+    return 0.0
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 1), st.floats(0, 10))
+def test_more_waiting_never_lets_a_request_in(wait_s: float, compute_s: float, late_s: float, more_s: float) -> None:
+    now = refused_after_s(Prediction(wait_s, compute_s), late_s)
+    assert refused_after_s(Prediction(wait_s + more_s, compute_s), late_s) >= now

@@ -1,0 +1,223 @@
+"""A cluster on the virtual clock: the production core of the router, simulated workers, and the requests of a trace.
+
+Nothing fails here (`faultsim` has failures), and the router's own work takes no time. A message takes `hop_s`, whatever its
+size. The same cluster, requests and seed give the same run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from clustersim.clock import Clock
+from clustersim.report import Served, SimReport, Used
+from clustersim.traces import TraceRequest
+from clustersim.workers import SimDecodeWorker, SimPrefillWorker, SimWorker, WorkerShape, World
+from pdserve.config import RouterConfig
+from pdserve.core.errors import PdserveError
+from pdserve.core.ids import RequestId
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.core.slo import BUILT_IN, SloClass
+from router.api.answer import Report
+from router.core import events as ev
+from router.core.policy.ranking import Rankings
+from router.core.router_core import RouterCore
+from router.service.policies import rankings_of
+
+TICK_S = 0.1
+"""The router's own interval while requests run."""
+PREFIX_SALT = b"clustersim"
+
+
+def calm_router(**settings: object) -> RouterConfig:
+    """Return settings of a router that refuses nothing and probes nobody, with changes."""
+    ample = {"max_queued_requests": 1 << 20, "max_queued_tokens": 1 << 40, "default_deadline_s": 1e6, "max_deadline_s": 1e6}
+    return RouterConfig(**{**ample, "probe_workers": False, **settings})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """A cluster: its workers and settings."""
+
+    prefill: Sequence[WorkerShape]
+    decode: Sequence[WorkerShape]
+    router: RouterConfig = field(default_factory=calm_router)
+    block_size: int = 512
+    prefix_caching: bool = True
+    max_tokens: int = 2048
+    """The largest output that clients ask for. The router does not know when an output will end before."""
+    classes: Mapping[str, SloClass] = field(default_factory=lambda: BUILT_IN)
+    hop_s: float = 0.0005
+    seed: int = 0
+    """It decides the phases of the heartbeats."""
+
+
+class Cluster:
+    """One run."""
+
+    def __init__(
+        self, spec: ClusterSpec, requests: Sequence[TraceRequest], on_end: Callable[[], object] = lambda: None
+    ) -> None:
+        """Prepare a run. `requests` are in the order of arrival. `on_end` is called when a request has ended."""
+        self.clock = Clock()
+        self.report = SimReport()
+        self._spec = spec
+        self._requests = requests
+        self._on_end = on_end
+        outputs = {_id(number): request.output_tokens for number, request in enumerate(requests)}
+        self._world = World(self.clock, self._tell, outputs, spec.block_size, spec.hop_s)
+        salt = PREFIX_SALT if spec.prefix_caching else None
+        self.workers: dict[ev.LinkId, SimWorker] = {}
+        for number, shape in enumerate([*spec.prefill, *spec.decode]):
+            make = SimPrefillWorker if number < len(spec.prefill) else SimDecodeWorker
+            link = ev.LinkId(number)
+            self.workers[link] = make(self._world, link, f"{make.role.value}-{number}", shape, salt)
+        fingerprint = next(iter(self.workers.values())).hello().model_fingerprint
+        self.core = RouterCore(spec.router, fingerprint, self._rankings())
+        self._open: dict[RequestId, TraceRequest] = {}
+        self._ended = 0
+        self._tokens: dict[int, SamplingParams] = {}
+
+    def run(self) -> SimReport:
+        """Run until all requests have ended and nothing is left, and return the report."""
+        rng = random.Random(self._spec.seed)
+        for link, worker in self.workers.items():
+            self._handle(ev.WorkerJoined(link, worker.hello()))
+            self.clock.after(rng.random() * self._spec.router.heartbeat_interval_s, self._heartbeat, worker)
+        self.clock.after(TICK_S, self._tick)
+        if self._requests:
+            self.clock.at(self._requests[0].arrived_s, self._arrive, 0)
+        while self.clock.step():
+            pass
+        self._note_workers()
+        return self.report
+
+    def assert_empty(self) -> None:
+        """Assert that no request, lease, work or block is left, and that all books agree."""
+        self.core.check_invariants()
+        assert self.core.num_requests == 0
+        assert not self._open
+        assert not self._world.leases
+        for worker in self.workers.values():
+            worker.engine.scheduler.check_invariants()
+            assert worker.idle, f"{worker.worker_id} still holds something"
+
+    def _rankings(self) -> Rankings:
+        return rankings_of(self._spec.router, _no_faults)
+
+    @property
+    def _over(self) -> bool:
+        return self._ended == len(self._requests)
+
+    # The router's shell --------------------------------------------------------------------------------------------
+
+    def _arrive(self, number: int) -> None:
+        request = self._requests[number]
+        request_id = _id(number)
+        self._open[request_id] = request
+        submit = self._submit_of(request_id, request)
+        try:
+            self._handle(submit)
+        except PdserveError as exc:
+            self.report.refused += 1
+            self._end(request_id, exc, _refused(request))
+        if number + 1 < len(self._requests):
+            self.clock.at(max(self.clock.now_s, self._requests[number + 1].arrived_s), self._arrive, number + 1)
+
+    def _submit_of(self, request_id: RequestId, request: TraceRequest) -> ev.Submit:
+        slo = self._spec.classes[request.slo_class]
+        most = max(self._spec.max_tokens, request.output_tokens)
+        sampling = self._tokens.setdefault(most, SamplingParams(max_tokens=most, temperature=0.0))
+        spec = RequestSpec(request.prompt_ids, sampling, priority=request.priority + slo.priority, tpot_s=slo.tpot_s or 0.0)
+        return ev.Submit(
+            request_id,
+            spec,
+            arrived_s=self.clock.now_s,
+            deadline_s=self.clock.now_s + self._spec.router.default_deadline_s,
+            slo=slo,
+            session_id=request.session_id,
+        )
+
+    def _tell(self, event: ev.WorkerEvent) -> None:
+        self.clock.after(self._spec.hop_s, self._handle, event)
+
+    def _handle(self, event: ev.Event) -> None:
+        for effect in self.core.handle(event, now_s=self.clock.now_s):
+            match effect:
+                case ev.SendBind() | ev.SendPrefill() | ev.SendAttach() | ev.SendCancel():
+                    self.clock.after(self._spec.hop_s, self.workers[effect.link].on_command, effect)
+                case ev.EmitDone(request_id, report):
+                    self._end(request_id, None, report)
+                case ev.EmitFailed(request_id, error, report):
+                    self._end(request_id, error, report)
+                case ev.ReportBug(bug):
+                    raise bug
+                case ev.CloseLink(link, error):
+                    raise AssertionError(f"the router closed the link of {self.workers[link].worker_id}: {error}")
+
+    def _end(self, request_id: RequestId, error: PdserveError | None, report: Report) -> None:
+        request = self._open.pop(request_id)
+        self._ended += 1
+        served = Served(
+            request_id,
+            self._spec.classes[request.slo_class],
+            request.arrived_s,
+            self.clock.now_s,
+            request.prompt_tokens,
+            self._world.computed.get(request_id, 0),
+            report,
+            "" if error is None else error.code.value,
+        )
+        self.report.served.append(served)
+        self._on_end()
+
+    # Time ----------------------------------------------------------------------------------------------------------
+
+    def _heartbeat(self, worker: SimWorker) -> None:
+        if not self._over:
+            self._tell(ev.HeartbeatSeen(worker.link, worker.load()))
+            self.clock.after(self._spec.router.heartbeat_interval_s, self._heartbeat, worker)
+
+    def _tick(self) -> None:
+        if not self._over:
+            self._handle(ev.Tick())
+            self.clock.after(TICK_S, self._tick)
+
+    def _note_workers(self) -> None:
+        served = self.report.served
+        if served:
+            self.report.span_s = max(one.ended_s for one in served) - min(one.arrived_s for one in served)
+        for worker in self.workers.values():
+            prefix = worker.engine.scheduler.prefix
+            self.report.workers.append(
+                Used(
+                    worker.worker_id,
+                    worker.engine.steps,
+                    worker.engine.busy_s,
+                    worker.network.busy_s,
+                    prefix.queried,
+                    prefix.hit,
+                )
+            )
+
+
+def simulate(spec: ClusterSpec, requests: Sequence[TraceRequest], on_end: Callable[[], object] = lambda: None) -> SimReport:
+    """Run a cluster over a trace, check that nothing is left, and return the report."""
+    cluster = Cluster(spec, requests, on_end)
+    report = cluster.run()
+    cluster.assert_empty()
+    return report
+
+
+def _id(number: int) -> RequestId:
+    return RequestId(f"r{number}")
+
+
+def _refused(request: TraceRequest) -> Report:
+    return Report(Placement.AUTO, "", request.prompt_tokens, 0)
+
+
+def _no_faults(role: str, reason: str) -> None:
+    raise AssertionError(f"the policy of the {role} pool {reason}")

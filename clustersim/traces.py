@@ -1,0 +1,121 @@
+"""Requests of public traces, and the tokens that stand for their prompts.
+
+A trace names blocks of 512 prompt tokens by numbers; equal numbers mean equal tokens. Block n becomes 512 times the token id n,
+so that production code hashes equal blocks alike and different blocks differently.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+BLOCK_TOKENS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace. `arrived_s` counts from the first one."""
+
+    arrived_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    """The number of each block of `BLOCK_TOKENS` prompt tokens. The last block may not be full."""
+    slo_class: str = "default"
+    session_id: str = ""
+    priority: int = 0
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The token ids of the prompt."""
+        return tuple(chain.from_iterable(map(_block, self.blocks)))[: self.prompt_tokens]
+
+
+@lru_cache(maxsize=1 << 14)
+def _block(number: int) -> tuple[int, ...]:
+    return (number,) * BLOCK_TOKENS
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Read a trace: Mooncake's format if the name ends with "jsonl", else Azure's."""
+    return read_mooncake(path) if path.suffix == ".jsonl" else read_azure(path)
+
+
+def read_mooncake(path: Path) -> list[TraceRequest]:
+    """Read a trace of Mooncake: a JSON object a line with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`.
+
+    The trace names no conversations. A request belongs to that of its second block: the first one is the same for nearly all.
+    """
+    with path.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return [
+        TraceRequest(
+            row["timestamp"] / 1e3,
+            row["input_length"],
+            row["output_length"],
+            tuple(row["hash_ids"]),
+            session_id=str(row["hash_ids"][1]) if len(row["hash_ids"]) > 1 else "",
+        )
+        for row in rows
+    ]
+
+
+def read_azure(path: Path) -> list[TraceRequest]:
+    """Read a trace of Azure: CSV with TIMESTAMP, ContextTokens and GeneratedTokens. It does not tell which prompts begin
+    alike, so no two do."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["ContextTokens"]) and int(row["GeneratedTokens"])]
+    times_s = [_timestamp_s(row["TIMESTAMP"]) for row in rows]
+    requests: list[TraceRequest] = []
+    used = 0
+    for row, time_s in zip(rows, times_s, strict=True):
+        tokens = int(row["ContextTokens"])
+        count = -(-tokens // BLOCK_TOKENS)
+        blocks = tuple(range(used, used + count))
+        requests.append(TraceRequest(time_s - times_s[0], tokens, int(row["GeneratedTokens"]), blocks))
+        used += count
+    return sorted(requests, key=lambda request: request.arrived_s)
+
+
+def _timestamp_s(text: str) -> float:
+    """Return the seconds of a time with seven digits after the point, one more than Python reads."""
+    whole, _, fraction = text.partition(".")
+    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
+
+
+def faster(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
+    """Return the requests with all arrivals `factor` times as fast after each other."""
+    return [replace(request, arrived_s=request.arrived_s / factor) for request in requests]
+
+
+def oracle_tokens(requests: Sequence[TraceRequest], block_size: int = BLOCK_TOKENS) -> int:
+    """Return how many prompt tokens must be computed if one cache without a limit held every earlier prompt.
+
+    Only full blocks are shared, and the last token of a prompt is always computed, as in production. `block_size` divides
+    `BLOCK_TOKENS`.
+    """
+    assert BLOCK_TOKENS % block_size == 0
+    seen: dict[tuple[int, int], int] = {}
+    full: set[tuple[int, int]] = set()
+    computed = 0
+    for request in requests:
+        parent, hits, found = 0, 0, True
+        for position, number in enumerate(request.blocks):
+            node = seen.setdefault((parent, number), len(seen) + 1)
+            for part in range(BLOCK_TOKENS // block_size):
+                end = position * BLOCK_TOKENS + (part + 1) * block_size
+                if end > request.prompt_tokens:
+                    break
+                found = found and (node, part) in full and end < request.prompt_tokens
+                hits += block_size * found
+                full.add((node, part))
+            parent = node
+        computed += request.prompt_tokens - hits
+    return computed

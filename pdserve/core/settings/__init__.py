@@ -1,0 +1,1 @@
+"""The types of settings, and labels of nodes. Pure."""

@@ -1,0 +1,326 @@
+"""The index of held prefixes: which worker probably holds which blocks of a prompt. Pure.
+
+Workers name their published blocks by keys and tell changes as numbered deltas. Each worker has a bit, and each key has a mask
+of the workers that hold it, so one walk over the keys of a prompt compares all workers. Work that was sent counts at once: it
+will hold its prompt's keys.
+
+An answer is a hint. It chooses a worker, and the worker itself compares whole hashes.
+
+The arithmetic: a key takes `ENTRY_BYTES` and its mask, and each worker that holds it `HOLDER_BYTES` more. So 256 MiB hold about
+a million keys of a few hundred workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import islice
+from operator import xor
+from typing import Final
+
+from pdserve.core.errors import ReplicaLost
+from pdserve.core.ids import Handle
+from pdserve.core.prefix_keys import PrefixDelta
+from pdserve.core.worker import Role, WorkerHello
+from router.core.events import LinkId
+from router.core.prefix_index.held import Held
+
+ENTRY_BYTES: Final = 112
+"""The bytes of a key: an int of 36, and a place in a dict, which takes 42 to 84 (measured with a million keys)."""
+HOLDER_BYTES: Final = 48
+"""The bytes of a place in a worker's set of keys: 27 to 53 (measured in the same way)."""
+MASK_BYTES: Final = 28
+"""The bytes of an int without its digits, each of which takes 4 and holds 30 bits."""
+EVICTED_SHARE: Final = 1 / 128
+"""An index that is full evicts this share of its keys at once: 10,000 of a million take 3 ms."""
+RESYNC_S: Final = 2.0
+"""A worker is asked for all its keys at most once in this time. A worker sends its changes once a second."""
+KEPT_BEATS: Final = 2
+"""Credit of work that has ended stays until the worker's next delta, which covers it, or until the second heartbeat: a worker
+that has nothing to tell sends no delta after the first one."""
+
+
+@dataclass(slots=True)
+class _Holder:
+    """One linked worker."""
+
+    slot: int
+    bit: int
+    hello: WorkerHello
+    held: set[int] = field(default_factory=set)
+    """The keys that the worker has told, without those that were evicted here."""
+    number: int = 0
+    digest: int = 0
+    count: int = 0
+    """The number of keys that the worker has told, with those that were evicted here."""
+    asked_s: float | None = None
+    """The time at which the worker was asked for all its keys. None: it was not, or has sent them since."""
+    stale: bool = False
+    """A delta did not agree, so deltas mean nothing until all keys come."""
+    expected: dict[Handle, Collection[int]] = field(default_factory=dict)
+    """The keys that work on the worker will publish."""
+    ending: dict[Handle, int] = field(default_factory=dict)
+    """Work of `expected` that has ended, and the heartbeats that came since."""
+
+
+class PrefixIndex:
+    """The keys of all linked workers, and the credit of work that was sent to them."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` bounds all keys of all workers; the oldest ones are evicted. 0 turns the index off."""
+        self._max_bytes = max_bytes
+        self._holders: dict[LinkId, _Holder] = {}
+        self._bits: dict[LinkId, int] = {}
+        self._links: dict[int, LinkId] = {}
+        """The link of each slot that is taken."""
+        self._free: list[int] = []
+        self._slots = 0
+        self._of_role = dict.fromkeys(Role, 0)
+        self._masks: dict[int, int] = {}
+        """The workers of each key, by their bits. The oldest key comes first."""
+        self._pairs = 0
+        self.block_size: int | None = None
+        """The tokens of a block of the workers that share blocks. None: no worker has told yet that it shares any."""
+        self.resyncs = 0
+        """The number of times that a worker was asked for all its keys."""
+        self.evicted = 0
+        """The number of keys that were evicted because the index was full."""
+
+    # Workers -------------------------------------------------------------------------------------------------------------
+
+    def join(self, link: LinkId, hello: WorkerHello) -> None:
+        """Add a worker on a new link. It starts without keys: what an earlier process held says nothing about this one."""
+        if not self._max_bytes:
+            return
+        slot = self._free.pop() if self._free else self._slots
+        self._slots = max(self._slots, slot + 1)
+        self._holders[link] = holder = _Holder(slot, 1 << slot, hello)
+        self._bits[link] = holder.bit
+        self._links[slot] = link
+        self._of_role[hello.role] |= holder.bit
+
+    def leave(self, link: LinkId) -> None:
+        """Forget a worker with all its keys and credit. An unknown link is no error."""
+        holder = self._holders.pop(link, None)
+        if holder is None:
+            return
+        keys = set(holder.held).union(*holder.expected.values())
+        self._pairs -= len(holder.held)
+        self._unset(holder.bit, keys)
+        del self._links[holder.slot], self._bits[link]
+        self._free.append(holder.slot)
+        self._of_role[holder.hello.role] ^= holder.bit
+
+    # Deltas --------------------------------------------------------------------------------------------------------------
+
+    def apply(self, link: LinkId, delta: PrefixDelta, *, now_s: float) -> bool:
+        """Take the changes that a worker tells. True: ask the worker for all its keys now, because something did not agree.
+
+        Raises `ReplicaLost` when the worker names more keys than it has blocks.
+        """
+        holder = self._holders.get(link)
+        if holder is None:
+            return False
+        self.block_size = holder.hello.block_size
+        if delta.full:
+            self._replace(holder, delta)
+        elif not holder.stale:
+            self._change(holder, delta)
+        if not holder.stale:
+            holder.asked_s = None
+            self._settle(holder)
+            return False
+        if holder.asked_s is not None and now_s - holder.asked_s < RESYNC_S:
+            return False
+        holder.asked_s = now_s
+        self.resyncs += 1
+        return True
+
+    def _replace(self, holder: _Holder, delta: PrefixDelta) -> None:
+        _check_count(holder, len(delta.added))
+        holder.number, holder.count = delta.number, len(delta.added)
+        holder.digest = reduce(xor, delta.added, 0)
+        holder.stale = holder.digest != delta.digest
+        told = () if holder.stale else delta.added
+        before, holder.held = holder.held, set(told)
+        self._pairs += len(holder.held) - len(before)
+        self._clear(holder, before)
+        self._set(holder.bit, told)
+        self._evict()
+
+    def _change(self, holder: _Holder, delta: PrefixDelta) -> None:
+        digest = reduce(xor, delta.removed, reduce(xor, delta.added, holder.digest))
+        if delta.number != holder.number + 1 or digest != delta.digest:
+            holder.stale = True
+            return
+        count = holder.count + len(delta.added) - len(delta.removed)
+        _check_count(holder, count)
+        holder.number, holder.digest, holder.count = delta.number, digest, count
+        known = len(holder.held)
+        lost = holder.held.intersection(delta.removed)
+        holder.held -= lost
+        self._clear(holder, lost)
+        holder.held.update(delta.added)
+        self._pairs += len(holder.held) - known
+        self._set(holder.bit, delta.added)
+        self._evict()
+
+    # Credit --------------------------------------------------------------------------------------------------------------
+
+    def expect(self, link: LinkId, handle: Handle, keys: Collection[int]) -> None:
+        """Count the keys of work that was sent to a worker as held there, until `ended` and the delta that follows."""
+        holder = self._holders.get(link)
+        if holder is not None and keys:
+            assert handle not in holder.expected, "a handle names one work"
+            holder.expected[handle] = keys
+            self._set(holder.bit, keys)
+            self._evict()
+
+    def ended(self, link: LinkId, handle: Handle) -> None:
+        """Let the credit of work end with the worker's next delta. An unknown link or handle is no error.
+
+        A worker publishes a block before it reports the work's end, and a link keeps its order. So the next delta that comes
+        has what this work published, and there is no time in between at which the router knows of neither.
+        """
+        holder = self._holders.get(link)
+        if holder is not None and handle in holder.expected:
+            holder.ending.setdefault(handle, 0)
+
+    def beat(self, link: LinkId) -> None:
+        """Take note of a worker's heartbeat. Work that ended `KEPT_BEATS` heartbeats ago published nothing more."""
+        holder = self._holders.get(link)
+        if holder is None or not holder.ending:
+            return
+        for handle in holder.ending:
+            holder.ending[handle] += 1
+        self._drop(holder, [handle for handle, beats in holder.ending.items() if beats >= KEPT_BEATS])
+
+    def _settle(self, holder: _Holder) -> None:
+        if holder.ending:
+            self._drop(holder, list(holder.ending))
+
+    def _drop(self, holder: _Holder, handles: Iterable[Handle]) -> None:
+        for handle in handles:
+            del holder.ending[handle]
+            self._clear(holder, set(holder.expected.pop(handle)))
+
+    # Look-ups ------------------------------------------------------------------------------------------------------------
+
+    def walk(self, keys: Sequence[int], role: Role) -> Held:
+        """Find how long a prefix of `keys` each worker of the role holds. The walk stops at the first key that none of them
+        holds together with all keys before it."""
+        masks, alive = self._masks, self._of_role[role]
+        steps: list[tuple[int, int]] = []
+        if not masks or not alive:
+            return Held(steps, self._bits, self._links)
+        last: int | None = 0
+        length = -1
+        for length, key in enumerate(keys):
+            mask = masks.get(key)
+            if mask is last:  # neighbours of a chain mostly share the object, so most keys cost one look-up
+                continue
+            still = 0 if mask is None else alive & mask
+            if still != alive:
+                if length:
+                    steps.append((length, alive ^ still))
+                if not still:
+                    break
+                alive = still
+            last = mask
+        else:
+            if alive and length >= 0:
+                steps.append((length + 1, alive))
+        return Held(steps, self._bits, self._links)
+
+    def held(self, link: LinkId) -> frozenset[int]:
+        """Return the keys that a worker has told and that were not evicted here, without credit."""
+        holder = self._holders.get(link)
+        return frozenset() if holder is None else frozenset(holder.held)
+
+    @property
+    def keys(self) -> int:
+        """The number of keys that the index holds, with those of credit."""
+        return len(self._masks)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all keys, estimated."""
+        mask_bytes = MASK_BYTES + 4 * (self._slots // 30 + 1)
+        return len(self._masks) * (ENTRY_BYTES + mask_bytes) + self._pairs * HOLDER_BYTES
+
+    # Inside --------------------------------------------------------------------------------------------------------------
+
+    def _set(self, bit: int, keys: Iterable[int]) -> None:
+        """Set a worker's bit in the masks of these keys, which become the youngest if they are new to the worker. Neighbours
+        with equal masks share one object."""
+        masks = self._masks
+        old: int | None = 0
+        new = bit
+        for key in keys:
+            mask = masks.get(key)
+            if mask is None:
+                masks[key] = bit
+            elif not mask & bit:
+                if mask is not old:
+                    old, new = mask, mask | bit
+                del masks[key]
+                masks[key] = new
+
+    def _clear(self, holder: _Holder, keys: set[int]) -> None:
+        """Remove keys of a worker, except those that it has told and those that work on it will publish."""
+        left = keys - holder.held
+        for expected in holder.expected.values():
+            if not left:
+                return
+            left.difference_update(expected)
+        self._unset(holder.bit, left)
+
+    def _unset(self, bit: int, keys: Iterable[int]) -> None:
+        masks = self._masks
+        for key in keys:
+            mask = masks.get(key, 0)
+            if mask == bit:
+                del masks[key]
+            elif mask & bit:
+                masks[key] = mask ^ bit
+
+    def _evict(self) -> None:
+        """Evict the oldest keys while the index is full. Digests and counts stay: they are of what the workers told."""
+        while self._masks and self.bytes > self._max_bytes:
+            count = max(1, int(len(self._masks) * EVICTED_SHARE))
+            oldest = list(islice(self._masks.items(), count))
+            self.evicted += len(oldest)
+            for key, mask in oldest:
+                del self._masks[key]
+                while mask:
+                    bit = mask & -mask
+                    mask ^= bit
+                    holder = self._holders[self._links[bit.bit_length() - 1]]
+                    if key in holder.held:
+                        holder.held.remove(key)
+                        self._pairs -= 1
+
+    def check_invariants(self) -> None:
+        """Assert that masks, sets and counts agree. This walks over all keys."""
+        assert self._pairs == sum(len(holder.held) for holder in self._holders.values())
+        assert not self._masks or self.bytes <= self._max_bytes
+        masks: dict[int, int] = {}
+        for holder in self._holders.values():
+            assert holder.ending.keys() <= holder.expected.keys()
+            assert holder.count >= len(holder.held)
+            for key in holder.held:
+                assert self._masks[key] & holder.bit
+            for key in holder.held.union(*holder.expected.values()):
+                masks[key] = masks.get(key, 0) | holder.bit
+        for key, mask in self._masks.items():
+            assert mask
+            assert mask & ~masks.get(key, 0) == 0
+        assert {link: holder.slot for link, holder in self._holders.items()} == {v: k for k, v in self._links.items()}
+
+
+def _check_count(holder: _Holder, count: int) -> None:
+    hello = holder.hello
+    if not 0 <= count <= hello.num_blocks:
+        name = f"{hello.role.value} worker {hello.worker_id}"
+        raise ReplicaLost(f"{name} shares {count} blocks by its own deltas; its num_blocks is {hello.num_blocks}")
