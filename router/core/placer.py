@@ -79,6 +79,8 @@ class Placer:
         shortlist are not among them."""
         self.why = Why.PROBE
         """The reason of the last pick."""
+        self.cached_tokens = 0
+        """The tokens of the prompt whose KV the last pick probably holds."""
         self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
         """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
@@ -227,7 +229,7 @@ class Placer:
         None: there is no such worker."""
         self._pools.refresh()
         if request.probe is not None:
-            self.scores, self.why = (), Why.PROBE
+            self.scores, self.why, self.cached_tokens = (), Why.PROBE, 0
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
             return None if peer is None or peer.draining else peer
         reader = self._registry.get(decode)
@@ -284,6 +286,7 @@ class Placer:
             return None
         self.scores = self._named(links, scores)
         self.why = why(picked, ranking.shortlist)
+        self.cached_tokens = picked.cached_tokens
         pool.picked(worker)
         return worker
 
