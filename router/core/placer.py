@@ -81,6 +81,8 @@ class Placer:
         """The reason of the last pick."""
         self.cached_tokens = 0
         """The tokens of the prompt whose KV the last pick probably holds."""
+        self.predicted_tokens = dict.fromkeys(Role, 0)
+        """The sum of `cached_tokens` of all picks, by role."""
         self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
         """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
@@ -287,6 +289,7 @@ class Placer:
         self.scores = self._named(links, scores)
         self.why = why(picked, ranking.shortlist)
         self.cached_tokens = picked.cached_tokens
+        self.predicted_tokens[role] += picked.cached_tokens
         pool.picked(worker)
         return worker
 
