@@ -79,6 +79,10 @@ class Placer:
         shortlist are not among them."""
         self.why = Why.PROBE
         """The reason of the last pick."""
+        self.cached_tokens = 0
+        """The tokens of the prompt whose KV the last pick probably holds."""
+        self.predicted_tokens = dict.fromkeys(Role, 0)
+        """The sum of `cached_tokens` of all picks, by role."""
         self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
         """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
@@ -227,7 +231,7 @@ class Placer:
         None: there is no such worker."""
         self._pools.refresh()
         if request.probe is not None:
-            self.scores, self.why = (), Why.PROBE
+            self.scores, self.why, self.cached_tokens = (), Why.PROBE, 0
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
             return None if peer is None or peer.draining else peer
         reader = self._registry.get(decode)
@@ -289,6 +293,8 @@ class Placer:
             return None
         self.scores = tuple([(pool.name(link), score) for link, score in zip(links[:MAX_SCORES], scores, strict=False)])
         self.why = why(picked, ranking.shortlist)
+        self.cached_tokens = picked.cached_tokens
+        self.predicted_tokens[role] += picked.cached_tokens
         pool.picked(worker)
         return worker
 
