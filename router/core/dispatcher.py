@@ -184,6 +184,8 @@ class Dispatcher:
         work = self._requests.place_on(worker, request)
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
+        if local:
+            worker.sent(work.handle, request.work_len)
         remaining_s = max(0.0, request.deadline_s - now_s)
         yield SendBind(worker.link, request.work(work.handle), remaining_s, local)
 

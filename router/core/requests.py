@@ -246,9 +246,7 @@ class Requests:
         assert len(held) == len(remote)
         assert self._probes == sum(r.probe is not None for r in self._by_id.values())
         for worker in self.registry:
-            assert worker.on_the_way_tokens == sum(worker.on_the_way.values())
-            assert worker.on_the_way.keys() <= worker.work.keys()
-            assert list(worker.on_the_way) == sorted(worker.on_the_way)
+            worker.backlog.check_invariants(worker.work)
         kept = {worker.link: worker.kept_for for worker in self.registry if worker.kept_for is not None}
         claims = {r.keeps: turn_of(r) for r in waiting if r.keeps is not None and self.registry.get(r.keeps) is not None}
         assert kept == claims

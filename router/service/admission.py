@@ -53,7 +53,7 @@ class Admission:
         self.check_model(request.model)
         _check_correlation_id(request.correlation_id)
         SESSION_ID.check("session_id", request.session_id)
-        slo = self.class_of(request.slo_class)
+        slo = self._class_of(request.slo_class)
         deadline_s = self._deadline_s(request.deadline_s)
         check_limits(RequestSpec, request.options)
         check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
@@ -84,9 +84,12 @@ class Admission:
         if name and name != self._model.name:
             raise UnknownModel(f"model {name!r:.100} is not served here; {self._model.name!r} is", field="model")
 
-    def class_of(self, name: str) -> SloClass:
-        """Return the class of this name. Empty means the default one. Raises `InvalidRequest` that names the known ones."""
-        found = self._classes.get(name or self._config.default_class)
+    def known_class(self, name: str) -> SloClass | None:
+        """Return the class of this name, or None for a name that is unknown. Empty means the default class."""
+        return self._classes.get(name or self._config.default_class)
+
+    def _class_of(self, name: str) -> SloClass:
+        found = self.known_class(name)
         if found is None:
             raise InvalidRequest(f"{name!r:.100} is not a class here; {', '.join(self._classes)} are", field="slo_class")
         return found

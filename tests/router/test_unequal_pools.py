@@ -63,7 +63,7 @@ def test_heartbeats_that_know_nothing_yet_do_not_herd_prompts_onto_one_worker() 
         stage.deliver(decode, 1)
         stage.heartbeat(prefills[n % 2], last=Handle(0))
     assert [len(peer.jobs) for peer in prefills] == [8, 8]
-    assert [worker_of(stage, peer).on_the_way_tokens for peer in prefills] == [240, 240]
+    assert [worker_of(stage, peer).queued_tokens for peer in prefills] == [240, 240]
     stage.run()
     stage.assert_empty()
 
