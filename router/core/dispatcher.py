@@ -164,7 +164,13 @@ class Dispatcher:
             return False
         work = self._requests.place_on(worker, request)
         request.times.attempt.prefill_sent_s = now_s
-        request.story.note(now_s, StoryKind.PREFILL_SENT, prefill_worker=worker.hello.worker_id, why=self._placer.why, scores=self._placer.scores)
+        request.story.note(
+            now_s,
+            StoryKind.PREFILL_SENT,
+            prefill_worker=worker.hello.worker_id,
+            why=self._placer.why,
+            scores=self._placer.scores,
+        )
         worker.sent(work.handle, request.work_len)
         yield SendPrefill(worker.link, request.work(work.handle))
         return True

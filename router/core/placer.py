@@ -17,21 +17,26 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
+from router.core.forecast import times
+from router.core.forecast.prediction import Outlook
+from router.core.forecast.transfers import Transfers
 from router.core.ledger import OutputMean
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
 from router.core.policy.candidate import Candidate, RequestView
-from router.core.policy.decider import Reason, decide
+from router.core.policy.decider import Reason, decide, weigh
 from router.core.policy.draws import draw
 from router.core.policy.picker import pick
 from router.core.policy.ranking import BUILT_IN, Ranking, Rankings
-from router.core.policy.shortlist import Why, why
+from router.core.policy.shortlist import Shortlist, Why, why
 from router.core.pools.pool import Ask, Pool
 from router.core.pools.pools import Pools
 from router.core.prefix_index import Held, PrefixIndex
 from router.core.registry import Registry, Worker
 
 MAX_SCORES: Final = 16
+SOONEST: Final = Shortlist(least_loaded=1, holders=1)
+"""The workers among which a forecast looks for the one that would compute a prompt the soonest."""
 SUSPECT_SHARE: Final = 0.6
 """The share of `heartbeat_lost_s` after which a silent worker gets nothing new: 3 s of 5 s."""
 
@@ -76,6 +81,9 @@ class Placer:
         self._rankings = {Role.PREFILL: rankings.prefill, Role.DECODE: rankings.decode}
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
+        self._colocate_by_cost = config.colocate_by_cost
+        self.transfers = Transfers()
+        """The measured cost of handoffs."""
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
         self.scores: Scores = ()
         """The candidates of the last pick with their scores, at most `MAX_SCORES`, for stories. Workers that were not on the
@@ -160,7 +168,7 @@ class Placer:
 
             worker = self._choose(Role.DECODE, request, Ask(request.max_len, need, allowed), now_s)
             if worker is not None:
-                return Place(worker, how, because)
+                return self._weighed(request, Place(worker, how, because), now_s)
         return Wanted(tuple(self._waited_for(request, [usable for usable, _, _ in tries], now_s)))
 
     def _waited_for(self, request: LiveRequest, tries: list[Callable[[Worker], bool]], now_s: float) -> Iterator[LinkId]:
@@ -168,6 +176,70 @@ class Placer:
             for link, worker in tier.alive.items():
                 if not self._silent(worker, now_s) and any(usable(worker) for usable in tries):
                     yield link
+
+    # Forecasts -------------------------------------------------------------------------------------------------------
+
+    def _weighed(self, request: LiveRequest, place: Place, now_s: float) -> Place:
+        """Let the decode worker compute the prompt itself where few tokens are left of it, or where that costs less. Rules of
+        the client and of the settings come before that."""
+        if place.reason is not Reason.DEFAULT:
+            return place
+        reason = self._local_reason(request, self._foreseen(Role.DECODE, request, [place.worker.link])[0], now_s)
+        return place if reason is None else Place(place.worker, Placement.COLOCATED, reason)
+
+    def _local_reason(self, request: LiveRequest, reader: Candidate, now_s: float) -> Reason | None:
+        """Return why a decode worker should compute the prompt of a request that may be placed freely. None: it should not."""
+        uncached = times.uncached_tokens(reader, request.work_len)
+        worker = self._registry.get(reader.link)
+        if uncached < self._colocate_below_tokens:
+            return Reason.SHORT_PROMPT
+        if not self._colocate_by_cost or not reader.prompt_tokens_per_s or worker is None:
+            return None
+        lender = self._soonest(Role.PREFILL, request, self._lending(request, now_s))
+        exposed_s = self.transfers.exposed_s(uncached * worker.hello.kv_bytes_per_token)
+        return None if lender is None else weigh(reader, lender, request.work_len, exposed_s)
+
+    def outlook(self, request: LiveRequest, *, now_s: float) -> Outlook | None:
+        """Return where the request would probably be placed now. It picks nothing. None: nobody could serve the request now, or
+        nobody can tell where."""
+        try:
+            placement, reason = self._decide(request, now_s, serving=True)
+        except Unavailable:
+            return None
+        ask = Ask(request.max_len, self.need_tokens(request), lambda worker: not self._silent(worker, now_s))
+        reader = self._soonest(Role.DECODE, request, ask)
+        local = placement is Placement.COLOCATED
+        if reader is not None and reason is Reason.DEFAULT:
+            local = self._local_reason(request, reader, now_s) is not None
+        if local:
+            computer = reader or self._any_reader(request)
+        else:
+            computer = self._soonest(Role.PREFILL, request, self._lending(request, now_s))
+        return None if computer is None else Outlook(computer, has_room=reader is not None)
+
+    def _lending(self, request: LiveRequest, now_s: float) -> Ask:
+        return Ask(request.work_len + 1, 0, lambda worker: not self._silent(worker, now_s))
+
+    def _soonest(self, role: Role, request: LiveRequest, ask: Ask) -> Candidate | None:
+        """Return the worker of a role that would compute the prompt the soonest, as far as anybody knows. None: no worker may
+        take the request."""
+        held = self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
+        near = [] if held is None else held.longest(SOONEST.holders)
+        links = self._pools.of(role).shortlist(SOONEST, ask, near, self._seed)
+        return min(self._foreseen(role, request, links), key=lambda row: _order(row, request.work_len), default=None)
+
+    def _any_reader(self, request: LiveRequest) -> Candidate | None:
+        """Return one of the decode workers for whose room a request waits."""
+        links = [link for tier in self._pools.decode.fitting(request.max_len) for link in tier.alive]
+        return self._foreseen(Role.DECODE, request, links[:1])[0] if links else None
+
+    def _foreseen(self, role: Role, request: LiveRequest, links: Iterable[LinkId]) -> list[Candidate]:
+        """Return the rows of workers, with what they hold of the request's prompt."""
+        pool = self._pools.of(role)
+        held = self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
+        return [self._with_cached(pool.row(link), request, held) for link in links]
+
+    # Room ------------------------------------------------------------------------------------------------------------
 
     def room_beside(self, kept: Container[LinkId], *, now_s: float) -> bool:
         """Tell whether a decode worker that is not in `kept` might have room."""
@@ -257,21 +329,30 @@ class Placer:
         self, pool: Pool, ranking: Ranking, link: LinkId, request: LiveRequest, held: Held | None, session: LinkId | None
     ) -> Candidate:
         """Return a worker's row with what depends on the request."""
-        row, which = pool.row(link), ranking.shortlist
-        blocks = 0 if held is None else held.blocks(link)
-        if blocks:
-            worker = self._registry.get(link)
-            block_size = 0 if worker is None else worker.hello.block_size
-            row = row._replace(cached_tokens=min(blocks * block_size, request.work_len - 1))
+        row, which = self._with_cached(pool.row(link), request, held), ranking.shortlist
         if link == session:
             row = row._replace(session=True)
         if which.drawn or which.everyone:
             row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
         return row
 
+    def _with_cached(self, row: Candidate, request: LiveRequest, held: Held | None) -> Candidate:
+        """Return a row with the tokens of the request's prompt that the worker holds."""
+        blocks = 0 if held is None else held.blocks(row.link)
+        worker = self._registry.get(row.link) if blocks else None
+        if worker is None:
+            return row
+        return row._replace(cached_tokens=min(blocks * worker.hello.block_size, request.work_len - 1))
+
     def _named(self, links: Iterable[LinkId], scores: Iterable[float]) -> Scores:
         named = [(self._registry.get(link), score) for link, score in zip(links, scores, strict=True)]
         return tuple([(worker.hello.worker_id, score) for worker, score in named[:MAX_SCORES] if worker is not None])
+
+
+def _order(row: Candidate, prompt_tokens: int) -> tuple[bool, float, float]:
+    """Sort workers by their predicted TTFT. Those without a rate come last, by their load."""
+    ttft_s = times.ttft_s(row, prompt_tokens)
+    return ttft_s is None, ttft_s or 0.0, row.load
 
 
 def _targets(request: LiveRequest, now_s: float) -> tuple[float | None, float | None]:

@@ -48,6 +48,10 @@ class WaitingRequests:
         """Return the request at a position, counted from 0 in order of turns. None: the list ends before it."""
         return self._requests[position] if position < len(self._requests) else None
 
+    def ahead_of(self, request: LiveRequest) -> int:
+        """Count the requests whose turn is before that of a request, which need not wait here."""
+        return bisect.bisect_left(self._keys, _key(request))
+
     def all(self) -> list[LiveRequest]:
         """Return all requests in order of turns. This is a copy: the caller may remove requests while it walks over it."""
         return list(self._requests)
