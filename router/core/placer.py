@@ -7,7 +7,7 @@ A choice looks at a shortlist (`router.core.policy.shortlist`), so it costs the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,26 +17,24 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
-from router.core.forecast import times
 from router.core.forecast.prediction import Outlook
-from router.core.forecast.transfers import Transfers
+from router.core.forecast.scout import Scout
 from router.core.ledger import OutputMean
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
 from router.core.policy.candidate import Candidate, RequestView
-from router.core.policy.decider import Reason, decide, weigh
+from router.core.policy.decider import Reason, decide
 from router.core.policy.draws import draw
 from router.core.policy.picker import pick
 from router.core.policy.ranking import BUILT_IN, Ranking, Rankings
-from router.core.policy.shortlist import Shortlist, Why, why
-from router.core.pools.pool import Ask, Pool
+from router.core.policy.shortlist import Why, why
+from router.core.pools.pool import FIRST, Ask, Pool
 from router.core.pools.pools import Pools
 from router.core.prefix_index import Held, PrefixIndex
-from router.core.registry import Registry, Worker
+from router.core.registry import Registry, Turn, Worker
+from router.core.waiting import Kind, size_of, turn_of
 
 MAX_SCORES: Final = 16
-SOONEST: Final = Shortlist(least_loaded=1, holders=1)
-"""The workers among which a forecast looks for the one that would compute a prompt the soonest."""
 SUSPECT_SHARE: Final = 0.6
 """The share of `heartbeat_lost_s` after which a silent worker gets nothing new: 3 s of 5 s."""
 
@@ -50,11 +48,7 @@ class Place:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Decode workers that could serve a request, none of which has room by the estimate."""
-
-    links: tuple[LinkId, ...]
+_Usable = Callable[[Worker], bool]
 
 
 class Placer:
@@ -81,10 +75,8 @@ class Placer:
         self._rankings = {Role.PREFILL: rankings.prefill, Role.DECODE: rankings.decode}
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
-        self._colocate_by_cost = config.colocate_by_cost
-        self.transfers = Transfers()
-        """The measured cost of handoffs."""
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
+        self.scout = Scout(config, registry, pools, index)
         self.scores: Scores = ()
         """The candidates of the last pick with their scores, at most `MAX_SCORES`, for stories. Workers that were not on the
         shortlist are not among them."""
@@ -144,60 +136,45 @@ class Placer:
         """Return how many tokens of KV the request will probably take on its decode worker."""
         return request.work_len + self._outputs.expect(request.remaining_tokens)
 
-    def place(self, request: LiveRequest, *, now_s: float, kept: Container[LinkId] = ()) -> Place | Wanted:
-        """Pick a decode worker and the placement, or return the workers that the request waits for. Workers in `kept` are left
-        to other requests.
+    @property
+    def pairs_in_trouble(self) -> bool:
+        """Some pair of workers has failed, so time alone may make it usable again."""
+        return len(self._pairs) > 0
 
-        A request that may be placed freely is colocated on a decode worker that no KV may go to, rather than wait for a paired
-        one: no disaggregated request has a use for that worker. Raises `Unavailable` as `decide` does.
+    def kind_of(self, request: LiveRequest) -> Kind:
+        """Return the kind of a waiting request: requests of one kind may be served by the same workers."""
+        self._pools.refresh()
+        return Kind(
+            self._pools.decode.tier_of(request.max_len),
+            self._pools.prefill.tier_of(request.work_len + 1),
+            request.asked or Placement.AUTO,
+            request.work_len < self._colocate_below_tokens,
+            size_of(self.need_tokens(request)),
+        )
+
+    def place(self, request: LiveRequest, *, now_s: float, turn: Turn = FIRST) -> Place | None:
+        """Pick a decode worker and the placement. None: no worker that could serve the request has room.
+
+        A worker that is kept for a later turn has room for this request. A request that may be placed freely is colocated on a
+        decode worker that no KV may go to, rather than wait for a paired one: no disaggregated request has a use for that
+        worker. Raises `Unavailable` as `decide` does.
         """
         placement, reason = self._decide(request, now_s, serving=True)
-        apart = placement is Placement.DISAGGREGATED and len(self._pairs) > 0
-
-        def reached(worker: Worker) -> bool:
-            return not apart or self._reached(request, worker, now_s)
-
-        tries = [(reached, placement, reason)]
-        if apart and reason is Reason.DEFAULT:
-            tries.append((lambda worker: not reached(worker), Placement.COLOCATED, Reason.PAIRS_SET_ASIDE))
         need = self.need_tokens(request)
-        for usable, how, because in tries:
-
-            def allowed(worker: Worker, usable: Callable[[Worker], bool] = usable) -> bool:
-                return worker.link not in kept and not self._silent(worker, now_s) and usable(worker)
-
-            worker = self._choose(Role.DECODE, request, Ask(request.max_len, need, allowed), now_s)
+        for usable, how, because in self._tries(request, placement, reason, now_s):
+            ask = Ask(request.max_len, need, self._heard_and(usable, now_s), turn)
+            worker = self._choose(Role.DECODE, request, ask, now_s)
             if worker is not None:
                 return self._weighed(request, Place(worker, how, because), now_s)
-        return Wanted(tuple(self._waited_for(request, [usable for usable, _, _ in tries], now_s)))
-
-    def _waited_for(self, request: LiveRequest, tries: list[Callable[[Worker], bool]], now_s: float) -> Iterator[LinkId]:
-        for tier in self._pools.decode.fitting(request.max_len):
-            for link, worker in tier.alive.items():
-                if not self._silent(worker, now_s) and any(usable(worker) for usable in tries):
-                    yield link
-
-    # Forecasts -------------------------------------------------------------------------------------------------------
+        return None
 
     def _weighed(self, request: LiveRequest, place: Place, now_s: float) -> Place:
         """Let the decode worker compute the prompt itself where few tokens are left of it, or where that costs less. Rules of
         the client and of the settings come before that."""
         if place.reason is not Reason.DEFAULT:
             return place
-        reason = self._local_reason(request, self._foreseen(Role.DECODE, request, [place.worker.link])[0], now_s)
+        reason = self.scout.local_reason(request, self.scout.row(request, place.worker), self._lending(request, now_s))
         return place if reason is None else Place(place.worker, Placement.COLOCATED, reason)
-
-    def _local_reason(self, request: LiveRequest, reader: Candidate, now_s: float) -> Reason | None:
-        """Return why a decode worker should compute the prompt of a request that may be placed freely. None: it should not."""
-        uncached = times.uncached_tokens(reader, request.work_len)
-        worker = self._registry.get(reader.link)
-        if uncached < self._colocate_below_tokens:
-            return Reason.SHORT_PROMPT
-        if not self._colocate_by_cost or not reader.prompt_tokens_per_s or worker is None:
-            return None
-        lender = self._soonest(Role.PREFILL, request, self._lending(request, now_s))
-        exposed_s = self.transfers.exposed_s(uncached * worker.hello.kv_bytes_per_token)
-        return None if lender is None else weigh(reader, lender, request.work_len, exposed_s)
 
     def outlook(self, request: LiveRequest, *, now_s: float) -> Outlook | None:
         """Return where the request would probably be placed now. It picks nothing. None: nobody could serve the request now, or
@@ -206,47 +183,68 @@ class Placer:
             placement, reason = self._decide(request, now_s, serving=True)
         except Unavailable:
             return None
-        ask = Ask(request.max_len, self.need_tokens(request), lambda worker: not self._silent(worker, now_s))
-        reader = self._soonest(Role.DECODE, request, ask)
+        lending = self._lending(request, now_s)
+        ask = Ask(request.max_len, self.need_tokens(request), self._heard_and(None, now_s), turn_of(request))
+        reader = self.scout.soonest(Role.DECODE, request, ask)
         local = placement is Placement.COLOCATED
         if reader is not None and reason is Reason.DEFAULT:
-            local = self._local_reason(request, reader, now_s) is not None
-        if local:
-            computer = reader or self._any_reader(request)
-        else:
-            computer = self._soonest(Role.PREFILL, request, self._lending(request, now_s))
+            local = self.scout.local_reason(request, reader, lending) is not None
+        computer = (reader or self._any_reader(request)) if local else self.scout.soonest(Role.PREFILL, request, lending)
         return None if computer is None else Outlook(computer, has_room=reader is not None)
 
     def _lending(self, request: LiveRequest, now_s: float) -> Ask:
-        return Ask(request.work_len + 1, 0, lambda worker: not self._silent(worker, now_s))
-
-    def _soonest(self, role: Role, request: LiveRequest, ask: Ask) -> Candidate | None:
-        """Return the worker of a role that would compute the prompt the soonest, as far as anybody knows. None: no worker may
-        take the request."""
-        held = self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
-        near = [] if held is None else held.longest(SOONEST.holders)
-        links = self._pools.of(role).shortlist(SOONEST, ask, near, self._seed)
-        return min(self._foreseen(role, request, links), key=lambda row: _order(row, request.work_len), default=None)
+        return Ask(request.work_len + 1, 0, self._heard_and(None, now_s))
 
     def _any_reader(self, request: LiveRequest) -> Candidate | None:
         """Return one of the decode workers for whose room a request waits."""
-        links = [link for tier in self._pools.decode.fitting(request.max_len) for link in tier.alive]
-        return self._foreseen(Role.DECODE, request, links[:1])[0] if links else None
+        workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
+        return next((self.scout.row(request, worker) for worker in workers), None)
 
-    def _foreseen(self, role: Role, request: LiveRequest, links: Iterable[LinkId]) -> list[Candidate]:
-        """Return the rows of workers, with what they hold of the request's prompt."""
-        pool = self._pools.of(role)
-        held = self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
-        return [self._with_cached(pool.row(link), request, held) for link in links]
+    def waited_for(self, request: LiveRequest, *, now_s: float) -> list[Worker]:
+        """Return the decode workers that could serve a request, whether they have room or not."""
+        tries = [usable for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s)]
+        workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
+        return [w for w in workers if not self._silent(w, now_s) and any(usable is None or usable(w) for usable in tries)]
 
-    # Room ------------------------------------------------------------------------------------------------------------
+    def to_keep(self, request: LiveRequest, *, now_s: float) -> Worker | None:
+        """Return the decode worker whose next room a request without room should claim. None: all that could serve it are
+        claimed."""
+        for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s):
+            worker = self._pools.decode.to_keep(Ask(request.max_len, 0, self._heard_and(usable, now_s)))
+            if worker is not None:
+                return worker
+        return None
 
-    def room_beside(self, kept: Container[LinkId], *, now_s: float) -> bool:
-        """Tell whether a decode worker that is not in `kept` might have room."""
-        self._pools.refresh()
-        return any(
-            free_tokens > 0 and link not in kept for tier in self._pools.decode.fitting(0) for free_tokens, link in tier.by_free
-        )
+    def may_keep(self, request: LiveRequest, worker: Worker, *, now_s: float) -> bool:
+        """Tell whether a worker that a request has claimed could still serve it."""
+        tries = [usable for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s)]
+        fits = worker.serves and not self.suspect(worker, now_s=now_s) and worker.hello.max_model_len >= request.max_len
+        return fits and any(usable is None or usable(worker) for usable in tries)
+
+    def _tries(
+        self, request: LiveRequest, placement: Placement, reason: Reason, now_s: float
+    ) -> list[tuple[_Usable | None, Placement, Reason]]:
+        """Return the ways to place a request, the best one first. Each has a function that tells whether a worker can be used
+        in that way, or None where all can."""
+        if placement is not Placement.DISAGGREGATED or not len(self._pairs):
+            return [(None, placement, reason)]
+
+        def reached(worker: Worker) -> bool:
+            return self._reached(request, worker, now_s)
+
+        if reason is not Reason.DEFAULT:
+            return [(reached, placement, reason)]
+        return [
+            (reached, placement, reason),
+            (lambda worker: not reached(worker), Placement.COLOCATED, Reason.PAIRS_SET_ASIDE),
+        ]
+
+    def _heard_and(self, usable: _Usable | None, now_s: float) -> _Usable:
+        """Return a function that tells whether a worker was heard of late and is usable."""
+        since_s = now_s - self._suspect_s
+        if usable is None:
+            return lambda worker: worker.last_seen_s >= since_s
+        return lambda worker: worker.last_seen_s >= since_s and usable(worker)
 
     def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Worker | None:
         """Pick a decode worker that has room now, by the estimate, and may read from `lender`. None: there is no such
@@ -256,9 +254,7 @@ class Placer:
         if source is None:
             return None
 
-        def allowed(worker: Worker) -> bool:
-            return not self._silent(worker, now_s) and self._pairs.usable(source.hello, worker.hello, now_s=now_s)
-
+        allowed = self._heard_and(lambda worker: self._pairs.usable(source.hello, worker.hello, now_s=now_s), now_s)
         return self._choose(Role.DECODE, request, Ask(request.max_len, self.need_tokens(request), allowed), now_s)
 
     def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
@@ -273,9 +269,10 @@ class Placer:
         if reader is None:
             return None
 
-        def allowed(worker: Worker) -> bool:
-            return not self._silent(worker, now_s) and self._pairs.usable(worker.hello, reader.hello, now_s=now_s)
-
+        usable: _Usable | None = None
+        if len(self._pairs):
+            usable = lambda worker: self._pairs.usable(worker.hello, reader.hello, now_s=now_s)  # noqa: E731
+        allowed = self._heard_and(usable, now_s)
         return self._choose(Role.PREFILL, request, Ask(request.work_len + 1, 0, allowed), now_s)
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
@@ -329,30 +326,16 @@ class Placer:
         self, pool: Pool, ranking: Ranking, link: LinkId, request: LiveRequest, held: Held | None, session: LinkId | None
     ) -> Candidate:
         """Return a worker's row with what depends on the request."""
-        row, which = self._with_cached(pool.row(link), request, held), ranking.shortlist
+        row, which = self.scout.with_cached(pool.row(link), request, held), ranking.shortlist
         if link == session:
             row = row._replace(session=True)
         if which.drawn or which.everyone:
             row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
         return row
 
-    def _with_cached(self, row: Candidate, request: LiveRequest, held: Held | None) -> Candidate:
-        """Return a row with the tokens of the request's prompt that the worker holds."""
-        blocks = 0 if held is None else held.blocks(row.link)
-        worker = self._registry.get(row.link) if blocks else None
-        if worker is None:
-            return row
-        return row._replace(cached_tokens=min(blocks * worker.hello.block_size, request.work_len - 1))
-
     def _named(self, links: Iterable[LinkId], scores: Iterable[float]) -> Scores:
         named = [(self._registry.get(link), score) for link, score in zip(links, scores, strict=True)]
         return tuple([(worker.hello.worker_id, score) for worker, score in named[:MAX_SCORES] if worker is not None])
-
-
-def _order(row: Candidate, prompt_tokens: int) -> tuple[bool, float, float]:
-    """Sort workers by their predicted TTFT. Those without a rate come last, by their load."""
-    ttft_s = times.ttft_s(row, prompt_tokens)
-    return ttft_s is None, ttft_s or 0.0, row.load
 
 
 def _targets(request: LiveRequest, now_s: float) -> tuple[float | None, float | None]:

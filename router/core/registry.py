@@ -16,6 +16,8 @@ from router.core.events import LinkId
 from router.core.forecast.backlog import Backlog
 from router.core.live_request import RemoteWork
 
+Turn = tuple[float, int]
+"""The time of a waiting request's turn in seconds, and the number of its arrival, which orders equal times."""
 NOT_YET_PROBED: Final = "waiting for a KV round trip"
 
 
@@ -56,6 +58,9 @@ class Worker:
     """The worker gets nothing new, and finishes the work that it has."""
     claimed_by: LinkId | None = None
     """The worker whose probe gets the next room on this one. None: nobody claims it."""
+    kept_for: Turn | None = None
+    """The turn of the waiting request that gets the next room on this worker, unless an earlier one does. None: nobody has
+    claimed it."""
     readiness: Readiness = field(default_factory=Readiness)
     silent: bool = False
     """The worker was found silent, and has not been heard since."""

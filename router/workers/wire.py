@@ -128,7 +128,7 @@ def _error(reason: int, message: str) -> PdserveError:
 
 def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
     """Return the message that accepts a worker."""
-    return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=incarnation))
+    return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=incarnation), takes_bundles=True)
 
 
 def question_to_wire(question: int, request_id: RequestId) -> link_pb2.RouterMessage:
