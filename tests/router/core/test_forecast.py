@@ -95,10 +95,9 @@ def test_unknown_rates_give_no_number_and_nothing_takes_no_time() -> None:
 
 
 def test_a_place_in_the_queue_costs_one_end_of_a_request_for_each_ahead_and_one_more() -> None:
-    assert times.queue_wait_s(9, 5.0, has_room=False) == pytest.approx(2.0)
-    assert times.queue_wait_s(0, 5.0, has_room=False) == pytest.approx(0.2)
-    assert times.queue_wait_s(9, 0.0, has_room=False) is None
-    assert times.queue_wait_s(9, 0.0, has_room=True) == 0.0
+    assert times.queue_wait_s(9, 5.0) == pytest.approx(2.0)
+    assert times.queue_wait_s(0, 5.0) == pytest.approx(0.2)
+    assert times.queue_wait_s(9, 0.0) is None
 
 
 @given(workers, st.integers(1, 4096), st.integers(1, 1000))
