@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from faultsim.oracle import EOS, chain, draw
+from faultsim.oracle import CARD, EOS, chain, draw
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import BlockId, BlockSum
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SequenceSlice, StepPlan
@@ -122,7 +122,7 @@ class SimEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             eos_token_ids=(EOS,),
-            prefix_salt=b"sim" if prefix_caching else None,
+            prefix_salt=CARD.fingerprint.encode() if prefix_caching else None,
         )
         self.steps = 0
         self._engine = EngineSteps(self.scheduler, pool, [memory.sums for memory in kv.groups] if checksums else None)

@@ -16,8 +16,8 @@ KEY: Final = b"not secret: this recording is written nowhere"
 class MemoryNotes:
     """Takes the events of one core, as a recorder does, and keeps the lines."""
 
-    def __init__(self, config: RouterConfig, model_fingerprint: str) -> None:
-        self._transcript = Transcript(config, model_fingerprint, key=KEY)
+    def __init__(self, config: RouterConfig, model_fingerprint: str, seed: int = 0) -> None:
+        self._transcript = Transcript(config, model_fingerprint, key=KEY, seed=seed)
         self.lines = [self._transcript.header()]
 
     def note(self, now_s: float, event: ev.Event, outcome: Outcome) -> None:

@@ -38,8 +38,9 @@ class SimRouter:
         self._network = network
         self._incarnation = Incarnation(rng.getrandbits(64))
         self._config = config or CONFIG
+        self._seed = rng.getrandbits(64)
         self.service: RouterService | None = None
-        self.notes = MemoryNotes(self._config, CARD.fingerprint)
+        self.notes = MemoryNotes(self._config, CARD.fingerprint, self._seed)
 
     @property
     def core(self) -> RouterCore:
@@ -49,7 +50,7 @@ class SimRouter:
 
     async def run(self) -> None:
         """Start the service and its links, on the process's loop."""
-        service = RouterService(self._config, MODEL, notes=self.notes, clock=self.process.loop.time)
+        service = RouterService(self._config, MODEL, notes=self.notes, clock=self.process.loop.time, seed=self._seed)
         service.incarnation = self._incarnation  # this one comes from the seed
         server = FakeServer()
         assert isinstance(service.links, LinkService)

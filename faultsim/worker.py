@@ -177,7 +177,12 @@ class SimWorker:
         return WorkerConfig(
             self.worker_id,
             "router:1",
-            EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=shape.max_num_seqs, max_model_len=shape.max_model_len),
+            EngineConfig(
+                block_size=BLOCK_SIZE,
+                max_num_seqs=shape.max_num_seqs,
+                max_model_len=shape.max_model_len,
+                enable_prefix_caching=shape.prefix_caching,
+            ),
             shape.lease,
             heartbeat_interval_s=HEARTBEAT_S,
             router_lost_s=LOST_S,

@@ -195,10 +195,10 @@ class RouterConfig:
     # A prompt is computed on a prefill worker (disaggregated), or on the decode worker (colocated). "auto" decides for each
     # request, and a request may ask for its own placement.
     placement: Literal["auto", "disaggregated", "colocated"] = "auto"
-    # Among the workers that may take a request, these policies choose: "shortest_queue", "most_free_kv", or module:function of
-    # your own, which the router imports.
-    prefill_policy: str = "shortest_queue"
-    decode_policy: str = "most_free_kv"
+    # Among the workers that may take a request, these policies choose: "prefix_aware", "least_loaded", "power_of_two",
+    # "round_robin", "random", or module:function of your own, which the router imports.
+    prefill_policy: str = "prefix_aware"
+    decode_policy: str = "prefix_aware"
     # "auto" computes prompts shorter than this on the decode worker.
     colocate_below_tokens: NonNegativeInt = 0
     # The router refuses further requests while so many requests, or so many of their tokens, wait.

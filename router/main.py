@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -89,8 +90,9 @@ async def serve(
     descriptors = raise_limit()
     max_connections = share_of_clients(descriptors, settings.max_connections)
     links = LinkThread(config.cluster_token, share_of_links(descriptors, max_connections))
-    recorder = Recorder(settings, model.card.fingerprint) if settings.record_file is not None else None
-    service = RouterService(settings, model, links=links, notes=recorder)
+    seed = secrets.randbits(64)
+    recorder = Recorder(settings, model.card.fingerprint, seed) if settings.record_file is not None else None
+    service = RouterService(settings, model, links=links, notes=recorder, seed=seed)
     async with contextlib.AsyncExitStack() as stack:
         if recorder is not None:
             stack.callback(recorder.close)

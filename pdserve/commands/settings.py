@@ -98,13 +98,14 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         ("--prefill-policy",),
         "router.prefill_policy",
         str,
-        "Choice of the prefill worker: shortest_queue (default), most_free_kv, or module:function of your own.",
+        "Choice of the prefill worker: prefix_aware (default), least_loaded, power_of_two, round_robin, random, or "
+        "module:function of your own.",
     ),
     (
         ("--decode-policy",),
         "router.decode_policy",
         str,
-        "Choice of the decode worker: most_free_kv (default), shortest_queue, or module:function of your own.",
+        "Choice of the decode worker: the same names, or module:function of your own.",
     ),
     (
         ("--colocate-below-tokens",),

@@ -24,6 +24,11 @@ the same hash would serve one user's KV to another."""
 PROMPT_HASH_BYTES: Final = 32
 
 
+def chain_salt(model_salt: bytes, cache_salt: str) -> bytes:
+    """Return the salt of a sequence's chain. `model_salt` names the weights. Only equal `cache_salt`s share blocks."""
+    return model_salt + cache_salt.encode(errors="replace")
+
+
 def prompt_hash(prompt_ids: bytes, cache_salt: str) -> bytes:
     """Return the hash that names a whole prompt with its salt. `prompt_ids` are little-endian uint32, as on the wire."""
     salt = cache_salt.encode(errors="surrogatepass")

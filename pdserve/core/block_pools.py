@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pdserve.core.block_hash import BlockHash
 from pdserve.core.blocks import BlockCounts, BlockPool, Holder
 from pdserve.core.ids import BlockId, BlockSum, SeqId
+from pdserve.core.prefix_keys import PublishedKeys
 
 BlockTables = tuple[tuple[BlockId, ...], ...]
 """The blocks of a holder in each group, in prompt order. The groups come first."""
@@ -31,7 +32,8 @@ class BlockPools:
     def __init__(self, *num_blocks: int) -> None:
         """Make a pool for each number of blocks."""
         assert num_blocks
-        self.groups = tuple(BlockPool(count) for count in num_blocks)
+        self.published = PublishedKeys(len(num_blocks))
+        self.groups = tuple(BlockPool(count, self.published) for count in num_blocks)
         self._only = self.groups[0] if len(self.groups) == 1 else None  # asked directly: a step grows many sequences
 
     @property

@@ -29,6 +29,7 @@ from typing import Final, NamedTuple
 from pdserve.core.block_hash import BlockHash
 from pdserve.core.errors import IllegalTransition, InternalBug
 from pdserve.core.ids import BlockId, BlockSum, SeqId
+from pdserve.core.prefix_keys import PublishedKeys
 
 
 class HolderKind(Enum):
@@ -122,9 +123,11 @@ class Reservation:
 class BlockPool:
     """A pool with a fixed number of blocks. Each operation succeeds as a whole or changes nothing."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, published: PublishedKeys | None = None) -> None:
+        """`published` is told of each hash that prompts find from now on, or no longer. None: nobody is."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
+        self._published = published
         self._states = [BlockState.FREE] * num_blocks
         # A stack: the block freed last is in the CPU's caches and its pages are mapped; an unused block costs page faults.
         self._free: list[BlockId] = [BlockId(i) for i in reversed(range(num_blocks))]
@@ -214,6 +217,8 @@ class BlockPool:
         self._move(block_id, BlockEvent.PUBLISH)
         self._hash_of[block_id] = block_hash
         self._block_with[block_hash] = block_id
+        if self._published is not None:
+            self._published.publish(block_hash)
 
     def withdraw(self, holder: Holder, first: int = 0) -> None:
         """Remove the hashes of the holder's blocks from position `first` on, prefix hits included, so that nobody finds them.
@@ -225,7 +230,7 @@ class BlockPool:
         for block_id in self._require(holder)[first:]:
             if (block_hash := self._hash_of.pop(block_id, None)) is not None:
                 self._move(block_id, BlockEvent.WITHDRAW)
-                del self._block_with[block_hash]
+                self._unpublish(block_hash)
 
     def seal(self, holder: Holder, position: int, block_sum: BlockSum) -> None:
         """Store the checksum of the holder's block at `position`. The block is final: no step writes it any more.
@@ -362,8 +367,13 @@ class BlockPool:
     def _evict(self) -> None:
         block_id, _ = self._cached.popitem(last=False)
         self._move(block_id, BlockEvent.EVICT)
-        del self._block_with[self._hash_of.pop(block_id)]
+        self._unpublish(self._hash_of.pop(block_id))
         self._free.append(block_id)
+
+    def _unpublish(self, block_hash: BlockHash) -> None:
+        del self._block_with[block_hash]
+        if self._published is not None:
+            self._published.remove(block_hash)
 
     def _reference(self, block_id: BlockId, holder: Holder) -> None:
         self._move(block_id, BlockEvent.SHARE)

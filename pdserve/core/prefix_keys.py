@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NewType
 
+from pdserve.core.block_hash import BlockHash
+
 PrefixKey = NewType("PrefixKey", int)
 """The first 8 bytes of a block hash, as a little-endian number."""
 
@@ -28,3 +30,63 @@ class PrefixDelta:
     removed: tuple[int, ...]
     digest: int
     full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChanges:
+    """The changes of the set of keys that a pool holds, since they were taken last. `digest` is that of the set now."""
+
+    added: tuple[int, ...]
+    removed: tuple[int, ...]
+    digest: int
+
+
+class PublishedKeys:
+    """The keys of the blocks that every KV group publishes, and what has changed among them.
+
+    The pools of all groups tell it of each hash. A key that came and went between two calls of `take` is no change.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._groups_with: dict[int, int] = {}
+        self._changed: dict[int, bool] = {}
+        self._digest = 0
+
+    def publish(self, block_hash: BlockHash) -> None:
+        """Note that a group publishes a block."""
+        key = key_of(block_hash)
+        self._groups_with[key] = count = self._groups_with.get(key, 0) + 1
+        if count == self._num_groups:
+            self._change(key, held=True)
+
+    def remove(self, block_hash: BlockHash) -> None:
+        """Note that a group no longer publishes a block. The key is gone with the first group that loses it."""
+        key = key_of(block_hash)
+        count = self._groups_with.pop(key)
+        if count > 1:
+            self._groups_with[key] = count - 1
+        if count == self._num_groups:
+            self._change(key, held=False)
+
+    def take(self) -> KeyChanges | None:
+        """Return the changes since the last call. None: there are none."""
+        if not self._changed:
+            return None
+        changed, self._changed = self._changed, {}
+        added = tuple([key for key, held in changed.items() if held])
+        return KeyChanges(added, tuple([key for key, held in changed.items() if not held]), self._digest)
+
+    def held(self) -> frozenset[int]:
+        """Return all keys. This walks over all of them."""
+        return frozenset([key for key, count in self._groups_with.items() if count >= self._num_groups])
+
+    def _change(self, key: int, *, held: bool) -> None:
+        self._digest ^= key
+        if self._changed.pop(key, held) is held:
+            self._changed[key] = held
+
+
+def key_of(block_hash: BlockHash) -> PrefixKey:
+    """Return the key of a block."""
+    return PrefixKey(int.from_bytes(block_hash[:KEY_BYTES], "little"))

@@ -11,12 +11,12 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.prefix_keys import KEY_BYTES
+from pdserve.core.prefix_keys import KEY_BYTES, PrefixDelta
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.rpc.fields import FieldCodec
-from pdserve.rpc.v1 import common_pb2, peer_pb2
+from pdserve.rpc.v1 import common_pb2, link_pb2, peer_pb2
 
 _FINISH_TO_WIRE = {reason: cast(common_pb2.FinishReason, number) for number, reason in FINISH_BY_NUMBER.items()}
 
@@ -47,8 +47,7 @@ def unpack_ids(data: bytes) -> tuple[int, ...]:
     return tuple(packed)
 
 
-def pack_keys(keys: Sequence[int]) -> bytes:
-    """Pack prefix keys as little-endian uint64."""
+def _pack_keys(keys: Sequence[int]) -> bytes:
     packed = array("Q", keys)
     assert packed.itemsize == KEY_BYTES
     if sys.byteorder == "big":
@@ -56,13 +55,23 @@ def pack_keys(keys: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def unpack_keys(data: bytes) -> tuple[int, ...]:
-    """Unpack prefix keys from little-endian uint64. Raises ValueError when the length is not a multiple of 8."""
+def _unpack_keys(data: bytes) -> tuple[int, ...]:
     packed = array("Q")
     packed.frombytes(data)
     if sys.byteorder == "big":
         packed.byteswap()
     return tuple(packed)
+
+
+def prefix_delta_to_wire(delta: PrefixDelta) -> link_pb2.PrefixDelta:
+    """Write the changes of a worker's keys as a message."""
+    added, removed = _pack_keys(delta.added), _pack_keys(delta.removed)
+    return link_pb2.PrefixDelta(number=delta.number, added=added, removed=removed, digest=delta.digest, full=delta.full)
+
+
+def prefix_delta_from_wire(wire: link_pb2.PrefixDelta) -> PrefixDelta:
+    """Read the changes of a worker's keys. Raises ValueError for a part of a key."""
+    return PrefixDelta(wire.number, _unpack_keys(wire.added), _unpack_keys(wire.removed), wire.digest, wire.full)
 
 
 def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:

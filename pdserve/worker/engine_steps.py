@@ -182,7 +182,8 @@ class EngineSteps:
             prefix_hit_tokens=scheduler.prefix.hit,
             numerical_errors=self._numerical_errors,
         )
-        return EngineSnapshot(load, self._commands_taken, scheduler.has_work, self._last_seq_id)
+        keys = self._pool.published.take()
+        return EngineSnapshot(load, self._commands_taken, scheduler.has_work, self._last_seq_id, keys)
 
 
 def _lent(seq_id: SeqId) -> Holder:

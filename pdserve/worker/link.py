@@ -32,7 +32,7 @@ REDIAL_MAX_S: Final = 2.0  # a restarted router is found again within two heartb
 
 class Link:
     """The link of one worker, which its loop owns. `on_command` gets each message of the router except Welcome and Alive.
-    `on_lost` is called after each loss of a stream that had been welcomed."""
+    `on_lost` is called after each loss of a stream that had been welcomed, and `after_beat` after each heartbeat."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Link:
         router_lost_s: float,
         on_command: Callable[[link_pb2.RouterMessage], None],
         on_lost: Callable[[], None],
+        after_beat: Callable[[], None] = lambda: None,
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         self._router_address = router_address
@@ -56,6 +57,7 @@ class Link:
         self._heard_s: float | None = None  # last answer to a heartbeat on this stream; None: there was none
         self._on_command = on_command
         self._on_lost = on_lost
+        self._after_beat = after_beat
         self._open_channel = open_channel
         self._outbound: asyncio.Queue[link_pb2.WorkerMessage] | None = None
         self._overflow = asyncio.Event()
@@ -169,6 +171,7 @@ class Link:
     def _send_beat(self) -> None:
         self._beats += 1
         self.send(link_pb2.WorkerMessage(heartbeat=self._heartbeat()))
+        self._after_beat()
 
     async def _beat(self) -> NoReturn:
         """Send heartbeats from Welcome on. Raises ConnectionError when none was answered for `router_lost_s`.

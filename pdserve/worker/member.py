@@ -23,6 +23,7 @@ from pdserve.worker.engine_watch import LOOK_S, EngineWatch
 from pdserve.worker.host import Host, Role, RoleFactory
 from pdserve.worker.link import Link
 from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
+from pdserve.worker.prefix_log import PrefixCursor, PrefixLog
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class Member:
         self._niceness = niceness
         self._host: Host | None = None
         self._drain_asked = asyncio.Event()
+        self._prefixes = PrefixLog() if config.engine.enable_prefix_caching else None
+        self._cursor = None if self._prefixes is None else PrefixCursor(self._prefixes)
         self.link = Link(
             config.router_address,
             config.cluster_token,
@@ -65,6 +68,7 @@ class Member:
             router_lost_s=config.router_lost_s,
             on_command=self._on_command,
             on_lost=self._on_link_lost,
+            after_beat=self._tell_prefixes,
             open_channel=open_channel,
         )
 
@@ -83,6 +87,8 @@ class Member:
         self._watch.heard(events)
         if events.snapshot is not None:
             self._snapshot = events.snapshot
+            if events.snapshot.keys is not None and self._prefixes is not None:
+                self._prefixes.note(events.snapshot.keys)
         if self.role is not None:
             self.role.on_step(events)
 
@@ -162,6 +168,9 @@ class Member:
             self.drain()
         elif body == "explain_work":
             self.link.send(host.stories.answer(message.explain_work))
+        elif body == "prefix_resync":
+            if self._cursor is not None:
+                self._cursor.ask_full()
         else:
             role.on_command(message)
 
@@ -169,6 +178,15 @@ class Member:
         host, role = self._started()
         role.on_link_lost()
         host.counted.forget()
+        self._cursor = None if self._prefixes is None else PrefixCursor(self._prefixes)
+
+    def _tell_prefixes(self) -> None:
+        """Send what has changed among the keys of the pool. A heartbeat has just gone out, with the counts of the same
+        snapshot."""
+        if self._cursor is not None:
+            delta = self._cursor.next(now_s=asyncio.get_running_loop().time())
+            if delta is not None:
+                self.link.send(link_pb2.WorkerMessage(prefix_delta=codec.prefix_delta_to_wire(delta)))
 
     def _hello(self) -> common_pb2.WorkerHello:
         host, _ = self._started()

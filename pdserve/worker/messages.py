@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pdserve.core.block_pools import BlockTables
 from pdserve.core.ids import BlockId, BlockSum, SeqId
+from pdserve.core.prefix_keys import KeyChanges
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.outcome import Advance, OutputToken
@@ -121,6 +122,8 @@ class EngineSnapshot(NamedTuple):
     """True when the engine goes on without a further command."""
     last_seq_id: SeqId = SeqId(0)
     """The last sequence that the loop had asked for when these counts were taken."""
+    keys: KeyChanges | None = None
+    """The changes of the keys that the pool holds, since the snapshot before. None: there are none."""
 
 
 class StepEvents(NamedTuple):

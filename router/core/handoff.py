@@ -62,6 +62,7 @@ class Handoff:
         worker = self._requests.drop(work)
         if worker is not None:
             worker.refused_blocks = event.blocks_needed
+            worker.touch()
         loss = request.loss
         if request.machine.state is _S.BINDING and request.probe is None:
             yield from self._dispatcher.requeue(request, _E.NO_ROOM)

@@ -6,6 +6,7 @@ returned once, and the sum of each worker's entries must equal what the worker i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,7 +46,9 @@ class Entry:
 class Ledger:
     """The entries by request, and their sum by worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[LinkId], None] = lambda link: None) -> None:
+        """`note` is told of each worker whose charge changes."""
+        self._note = note
         self._entries: dict[RequestId, Entry] = {}
         self._charged: dict[LinkId, int] = {}
 
@@ -55,6 +58,7 @@ class Ledger:
             raise InternalBug(f"request {request_id} already has a ledger entry: {self._entries[request_id]}")
         self._entries[request_id] = Entry(link, tokens)
         self._charged[link] = self._charged.get(link, 0) + tokens
+        self._note(link)
 
     def give_back(self, request_id: RequestId) -> None:
         """Remove the entry of a request. Raises `InternalBug` if it has none."""
@@ -64,6 +68,7 @@ class Ledger:
         self._charged[entry.link] -= entry.tokens
         if self._charged[entry.link] == 0:
             del self._charged[entry.link]
+        self._note(entry.link)
 
     def has(self, request_id: RequestId) -> bool:
         """Tell whether the request has an entry."""

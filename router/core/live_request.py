@@ -81,6 +81,7 @@ class LiveRequest:
     correlation_id: str = ""
     slo: SloClass = DEFAULT_CLASS
     session_id: str = ""
+    prefix_keys: tuple[int, ...] = ()
     placement: Placement = Placement.AUTO
     placement_reason: str = ""
     emitted: list[int] = field(default_factory=list)
@@ -124,6 +125,7 @@ class LiveRequest:
             correlation_id=submit.correlation_id,
             slo=submit.slo,
             session_id=submit.session_id,
+            prefix_keys=submit.prefix_keys,
         )
 
     def start_over(self) -> None:
@@ -194,10 +196,10 @@ class LiveRequest:
             request_id=self.request_id,
             correlation_id=self.correlation_id,
             exact=self.exact,
+            predicted_ttft_s=self.predicted_ttft_s,
             slo_class=self.slo.name,
             ttft_met=self._ttft_met(now_s),
             tpot_met=self._tpot_met(tpot_s, tokens),
-            predicted_ttft_s=self.predicted_ttft_s,
         )
 
     def _ttft_met(self, now_s: float) -> bool | None:

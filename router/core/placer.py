@@ -1,27 +1,34 @@
-"""Placement: the placer picks a worker by the policies from the registry and the ledger. It decides, and changes nothing but
-its turns."""
+"""Placement: the placer picks a worker by the policies from the pools. It decides, and changes nothing but the turns of
+workers.
+
+A choice looks at a shortlist (`router.core.policy.shortlist`), so it costs the same in a pool of any size.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
-from pdserve.core.worker import Role, WorkerHello
+from pdserve.core.worker import Role
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
-from router.core.ledger import Ledger, OutputMean
+from router.core.ledger import OutputMean
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
-from router.core.policy import filters
 from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.decider import Reason, decide
+from router.core.policy.draws import draw
 from router.core.policy.picker import pick
-from router.core.policy.ranking import BUILT_IN, Rankings
+from router.core.policy.ranking import BUILT_IN, Ranking, Rankings
+from router.core.policy.shortlist import Why, why
+from router.core.pools.pool import Ask, Pool
+from router.core.pools.pools import Pools
+from router.core.prefix_index import Held, PrefixIndex
 from router.core.registry import Registry, Worker
 
 MAX_SCORES: Final = 16
@@ -45,39 +52,38 @@ class Wanted:
     links: tuple[LinkId, ...]
 
 
-class _Decided(NamedTuple):
-    """A decision, and the workers that it was made for: decode workers and prefill workers that hold the request."""
-
-    placement: Placement
-    reason: Reason
-    decoders: list[Candidate]
-    lenders: list[Candidate]
-
-
 class Placer:
-    """Picks workers for requests. Equally good workers of a role are picked in turn."""
+    """Picks workers for requests. Among equally good ones it picks the one that was picked the longest ago."""
 
     def __init__(
         self,
         config: RouterConfig,
         registry: Registry,
-        ledger: Ledger,
+        pools: Pools,
         outputs: OutputMean,
         pairs: Pairs,
+        index: PrefixIndex,
         rankings: Rankings = BUILT_IN,
+        seed: int = 0,
     ) -> None:
+        """`seed` is the only source of chance."""
         self._registry = registry
-        self._ledger = ledger
+        self._pools = pools
         self._outputs = outputs
         self._pairs = pairs
+        self._index = index
+        self._seed = seed
         self._rankings = {Role.PREFILL: rankings.prefill, Role.DECODE: rankings.decode}
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
         self.scores: Scores = ()
-        """The candidates of the last pick with their scores, at most `MAX_SCORES`, for stories. Workers that were filtered out
-        are not among them."""
-        self._turns = dict.fromkeys(Role, 0)  # a shared turn, advancing by two a handoff, would always pick the same of two
+        """The candidates of the last pick with their scores, at most `MAX_SCORES`, for stories. Workers that were not on the
+        shortlist are not among them."""
+        self.why = Why.PROBE
+        """The reason of the last pick."""
+        self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
+        """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
         """Check that linked workers could serve the request as asked. The request may wait for workers that are not ready yet
@@ -87,27 +93,44 @@ class Placer:
     def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
         """Choose between disaggregated and colocated. Raises `Unavailable` when no ready worker could ever serve the request as
         asked."""
-        decided = self._decide(request, now_s, serving=True)
-        return decided.placement, decided.reason
+        return self._decide(request, now_s, serving=True)
 
-    def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> _Decided:
-        decoders = self._candidates(Role.DECODE, now_s, serving=serving)
-        if not decoders:
+    def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
+        self._pools.refresh()
+        if not any(tier.serving if serving else tier.known for tier in self._pools.decode.fitting(0)):
             raise Unavailable("no decode worker is ready")
-        decoders = filters.long_enough(decoders, request.max_len)
-        if not decoders:
+        if not any(tier.serving if serving else tier.known for tier in self._pools.decode.fitting(request.max_len)):
             raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
-        lenders = self._lenders(request, now_s, serving=serving)
-        paired_s = now_s if serving else math.inf
-        placement, reason = decide(
+        has_prefill = any(True for _ in self._lenders(request, now_s, serving=serving))
+        return decide(
             request.asked,
             self._configured,
             prompt_tokens=request.work_len,
             colocate_below_tokens=self._colocate_below_tokens,
-            has_prefill=bool(lenders),
-            has_pair=any(self._paired(lenders, decoder.link, paired_s) for decoder in decoders),
+            has_prefill=has_prefill,
+            has_pair=has_prefill and self._has_pair(request, now_s, serving=serving),
         )
-        return _Decided(placement, reason, decoders, lenders)
+
+    def _has_pair(self, request: LiveRequest, now_s: float, *, serving: bool) -> bool:
+        """Tell whether KV may go from some prefill worker to some decode worker that are long enough for the request."""
+        if not len(self._pairs):
+            return True
+        tiers = self._pools.decode.fitting(request.max_len)
+        readers = (worker for tier in tiers for worker in (tier.serving if serving else tier.known).values())
+        return any(self._reached(request, reader, now_s, serving=serving) for reader in readers)
+
+    def _reached(self, request: LiveRequest, reader: Worker, now_s: float, *, serving: bool = True) -> bool:
+        """Tell whether the KV of some prefill worker that is long enough for the request may go to a decode worker."""
+        paired_s = now_s if serving else math.inf
+        lenders = self._lenders(request, now_s, serving=serving)
+        return any(self._pairs.usable(lender.hello, reader.hello, now_s=paired_s) for lender in lenders)
+
+    def _lenders(self, request: LiveRequest, now_s: float, *, serving: bool) -> Iterator[Worker]:
+        """Yield the prefill workers that could compute the request's prompt."""
+        for tier in self._pools.prefill.fitting(request.work_len + 1):
+            for worker in (tier.serving if serving else tier.known).values():
+                if not self._silent(worker, now_s):
+                    yield worker
 
     def need_tokens(self, request: LiveRequest) -> int:
         """Return how many tokens of KV the request will probably take on its decode worker."""
@@ -120,46 +143,79 @@ class Placer:
         A request that may be placed freely is colocated on a decode worker that no KV may go to, rather than wait for a paired
         one: no disaggregated request has a use for that worker. Raises `Unavailable` as `decide` does.
         """
-        placement, reason, decoders, lenders = self._decide(request, now_s, serving=True)
-        fitting = filters.alive(decoders)
-        cut_off: list[Candidate] = []
-        if placement is Placement.DISAGGREGATED and len(self._pairs):
-            cut_off = [c for c in fitting if not self._paired(lenders, c.link, now_s)]
-            fitting = [c for c in fitting if c not in cut_off]
-        tries = [(fitting, placement, reason)]
-        if reason is Reason.DEFAULT:
-            tries.append((cut_off, Placement.COLOCATED, Reason.PAIRS_SET_ASIDE))
-        for among, how, why in tries:
-            worker = self._roomiest(request, [c for c in among if c.link not in kept])
+        placement, reason = self._decide(request, now_s, serving=True)
+        apart = placement is Placement.DISAGGREGATED and len(self._pairs) > 0
+
+        def reached(worker: Worker) -> bool:
+            return not apart or self._reached(request, worker, now_s)
+
+        tries = [(reached, placement, reason)]
+        if apart and reason is Reason.DEFAULT:
+            tries.append((lambda worker: not reached(worker), Placement.COLOCATED, Reason.PAIRS_SET_ASIDE))
+        need = self.need_tokens(request)
+        for usable, how, because in tries:
+
+            def allowed(worker: Worker, usable: Callable[[Worker], bool] = usable) -> bool:
+                return worker.link not in kept and not self._silent(worker, now_s) and usable(worker)
+
+            worker = self._choose(Role.DECODE, request, Ask(request.max_len, need, allowed), now_s)
             if worker is not None:
-                return Place(worker, how, why)
-        return Wanted(tuple(c.link for among, _, _ in tries for c in among))
+                return Place(worker, how, because)
+        return Wanted(tuple(self._waited_for(request, [usable for usable, _, _ in tries], now_s)))
+
+    def _waited_for(self, request: LiveRequest, tries: list[Callable[[Worker], bool]], now_s: float) -> Iterator[LinkId]:
+        for tier in self._pools.decode.fitting(request.max_len):
+            for link, worker in tier.alive.items():
+                if not self._silent(worker, now_s) and any(usable(worker) for usable in tries):
+                    yield link
 
     def room_beside(self, kept: Container[LinkId], *, now_s: float) -> bool:
         """Tell whether a decode worker that is not in `kept` might have room."""
-        others = [c for c in self._candidates(Role.DECODE, now_s, serving=True) if c.link not in kept]
-        return bool(filters.with_room(filters.alive(others), 1))
+        self._pools.refresh()
+        return any(
+            free_tokens > 0 and link not in kept for tier in self._pools.decode.fitting(0) for free_tokens, link in tier.by_free
+        )
 
     def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Worker | None:
         """Pick a decode worker that has room now, by the estimate, and may read from `lender`. None: there is no such
         worker."""
-        fitting = self._fitting(request, now_s)
-        hello = self._hello(lender)
-        return self._roomiest(request, [c for c in fitting if self._usable(hello, c.link, now_s)])
+        self._pools.refresh()
+        source = self._registry.get(lender)
+        if source is None:
+            return None
+
+        def allowed(worker: Worker) -> bool:
+            return not self._silent(worker, now_s) and self._pairs.usable(source.hello, worker.hello, now_s=now_s)
+
+        return self._choose(Role.DECODE, request, Ask(request.max_len, self.need_tokens(request), allowed), now_s)
 
     def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
         """Pick a prefill worker that takes new work and whose KV may go to that decode worker. A probe has chosen its own.
         None: there is no such worker."""
+        self._pools.refresh()
         if request.probe is not None:
+            self.scores, self.why = (), Why.PROBE
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
             return None if peer is None or peer.draining else peer
-        lenders = self._paired(self._lenders(request, now_s, serving=True), decode, now_s)
-        prompt_tokens = request.work_len
-        return self._pick(Role.PREFILL, lenders, RequestView(prompt_tokens, prompt_tokens))
+        reader = self._registry.get(decode)
+        if reader is None:
+            return None
+
+        def allowed(worker: Worker) -> bool:
+            return not self._silent(worker, now_s) and self._pairs.usable(worker.hello, reader.hello, now_s=now_s)
+
+        return self._choose(Role.PREFILL, request, Ask(request.work_len + 1, 0, allowed), now_s)
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
         """Tell whether the worker is silent or its engine makes no steps. Such a worker gets nothing new, and may be lost."""
         return self._silent(worker, now_s) or worker.stalled
+
+    def note_silence(self, *, now_s: float) -> None:
+        """Take the workers that have become silent out of the pools."""
+        for worker in self._registry.silent_since(now_s - self._suspect_s):
+            if not worker.silent:
+                worker.silent = True
+                worker.touch()
 
     def _silent(self, worker: Worker, now_s: float) -> bool:
         return now_s - worker.last_seen_s > self._suspect_s
@@ -174,57 +230,51 @@ class Placer:
             return f"its engine has made no step for {worker.load.engine_stalled_s:.1f} s while work waits"
         return "" if worker.readiness.ready else worker.readiness.reason
 
-    def _fitting(self, request: LiveRequest, now_s: float) -> list[Candidate]:
-        alive = filters.alive(self._candidates(Role.DECODE, now_s, serving=True))
-        return filters.long_enough(alive, request.max_len)
+    # One choice ------------------------------------------------------------------------------------------------------
 
-    def _roomiest(self, request: LiveRequest, fitting: list[Candidate]) -> Worker | None:
-        need = self.need_tokens(request)
-        roomy = filters.with_room(fitting, need)
-        return self._pick(Role.DECODE, roomy, RequestView(request.work_len, need))
-
-    def _lenders(self, request: LiveRequest, now_s: float, *, serving: bool) -> list[Candidate]:
-        alive = [c for c in filters.alive(self._candidates(Role.PREFILL, now_s, serving=serving)) if not c.refused]
-        return filters.long_enough(alive, request.work_len + 1)
-
-    def _paired(self, lenders: list[Candidate], decode: LinkId, now_s: float) -> list[Candidate]:
-        """Return the lenders whose KV may go to that decode worker."""
-        if not len(self._pairs):
-            return lenders
-        return [c for c in lenders if self._usable(self._hello(c.link), decode, now_s)]
-
-    def _usable(self, prefill: WorkerHello | None, decode: LinkId, now_s: float) -> bool:
-        reader = self._hello(decode)
-        return prefill is not None and reader is not None and self._pairs.usable(prefill, reader, now_s=now_s)
-
-    def _hello(self, link: LinkId) -> WorkerHello | None:
-        worker = self._registry.get(link)
-        return None if worker is None else worker.hello
-
-    def _pick(self, role: Role, among: list[Candidate], request: RequestView) -> Worker | None:
-        scores = self._rankings[role](among, request)
-        picked = pick(among, scores, self._turns[role])
-        if picked is None:
+    def _choose(self, role: Role, request: LiveRequest, ask: Ask, now_s: float) -> Worker | None:
+        """Let the policy of a role pick one of the workers that `ask` describes. None: there is none."""
+        pool, ranking = self._pools.of(role), self._rankings[role]
+        held = self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
+        session = self.last_turn(request, role)
+        near = [] if held is None else held.longest(ranking.shortlist.holders)
+        if session is not None and ranking.shortlist.session:
+            near.append(session)
+        links = pool.shortlist(ranking.shortlist, ask, near, self._seed)
+        rows = [self._row(pool, ranking, link, request, held, session) for link in links]
+        view = RequestView(request.work_len, ask.kv_tokens or request.work_len, *_targets(request, now_s))
+        scores = ranking.scores(rows, view)
+        picked = pick(rows, scores)
+        worker = None if picked is None else self._registry.get(picked.link)
+        if picked is None or worker is None:
             return None
-        named = zip(among[:MAX_SCORES], scores, strict=False)
-        self.scores = tuple([(worker.hello.worker_id, score) for c, score in named if (worker := self._registry.get(c.link))])
-        self._turns[role] += 1
-        return self._registry.get(picked.link)
+        self.scores = self._named(links, scores)
+        self.why = why(picked, ranking.shortlist)
+        pool.picked(worker)
+        return worker
 
-    def _candidates(self, role: Role, now_s: float, *, serving: bool) -> list[Candidate]:
-        """Return the workers of a role that serve now. Without `serving`, return all that are linked and do not drain."""
-        return [
-            Candidate(
-                link=worker.link,
-                kv_tokens=worker.hello.kv_tokens,
-                promised_tokens=self._ledger.charged(worker.link),
-                free_slots=worker.hello.max_num_seqs - len(worker.work),
-                queued_tokens=worker.queued_tokens,
-                max_model_len=worker.hello.max_model_len,
-                suspect=self.suspect(worker, now_s=now_s),
-                refused=worker.turned_away or worker.refused_blocks is not None,
-                claimed=worker.claimed_by is not None,
-            )
-            for worker in self._registry.of_role(role)
-            if (worker.serves if serving else not worker.draining)
-        ]
+    def _row(
+        self, pool: Pool, ranking: Ranking, link: LinkId, request: LiveRequest, held: Held | None, session: LinkId | None
+    ) -> Candidate:
+        """Return a worker's row with what depends on the request."""
+        row, which = pool.row(link), ranking.shortlist
+        blocks = 0 if held is None else held.blocks(link)
+        if blocks:
+            worker = self._registry.get(link)
+            block_size = 0 if worker is None else worker.hello.block_size
+            row = row._replace(cached_tokens=min(blocks * block_size, request.work_len - 1))
+        if link == session:
+            row = row._replace(session=True)
+        if which.drawn or which.everyone:
+            row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
+        return row
+
+    def _named(self, links: Iterable[LinkId], scores: Iterable[float]) -> Scores:
+        named = [(self._registry.get(link), score) for link, score in zip(links, scores, strict=True)]
+        return tuple([(worker.hello.worker_id, score) for worker, score in named[:MAX_SCORES] if worker is not None])
+
+
+def _targets(request: LiveRequest, now_s: float) -> tuple[float | None, float | None]:
+    """Return the time that is left for the first token, and the target for the time between tokens."""
+    ttft_s = request.slo.ttft_s
+    return (None if ttft_s is None else request.times.arrived_s + ttft_s - now_s), request.slo.tpot_s

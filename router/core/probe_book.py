@@ -27,6 +27,7 @@ class ProbeBook:
         """Claim the next room on a decode worker. One claim is kept; other claimants try again at the next tick."""
         if decode.claimed_by is None:
             decode.claimed_by = self.claims[decode.link] = claimant.link
+            decode.touch()
         claimant.readiness.reason = f"waiting for room on {decode.hello.worker_id} for a KV round trip"
 
     def unclaim(self, decode: LinkId) -> None:
@@ -35,6 +36,7 @@ class ProbeBook:
         worker = self._registry.get(decode)
         if worker is not None:
             worker.claimed_by = None
+            worker.touch()
 
     def ended(self, probe: Probe, error: PdserveError | None, now_s: float) -> None:
         """Note the result of a probe for both workers. This is called once for each probe, however it ended. `error` is None
@@ -62,6 +64,7 @@ def _note(worker: Worker, peer: str, error: PdserveError | None, now_s: float) -
     readiness = worker.readiness
     if error is None:
         readiness.ready, readiness.reason, readiness.failures = True, "", 0
+        worker.touch()
     elif not readiness.ready:
         readiness.reason = f"KV round trip with {peer} failed: {error.message}"
         readiness.try_after_s = now_s + min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(readiness.failures, 8))

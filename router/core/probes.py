@@ -70,6 +70,7 @@ class Probes:
                 continue
             if not self._enabled:
                 readiness.ready, readiness.reason = True, ""
+                worker.touch()
             elif not readiness.probes and not worker.draining and now_s >= readiness.try_after_s:
                 yield from self._try(worker, now_s)
         for prefill, decode in self._pairs.in_doubt():

@@ -82,6 +82,7 @@ class Recovery:
         worker = self._requests.drop(work)
         if worker is not None and error.code in _TURNED_AWAY:
             worker.turned_away = True
+            worker.touch()
         # A worker's clock may reach the deadline before the router's clock, which alone decides: `retry` looks at it.
         if TABLE[error.code].cluster_retries or error.code is ErrorCode.DEADLINE_EXCEEDED:
             yield from self.retry(work.request, error, now_s)

@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -56,6 +57,16 @@ class Worker:
     claimed_by: LinkId | None = None
     """The worker whose probe gets the next room on this one. None: nobody claims it."""
     readiness: Readiness = field(default_factory=Readiness)
+    silent: bool = False
+    """The worker was found silent, and has not been heard since."""
+    picked: int = 0
+    """The number of the pick, counted over the pool, that last chose the worker. 0: none did."""
+    changed: dict[LinkId, Role] = field(default_factory=dict)
+    """The workers that have changed since the pools were brought up to date. All workers of a registry share it."""
+
+    def touch(self) -> None:
+        """Note that something has changed by which workers are chosen. Whoever changes the worker calls this."""
+        self.changed[self.link] = self.hello.role
 
     @property
     def name(self) -> str:
@@ -96,12 +107,14 @@ class Worker:
         """Count a prompt that was sent to the worker, until a heartbeat includes it."""
         self.on_the_way[handle] = tokens
         self.on_the_way_tokens += tokens
+        self.touch()
 
     def ended(self, handle: Handle) -> None:
         """Forget work that is over or was withdrawn, and its tokens on the way."""
         self.work.pop(handle, None)
         self.on_the_way_tokens -= self.on_the_way.pop(handle, 0)
         self.refused_blocks = None  # something was freed there
+        self.touch()
 
     def saw_heartbeat(self, load: WorkerLoad) -> None:
         """Take over the load of a heartbeat. Prompts that it includes are no longer on the way, and refusals that it outdates
@@ -113,6 +126,7 @@ class Worker:
         self.draining = self.draining or load.draining
         if self.refused_blocks is not None and load.blocks.free + load.blocks.cached >= self.refused_blocks:
             self.refused_blocks = None
+        self.touch()
 
 
 class Registry:
@@ -124,6 +138,10 @@ class Registry:
         self.exact = True
         """True while all linked workers keep weights and KV in the same formats: then a token does not depend on the worker."""
         self._by_link: dict[LinkId, Worker] = {}
+        self._by_role: dict[Role, dict[LinkId, Worker]] = {role: {} for role in Role}
+        self._by_seen: OrderedDict[LinkId, Worker] = OrderedDict()
+        self.changed: dict[LinkId, Role] = {}
+        """The workers that have changed, joined or left since the pools were brought up to date."""
         self.joined = 0
         """The number of workers that have joined so far."""
         self.news = 0
@@ -176,7 +194,9 @@ class Registry:
         """Add a checked worker, without work: a worker whose link broke has dropped the work of that link."""
         assert self.find(hello.worker_id) is None
         idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
-        worker = self._by_link[link] = Worker(link, hello, now_s, idle)
+        worker = Worker(link, hello, now_s, idle, changed=self.changed)
+        self._by_link[link] = self._by_role[hello.role][link] = self._by_seen[link] = worker
+        worker.touch()
         self.joined += 1
         self._note_change(hello.role)
         return worker
@@ -190,8 +210,31 @@ class Registry:
         """Remove and return the worker of a link. None: it had left already."""
         worker = self._by_link.pop(link, None)
         if worker is not None:
+            self._by_role[worker.hello.role].pop(link, None)
+            self._by_seen.pop(link, None)
+            worker.touch()
             self._note_change(worker.hello.role)
         return worker
+
+    def seen(self, link: LinkId, *, now_s: float) -> Worker | None:
+        """Return the worker of a link that was heard just now, or None when it has left."""
+        worker = self._by_link.get(link)
+        if worker is not None:
+            worker.last_seen_s = now_s
+            self._by_seen.move_to_end(link)
+            if worker.silent:
+                worker.silent = False
+                worker.touch()
+        return worker
+
+    def silent_since(self, before_s: float) -> list[Worker]:
+        """Return the workers that were last heard before a time, the longest silent first."""
+        found: list[Worker] = []
+        for worker in self._by_seen.values():
+            if worker.last_seen_s >= before_s:
+                break
+            found.append(worker)
+        return found
 
     def get(self, link: LinkId) -> Worker | None:
         """Return the worker of a link, or None when it has left."""
@@ -215,7 +258,7 @@ class Registry:
 
     def of_role(self, role: Role) -> list[Worker]:
         """Return the linked workers of a role, in the order of joining."""
-        return [w for w in self._by_link.values() if w.hello.role is role]
+        return list(self._by_role[role].values())
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._by_link.values()))

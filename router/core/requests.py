@@ -19,6 +19,7 @@ from router.core.ledger import Ledger, OutputMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
+from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.queue.limits import SHED, QueueLimits
 from router.core.registry import Registry, Worker
@@ -35,13 +36,16 @@ _RESERVING: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
 class Requests:
     """Holds the live requests."""
 
-    def __init__(self, registry: Registry, waiting: WaitingRequests, limits: QueueLimits, probe_book: ProbeBook) -> None:
+    def __init__(
+        self, registry: Registry, waiting: WaitingRequests, limits: QueueLimits, probe_book: ProbeBook, index: PrefixIndex
+    ) -> None:
         self.registry = registry
+        self._index = index
         self.waiting = waiting
         self._limits = limits
         self.ended = 0
         """The number of requests that have ended. When it grows, there may be room on workers."""
-        self.ledger = Ledger()
+        self.ledger = Ledger(self._charge_changed)
         self.outputs = OutputMean()
         self.stories = Stories()
         self._probe_book = probe_book
@@ -102,15 +106,23 @@ class Requests:
         else:
             request.prefill, request.prefill_worker = work, worker.hello.worker_id
         worker.work[handle] = work
+        worker.touch()
+        self._index.expect(worker.link, handle, request.prefix_keys)
         request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
         return work
+
+    def _charge_changed(self, link: LinkId) -> None:
+        worker = self.registry.get(link)
+        if worker is not None:
+            worker.touch()
 
     def drop(self, work: RemoteWork) -> Worker | None:
         """Forget work that has ended at its worker. Return the worker, or None when it has left."""
         request, worker = work.request, self.registry.get(work.link)
         if worker is not None:
             worker.ended(work.handle)
+            self._index.ended(work.link, work.handle)
         if request.prefill is work:  # the request names its work until all else is done, so a failed drop can be repeated
             request.prefill = None
         if request.decode is work:

@@ -58,6 +58,7 @@ from router.core.machines.request_machine import RequestEvent
 from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy.ranking import BUILT_IN, Rankings
+from router.core.pools.pools import Pools
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
@@ -76,16 +77,20 @@ _Report = Reserved | NoRoom | PrefillStarted | KvCommitted | RequestFailed
 class RouterCore:
     """Holds all state of the router, and turns each event into effects."""
 
-    def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN) -> None:
+    def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN, seed: int = 0) -> None:
+        """`seed` is the only source of chance: policies that draw workers draw by it."""
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
         self.waiting = WaitingRequests()
         self._limits = QueueLimits(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self._probe_book = ProbeBook(self.registry)
-        self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book)
-        self.ledger = self.requests.ledger
         self.prefix_index = PrefixIndex(config.prefix_index_bytes)
+        self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book, self.prefix_index)
+        self.ledger = self.requests.ledger
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
-        self.placer = Placer(config, self.registry, self.ledger, self.requests.outputs, self.pairs, rankings)
+        self.pools = Pools(self.registry, self.ledger)
+        self.placer = Placer(
+            config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
+        )
         self._dispatcher = Dispatcher(self.requests, self.placer, self._probe_book, recovery_wait_s=config.recovery_wait_s)
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
         self._tokens = Tokens(self.requests)
@@ -186,7 +191,8 @@ class RouterCore:
         yield from end
 
     def _tick(self, event: Tick, now_s: float) -> Effects:
-        for worker in self.registry:
+        self.placer.note_silence(now_s=now_s)
+        for worker in self.registry.silent_since(now_s - self._lost_s):
             silent_s = now_s - worker.last_seen_s
             if silent_s > self._lost_s:
                 error = ReplicaLost(f"{worker.name} was silent for {silent_s:.1f} s")
@@ -270,13 +276,11 @@ class RouterCore:
     def _drain(self, worker: Worker) -> Effects:
         self._drained[worker.hello.worker_id] = worker.hello.incarnation
         worker.draining = True
+        worker.touch()
         yield SendDrain(worker.link)
 
     def _seen(self, link: LinkId, now_s: float) -> Worker | None:
-        worker = self.registry.get(link)
-        if worker is not None:
-            worker.last_seen_s = now_s
-        return worker
+        return self.registry.seen(link, now_s=now_s)
 
     # Reports of workers about one request -----------------------------------------------------------------------------
 
@@ -318,4 +322,5 @@ class RouterCore:
         self.pairs.check_invariants()
         self.recovery.bucket.check_invariants()
         self._probes.check_invariants()
+        self.pools.check_invariants()
         self._probe_book.check_invariants()

@@ -36,10 +36,10 @@ _Item = tuple[float, ev.Event, Outcome]
 class Recorder:
     """Records the events of one core. The owner calls `close` at the end."""
 
-    def __init__(self, config: RouterConfig, model_fingerprint: str) -> None:
-        """Open the file and start the thread. Raises `ConfigError` naming router.record_file."""
+    def __init__(self, config: RouterConfig, model_fingerprint: str, seed: int = 0) -> None:
+        """Open the file and start the thread. `seed` is the core's. Raises `ConfigError` naming router.record_file."""
         assert config.record_file is not None
-        self._transcript = Transcript(config, model_fingerprint, key=secrets.token_bytes(KEY_BYTES))
+        self._transcript = Transcript(config, model_fingerprint, seed=seed, key=secrets.token_bytes(KEY_BYTES))
         self._max_bytes = config.record_max_bytes
         self._queue: queue.Queue[_Item | None] = queue.Queue(MAX_QUEUED)
         self._end = ""

@@ -78,10 +78,14 @@ def replay(lines: Iterable[bytes], rankings_of: Callable[[RouterConfig], Ranking
     numbered = enumerate(lines, 1)
     header = _header(next(numbered, (1, b""))[1])
     try:
-        config, fingerprint = RouterConfig(**header["router"]), str(header["model_fingerprint"])
-    except (KeyError, TypeError, PdserveError) as exc:
+        config, fingerprint, seed = (
+            RouterConfig(**header["router"]),
+            str(header["model_fingerprint"]),
+            int(header.get("seed", 0)),
+        )
+    except (KeyError, TypeError, ValueError, PdserveError) as exc:
         raise _bad(f"line 1 has no settings that this pdserve, {__version__}, takes: {exc}") from exc
-    core = RouterCore(config, fingerprint, rankings_of(config))
+    core = RouterCore(config, fingerprint, rankings_of(config), seed)
     core.requests.stories = Stories(max_stories=MAX_STORIES, max_entries=MAX_STORIES * MAX_ENTRIES)
     result = Replay(core, str(header.get("pdserve")))
     redaction = Redaction(None, prompts=bool(header.get("prompts")))

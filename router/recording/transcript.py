@@ -1,13 +1,13 @@
 """The lines of a recording. The first one is the header; each other one is one event with what the core made of it.
 
 ```
-{"pdserve_recording": 1, "pdserve": VERSION, "model_fingerprint": ..., "prompts": false, "router": {settings}}
+{"pdserve_recording": 1, "pdserve": VERSION, "model_fingerprint": ..., "seed": 7, "prompts": false, "router": {settings}}
 {"now_s": 12.5, "event": {"type": "Reserved", ...}, "effects": [{"type": "SendPrefill", ...}]}
 {"now_s": 12.6, "event": {...}, "raised": {"type": "Overloaded", "message": ...}}
 {"end": "the router stopped"}
 ```
-The core draws no random numbers and reads no clock. So a replay needs only the settings, the model and the events with their
-times.
+The core reads no clock, and draws by its seed alone. So a replay needs only the settings, the model, the seed and the events
+with their times.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Notes(Protocol):
 class Transcript:
     """Writes lines, each with its line feed. It keeps nothing of what it wrote."""
 
-    def __init__(self, config: RouterConfig, model_fingerprint: str, *, key: bytes) -> None:
-        """`key` is random and secret: salts and tickets become digests with it."""
+    def __init__(self, config: RouterConfig, model_fingerprint: str, *, key: bytes, seed: int = 0) -> None:
+        """`seed` is the core's. `key` is random and secret: salts and tickets become digests with it."""
         self._config = config
         self._model_fingerprint = model_fingerprint
+        self._seed = seed
         self._redaction = Redaction(key, prompts=config.record_prompts)
 
     def header(self) -> bytes:
@@ -54,6 +55,7 @@ class Transcript:
                 MAGIC: FORMAT,
                 "pdserve": __version__,
                 "model_fingerprint": self._model_fingerprint,
+                "seed": self._seed,
                 "prompts": self._config.record_prompts,
                 "router": settings,
             }

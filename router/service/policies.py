@@ -16,13 +16,14 @@ from pdserve.config import RouterConfig
 from pdserve.core.worker import Role
 from pdserve.plugins import resolve
 from router.core.policy.candidate import Candidate, RequestView
-from router.core.policy.ranking import BUILT_IN, Policy, Ranking, Rankings, ranking_of
+from router.core.policy.ranking import BUILT_IN, Policy, Ranking, Rankings, Scorer, ranking_of
+from router.core.policy.shortlist import shortlist_of
 
 logger = logging.getLogger(__name__)
 
 BUILTINS: Final = {
-    "shortest_queue": "router.core.policy.shortest_queue:score",
-    "most_free_kv": "router.core.policy.most_free_kv:score",
+    name: f"router.core.policy.{name}:score"
+    for name in ("prefix_aware", "least_loaded", "power_of_two", "round_robin", "random")
 }
 MAX_LOGGED: Final = 16
 """One policy's faults are logged for this many different reasons, once each. All faults are counted."""
@@ -35,7 +36,7 @@ class _NotANumber(Exception):
 class GuardedPolicy:
     """The ranking of a policy that may raise or return nonsense."""
 
-    def __init__(self, setting: str, policy: Policy, fallback: Ranking, count: Callable[[str], None]) -> None:
+    def __init__(self, setting: str, policy: Policy, fallback: Scorer, count: Callable[[str], None]) -> None:
         """`fallback` ranks when the policy cannot. `count` gets the reason of each fault, "raised" or "not_a_number"."""
         self._setting = setting
         self._policy = policy
@@ -75,8 +76,9 @@ def rankings_of(config: RouterConfig, count: Callable[[str, str], None]) -> Rank
 def _ranking(setting: str, name: str, fallback: Ranking, role: Role, count: Callable[[str, str], None]) -> Ranking:
     policy: Policy = resolve(name, BUILTINS, setting)
     if name in BUILTINS:
-        return ranking_of(policy)
-    return GuardedPolicy(setting, policy, fallback, lambda reason: count(role.value, reason))
+        return ranking_of(name, policy)
+    guarded = GuardedPolicy(setting, policy, fallback.scores, lambda reason: count(role.value, reason))
+    return Ranking(name, shortlist_of(policy), guarded)
 
 
 def _number(value: Any) -> float:

@@ -64,10 +64,11 @@ class RouterService:
         links: Links | None = None,
         notes: Notes | None = None,
         clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
     ) -> None:
         """`links` serves the workers' links. None: a `LinkService` under `cluster_token` serves them on this loop.
 
-        `notes` takes every event of the core. None: nobody does.
+        `notes` takes every event of the core. None: nobody does. `seed` is the core's only source of chance. None: it is drawn.
         """
         self.model = model
         self.model_name = model.name
@@ -83,7 +84,8 @@ class RouterService:
         self._notes = notes
         self._attainment = Attainment()
         self._metrics = Metrics(self.snapshot)
-        self._core = RouterCore(config, model.card.fingerprint, rankings_of(config, self._metrics.policy_fault))
+        seed = secrets.randbits(64) if seed is None else seed
+        self._core = RouterCore(config, model.card.fingerprint, rankings_of(config, self._metrics.policy_fault), seed)
         self._explainer = Explainer(self._core, self.links, clock)
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId
-from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.worker import WorkerHello
 from pdserve.observe.story import MAX_ENTRIES, Entry, Shown, cut
 from pdserve.rpc import codec
@@ -67,10 +66,9 @@ def _heartbeat(link: ev.LinkId, m: common_pb2.WorkerLoad) -> ev.WorkerEvent:
 
 def _prefix_delta(link: ev.LinkId, m: link_pb2.PrefixDelta) -> ev.WorkerEvent:
     try:
-        delta = PrefixDelta(m.number, codec.unpack_keys(m.added), codec.unpack_keys(m.removed), m.digest, m.full)
+        return ev.PrefixSeen(link, codec.prefix_delta_from_wire(m))
     except ValueError as exc:
         raise InternalBug(f"PrefixDelta {m.number}: {exc}") from exc
-    return ev.PrefixSeen(link, delta)
 
 
 def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.WorkerEvent:

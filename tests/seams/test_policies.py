@@ -22,15 +22,16 @@ from faultsim.run import run_seed
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from router.core.events import LinkId
-from router.core.policy import most_free_kv, shortest_queue
+from router.core.policy import least_loaded, prefix_aware
 from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.picker import pick
 from router.core.policy.ranking import ranking_of
-from router.service.policies import MAX_LOGGED, GuardedPolicy, rankings_of
+from router.core.policy.shortlist import EVERYONE, Shortlist, shortlisted
+from router.service.policies import BUILTINS, MAX_LOGGED, GuardedPolicy, rankings_of
 
 BASE = Candidate(LinkId(1), 100, 0, 4, 0, 64, suspect=False, refused=False)
 REQUEST = RequestView(10, 20)
-FALLBACK = ranking_of(most_free_kv.score)
+FALLBACK = ranking_of("least_loaded", least_loaded.score).scores
 
 pools = st.lists(
     st.builds(
@@ -59,31 +60,40 @@ def raises(candidate: Candidate, request: RequestView) -> float:
     raise ZeroDivisionError
 
 
-def test_the_built_in_policies_are_the_defaults_and_either_serves_both_pools() -> None:
-    other = BASE._replace(link=LinkId(2), promised_tokens=50, queued_tokens=0)
-    busy = BASE._replace(queued_tokens=9)
+def test_a_built_in_policy_is_chosen_by_its_name_with_its_shortlist() -> None:
     counted: list[tuple[str, str]] = []
     default = rankings_of(RouterConfig(), lambda *fault: counted.append(fault))
-    assert default.prefill([busy, other], REQUEST) == [shortest_queue.score(c, REQUEST) for c in (busy, other)]
-    assert default.decode([busy, other], REQUEST) == [most_free_kv.score(c, REQUEST) for c in (busy, other)]
-    swapped = rankings_of(RouterConfig(prefill_policy="most_free_kv", decode_policy="shortest_queue"), lambda *_: None)
-    assert swapped.prefill([busy, other], REQUEST) == default.decode([busy, other], REQUEST)
-    assert swapped.decode([busy, other], REQUEST) == default.prefill([busy, other], REQUEST)
+    assert {default.prefill.name, default.decode.name} == {"prefix_aware"}
+    assert default.prefill.scores([BASE], REQUEST) == [prefix_aware.score(BASE, REQUEST)]
+    for name in BUILTINS:
+        named = rankings_of(RouterConfig(prefill_policy=name, decode_policy=name), lambda *fault: counted.append(fault))
+        assert (named.prefill.name, named.decode.name) == (name, name)
+        assert named.prefill.shortlist != EVERYONE
+        assert named.prefill.scores([BASE], REQUEST) == named.decode.scores([BASE], REQUEST)
     assert counted == []
+
+
+def test_a_policy_of_ones_own_scores_everyone_unless_it_says_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = shortlisted(Shortlist(least_loaded=2))(lambda candidate, request: 0.0)
+    monkeypatch.setitem(sys.modules, "own_policies", types.SimpleNamespace(few=few, all=last_wins))
+    rankings = rankings_of(RouterConfig(prefill_policy="own_policies:few", decode_policy="own_policies:all"), lambda *_: None)
+    assert rankings.prefill.shortlist == Shortlist(least_loaded=2)
+    assert rankings.decode.shortlist == EVERYONE
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
 def test_an_unknown_policy_is_refused_with_the_known_ones(pool: str) -> None:
     config = RouterConfig(**{f"{pool}_policy": "round_robbin"})
-    known = rf"router\.{pool}_policy must be one of shortest_queue, most_free_kv, or module:function .* got 'round_robbin'"
+    names = ", ".join(BUILTINS)
+    known = rf"router\.{pool}_policy must be one of {names}, or module:function .* got 'round_robbin'"
     with pytest.raises(ConfigError, match=known):
         rankings_of(config, lambda *_: None)
 
 
-@given(pools, st.integers(0, 20))
-def test_a_sound_policy_decides(pool: list[Candidate], turn: int) -> None:
+@given(pools)
+def test_a_sound_policy_decides(pool: list[Candidate]) -> None:
     ranking, faults = guarded(last_wins)
-    picked = pick(pool, ranking(pool, REQUEST), turn)
+    picked = pick(pool, ranking(pool, REQUEST))
     assert picked is None or picked.link == max(c.link for c in pool)
     assert not faults
 

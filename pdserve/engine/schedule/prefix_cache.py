@@ -7,7 +7,7 @@ again. Only whole blocks are shared, and a published block is never written, so 
 
 from __future__ import annotations
 
-from pdserve.core.block_hash import BlockHash, PrefixChain
+from pdserve.core.block_hash import BlockHash, PrefixChain, chain_salt
 from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.engine.schedule.sequence import Sequence
@@ -34,7 +34,7 @@ class PrefixCache:
         """
         if self._salt is None:
             return None
-        return PrefixChain(self._block_size, salt=self._salt + cache_salt.encode(errors="replace"))
+        return PrefixChain(self._block_size, salt=chain_salt(self._salt, cache_salt))
 
     def hashes(self, chain: PrefixChain | None, tokens: TokenIds, limit: int) -> list[BlockHash]:
         """Return the hashes of the full blocks among the first `limit` tokens; an empty list when nothing is shared."""

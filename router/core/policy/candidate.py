@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pdserve.core.worker import Role
 from router.core.events import LinkId
 
 
@@ -27,6 +28,8 @@ class Candidate(NamedTuple):
     cached_tokens: int = 0  # tokens of this request's prompt whose KV it probably holds
     session: bool = False  # the last turn of the request's session was placed on it
     draw: float = 0.0  # random number in [0, 1), new for each request and worker
+    role: Role = Role.DECODE
+    load: float = 0.0  # how busy it is, in the measure of its pool (`router.core.pools.load`)
 
 
 class RequestView(NamedTuple):

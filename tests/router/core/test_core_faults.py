@@ -151,7 +151,7 @@ def run(kind: type[FaultyMachine], seed: int) -> tuple[int, str]:
     survived = 0
     try:
         for _ in range(600):
-            stage.point, stage.bugs = random.randrange(120) if random.random() < 0.1 else None, []
+            stage.point, stage.bugs = random.randrange(90) if random.random() < 0.1 else None, []
             chaos(machine, random)
             survived += bool(stage.bugs)
             machine.books_agree()

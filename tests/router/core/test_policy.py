@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from random import Random
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role
 from router.core.events import LinkId
 from router.core.ledger import OutputMean
-from router.core.policy import filters, most_free_kv, shortest_queue
+from router.core.policy import least_loaded, power_of_two, prefix_aware, random, round_robin
 from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.decider import Reason, decide
+from router.core.policy.draws import draw
 from router.core.policy.picker import pick
 from router.core.policy.ranking import ranking_of
+from router.core.policy.shortlist import EVERYONE, Shortlist, Why, why
 
 BASE = Candidate(LinkId(1), 100, 0, 4, 0, 64, suspect=False, refused=False)
 
@@ -28,6 +34,16 @@ candidates = st.builds(
     max_model_len=st.integers(1, 4096),
     suspect=st.booleans(),
     refused=st.booleans(),
+    running=st.integers(0, 9),
+    picked=st.integers(0, 9),
+    draw=st.floats(0, 1, exclude_max=True),
+    role=st.sampled_from(Role),
+    load=st.floats(0, 100),
+    claimed=st.just(False),
+    prompt_tokens_per_s=st.sampled_from([0.0, 500.0, 2e4]),
+    decode_step_s=st.just(0.0),
+    cached_tokens=st.integers(0, 100),
+    session=st.booleans(),
 )
 
 
@@ -55,30 +71,82 @@ def test_forced_disaggregation_without_a_prefill_pool_is_unavailable() -> None:
             decide(asked, configured, prompt_tokens=1, colocate_below_tokens=0, has_prefill=False)
 
 
-def test_filters_keep_those_that_may_serve() -> None:
-    change = Candidate._replace
-    assert filters.alive([BASE, change(BASE, suspect=True)]) == [BASE]
-    assert filters.long_enough([BASE, change(BASE, max_model_len=10)], 20) == [BASE]
-    full = [change(BASE, refused=True), change(BASE, free_slots=0), change(BASE, promised_tokens=90)]
-    assert filters.with_room([BASE, *full], 20) == [BASE]
-    assert filters.with_room([BASE], 500) == [BASE]  # empty: it is the worker that knows
+BUILT_IN_SCORES = [module.score for module in (least_loaded, power_of_two, prefix_aware, random, round_robin)]
 
 
-@given(st.lists(candidates), st.integers(0, 10_000), st.integers(0, 100))
-def test_scores_are_within_0_and_1_and_the_best_is_picked(pool: list[Candidate], need: int, turn: int) -> None:
-    for policy in (most_free_kv.score, shortest_queue.score):
+@given(st.lists(candidates, max_size=4), st.integers(1, 10_000))
+def test_the_best_is_picked_and_scores_are_finite(pool: list[Candidate], need: int) -> None:
+    for policy in BUILT_IN_SCORES:
         request = RequestView(need, need)
-        scores = ranking_of(policy)(pool, request)
-        assert all(0 <= score <= 1 for score in scores)
-        picked = pick(pool, scores, turn)
+        scores = ranking_of("x", policy).scores(pool, request)
+        assert all(math.isfinite(score) for score in scores)
+        picked = pick(pool, scores)
         assert (picked is None) == (not pool)
         assert picked is None or policy(picked, request) == max(scores)
 
 
-def test_equals_take_turns() -> None:
-    pool = [BASE._replace(link=LinkId(n)) for n in range(3)]
-    links = [picked.link for turn in range(6) if (picked := pick(pool, [0.5] * 3, turn))]
-    assert links == [0, 1, 2, 0, 1, 2]
+@given(st.lists(candidates, unique_by=lambda c: c.link, max_size=4), st.integers(1, 10_000), st.randoms())
+def test_the_order_of_the_candidates_changes_nothing(pool: list[Candidate], need: int, shuffled: Random) -> None:
+    request = RequestView(need, need)
+    other = list(pool)
+    shuffled.shuffle(other)
+    for policy in BUILT_IN_SCORES:
+        ranking = ranking_of("x", policy)
+        assert pick(pool, ranking.scores(pool, request)) == pick(other, ranking.scores(other, request))
+
+
+@given(candidates, st.integers(1, 10_000), st.integers(0, 5000))
+def test_more_work_is_never_better_and_a_longer_prefix_never_worse(one: Candidate, need: int, more: int) -> None:
+    request = RequestView(need, need)
+    held = min(more, need - 1)
+    for role in Role:
+        here = one._replace(role=role, cached_tokens=0)
+        for busier in (
+            here._replace(queued_tokens=here.queued_tokens + more),
+            here._replace(promised_tokens=here.promised_tokens + more),
+            here._replace(load=here.load + more),
+        ):
+            for policy in BUILT_IN_SCORES:
+                assert policy(busier, request) <= policy(here, request)
+        assert prefix_aware.score(here._replace(cached_tokens=held), request) >= prefix_aware.score(here, request)
+
+
+def test_queued_work_outweighs_a_prefix_that_is_shorter() -> None:
+    """The holder saves 500 tokens: it is picked while less than 500 tokens wait there."""
+    request = RequestView(600, 700)
+    idle = BASE._replace(role=Role.PREFILL, link=LinkId(2))
+    for queued, best in ((499, 1), (501, 2)):
+        holder = BASE._replace(role=Role.PREFILL, cached_tokens=500, queued_tokens=queued)
+        picked = pick([holder, idle], [prefix_aware.score(c, request) for c in (holder, idle)])
+        assert picked is not None
+        assert picked.link == best
+
+
+def test_among_equals_the_one_picked_longest_ago_is_picked() -> None:
+    pool = [BASE._replace(link=LinkId(link), picked=picked) for link, picked in ((1, 7), (2, 3), (3, 0), (4, 0))]
+    picked = pick(pool, [0.5] * 4)
+    assert picked is not None
+    assert picked.link == 3
+
+
+def test_a_pick_has_the_strongest_reason_that_the_policy_knows() -> None:
+    held, last = BASE._replace(cached_tokens=4), BASE._replace(cached_tokens=4, session=True)
+    assert why(last, Shortlist(session=True, holders=1)) is Why.SESSION
+    assert why(last, Shortlist(holders=1)) is Why.CACHED_PREFIX
+    assert why(BASE, Shortlist(holders=1, least_loaded=1)) is Why.LEAST_LOADED
+    assert why(held, Shortlist(drawn=2)) is Why.DRAWN
+    assert why(BASE, Shortlist(least_recent=1)) is Why.TURN
+    assert why(held, EVERYONE) is Why.SCORE
+
+
+@given(st.integers(0, 1 << 64), st.integers(0, 1 << 32))
+def test_draws_are_even_and_depend_on_all_they_are_made_of(seed: int, pick_number: int) -> None:
+    numbers = [draw(seed, pick_number, link) for link in range(200)]
+    assert all(0 <= number < 1 for number in numbers)
+    assert len(set(numbers)) == 200
+    assert 60 < sum(number < 0.5 for number in numbers) < 140
+    assert numbers != [draw(seed, pick_number + 1, link) for link in range(200)]
+    assert numbers != [draw(seed + 1, pick_number, link) for link in range(200)]
 
 
 def test_the_output_mean_follows_what_it_sees_and_never_exceeds_max_tokens() -> None:

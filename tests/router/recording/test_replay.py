@@ -199,14 +199,12 @@ def test_what_is_no_recording_is_a_typed_error(tmp_path: Path, lines: list[bytes
 
 def test_a_policy_that_is_code_is_not_imported_unless_asked_for(tmp_path: Path) -> None:
     """A recording comes from elsewhere: it must not choose what is run here."""
-    own = [LINES[0].replace(b'"prefill_policy":"shortest_queue"', b'"prefill_policy":"antigravity:fly"'), *LINES[1:]]
+    own = [LINES[0].replace(b'"prefill_policy":"prefix_aware"', b'"prefill_policy":"antigravity:fly"'), *LINES[1:]]
     shown = run_replay(tmp_path / "file", own)
     assert shown.exit_code == 1
     assert "names the policy 'antigravity:fly', which --own-policies would import" in shown.stderr
     assert "antigravity" not in sys.modules
-    known = [
-        LINES[0].replace(b'"prefill_policy":"shortest_queue"', b'"prefill_policy":"router.core.policy.shortest_queue:score"')
-    ]
+    known = [LINES[0].replace(b'"prefill_policy":"prefix_aware"', b'"prefill_policy":"router.core.policy.least_loaded:score"')]
     assert run_replay(tmp_path / "file", [*known, *LINES[1:]], "--own-policies").exit_code == 0
 
 

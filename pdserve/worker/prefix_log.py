@@ -1,0 +1,112 @@
+"""The log of a worker's prefix keys: what its pool published and lost, and how far each link has been told. Pure.
+
+Changes, digest and number of a delta come from one snapshot of the engine. The log is bounded: a link that has fallen off, that
+is new, or whose router asks for it, gets all keys, at most once in `FULL_S`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import Final
+
+from pdserve.core.prefix_keys import KeyChanges, PrefixDelta
+
+MAX_LOGGED: Final = 1 << 16
+"""The log has at most so many changes of keys, 8 MB. It takes a link that hears nothing for minutes to fall off."""
+FULL_S: Final = 2.0
+"""A link gets all keys at most once in this time: 100,000 keys take the router 15 ms."""
+
+
+class PrefixLog:
+    """The keys that a worker's pool holds, with the last changes. The loop owns it."""
+
+    def __init__(self, max_logged: int = MAX_LOGGED) -> None:
+        self._max_logged = max_logged
+        self._held: dict[int, None] = {}
+        self._digest = 0
+        self._log: deque[KeyChanges] = deque()
+        self._first = 0
+        """The number of changes that were dropped from the log's beginning."""
+        self._logged = 0
+        """The number of keys in the log."""
+
+    def note(self, changes: KeyChanges) -> None:
+        """Take the changes of a snapshot."""
+        for key in changes.removed:
+            del self._held[key]
+        self._held.update(dict.fromkeys(changes.added))
+        self._digest = changes.digest
+        self._log.append(changes)
+        self._logged += _size(changes)
+        while self._logged > self._max_logged:
+            self._logged -= _size(self._log.popleft())
+            self._first += 1
+
+    @property
+    def end(self) -> int:
+        """The number of changes since the start."""
+        return self._first + len(self._log)
+
+    def all_keys(self) -> tuple[tuple[int, ...], int]:
+        """Return all keys and their digest."""
+        return tuple(self._held), self._digest
+
+    def since(self, position: int) -> KeyChanges | None:
+        """Return the changes after the first `position` ones as one. A key that came and went, or went and came back, is not
+        among them. None: the log no longer has them all."""
+        if position < self._first:
+            return None
+        changed: dict[int, bool] = {}
+        for changes in islice(self._log, position - self._first, None):
+            for keys, held in ((changes.added, True), (changes.removed, False)):
+                for key in keys:
+                    if changed.pop(key, held) is held:
+                        changed[key] = held
+        added = tuple([key for key, held in changed.items() if held])
+        return KeyChanges(added, tuple([key for key, held in changed.items() if not held]), self._digest)
+
+
+class PrefixCursor:
+    """The place of one link in the log. A link that is new gets all keys first."""
+
+    def __init__(self, log: PrefixLog) -> None:
+        self._log = log
+        self._position: int | None = None
+        """The changes that the link has been told. None: it must get all keys."""
+        self._number = 0
+        self._full_s: float | None = None
+        """The time at which the link got all keys. None: it never did."""
+
+    def ask_full(self) -> None:
+        """Let the next delta have all keys, because the router asks for them."""
+        self._position = None
+
+    def next(self, *, now_s: float) -> PrefixDelta | None:
+        """Return the delta that the link gets now. None: it gets none, because nothing has changed, or all keys must wait."""
+        changes = None
+        if self._position is not None:
+            if self._position == self._log.end:
+                return None
+            changes = self._log.since(self._position)
+        if changes is None:
+            return self._full(now_s)
+        self._position = self._log.end
+        if not changes.added and not changes.removed:
+            return None
+        self._number += 1
+        return PrefixDelta(self._number, changes.added, changes.removed, changes.digest)
+
+    def _full(self, now_s: float) -> PrefixDelta | None:
+        self._position = None
+        if self._full_s is not None and now_s - self._full_s < FULL_S:
+            return None
+        self._full_s = now_s
+        self._position = self._log.end
+        self._number += 1
+        keys, digest = self._log.all_keys()
+        return PrefixDelta(self._number, keys, (), digest, full=True)
+
+
+def _size(changes: KeyChanges) -> int:
+    return len(changes.added) + len(changes.removed)

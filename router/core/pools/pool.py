@@ -1,0 +1,308 @@
+"""One role's workers, in the orders from which candidates are taken. Pure.
+
+Workers are sorted when they change, not when a request comes: a choice looks at a few of them in a pool of any size, and a pool
+without room says so at once. Workers that may take something are *open*, and only they are in the orders. Workers of one
+`max_model_len` make a *tier*; a cluster has few of them, so a request goes over those that are long enough for it.
+
+A worker that has become silent is still in the orders until somebody looks at it, or until the next tick.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from pdserve.core.worker import Role
+from router.core.events import LinkId
+from router.core.policy.candidate import Candidate
+from router.core.policy.draws import draw
+from router.core.policy.shortlist import Shortlist
+from router.core.pools.load import decode_share, prompt_s
+from router.core.registry import Worker
+
+MAX_LOOKS: Final = 32
+"""At most so many workers without enough free KV are passed over in the order of load. The order of free KV then finds a worker
+that has enough, if there is one."""
+EMPTY: Final = 1 << 62
+"""The free tokens of a decode worker on which nothing is promised. It is always asked, since the estimate may be wrong."""
+
+
+class Ask(NamedTuple):
+    """The workers that one request can use."""
+
+    length: int  # max_model_len must be at least this
+    kv_tokens: int  # so many tokens must be free
+    allowed: Callable[[Worker], bool]  # what else must hold; it is asked of the workers that are looked at, and of no other
+
+
+class State(NamedTuple):
+    """The place of a worker in its pool, computed from the worker alone."""
+
+    length: int
+    known: bool  # it may serve requests once it is ready
+    serving: bool  # it is ready, and requests may wait for it
+    alive: bool  # it serves, and is not suspect
+    room: bool  # it is alive and would take another request
+    open: bool  # it has room, and nobody has claimed the room
+    load: float
+    free_tokens: int
+    picked: int
+
+
+class Tier:
+    """The workers of one `max_model_len`."""
+
+    def __init__(self) -> None:
+        self.known: dict[LinkId, Worker] = {}
+        self.serving: dict[LinkId, Worker] = {}
+        self.alive: dict[LinkId, Worker] = {}
+        self.by_load: list[tuple[float, int, LinkId]] = []
+        """Open workers with their load and their last pick. The least loaded one is first."""
+        self.by_free: list[tuple[int, LinkId]] = []
+        """Open workers with their free tokens. The emptiest one is last."""
+        self.by_turn: list[tuple[int, LinkId]] = []
+        """Open workers with their last pick. The one that was picked the longest ago is first."""
+
+
+class Pool:
+    """The workers of one role. `update` takes in what has changed on a worker."""
+
+    def __init__(self, role: Role, charged: Callable[[LinkId], int]) -> None:
+        self._role = role
+        self._charged = charged
+        self._workers: dict[LinkId, Worker] = {}
+        self._states: dict[LinkId, State] = {}
+        self._rows: dict[LinkId, Candidate] = {}
+        self.tiers: dict[int, Tier] = {}
+        """The tiers by `max_model_len`, in no order. One without workers is dropped."""
+        self.tier_changes = 0
+        """The number of times that a tier came or went."""
+        self.opened = 0
+        """The number of times that a worker became able to take more."""
+        self.picks = 0
+
+    # Changes ---------------------------------------------------------------------------------------------------------
+
+    def update(self, link: LinkId, worker: Worker | None) -> None:
+        """Take in what has changed on a worker, or that it has left. It may be repeated after it has failed."""
+        old = self._states.get(link)
+        new = None if worker is None else state_of(worker, self._charged(link))
+        self._rows.pop(link, None)
+        if old == new:
+            return
+        if old is not None:
+            self._remove(link, old, new)
+        if worker is not None and new is not None:
+            self._add(link, worker, old, new)
+
+    def _remove(self, link: LinkId, old: State, new: State | None) -> None:
+        tier = self.tiers[old.length]
+        _discard(tier.by_load, (old.load, old.picked, link))
+        _discard(tier.by_free, (old.free_tokens, link))
+        _discard(tier.by_turn, (old.picked, link))
+        if new is None:
+            for group in (tier.known, tier.serving, tier.alive, self._workers):
+                group.pop(link, None)
+            if not any(state.length == old.length for other, state in self._states.items() if other != link):
+                del self.tiers[old.length]
+                self.tier_changes += 1
+            del self._states[link]
+
+    def _add(self, link: LinkId, worker: Worker, old: State | None, new: State) -> None:
+        tier = self.tiers.get(new.length)
+        if tier is None:
+            tier = self.tiers[new.length] = Tier()
+            self.tier_changes += 1
+        self._workers[link] = worker
+        for group, holds in ((tier.known, new.known), (tier.serving, new.serving), (tier.alive, new.alive)):
+            if holds:
+                group[link] = worker
+            else:
+                group.pop(link, None)
+        if new.open:
+            insort(tier.by_load, (new.load, new.picked, link))
+            insort(tier.by_free, (new.free_tokens, link))
+            insort(tier.by_turn, (new.picked, link))
+        self._states[link] = new
+        if old is None or _gained(old, new):
+            self.opened += 1
+
+    def picked(self, worker: Worker) -> None:
+        """Note that a request was given to a worker."""
+        self.picks += 1
+        worker.picked = self.picks
+        worker.touch()
+
+    # Questions -------------------------------------------------------------------------------------------------------
+
+    def tier_of(self, length: int) -> int:
+        """Return the `max_model_len` of the shortest tier that is long enough. 0: no tier is."""
+        return min((tier for tier in self.tiers if tier >= length), default=0)
+
+    def fitting(self, length: int) -> Iterator[Tier]:
+        """Yield the tiers that are long enough."""
+        return (tier for have, tier in self.tiers.items() if have >= length)
+
+    def row(self, link: LinkId) -> Candidate:
+        """Return the snapshot of a worker, without what depends on a request."""
+        row = self._rows.get(link)
+        if row is None:
+            worker = self._workers[link]
+            row = self._rows[link] = row_of(worker, self._charged(link), self._states[link])
+        return row
+
+    def shortlist(self, which: Shortlist, ask: Ask, near: Iterable[LinkId], seed: int) -> list[LinkId]:
+        """Return the candidates of a policy, each once. `near` are workers that it asks for by name: those that hold a
+        beginning of the prompt, and the one of the session. Empty: no worker may take the request.
+
+        Of a drawn worker the chance is that of every other one, unless many are not allowed.
+        """
+        tiers = [t for have, t in self.tiers.items() if have >= ask.length and t.by_free and t.by_free[-1][0] >= ask.kv_tokens]
+        if not tiers:
+            return []
+        if which.everyone:
+            return sorted(link for tier in tiers for link in self._roomy(tier, ask))
+        found = dict.fromkeys(link for link in near if self._takes(link, ask))
+        if which.least_loaded:
+            found.update(dict.fromkeys(self._first([tier.by_load for tier in tiers], which.least_loaded, ask)))
+        if which.least_recent:
+            found.update(dict.fromkeys(self._first([tier.by_turn for tier in tiers], which.least_recent, ask)))
+        if which.drawn:
+            found.update(dict.fromkeys(self._drawn(tiers, which.drawn, ask, seed)))
+        if not found:
+            found.update(dict.fromkeys(link for tier in tiers for link in self._roomy(tier, ask, at_most=1)))
+        return list(found)
+
+    def _takes(self, link: LinkId, ask: Ask) -> bool:
+        state = self._states.get(link)
+        return (
+            state is not None
+            and state.open
+            and state.length >= ask.length
+            and state.free_tokens >= ask.kv_tokens
+            and ask.allowed(self._workers[link])
+        )
+
+    def _roomy(self, tier: Tier, ask: Ask, at_most: int = EMPTY) -> list[LinkId]:
+        """Return workers that may take the request, the emptiest ones first."""
+        found: list[LinkId] = []
+        for free_tokens, link in reversed(tier.by_free):
+            if free_tokens < ask.kv_tokens or len(found) == at_most:
+                break
+            if ask.allowed(self._workers[link]):
+                found.append(link)
+        return found
+
+    def _first(self, orders: Sequence[Sequence[tuple[Any, ...]]], count: int, ask: Ask) -> list[LinkId]:
+        """Return the first `count` workers of the joined orders that may take the request."""
+        found: list[tuple[Any, ...]] = []
+        states, workers = self._states, self._workers
+        for order in orders:
+            taken = looks = 0
+            for key in order:
+                link = key[-1]
+                if states[link].free_tokens < ask.kv_tokens:
+                    looks += 1
+                    if looks == MAX_LOOKS:
+                        break
+                elif ask.allowed(workers[link]):
+                    found.append(key)
+                    taken += 1
+                    if taken == count:
+                        break
+        if len(orders) > 1:
+            found.sort()
+        return [key[-1] for key in found[:count]]
+
+    def _drawn(self, tiers: list[Tier], count: int, ask: Ask, seed: int) -> list[LinkId]:
+        """Return up to `count` different workers that were drawn by chance and may take the request."""
+        found: dict[LinkId, None] = {}
+        total = sum(len(tier.by_turn) for tier in tiers)
+        for number in range(MAX_LOOKS):
+            position = int(draw(seed, self.picks + 1, -1 - number) * total)
+            for tier in tiers:
+                if position < len(tier.by_turn):
+                    link = tier.by_turn[position][1]
+                    if self._takes(link, ask):
+                        found[link] = None
+                    break
+                position -= len(tier.by_turn)
+            if len(found) == min(count, total):
+                break
+        return list(found)
+
+    def check_invariants(self, workers: Mapping[LinkId, Worker]) -> None:
+        """Assert that all that is kept equals what is computed anew from the workers."""
+        fresh = Pool(self._role, self._charged)
+        for link, worker in workers.items():
+            fresh.update(link, worker)
+        assert self._states == fresh._states
+        assert self._workers == fresh._workers
+        assert self.tiers.keys() == fresh.tiers.keys()
+        for length, tier in self.tiers.items():
+            assert vars(tier) == vars(fresh.tiers[length])
+        for link, row in self._rows.items():
+            assert row == row_of(workers[link], self._charged(link), self._states[link])
+
+
+def state_of(worker: Worker, promised_tokens: int) -> State:
+    """Return the place of a worker in its pool."""
+    hello, prefills = worker.hello, worker.hello.role is Role.PREFILL
+    refused = worker.turned_away or worker.refused_blocks is not None
+    suspect = worker.silent or worker.stalled
+    willing = not (prefills and (refused or suspect))
+    alive = worker.serves and not suspect and willing
+    room = alive and not refused and (prefills or len(worker.work) < hello.max_num_seqs)
+    return State(
+        length=hello.max_model_len,
+        known=not worker.draining and willing,
+        serving=worker.serves and willing,
+        alive=alive,
+        room=room,
+        open=room and worker.claimed_by is None,
+        load=_load(worker, promised_tokens),
+        free_tokens=hello.kv_tokens - promised_tokens if promised_tokens else EMPTY,
+        picked=worker.picked,
+    )
+
+
+def row_of(worker: Worker, promised_tokens: int, state: State) -> Candidate:
+    """Return the snapshot of a worker that policies see, without what depends on a request."""
+    hello = worker.hello
+    return Candidate(
+        link=worker.link,
+        kv_tokens=hello.kv_tokens,
+        promised_tokens=promised_tokens,
+        free_slots=hello.max_num_seqs - len(worker.work),
+        queued_tokens=worker.queued_tokens,
+        max_model_len=hello.max_model_len,
+        suspect=worker.silent or worker.stalled,
+        refused=worker.turned_away or worker.refused_blocks is not None,
+        claimed=worker.claimed_by is not None,
+        running=len(worker.work),
+        prompt_tokens_per_s=worker.load.prompt_tokens_per_s,
+        decode_step_s=worker.load.decode_step_s,
+        step_sequences=worker.load.running_sequences,
+        picked=worker.picked,
+        role=hello.role,
+        load=state.load,
+    )
+
+
+def _load(worker: Worker, promised_tokens: int) -> float:
+    if worker.hello.role is Role.PREFILL:
+        return prompt_s(worker.queued_tokens, worker.load.prompt_tokens_per_s)
+    return decode_share(promised_tokens, worker.hello.kv_tokens, len(worker.work), worker.hello.max_num_seqs)
+
+
+def _gained(old: State, new: State) -> bool:
+    """Tell whether the worker may now take what it did not take before."""
+    more = new.room and (not old.room or new.free_tokens > old.free_tokens)
+    return more or (new.open and not old.open) or (new.known and not old.known) or (new.serving and not old.serving)
+
+
+def _discard(order: list[Any], key: tuple[float, ...]) -> None:
+    position = bisect_left(order, key)
+    if position < len(order) and order[position] == key:
+        del order[position]
