@@ -15,7 +15,7 @@ from pdserve.core.worker import Role
 from pdserve.observe.story import Value
 from router.core.deadlines import Deadlines
 from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, SendCancel, Submit
-from router.core.ledger import Ledger, OutputMean
+from router.core.ledger import Ledger, OutputMean, StayMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
@@ -47,6 +47,7 @@ class Requests:
         """The number of requests that have ended. When it grows, there may be room on workers."""
         self.ledger = Ledger(self._charge_changed)
         self.outputs = OutputMean()
+        self.stays = StayMean()
         self.stories = Stories()
         self._probe_book = probe_book
         self._by_id: dict[RequestId, LiveRequest] = {}
