@@ -91,6 +91,7 @@ class RouterCore:
         self.placer = Placer(
             config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
         )
+        self.placer.last_turn = self.requests.sessions.last_turn
         self._dispatcher = Dispatcher(self.requests, self.placer, self._probe_book, recovery_wait_s=config.recovery_wait_s)
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
         self._tokens = Tokens(self.requests)
