@@ -17,6 +17,7 @@ from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.events import LinkId
+from router.core.prefix_index import index as index_module
 from router.core.prefix_index.index import KEPT_BEATS, RESYNC_S, PrefixIndex
 from tests.router.core_peers import Outcome, Stage, hello
 
@@ -166,7 +167,20 @@ class SmallIndexMachine(IndexMachine):
         assert all(self.index.held(link) <= model.told for link, model in self.models.items())
 
 
+class SlowlySweptMachine(IndexMachine):
+    """An index that removes the keys of workers that left one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(index_module, "SWEPT_KEYS", 1)
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+
 TestIndex = IndexMachine.TestCase
+TestSlowlySweptIndex = SlowlySweptMachine.TestCase
 TestSmallIndex = SmallIndexMachine.TestCase
 
 
