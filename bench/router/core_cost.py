@@ -224,8 +224,7 @@ def plot(found: list[Cost], path: str) -> None:
                 panel.plot(
                     settings, cost.us, marker="o", label=cost.name.removeprefix("request, ").replace(", so many wait", "")
                 )
-        panel.set(xlabel=label, yscale="log")
-        panel.set_xscale("log" if settings == WORKERS else "symlog")
+        panel.set(xlabel=label, yscale="log", xticks=range(len(settings)), xticklabels=[f"{n:,}" for n in settings])
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     panels[0].set_ylabel("microseconds of the router's core")
