@@ -92,6 +92,7 @@ class RouterCore:
         self.placer = Placer(
             config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
         )
+        self.placer.last_turn = self.requests.sessions.last_turn
         self._dispatcher = Dispatcher(
             self.requests, self.placer, self.pools, self._probe_book, recovery_wait_s=config.recovery_wait_s
         )

@@ -199,7 +199,7 @@ class Pool:
 
         Of a drawn worker the chance is that of every other one, unless many are not allowed.
         """
-        kept = [link for link, turn in self.kept.items() if ask.turn <= turn and self._takes(link, ask)] if self.kept else []
+        kept = [link for link in self.kept if self._takes(link, ask)] if self.kept else []
         tiers = [t for have, t in self.tiers.items() if have >= ask.length and t.by_free and t.by_free[-1][0] >= ask.kv_tokens]
         if not tiers:
             return kept
