@@ -35,6 +35,7 @@ workers = st.builds(
     prompt_tokens_per_s=RATES,
     decode_step_s=st.one_of(st.just(0.0), st.floats(1e-4, 10.0)),
     cached_tokens=st.integers(0, 5000),
+    load=st.floats(0, 1e3),
 )
 requests = st.builds(
     RequestView,
@@ -63,7 +64,7 @@ def worse(worker: Candidate, more: int) -> list[Candidate]:
     return [
         worker._replace(queued_tokens=worker.queued_tokens + more),
         worker._replace(running=worker.running + more),
-        worker._replace(promised_tokens=worker.promised_tokens + more),
+        worker._replace(load=worker.load + more),
         worker._replace(cached_tokens=max(0, worker.cached_tokens - more)),
         worker._replace(decode_step_s=worker.decode_step_s * (1 + more)),
     ]
@@ -172,7 +173,7 @@ def test_goodput_prefers_slack_then_the_unknown_then_the_least_lateness() -> Non
         BASE,  # 1.0 s and 0.02 s
         BASE._replace(queued_tokens=90),
         BASE._replace(prompt_tokens_per_s=0.0),
-        BASE._replace(prompt_tokens_per_s=0.0, queued_tokens=10),
+        BASE._replace(prompt_tokens_per_s=0.0, load=0.1),
         BASE._replace(queued_tokens=110),
         BASE._replace(queued_tokens=210),
         BASE._replace(queued_tokens=110, decode_step_s=0.04),
@@ -190,7 +191,7 @@ def test_a_request_that_is_late_already_still_takes_the_shorter_queue() -> None:
 @given(workers, workers, st.integers(1, 4096))
 def test_without_targets_the_load_decides(one: Candidate, other: Candidate, prompt_tokens: int) -> None:
     request = RequestView(prompt_tokens, prompt_tokens)
-    if goodput.load(one, request) < goodput.load(other, request):
+    if one.load < other.load:
         assert goodput.score(one, request) >= goodput.score(other, request)
 
 
