@@ -20,11 +20,13 @@ from clustersim.transfer import Lease, Network, Pull
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, SeqId, WorkerId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.logprobs import PackedLogprobs
+from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.engine.schedule.outcome import OutputToken
 from pdserve.worker.counted import CountedCommands
 from pdserve.worker.messages import Abort, Activate, AddLent, Lent, Reserve, ReserveResult, ReturnLease, StepEvents
+from pdserve.worker.prefix_log import PrefixCursor, PrefixLog
 from router.core import events as ev
 
 _NUMBER_OF = {reason: number for number, reason in FINISH_BY_NUMBER.items()}
@@ -118,6 +120,8 @@ class SimWorker:
             prefix_salt=prefix_salt,
         )
         self._world = world
+        self._prefixes = PrefixLog()
+        self._cursor = PrefixCursor(self._prefixes)
         self._counted = CountedCommands()
         self._by_handle: dict[Handle, Placed] = {}
         self._by_seq: dict[SeqId, Placed] = {}
@@ -138,7 +142,7 @@ class SimWorker:
             role=self.role,
             incarnation=Incarnation(self.link),
             address=self.worker_id,
-            model_fingerprint=shape.costs.name.partition(" ")[0],
+            model_fingerprint=shape.costs.family,
             block_size=self._world.block_size,
             num_blocks=self.engine.pool.num_blocks,
             max_model_len=shape.max_model_len,
@@ -159,8 +163,14 @@ class SimWorker:
             max_num_batched_tokens=self.shape.max_num_batched_tokens,
         )
 
+    def prefix_delta(self) -> PrefixDelta | None:
+        """Return what has changed among the keys of the pool since the last heartbeat. None: nothing has."""
+        return self._cursor.next(now_s=self._world.clock.now_s)
+
     def on_step(self, events: StepEvents) -> None:
         """Handle the events of a step."""
+        if events.snapshot is not None and events.snapshot.keys is not None:
+            self._prefixes.note(events.snapshot.keys)
         if self.engine.steps != self._steps:
             self._steps = self.engine.steps
             self.rates.saw(*self.engine.last_step)
@@ -171,7 +181,8 @@ class SimWorker:
 
     def on_command(self, command: ev.Command) -> None:
         """Handle a command of the router."""
-        raise NotImplementedError
+        if isinstance(command, ev.SendPrefixResync):
+            self._cursor.ask_full()
 
     def _place(self, work: ev.Work) -> Placed:
         placed = Placed(work.handle, SeqId(len(self._requests) + 1), work)
@@ -221,6 +232,8 @@ class SimPrefillWorker(SimWorker):
                 self.engine.submit(AddLent(placed.seq_id, work.spec, work.resumed))
             case ev.SendCancel(handle=handle):
                 self._cancel(handle)
+            case _:
+                super().on_command(command)
 
     def on_step(self, events: StepEvents) -> None:
         """Grant leases, advance watermarks, and send token 0."""
@@ -292,6 +305,8 @@ class SimDecodeWorker(SimWorker):
                 self._attach(handle, lease_id)
             case ev.SendCancel(handle=handle):
                 self._cancel(handle)
+            case _:
+                super().on_command(command)
 
     def on_step(self, events: StepEvents) -> None:
         """Answer reservations, and send the rows of all tokens."""

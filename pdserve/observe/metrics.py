@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdserve.observe.record import RequestRecord
+from pdserve.observe.slo_metrics import SloMetrics
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 
 LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -40,6 +41,7 @@ class Metrics:
             ["role", "reason"],
             registry=registry,
         )
+        self.slo = SloMetrics(registry)
         self._ttft = _histogram(registry, "time_to_first_token", "Arrival to token 0 leaving the router.", LATENCY_S)
         self._tpot = _histogram(registry, "time_per_output_token", "(last - first) / (tokens - 1).", TOKEN_S)
         self._total = _histogram(registry, "e2e_request_latency", "Arrival to the last token.", LATENCY_S)
@@ -50,6 +52,7 @@ class Metrics:
     def finished(self, record: RequestRecord) -> None:
         """Count one finished request."""
         self._requests.labels(record.outcome).inc()
+        self.slo.finished(record)
         self._prompt_tokens.inc(record.prompt_tokens)
         self._output_tokens.inc(record.output_tokens)
         for reason in record.retry_reasons:

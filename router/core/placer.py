@@ -7,7 +7,7 @@ A choice looks at a shortlist (`router.core.policy.shortlist`), so it costs the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,10 +26,11 @@ from router.core.policy.draws import draw
 from router.core.policy.picker import pick
 from router.core.policy.ranking import BUILT_IN, Ranking, Rankings
 from router.core.policy.shortlist import Why, why
-from router.core.pools.pool import Ask, Pool
+from router.core.pools.pool import FIRST, Ask, Pool
 from router.core.pools.pools import Pools
 from router.core.prefix_index import Held, PrefixIndex
-from router.core.registry import Registry, Worker
+from router.core.registry import Registry, Turn, Worker
+from router.core.waiting import Kind, size_of
 
 MAX_SCORES: Final = 16
 SUSPECT_SHARE: Final = 0.6
@@ -45,11 +46,7 @@ class Place:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Decode workers that could serve a request, none of which has room by the estimate."""
-
-    links: tuple[LinkId, ...]
+_Usable = Callable[[Worker], bool]
 
 
 class Placer:
@@ -136,45 +133,83 @@ class Placer:
         """Return how many tokens of KV the request will probably take on its decode worker."""
         return request.work_len + self._outputs.expect(request.remaining_tokens)
 
-    def place(self, request: LiveRequest, *, now_s: float, kept: Container[LinkId] = ()) -> Place | Wanted:
-        """Pick a decode worker and the placement, or return the workers that the request waits for. Workers in `kept` are left
-        to other requests.
+    @property
+    def pairs_in_trouble(self) -> bool:
+        """Some pair of workers has failed, so time alone may make it usable again."""
+        return len(self._pairs) > 0
 
-        A request that may be placed freely is colocated on a decode worker that no KV may go to, rather than wait for a paired
-        one: no disaggregated request has a use for that worker. Raises `Unavailable` as `decide` does.
+    def kind_of(self, request: LiveRequest) -> Kind:
+        """Return the kind of a waiting request: requests of one kind may be served by the same workers."""
+        self._pools.refresh()
+        return Kind(
+            self._pools.decode.tier_of(request.max_len),
+            self._pools.prefill.tier_of(request.work_len + 1),
+            request.asked or Placement.AUTO,
+            request.work_len < self._colocate_below_tokens,
+            size_of(self.need_tokens(request)),
+        )
+
+    def place(self, request: LiveRequest, *, now_s: float, turn: Turn = FIRST) -> Place | None:
+        """Pick a decode worker and the placement. None: no worker that could serve the request has room.
+
+        A worker that is kept for a later turn has room for this request. A request that may be placed freely is colocated on a
+        decode worker that no KV may go to, rather than wait for a paired one: no disaggregated request has a use for that
+        worker. Raises `Unavailable` as `decide` does.
         """
         placement, reason = self._decide(request, now_s, serving=True)
-        apart = placement is Placement.DISAGGREGATED and len(self._pairs) > 0
-
-        def reached(worker: Worker) -> bool:
-            return not apart or self._reached(request, worker, now_s)
-
-        tries = [(reached, placement, reason)]
-        if apart and reason is Reason.DEFAULT:
-            tries.append((lambda worker: not reached(worker), Placement.COLOCATED, Reason.PAIRS_SET_ASIDE))
         need = self.need_tokens(request)
-        for usable, how, because in tries:
-
-            def allowed(worker: Worker, usable: Callable[[Worker], bool] = usable) -> bool:
-                return worker.link not in kept and not self._silent(worker, now_s) and usable(worker)
-
-            worker = self._choose(Role.DECODE, request, Ask(request.max_len, need, allowed), now_s)
+        for usable, how, because in self._tries(request, placement, reason, now_s):
+            ask = Ask(request.max_len, need, self._heard_and(usable, now_s), turn)
+            worker = self._choose(Role.DECODE, request, ask, now_s)
             if worker is not None:
                 return Place(worker, how, because)
-        return Wanted(tuple(self._waited_for(request, [usable for usable, _, _ in tries], now_s)))
+        return None
 
-    def _waited_for(self, request: LiveRequest, tries: list[Callable[[Worker], bool]], now_s: float) -> Iterator[LinkId]:
-        for tier in self._pools.decode.fitting(request.max_len):
-            for link, worker in tier.alive.items():
-                if not self._silent(worker, now_s) and any(usable(worker) for usable in tries):
-                    yield link
+    def waited_for(self, request: LiveRequest, *, now_s: float) -> list[Worker]:
+        """Return the decode workers that could serve a request, whether they have room or not."""
+        tries = [usable for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s)]
+        workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
+        return [w for w in workers if not self._silent(w, now_s) and any(usable is None or usable(w) for usable in tries)]
 
-    def room_beside(self, kept: Container[LinkId], *, now_s: float) -> bool:
-        """Tell whether a decode worker that is not in `kept` might have room."""
-        self._pools.refresh()
-        return any(
-            free_tokens > 0 and link not in kept for tier in self._pools.decode.fitting(0) for free_tokens, link in tier.by_free
-        )
+    def to_keep(self, request: LiveRequest, *, now_s: float) -> Worker | None:
+        """Return the decode worker whose next room a request without room should claim. None: all that could serve it are
+        claimed."""
+        for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s):
+            worker = self._pools.decode.to_keep(Ask(request.max_len, 0, self._heard_and(usable, now_s)))
+            if worker is not None:
+                return worker
+        return None
+
+    def may_keep(self, request: LiveRequest, worker: Worker, *, now_s: float) -> bool:
+        """Tell whether a worker that a request has claimed could still serve it."""
+        tries = [usable for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s)]
+        fits = worker.serves and not self.suspect(worker, now_s=now_s) and worker.hello.max_model_len >= request.max_len
+        return fits and any(usable is None or usable(worker) for usable in tries)
+
+    def _tries(
+        self, request: LiveRequest, placement: Placement, reason: Reason, now_s: float
+    ) -> list[tuple[_Usable | None, Placement, Reason]]:
+        """Return the ways to place a request, the best one first. Each has a function that tells whether a worker can be used
+        in that way, or None where all can."""
+        if placement is not Placement.DISAGGREGATED or not len(self._pairs):
+            return [(None, placement, reason)]
+
+        def reached(worker: Worker) -> bool:
+            return self._reached(request, worker, now_s)
+
+        if reason is not Reason.DEFAULT:
+            return [(reached, placement, reason)]
+        return [
+            (reached, placement, reason),
+            (lambda worker: not reached(worker), Placement.COLOCATED, Reason.PAIRS_SET_ASIDE),
+        ]
+
+    def _heard_and(self, usable: _Usable | None, now_s: float) -> _Usable:
+        """Return a function that tells whether a worker was heard of late and is usable."""
+        since_s = now_s - self._suspect_s
+        if usable is None:
+            return lambda worker: worker.last_seen_s >= since_s
+        return lambda worker: worker.last_seen_s >= since_s and usable(worker)
 
     def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Worker | None:
         """Pick a decode worker that has room now, by the estimate, and may read from `lender`. None: there is no such
@@ -184,9 +219,7 @@ class Placer:
         if source is None:
             return None
 
-        def allowed(worker: Worker) -> bool:
-            return not self._silent(worker, now_s) and self._pairs.usable(source.hello, worker.hello, now_s=now_s)
-
+        allowed = self._heard_and(lambda worker: self._pairs.usable(source.hello, worker.hello, now_s=now_s), now_s)
         return self._choose(Role.DECODE, request, Ask(request.max_len, self.need_tokens(request), allowed), now_s)
 
     def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
@@ -201,9 +234,10 @@ class Placer:
         if reader is None:
             return None
 
-        def allowed(worker: Worker) -> bool:
-            return not self._silent(worker, now_s) and self._pairs.usable(worker.hello, reader.hello, now_s=now_s)
-
+        usable: _Usable | None = None
+        if len(self._pairs):
+            usable = lambda worker: self._pairs.usable(worker.hello, reader.hello, now_s=now_s)  # noqa: E731
+        allowed = self._heard_and(usable, now_s)
         return self._choose(Role.PREFILL, request, Ask(request.work_len + 1, 0, allowed), now_s)
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:

@@ -44,7 +44,7 @@ class Tokens:
         delta = delta_of(row, logprobs=request.spec.sampling.logprobs is not None)
         if request.machine.state is _S.DECODING and work.role is Role.DECODE:
             if request.times.attempt.first_decode_s is None:
-                _note_first(request, now_s)
+                self._note_first(work, now_s)
             ready = request.output.accept(delta)
             return self._out(request, ready[0], now_s) if len(ready) == 1 else self._emit(request, ready, now_s)
         if request.output.is_repeat(delta.index, len(delta.ids)):
@@ -63,7 +63,7 @@ class Tokens:
             raise InternalBug(f"request {request.request_id}: prefill sent {len(delta.ids)} tokens")
         work.machine.move(WorkEvent.FIRST_TOKEN)
         request.output.pass_first(delta.index)
-        request.times.attempt.prefill_ended_s = now_s
+        self._note_computed(work, now_s)
         if delta.finish_reason is not None:
             yield from self._emit(request, (delta,), now_s, last=_E.FINAL_FIRST_TOKEN)
             return
@@ -72,6 +72,22 @@ class Tokens:
         if request.decode is not None and request.decode.machine.state is WorkState.COMMITTED:
             yield from self.start_decoding(request, now_s)
 
+    def _note_first(self, work: RemoteWork, now_s: float) -> None:
+        """Record the time of a token from decode. The first token of a colocated attempt ends its prefill; the next one is the
+        first decoded token."""
+        times = work.request.times.attempt
+        if work.request.placement is Placement.COLOCATED and times.prefill_ended_s is None:
+            self._note_computed(work, now_s)
+        else:
+            times.first_decode_s = now_s
+
+    def _note_computed(self, work: RemoteWork, now_s: float) -> None:
+        """Record that a worker has computed the prompt of its work."""
+        work.request.times.attempt.prefill_ended_s = now_s
+        worker = self._requests.registry.get(work.link)
+        if worker is not None:
+            worker.computed(work.handle)
+
     def start_decoding(self, request: LiveRequest, now_s: float) -> Effects:
         """Let decoded tokens out: the first token went out and decode has the KV. Prefill has nothing left to do."""
         request.machine.move(_E.KV_COMMITTED)
@@ -79,7 +95,7 @@ class Tokens:
             self._requests.drop(request.prefill)
         held = request.output.drain()
         if held:
-            _note_first(request, now_s)
+            request.times.attempt.first_decode_s = now_s
         yield from self._emit(request, held, now_s)
 
     def _emit(self, request: LiveRequest, deltas: Sequence[Delta], now_s: float, *, last: RequestEvent = _E.STOPPED) -> Effects:
@@ -111,13 +127,3 @@ class Tokens:
 def _too_short(request: LiveRequest, last: RequestEvent) -> InternalBug:
     asked, worker = request.spec.sampling.max_tokens, request.decode_worker if last is _E.STOPPED else request.prefill_worker
     return InternalBug(f"{worker} ended request {request.request_id} at {len(request.emitted)} of {asked} tokens")
-
-
-def _note_first(request: LiveRequest, now_s: float) -> None:
-    """Record the time of a token from decode. The first token of a colocated attempt ends its prefill; the next one is the
-    first decoded token."""
-    times = request.times.attempt
-    if request.placement is Placement.COLOCATED and times.prefill_ended_s is None:
-        times.prefill_ended_s = now_s
-    else:
-        times.first_decode_s = now_s

@@ -15,6 +15,7 @@ from clustersim.report import SimReport
 from clustersim.traces import TraceRequest, faster, oracle_tokens, read_azure, read_mooncake
 from clustersim.workers import WorkerShape
 from router.core.waiting import LEVEL_S
+from router.service.policies import BUILTINS
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 SHAPE = WorkerShape(LLAMA2_70B_A100, kv_tokens=512 * 128, max_model_len=32768, max_num_seqs=32)
@@ -62,6 +63,28 @@ def test_every_request_ends_once_and_nothing_is_left(prefill, decode):
         assert one.report.output_tokens == request.output_tokens
         assert 0 < one.computed_tokens <= request.prompt_tokens
     assert oracle_tokens(requests) <= report.computed_tokens <= sum(request.prompt_tokens for request in requests)
+
+
+@pytest.mark.parametrize("policy", BUILTINS)
+def test_every_policy_of_the_registry_serves_all(policy):
+    requests = conversations(5, 60)
+    spec = cluster(3, 3, prefill_policy=policy, decode_policy=policy)
+    report = simulate(spec, requests)
+    assert len(report.finished) == len(requests)
+    assert oracle_tokens(requests) <= report.computed_tokens
+    assert told(report) == told(simulate(spec, requests))
+
+
+@pytest.mark.parametrize("seed", [6, 7])
+def test_prefixes_that_are_looked_for_are_computed_less_often(seed):
+    """The rest of what round_robin computes above the oracle is at least halved, and nobody waits longer for it."""
+    requests = conversations(seed)
+    turns, aware = (simulate(cluster(prefill_policy=name), requests) for name in ("round_robin", "prefix_aware"))
+    oracle = oracle_tokens(requests)
+    assert oracle <= aware.computed_tokens
+    assert 2 * (aware.computed_tokens - oracle) < turns.computed_tokens - oracle
+    assert aware.ttft_s(0.5) < turns.ttft_s(0.5)
+    assert aware.ttft_s(0.99) < turns.ttft_s(0.99)
 
 
 def test_one_worker_with_a_large_cache_computes_what_the_oracle_does():

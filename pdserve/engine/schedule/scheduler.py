@@ -39,6 +39,7 @@ from pdserve.engine.schedule.outcome import Admitted, Advance, OutputToken, Step
 from pdserve.engine.schedule.prefix_cache import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
 from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
+from pdserve.engine.schedule.step_rates import StepRates
 from pdserve.engine.schedule.turns import floor_of, overtaken, turn_of
 
 __all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
@@ -89,6 +90,7 @@ class Scheduler:
         self._token_budget = max_num_batched_tokens
         self._rule = StopRule(eos_token_ids, max_model_len)
         self.prefix = PrefixCache(pool, layout_block_size, prefix_salt)
+        self.rates = StepRates()
         self._arrivals = 0
         self._prompt_tokens = 0  # prompt tokens planned so far: the clock for turns
         self._steps = 0  # steps planned so far
@@ -101,6 +103,7 @@ class Scheduler:
         self._aborting = self._places[_S.ABORTING]
         self._waiting_tokens = 0  # tokens that waiting sequences still have to compute
         self._step: PlannedStep | None = None  # the step that is planned and not yet collected
+        self._step_tokens = (0, 0)  # prompt tokens and other tokens of the last planned step
         self._collector = Collector(self.prefix, layout_block_size, self._move, self._forget)
         self._drafts_obstacle = drafts_obstacle
         self._admitted: list[Admitted] = []
@@ -205,9 +208,12 @@ class Scheduler:
         decodes = len(step) - len(taken)
         slices = [seq.last_slice() for seq in step[:decodes]]
         slices += [seq.drafted_slice(taken[seq.seq_id]) for seq in step[decodes:]]
+        chunk_tokens = 0
         for seq, count in chunks:
             step.append(seq)
             slices.append(seq.next_slice(count))
+            chunk_tokens += count
+        self._step_tokens = (chunk_tokens, decodes + sum([1 + len(drafted) for drafted in taken.values()]))
         self._step = PlannedStep(step, decodes, tuple(taken.values())) if step else None
         return StepPlan(tuple(slices), decodes)
 
@@ -226,7 +232,16 @@ class Scheduler:
         preempted, self._preempted = tuple(self._preempted), []
         return self._collector.collect(step, sampled, preempted, aborting=bool(self._aborting))
 
+    def took(self, step_s: float) -> None:
+        """Learn the time of the last planned step, in seconds."""
+        self.rates.add(*self._step_tokens, step_s)
+
     # --- numbers for others
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """The largest number of tokens that a step may have now."""
+        return self._token_budget
 
     @property
     def num_waiting(self) -> int:

@@ -47,4 +47,5 @@ def check_target(slo: SloClass, prediction: Prediction | None, *, late_s: float 
             f"class {slo.name}: the first token would come after {late_s + prediction.ttft_s:.3g} s, and its target ttft_s is "
             f"{slo.ttft_s:.3g} s; the request would wait {prediction.wait_s:.3g} s before its prompt is computed",
             retry_after_s=excess_s,
+            reason="predicted_late",
         )

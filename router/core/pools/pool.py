@@ -9,6 +9,7 @@ A worker that has become silent is still in the orders until somebody looks at i
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -19,11 +20,13 @@ from router.core.policy.candidate import Candidate
 from router.core.policy.draws import draw
 from router.core.policy.shortlist import Shortlist
 from router.core.pools.load import decode_share, prompt_s
-from router.core.registry import Worker
+from router.core.registry import Turn, Worker
 
 MAX_LOOKS: Final = 32
 """At most so many workers without enough free KV are passed over in the order of load. The order of free KV then finds a worker
 that has enough, if there is one."""
+FIRST: Final[Turn] = (-math.inf, 0)
+"""The turn that comes before all others."""
 EMPTY: Final = 1 << 62
 """The free tokens of a decode worker on which nothing is promised. It is always asked, since the estimate may be wrong."""
 
@@ -34,6 +37,7 @@ class Ask(NamedTuple):
     length: int  # max_model_len must be at least this
     kv_tokens: int  # so many tokens must be free
     allowed: Callable[[Worker], bool]  # what else must hold; it is asked of the workers that are looked at, and of no other
+    turn: Turn = FIRST  # the request's turn: it may take a worker that is kept for a later one
 
 
 class State(NamedTuple):
@@ -43,8 +47,10 @@ class State(NamedTuple):
     known: bool  # it may serve requests once it is ready
     serving: bool  # it is ready, and requests may wait for it
     alive: bool  # it serves, and is not suspect
-    room: bool  # it is alive and would take another request
-    open: bool  # it has room, and nobody has claimed the room
+    space: bool  # it would take another sequence, as far as slots and its last refusal tell
+    open: bool  # it is alive with space, and nobody has claimed it
+    closed: bool  # it is alive without space, and nobody has claimed it
+    kept_turn: Turn | None  # it is alive with space, which is kept for the request of this turn; None: it is not so
     load: float
     free_tokens: int
     picked: int
@@ -63,6 +69,8 @@ class Tier:
         """Open workers with their free tokens. The emptiest one is last."""
         self.by_turn: list[tuple[int, LinkId]] = []
         """Open workers with their last pick. The one that was picked the longest ago is first."""
+        self.closed: list[tuple[int, LinkId]] = []
+        """Alive workers without space that nobody has claimed, with their free tokens. The emptiest one is last."""
 
 
 class Pool:
@@ -76,8 +84,12 @@ class Pool:
         self._rows: dict[LinkId, Candidate] = {}
         self.tiers: dict[int, Tier] = {}
         """The tiers by `max_model_len`, in no order. One without workers is dropped."""
+        self.kept: dict[LinkId, Turn] = {}
+        """The workers with space that is kept for a request, by its turn."""
         self.tier_changes = 0
         """The number of times that a tier came or went."""
+        self.shifts = 0
+        """The number of times that a worker began or ceased to be one that requests may wait for."""
         self.opened = 0
         """The number of times that a worker became able to take more."""
         self.picks = 0
@@ -101,13 +113,15 @@ class Pool:
         _discard(tier.by_load, (old.load, old.picked, link))
         _discard(tier.by_free, (old.free_tokens, link))
         _discard(tier.by_turn, (old.picked, link))
+        _discard(tier.closed, (old.free_tokens, link))
         if new is None:
-            for group in (tier.known, tier.serving, tier.alive, self._workers):
+            for group in (tier.known, tier.serving, tier.alive, self._workers, self.kept):
                 group.pop(link, None)
             if not any(state.length == old.length for other, state in self._states.items() if other != link):
                 del self.tiers[old.length]
                 self.tier_changes += 1
             del self._states[link]
+            self.shifts += 1
 
     def _add(self, link: LinkId, worker: Worker, old: State | None, new: State) -> None:
         tier = self.tiers.get(new.length)
@@ -124,9 +138,17 @@ class Pool:
             insort(tier.by_load, (new.load, new.picked, link))
             insort(tier.by_free, (new.free_tokens, link))
             insort(tier.by_turn, (new.picked, link))
+        if new.closed:
+            insort(tier.closed, (new.free_tokens, link))
+        if new.kept_turn is not None:
+            self.kept[link] = new.kept_turn
+        else:
+            self.kept.pop(link, None)
         self._states[link] = new
         if old is None or _gained(old, new):
             self.opened += 1
+        if old is None or (old.known, old.serving) != (new.known, new.serving):
+            self.shifts += 1
 
     def picked(self, worker: Worker) -> None:
         """Note that a request was given to a worker."""
@@ -158,11 +180,12 @@ class Pool:
 
         Of a drawn worker the chance is that of every other one, unless many are not allowed.
         """
+        kept = [link for link, turn in self.kept.items() if ask.turn <= turn and self._takes(link, ask)] if self.kept else []
         tiers = [t for have, t in self.tiers.items() if have >= ask.length and t.by_free and t.by_free[-1][0] >= ask.kv_tokens]
         if not tiers:
-            return []
+            return kept
         if which.everyone:
-            return sorted(link for tier in tiers for link in self._roomy(tier, ask))
+            return sorted([*kept, *(link for tier in tiers for link in self._roomy(tier, ask))])
         found = dict.fromkeys(link for link in near if self._takes(link, ask))
         if which.least_loaded:
             found.update(dict.fromkeys(self._first([tier.by_load for tier in tiers], which.least_loaded, ask)))
@@ -172,13 +195,25 @@ class Pool:
             found.update(dict.fromkeys(self._drawn(tiers, which.drawn, ask, seed)))
         if not found:
             found.update(dict.fromkeys(link for tier in tiers for link in self._roomy(tier, ask, at_most=1)))
+        found.update(dict.fromkeys(kept))
         return list(found)
+
+    def to_keep(self, ask: Ask) -> Worker | None:
+        """Return the worker that a request without room should claim: the one that nobody has claimed with the most free KV
+        of those that could serve it. None: there is none."""
+        best: tuple[int, LinkId] | None = None
+        for tier in self.fitting(ask.length):
+            for order in (tier.by_free, tier.closed):
+                found = next((key for key in reversed(order) if ask.allowed(self._workers[key[1]])), None)
+                if found is not None and (best is None or found > best):
+                    best = found
+        return None if best is None else self._workers[best[1]]
 
     def _takes(self, link: LinkId, ask: Ask) -> bool:
         state = self._states.get(link)
         return (
             state is not None
-            and state.open
+            and (state.open or (state.kept_turn is not None and ask.turn <= state.kept_turn))
             and state.length >= ask.length
             and state.free_tokens >= ask.kv_tokens
             and ask.allowed(self._workers[link])
@@ -253,14 +288,18 @@ def state_of(worker: Worker, promised_tokens: int) -> State:
     suspect = worker.silent or worker.stalled
     willing = not (prefills and (refused or suspect))
     alive = worker.serves and not suspect and willing
-    room = alive and not refused and (prefills or len(worker.work) < hello.max_num_seqs)
+    space = not refused and (prefills or len(worker.work) < hello.max_num_seqs)
+    kept_turn = worker.kept_for
+    free = alive and worker.claimed_by is None and kept_turn is None
     return State(
         length=hello.max_model_len,
         known=not worker.draining and willing,
         serving=worker.serves and willing,
         alive=alive,
-        room=room,
-        open=room and worker.claimed_by is None,
+        space=space,
+        open=free and space,
+        closed=free and not space,
+        kept_turn=kept_turn if alive and space and worker.claimed_by is None else None,
         load=_load(worker, promised_tokens),
         free_tokens=hello.kv_tokens - promised_tokens if promised_tokens else EMPTY,
         picked=worker.picked,
@@ -298,7 +337,7 @@ def _load(worker: Worker, promised_tokens: int) -> float:
 
 def _gained(old: State, new: State) -> bool:
     """Tell whether the worker may now take what it did not take before."""
-    more = new.room and (not old.room or new.free_tokens > old.free_tokens)
+    more = new.space and (not old.space or new.free_tokens > old.free_tokens)
     return more or (new.open and not old.open) or (new.known and not old.known) or (new.serving and not old.serving)
 
 
