@@ -1,4 +1,7 @@
-"""Logging of every process of pdserve: one line format, written to stderr, set up once by the main of the process."""
+"""Logging of every process of pdserve: one line format, written to stderr, set up once by the main of the process.
+
+A line does not name the thread and the place in the code, so they are not looked up (Python's logging HOWTO, "Optimization").
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,17 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 class OneLine(logging.Formatter):
     """A formatter that escapes line breaks, so that a message from outside cannot forge a line. Tracebacks keep theirs."""
 
+    _second = -1
+    _text = ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """Format the time of the record. Records of one second share the text."""
+        second = int(record.created)
+        if second != self._second:
+            self._text = super().formatTime(record, datefmt)
+            self._second = second
+        return self._text
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Format the message as one line."""
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
@@ -28,6 +42,8 @@ def setup_logging(level: str = "info", *, stream: TextIO | None = None) -> None:
     """
     if level.lower() not in LEVELS:
         raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, got {level!r}")
+    logging.logThreads = logging.logMultiprocessing = False
+    logging._srcfile = None
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(OneLine(FORMAT, DATE_FORMAT))
     root = logging.getLogger()
