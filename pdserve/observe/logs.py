@@ -19,16 +19,16 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 class OneLine(logging.Formatter):
     """A formatter that escapes line breaks, so that a message from outside cannot forge a line. Tracebacks keep theirs."""
 
-    _second = -1
-    _text = ""
+    def __init__(self) -> None:
+        super().__init__(FORMAT, DATE_FORMAT)
+        self._second = (-1, "")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """Format the time of the record. Records of one second share the text."""
+        """Write the time to the second. Most lines share their second with the line before."""
         second = int(record.created)
-        if second != self._second:
-            self._text = super().formatTime(record, datefmt)
-            self._second = second
-        return self._text
+        if second != self._second[0]:
+            self._second = (second, super().formatTime(record, datefmt))
+        return self._second[1]
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Format the message as one line."""
@@ -45,7 +45,7 @@ def setup_logging(level: str = "info", *, stream: TextIO | None = None) -> None:
     logging.logThreads = logging.logMultiprocessing = False
     logging._srcfile = None
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(OneLine(FORMAT, DATE_FORMAT))
+    handler.setFormatter(OneLine())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

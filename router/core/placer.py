@@ -7,7 +7,7 @@ A choice looks at a shortlist (`router.core.policy.shortlist`), so it costs the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,8 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
+from router.core.forecast.prediction import Outlook
+from router.core.forecast.scout import Scout
 from router.core.ledger import OutputMean
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
@@ -30,7 +32,7 @@ from router.core.pools.pool import FIRST, Ask, Pool
 from router.core.pools.pools import Pools
 from router.core.prefix_index import Held, PrefixIndex
 from router.core.registry import Registry, Turn, Worker
-from router.core.waiting import Kind, size_of
+from router.core.waiting import Kind, size_of, turn_of
 
 MAX_SCORES: Final = 16
 SUSPECT_SHARE: Final = 0.6
@@ -74,11 +76,16 @@ class Placer:
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
+        self.scout = Scout(config, registry, pools, index)
         self.scores: Scores = ()
         """The candidates of the last pick with their scores, at most `MAX_SCORES`, for stories. Workers that were not on the
         shortlist are not among them."""
         self.why = Why.PROBE
         """The reason of the last pick."""
+        self.cached_tokens = 0
+        """The tokens of the prompt whose KV the last pick probably holds."""
+        self.predicted_tokens = dict.fromkeys(Role, 0)
+        """The sum of `cached_tokens` of all picks, by role."""
         self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
         """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
@@ -94,11 +101,11 @@ class Placer:
 
     def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
         self._pools.refresh()
-        if not any(tier.serving if serving else tier.known for tier in self._pools.decode.fitting(0)):
-            raise Unavailable("no decode worker is ready")
-        if not any(tier.serving if serving else tier.known for tier in self._pools.decode.fitting(request.max_len)):
+        if not self._pools.decode.has(request.max_len, serving=serving):
+            if not self._pools.decode.has(0, serving=serving):
+                raise Unavailable("no decode worker is ready")
             raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
-        has_prefill = any(True for _ in self._lenders(request, now_s, serving=serving))
+        has_prefill = self._pools.prefill.heard(request.work_len + 1, now_s - self._suspect_s, serving=serving)
         return decide(
             request.asked,
             self._configured,
@@ -162,8 +169,40 @@ class Placer:
             ask = Ask(request.max_len, need, self._heard_and(usable, now_s), turn)
             worker = self._choose(Role.DECODE, request, ask, now_s)
             if worker is not None:
-                return Place(worker, how, because)
+                return self._weighed(request, Place(worker, how, because), now_s)
         return None
+
+    def _weighed(self, request: LiveRequest, place: Place, now_s: float) -> Place:
+        """Let the decode worker compute the prompt itself where few tokens are left of it, or where that costs less. Rules of
+        the client and of the settings come before that."""
+        if place.reason is not Reason.DEFAULT:
+            return place
+        reason = self.scout.local_reason(request, self.scout.row(request, place.worker), self._lending(request, now_s))
+        return place if reason is None else Place(place.worker, Placement.COLOCATED, reason)
+
+    def outlook(self, request: LiveRequest, *, now_s: float) -> Outlook | None:
+        """Return where the request would probably be placed now. It picks nothing. None: nobody could serve the request now, or
+        nobody can tell where."""
+        try:
+            placement, reason = self._decide(request, now_s, serving=True)
+        except Unavailable:
+            return None
+        lending = self._lending(request, now_s)
+        ask = Ask(request.max_len, self.need_tokens(request), self._heard_and(None, now_s), turn_of(request))
+        reader = self.scout.soonest(Role.DECODE, request, ask)
+        local = placement is Placement.COLOCATED
+        if reader is not None and reason is Reason.DEFAULT:
+            local = self.scout.local_reason(request, reader, lending) is not None
+        computer = (reader or self._any_reader(request)) if local else self.scout.soonest(Role.PREFILL, request, lending)
+        return None if computer is None else Outlook(computer, has_room=reader is not None)
+
+    def _lending(self, request: LiveRequest, now_s: float) -> Ask:
+        return Ask(request.work_len + 1, 0, self._heard_and(None, now_s))
+
+    def _any_reader(self, request: LiveRequest) -> Candidate | None:
+        """Return one of the decode workers for whose room a request waits."""
+        workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
+        return next((self.scout.row(request, worker) for worker in workers), None)
 
     def waited_for(self, request: LiveRequest, *, now_s: float) -> list[Worker]:
         """Return the decode workers that could serve a request, whether they have room or not."""
@@ -227,7 +266,7 @@ class Placer:
         None: there is no such worker."""
         self._pools.refresh()
         if request.probe is not None:
-            self.scores, self.why = (), Why.PROBE
+            self.scores, self.why, self.cached_tokens = (), Why.PROBE, 0
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
             return None if peer is None or peer.draining else peer
         reader = self._registry.get(decode)
@@ -275,15 +314,22 @@ class Placer:
         if session is not None and ranking.shortlist.session:
             near.append(session)
         links = pool.shortlist(ranking.shortlist, ask, near, self._seed)
-        rows = [self._row(pool, ranking, link, request, held, session) for link in links]
+        if not links:
+            return None
+        if held or session is not None or ranking.shortlist.drawn or ranking.shortlist.everyone:
+            rows = [self._row(pool, ranking, link, request, held, session) for link in links]
+        else:
+            rows = [pool.row(link) for link in links]
         view = RequestView(request.work_len, ask.kv_tokens or request.work_len, *_targets(request, now_s))
         scores = ranking.scores(rows, view)
         picked = pick(rows, scores)
         worker = None if picked is None else self._registry.get(picked.link)
         if picked is None or worker is None:
             return None
-        self.scores = self._named(links, scores)
+        self.scores = tuple([(pool.name(link), score) for link, score in zip(links[:MAX_SCORES], scores, strict=False)])
         self.why = why(picked, ranking.shortlist)
+        self.cached_tokens = picked.cached_tokens
+        self.predicted_tokens[role] += picked.cached_tokens
         pool.picked(worker)
         return worker
 
@@ -291,21 +337,12 @@ class Placer:
         self, pool: Pool, ranking: Ranking, link: LinkId, request: LiveRequest, held: Held | None, session: LinkId | None
     ) -> Candidate:
         """Return a worker's row with what depends on the request."""
-        row, which = pool.row(link), ranking.shortlist
-        blocks = 0 if held is None else held.blocks(link)
-        if blocks:
-            worker = self._registry.get(link)
-            block_size = 0 if worker is None else worker.hello.block_size
-            row = row._replace(cached_tokens=min(blocks * block_size, request.work_len - 1))
+        row, which = self.scout.with_cached(pool.row(link), request, held), ranking.shortlist
         if link == session:
             row = row._replace(session=True)
         if which.drawn or which.everyone:
             row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
         return row
-
-    def _named(self, links: Iterable[LinkId], scores: Iterable[float]) -> Scores:
-        named = [(self._registry.get(link), score) for link, score in zip(links, scores, strict=True)]
-        return tuple([(worker.hello.worker_id, score) for worker, score in named[:MAX_SCORES] if worker is not None])
 
 
 def _targets(request: LiveRequest, now_s: float) -> tuple[float | None, float | None]:

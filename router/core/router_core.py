@@ -52,6 +52,7 @@ from router.core.events import (
     WorkerLeft,
     WorkerLost,
 )
+from router.core.forecast.forecaster import Forecaster
 from router.core.handoff import Handoff
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent
@@ -91,12 +92,15 @@ class RouterCore:
         self.placer = Placer(
             config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
         )
+        self.placer.last_turn = self.requests.sessions.last_turn
         self._dispatcher = Dispatcher(
             self.requests, self.placer, self.pools, self._probe_book, recovery_wait_s=config.recovery_wait_s
         )
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
         self._tokens = Tokens(self.requests)
-        self._handoff = Handoff(self.requests, self._dispatcher, self.recovery, self.pairs, self._tokens)
+        self._handoff = Handoff(
+            self.requests, self._dispatcher, self.recovery, self.pairs, self._tokens, self.placer.scout.transfers
+        )
         self._probes = Probes(
             self.registry,
             self.requests,
@@ -106,6 +110,7 @@ class RouterCore:
             self._probe_book,
             enabled=config.probe_workers,
         )
+        self._forecaster = Forecaster(self.placer, self.requests)
         self._lost_s = config.heartbeat_lost_s
         self._drained: dict[WorkerId, Incarnation] = {}
         self._handlers: dict[type[Any], Callable[[Any, float], Effects]] = {
@@ -167,10 +172,18 @@ class RouterCore:
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
         prompt_tokens = len(submit.spec.prompt_ids)
+        self._forecaster.foresee(request, now_s)
         shed = self._limits.make_room(submit.slo, prompt_tokens, now_s=now_s)
         waiting = len(self.waiting)
+        foreseen = {"predicted_ttft_s": request.predicted_ttft_s} if request.predicted_ttft_s else {}
         request.story.note(
-            now_s, StoryKind.QUEUED, prompt_tokens=prompt_tokens, waiting=waiting, slo_class=submit.slo.name, shed=len(shed)
+            now_s,
+            StoryKind.QUEUED,
+            prompt_tokens=prompt_tokens,
+            waiting=waiting,
+            slo_class=submit.slo.name,
+            shed=len(shed),
+            **foreseen,
         )
         return self.requests.alone(request, self._accept(request, shed, now_s), now_s)
 

@@ -128,6 +128,11 @@ class WaitingRequests:
         for turn, request in waiting:
             self._insert(request, self._kind_of(request), turn)
 
+    def ahead_of(self, request: LiveRequest) -> int:
+        """Count the requests whose turn is before that of a request, which need not wait here."""
+        turn = turn_of(request)
+        return sum(bisect.bisect_left(line, (turn,)) for line in self._lines.values())
+
     def all(self) -> list[LiveRequest]:
         """Return all requests in order of turns. This is a copy: the caller may remove requests while it walks over it."""
         return [request for _, request in sorted((turn, request) for _, turn, request in self._places.values())]
