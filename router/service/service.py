@@ -50,6 +50,9 @@ IDLE_TICK_S = 1.0  # the time between ticks while no request runs; only silent w
 CHECK_TICKS = 50  # ticks between two checks of the core's books, if these are short enough for a millisecond
 CHECK_MAX_REQUESTS = 64
 
+_PROGRESS = (ev.StepRows, ev.Reserved, ev.PrefillStarted, ev.KvCommitted)
+"""Events that do not change whether workers are ready. If their worker was silent, the next tick notices that it is not."""
+
 
 class RouterService:
     """Implements `RouterApi` and `AdminApi` of `router.api.router_api`. `start` it on the loop that it is to run on, and
@@ -251,7 +254,7 @@ class RouterService:
         """Give the core an event and perform its effects. Every event except a Submit goes through here. A bug of the core is
         raised after the effects were performed."""
         bug = self._perform(self._handle(event))
-        if type(event) is not ev.StepRows:  # tokens do not change readiness
+        if type(event) not in _PROGRESS:
             self._note_ready()
         if bug is not None:
             raise bug
