@@ -13,7 +13,16 @@ from typing import Final
 from faultsim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers
 from faultsim.client import CALM_DEADLINE_S, Ask, draw_ask
 from faultsim.engine import BLOCK_SIZE
-from faultsim.faults import Fault, FaultKind, FaultPlan, draw_plan, with_duplicates, with_hung_engines, with_lost_numbers
+from faultsim.faults import (
+    Fault,
+    FaultKind,
+    FaultPlan,
+    draw_plan,
+    with_budgets,
+    with_duplicates,
+    with_hung_engines,
+    with_lost_numbers,
+)
 from faultsim.oracle import VOCAB_SIZE
 from faultsim.tap import Census
 from faultsim.transfer import ReadFaults
@@ -57,6 +66,7 @@ def run_seed(seed: int) -> RunReport:
     plan = with_duplicates(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} duplicates"))
     plan = with_hung_engines(plan, random.Random(f"{seed} hung"))
     plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
+    plan = with_budgets(plan, random.Random(f"{seed} budgets"))
     plan = _with_flips(plan, random.Random(f"{seed} flips").choice((0.0, 0.0, 0.002, 0.02)))
     shape = _with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
     shape = _with_kv_dtypes(shape, *random.Random(f"{seed} dtypes").choice(KV_DTYPES))

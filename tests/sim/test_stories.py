@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from faultsim.checkers import check_outcome
 from faultsim.client import Ask, Outcome
-from faultsim.faults import Fault, FaultKind, FaultPlan
+from faultsim.faults import WORKERS, Fault, FaultKind, FaultPlan
 from faultsim.oracle import TOKENIZER, answer
 from faultsim.router import CONFIG
 from faultsim.run import calm_plan, draw_asks, simulate
@@ -136,3 +136,16 @@ def test_a_pair_that_is_cut_is_found_out_by_requests_too_hurried_to_say_so() -> 
     assert failed_s, "the pair was never asked for"
     assert max(failed_s) < 12.0
     assert sum(at_s > 12.0 for at_s in ended) > 20
+
+
+def test_budgets_that_change_during_a_run_change_no_output() -> None:
+    """Outputs are checked against the oracle. Budgets that a worker cannot have, and workers that are not there, are refused."""
+    tokens = ("8", "16", "9", "12", "99", "1")
+    faults = tuple(Fault(0.3 + 0.2 * i, FaultKind.BUDGET, WORKERS[i % 2], other=tokens[i % 6]) for i in range(25))
+    faults += (Fault(2.0, FaultKind.KILL, "prefill0", 1.0),)
+    asks = draw_asks(random.Random(7), 24, until_s=6.0, unruly=False)
+    census = Census()
+    report = simulate(7, Shape(), replace(calm_plan(6.0), faults=faults), asks, census)
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert census.sent["set_budget", "router"] > 5
