@@ -111,7 +111,7 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         ("--colocate-below-tokens",),
         "router.colocate_below_tokens",
         NOT_NEGATIVE,
-        "With placement auto: prompts shorter than this are computed on the decode worker.",
+        "With placement auto: prompts with fewer uncached tokens than this are computed on the decode worker.",
     ),
     (
         ("--record",),

@@ -49,12 +49,22 @@ async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
 
 async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
     pumps = [_pump(g, ChunkFormat(envelope, call, i), _logprobs_of(api, call, i), reply) for i, g in enumerate(generations)]
-    tokens = await _together([_told(pump, g, reply) for pump, g in zip(pumps, generations, strict=True)])
-    last = b""
+    told = [_told(pump, g, reply) for pump, g in zip(pumps, generations, strict=True)]
+    if len(told) == 1:
+        tokens, last = await told[0]
+    else:
+        tokens, last = sum(await _together([_written(one, reply) for one in told])), b""
     if call.include_usage:
-        totals = usage(sum(g.prompt_len for g in generations), sum(tokens))
-        last = envelope.usage_chunk(totals, [g.report for g in generations])
+        totals = usage(sum(g.prompt_len for g in generations), tokens)
+        last += envelope.usage_chunk(totals, [g.report for g in generations])
     await reply.end(last + DONE)
+
+
+async def _written(pump: Coroutine[Any, Any, tuple[int, bytes]], reply: Reply) -> int:
+    """Write the last chunk of one of several choices. Return its number of output tokens."""
+    tokens, last = await pump
+    await reply.event(last)
+    return tokens
 
 
 def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | None:
@@ -64,15 +74,17 @@ def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | Non
     return logprobs_format(api.token_bytes, chat=call.chat)
 
 
-async def _pump(generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, reply: Reply) -> int:
-    """Write one choice's chunks, and return its number of output tokens.
+async def _pump(
+    generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, reply: Reply
+) -> tuple[int, bytes]:
+    """Write one choice's chunks but the last one. Return its number of output tokens and its last chunk, so that what follows
+    it can be written with it.
 
     The stream opens with the first delta and not before, so that an earlier error still gets its own HTTP status. A delta
     without text (half a character, part of a stop string) makes no chunk unless it carries other news.
     """
     tokens = 0
     opening = format_.role
-    finish_reason = None
     async for delta in generation:
         tokens += len(delta.ids)
         finish_reason = delta.finish_reason
@@ -84,14 +96,12 @@ async def _pump(generation: Generation, format_: ChunkFormat, logprobs: Logprobs
                 await asyncio.sleep(0)  # lets other tasks run, as in `_collect`
         if format_.continuous_usage:
             chunk = format_.with_usage(chunk, usage(generation.prompt_len, tokens))
-        if finish_reason:
-            chunk = format_.last_chunk(chunk, generation.report)
         if opening:
             chunk, opening = opening + chunk, b""
+        if finish_reason:
+            return tokens, format_.last_chunk(chunk, generation.report)
         await reply.event(chunk)
-    if finish_reason is None:
-        raise _unfinished(generation)
-    return tokens
+    raise _unfinished(generation)
 
 
 async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:

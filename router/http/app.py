@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from starlette.applications import Starlette
@@ -9,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
@@ -18,7 +19,8 @@ from pdserve.core.errors import InternalBug, PdserveError, UnknownModel
 from pdserve.rpc.status import CORRELATION_ID_METADATA
 from router.api.router_api import RouterApi
 from router.http.answer import answer
-from router.http.body import BodyRefused, read_body, refuse_body
+from router.http.body import BodyRefused, header, read_body, refuse_body
+from router.http.exchange import exchange_of
 from router.http.reply import Reply
 from router.http.running_calls import RunningCalls
 from router.http.server import HttpServer, start_server
@@ -45,17 +47,20 @@ async def serve_http(
     return await start_server(_app(api, parser, running, limits), running, host, port, limits)
 
 
-def build_app(api: RouterApi, parser: RequestParser) -> Starlette:
+def build_app(api: RouterApi, parser: RequestParser) -> ASGIApp:
     """Return the application alone, for any ASGI server."""
     return _app(api, parser, RunningCalls(), DEFAULT_LIMITS)
 
 
-def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: RouterConfig) -> Starlette:
+def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: RouterConfig) -> ASGIApp:
     info = _Info(api)
     budget = BodyBudget(limits.max_inflight_body_bytes)
+    generate = {
+        "/v1/completions": _Generate(api, parser, running, budget, Kind.COMPLETION),
+        "/v1/chat/completions": _Generate(api, parser, running, budget, Kind.CHAT),
+    }
     routes = [
-        Route("/v1/completions", _Generate(api, parser, running, budget, Kind.COMPLETION), methods=["POST"]),
-        Route("/v1/chat/completions", _Generate(api, parser, running, budget, Kind.CHAT), methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generate.items()),  # Starlette refuses other methods
         Route("/v1/models", info.models),
         Route("/v1/models/{model:path}", info.model),
         Route("/health", info.health),
@@ -67,11 +72,23 @@ def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: R
         exception_handlers={HTTPException: _no_route, PdserveError: _failed, Exception: _bug},  # type: ignore[dict-item]
     )
     app.router.redirect_slashes = False  # many clients lose the body of a redirected POST; 404 says what is wrong
-    return app
+    return _Shortcut(app, generate)
+
+
+class _Shortcut:
+    """The application. Requests for generations do not pass Starlette, which would cost several calls for each token."""
+
+    def __init__(self, app: Starlette, generate: Mapping[str, _Generate]) -> None:
+        self._app = app
+        self._generate = generate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._generate.get(scope["path"]) if scope["method"] == "POST" else None
+        await (endpoint or self._app)(scope, receive, send)
 
 
 class _Generate:
-    """An ASGI endpoint that runs generations. It is no Starlette handler, because those cost several calls for each token."""
+    """An ASGI endpoint that runs generations."""
 
     def __init__(self, api: RouterApi, parser: RequestParser, running: RunningCalls, budget: BodyBudget, kind: Kind) -> None:
         self._api = api
@@ -81,19 +98,19 @@ class _Generate:
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send)
+        exchange = exchange_of(scope, receive, send)
+        reply = Reply(exchange)
         try:
             with self._budget.share() as share:
-                body = await read_body(scope, receive, self._api.max_body_bytes, share)
-                headers = Request(scope).headers
-                named = ClassHeaders(headers.get(CLASS_HEADER), headers.get(SESSION_HEADER))
-                header_id = headers.get(CORRELATION_ID_METADATA)
+                body = await read_body(scope, receive, exchange, self._api.max_body_bytes, share)
+                named = ClassHeaders(header(scope, CLASS_HEADER), header(scope, SESSION_HEADER))
+                header_id = header(scope, CORRELATION_ID_METADATA)
                 reading = self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id, named))
                 # A large body waits for its turn. If its client leaves, it must not hold up the others.
-                call = await (self._running.run(receive, reading) if len(body) > INLINE_BYTES else reading)
+                call = await (self._running.run(exchange, reading) if len(body) > INLINE_BYTES else reading)
                 assert isinstance(call, Call)
             reply.name(call.request_id, call.correlation_id)
-            await self._running.run(receive, answer(self._api, call, reply))
+            await self._running.run(exchange, answer(self._api, call, reply))
         except BodyRefused as exc:
             await refuse_body(scope, receive, reply, exc.error)
         except PdserveError as exc:

@@ -8,6 +8,7 @@ from typing import Final
 from starlette.types import Receive, Scope
 
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge
+from router.http.exchange import Exchange
 from router.http.reply import Reply
 from router.parsing.body_budget import BodyShare
 
@@ -26,16 +27,22 @@ class BodyRefused(Exception):
         self.error = error
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, share: BodyShare) -> bytes:
+async def read_body(scope: Scope, receive: Receive, exchange: Exchange, max_bytes: int, share: BodyShare) -> bytes:
     """Return the whole body. Raises `BodyRefused` as soon as it is known that the body is too large, finds no room, or comes
     too slowly, and `Cancelled` when the client leaves."""
-    declared = _header(scope, b"content-length")
-    if declared.isdigit() and int(declared) > max_bytes:
+    declared = header(scope, "content-length") or ""
+    if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     try:
-        if declared.isdigit():
+        if declared.isdecimal():
             share.grow(int(declared))  # takes the whole length at once, so that a later body cannot end one that has begun
+        whole = exchange.whole_body()
+        if whole is not None:
+            if len(whole) > max_bytes:
+                raise _too_large(max_bytes)
+            share.grow(len(whole))
+            return whole
         async with asyncio.timeout(BODY_TIMEOUT_S):
             more = True
             while more:
@@ -53,7 +60,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, share: BodyS
 async def refuse_body(scope: Scope, receive: Receive, reply: Reply, error: PdserveError) -> None:
     """Answer with an error and close the connection so that the client still sees the answer. What is still read is dropped."""
     await reply.fail(error, more=True, headers=[(b"connection", b"close")])
-    if _header(scope, b"expect").lower() != b"100-continue":  # such a client sends nothing before it is told to
+    if (header(scope, "expect") or "").lower() != "100-continue":  # such a client sends nothing before it is told to
         await _discard(receive)
     await reply.end()
 
@@ -88,8 +95,10 @@ def _too_large(max_bytes: int) -> BodyRefused:
     return BodyRefused(RequestTooLarge(f"body: is over the limit of {max_bytes} bytes", field="body"))
 
 
-def _header(scope: Scope, name: bytes) -> bytes:
+def header(scope: Scope, name: str) -> str | None:
+    """Return the value of the first header with this name, which is in lower case. None: there is none."""
+    wanted = name.encode()
     for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
-    return b""
+        if key == wanted:
+            return str(value, "latin-1")
+    return None

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from router.http import refusal, upgrade
 from router.http.connections import ConnectionTable
+from router.http.exchange import EXTENSION, ConnectionExchange
 from router.http.refusal import Refusal
 
 MAX_HEAD_BYTES: Final = 64 << 10  # the limit of h11, uvicorn's other parser
@@ -48,6 +49,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._trailer_bytes = 0
         self._declined = False  # this head offers another protocol, and the parser stops at it
         self._running: RequestResponseCycle | None = None  # the request that is being answered; others may wait behind it
+        self._exchange: ConnectionExchange | None = None  # that of `_running`
         self._timer: asyncio.TimerHandle | None = None
 
     # The connection ----------------------------------------------------------------------------------------------------
@@ -70,9 +72,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+        if self._exchange is not None:
+            self._exchange.client_left()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        self._exchange = ConnectionExchange(cycle)
+        scope: Any = cycle.scope
+        scope["extensions"] = {EXTENSION: self._exchange}
         super()._start_asgi_task(cycle, app)
 
     def give_way(self) -> None:
@@ -218,6 +225,8 @@ class GuardedProtocol(HttpToolsProtocol):
             answering = cycle.response_started or bool(self.pipeline) or self._head_open  # an answer would be out of turn
             cycle.disconnected = True
             cycle.message_event.set()
+            if self._exchange is not None and cycle is self._running:
+                self._exchange.client_left()
             if answering:
                 self.transport.abort()
                 return

@@ -1,20 +1,20 @@
-"""One HTTP answer over ASGI: a whole JSON object, or an SSE stream that its first event opens."""
+"""One HTTP answer: a whole JSON object, or an SSE stream that its first event opens."""
 
 from __future__ import annotations
 
 from typing import Any, Final
-
-from starlette.types import Send
 
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import PdserveError
 from pdserve.rpc.status import CORRELATION_ID_METADATA, REQUEST_ID_METADATA, TIMELINE_METADATA
 from router.api.answer import Report
 from router.api.timeline import report_json, timeline
+from router.http.exchange import Exchange, Headers
 from router.openai.errors import encode_json, error_headers, error_payload
 
-Headers = list[tuple[bytes, bytes]]
-
+_REQUEST_ID: Final = REQUEST_ID_METADATA.encode()
+_CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
+_TIMELINE: Final = TIMELINE_METADATA.encode()
 _SSE_HEADERS: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -26,8 +26,8 @@ class Reply:
     """Writes one answer. The task of its request owns it. `fail` may be called at any moment, because it knows whether a stream
     is open."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._headers: Headers = []
         self._report: Report | None = None
         self.started = False
@@ -36,8 +36,8 @@ class Reply:
     def name(self, request_id: str, correlation_id: str) -> None:
         """Set the ids that answers carry from now on. A client that gave no id of its own gets the router's id in its place."""
         self._headers = [
-            (REQUEST_ID_METADATA.encode(), request_id.encode("ascii")),
-            (CORRELATION_ID_METADATA.encode(), (correlation_id or request_id).encode("ascii")),
+            (_REQUEST_ID, request_id.encode("ascii")),
+            (_CORRELATION_ID, (correlation_id or request_id).encode("ascii")),
         ]
 
     def served(self, report: Report) -> None:
@@ -52,20 +52,22 @@ class Reply:
     async def encoded(self, status: int, body: bytes, headers: Headers | None = None, *, more: bool = False) -> None:
         """Answer with a body that is JSON already, otherwise like `json`."""
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        told = [(TIMELINE_METADATA.encode(), timeline(self._report).encode())] if self._report else []
-        await self._start(status, own + told + (headers or []))
-        await self._body(body, more=more)
+        told = [(_TIMELINE, timeline(self._report))] if self._report else []
+        await self._start(status, own + told + (headers or []), body, more=more)
 
     async def event(self, data: bytes) -> None:
         """Write a part of a stream, and open it with the first part. Empty data only opens it."""
         if not self.started:
-            await self._start(200, _SSE_HEADERS)
-        if data:
-            await self._body(data, more=True)
+            await self._start(200, _SSE_HEADERS, data, more=True)
+        elif data:
+            await self._exchange.write(data, more=True)
 
     async def end(self, data: bytes = b"") -> None:
-        """Write the last part of what was started."""
-        await self._body(data, more=False)
+        """Write the last part of what was started, or of a stream that opens only now."""
+        if not self.started:
+            await self._start(200, _SSE_HEADERS, data, more=False)
+        else:
+            await self._last(data)
 
     async def fail(self, error: PdserveError, *, more: bool = False, headers: Headers | None = None) -> None:
         """Answer with the error: as a response, or as the last event of an open stream, after which no [DONE] follows."""
@@ -73,15 +75,16 @@ class Reply:
             return
         if self.started:
             told = {"pdserve": report_json(self._report)} if self._report else {}
-            await self._body(b"data: " + encode_json(error_payload(error) | told) + b"\n\n", more=False)
+            await self._last(b"data: " + encode_json(error_payload(error) | told) + b"\n\n")
         else:
             extra = error_headers(error) + (headers or [])
             await self.json(TABLE[error.code].http, error_payload(error), extra, more=more)
 
-    async def _start(self, status: int, headers: Headers) -> None:
+    async def _start(self, status: int, headers: Headers, body: bytes, *, more: bool) -> None:
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers + self._headers})
-
-    async def _body(self, data: bytes, *, more: bool) -> None:
         self._ended = not more
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._exchange.start(status, headers + self._headers, body, more=more)
+
+    async def _last(self, data: bytes) -> None:
+        self._ended = True
+        await self._exchange.write(data, more=False)

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from starlette.types import Receive
-
-from pdserve.core.errors import Cancelled, Unavailable
+from pdserve.core.errors import Cancelled, PdserveError, Unavailable
+from router.http.exchange import Exchange
 
 T = TypeVar("T")
 
@@ -17,40 +16,49 @@ class RunningCalls:
     """The calls of one HTTP server, which owns this. It cancels work that is to end from outside."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._calls: dict[_Running, None] = {}
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._calls)
 
-    async def run(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    async def run(self, exchange: Exchange, work: Coroutine[Any, Any, T]) -> T:
         """Return what `work` returns. Raises what it raises, `Cancelled` when the client leaves, `Unavailable` when the server
-        closes.
-
-        `receive` must have delivered the whole body. Its next message says that the client is gone, and comes also while
-        nothing is being sent.
-        """
-        task = asyncio.create_task(work)
-        watch = asyncio.create_task(_gone(receive))
-        self._tasks.add(task)
+        closes. The whole body must have been received."""
+        task = asyncio.current_task()
+        assert task is not None
+        running = _Running(task)
+        unwatch = exchange.on_gone(running.client_left)
+        self._calls[running] = None
         try:
-            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Cancelled("the client left")
-            if task.cancelled():
-                raise Unavailable("the server is closing")
-            return task.result()
+            return await work
+        except asyncio.CancelledError:
+            if running.error is None or task.uncancel() > running.cancelling:
+                raise  # somebody else cancelled the task
+            raise running.error from None
         finally:
-            self._tasks.discard(task)
-            task.cancel()
-            watch.cancel()
-            await asyncio.gather(task, watch, return_exceptions=True)
+            running.ended = True
+            unwatch()
+            del self._calls[running]
 
     def cancel_all(self) -> None:
         """Cancel all running work."""
-        for task in self._tasks:
-            task.cancel()
+        for running in self._calls:
+            running.end(Unavailable("the server is closing"))
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class _Running:
+    """The work of one call. Its task is cancelled once, and the error says why."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+        self.cancelling = task.cancelling()
+        self.error: PdserveError | None = None
+        self.ended = False
+
+    def client_left(self) -> None:
+        self.end(Cancelled("the client left"))
+
+    def end(self, error: PdserveError) -> None:
+        if self.error is None and not self.ended:
+            self.error = error
+            self._task.cancel()

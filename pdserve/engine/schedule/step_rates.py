@@ -120,7 +120,8 @@ def _through(x: float, y: float, sxx: float, sxy: float) -> StepCost:
     """Return the line through (x, y) with the slope of least squares, or the nearest one whose parts are not negative.
 
     Without a spread of the tokens the time counts as proportional to them. This makes small steps too cheap, so one is tried,
-    and then the spread is there."""
+    and then the spread is there.
+    """
     steepest = y / x
     slope = min(max(sxy / sxx, 0.0), steepest) if sxx > 1e-9 * x * x else steepest
     return StepCost(max(y - slope * x, 0.0), slope)

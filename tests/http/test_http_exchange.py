@@ -1,0 +1,156 @@
+"""The answer of one request on its connection: how many writes it takes, and who is told that the client left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import uvicorn
+from http_fakes import MODEL, FakeApi
+from raw_http import post
+from uvicorn.server import ServerState
+
+from pdserve.core.errors import Cancelled, Unavailable
+from router.http import build_app
+from router.http.connections import ConnectionTable
+from router.http.exchange import AsgiExchange, ConnectionExchange
+from router.http.protocol import GuardedProtocol
+from router.http.running_calls import RunningCalls
+
+COMPLETIONS = "/v1/completions"
+BODY = {"model": MODEL, "prompt": "p", "stream": True}
+TIMEOUT_S = 10.0
+
+
+class Writes(asyncio.Transport):
+    """A transport that keeps what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        self.parts.append(bytes(data))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        """Nothing is read."""
+
+    def resume_reading(self) -> None:
+        """Nothing is read."""
+
+
+async def connection(api: FakeApi) -> tuple[GuardedProtocol, Writes, ServerState]:
+    config = uvicorn.Config(build_app(api, api.parser), lifespan="off", log_config=None, access_log=False)
+    state = ServerState()
+    protocol = GuardedProtocol(ConnectionTable(9), config=config, server_state=state, app_state={})
+    transport = Writes()
+    protocol.connection_made(transport)
+    return protocol, transport, state
+
+
+async def ended(state: ServerState) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while state.tasks:
+            await asyncio.gather(*state.tasks)
+
+
+@pytest.mark.parametrize("words", [("a",), ("a", "b"), ("a", "b", "c", "d")])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_stream_takes_one_write_for_each_token(words: tuple[str, ...], version: bytes) -> None:
+    """The head goes out with the first token, and the end with the last one."""
+
+    async def run() -> None:
+        protocol, transport, state = await connection(FakeApi(words=words))
+        protocol.data_received(post(COMPLETIONS, BODY).replace(b"HTTP/1.1", b"HTTP/" + version))
+        await ended(state)
+        assert len(transport.parts) == len(words)
+        assert transport.parts[0].startswith(b"HTTP/1.1 200 OK\r\n")
+        assert transport.parts[-1].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert all(b'"text":"%b"' % word.encode() in part for word, part in zip(words, transport.parts, strict=True))
+        assert transport.closed == (version == b"1.0")
+        assert (b"\r\nconnection: close\r\n" in transport.parts[0]) == (version == b"1.0")
+        protocol.connection_lost(None)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_takes_nothing_holds_its_answer_up() -> None:
+    async def run() -> None:
+        protocol, transport, state = await connection(FakeApi(words=("a",) * 5))
+        protocol.pause_writing()
+        protocol.data_received(post(COMPLETIONS, BODY))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not transport.parts
+        protocol.resume_writing()
+        await ended(state)
+        assert len(transport.parts) == 5
+        protocol.connection_lost(None)
+
+    asyncio.run(run())
+
+
+def test_a_header_with_a_line_end_is_not_written() -> None:
+    async def run() -> None:
+        api = FakeApi()
+        api.gate.clear()
+        protocol, transport, state = await connection(api)
+        protocol.data_received(post(COMPLETIONS, BODY))
+        with pytest.raises(RuntimeError):
+            await ConnectionExchange(protocol.cycle).start(200, [(b"x-request-id", b"a\r\nset-cookie: b")], b"", more=False)
+        assert not transport.parts
+        protocol.connection_lost(None)
+        await ended(state)
+
+    asyncio.run(run())
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def silent() -> Any:
+    await asyncio.Event().wait()
+
+
+async def leaves() -> Any:
+    return {"type": "http.disconnect"}
+
+
+async def sent(_: Any) -> None:
+    """Take what is sent."""
+
+
+def test_work_ends_with_the_reason_and_its_task_goes_on() -> None:
+    async def run() -> None:
+        running = RunningCalls()
+        with pytest.raises(Cancelled, match="the client left"):
+            await running.run(AsgiExchange(leaves, sent), forever())
+        asyncio.get_running_loop().call_soon(running.cancel_all)
+        with pytest.raises(Unavailable, match="closing"):
+            await running.run(AsgiExchange(silent, sent), forever())
+        assert not len(running)
+        await asyncio.sleep(0)  # the task was not left cancelled
+
+    asyncio.run(run())
+
+
+def test_a_task_that_is_cancelled_from_outside_is_cancelled() -> None:
+    async def run() -> None:
+        running = RunningCalls()
+        task = asyncio.create_task(running.run(AsgiExchange(silent, sent), forever()))
+        await asyncio.sleep(0)
+        task.cancel()
+        running.cancel_all()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
