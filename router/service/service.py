@@ -12,13 +12,13 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT, Placement
-from pdserve.core.worker import Role
+from pdserve.core.worker import Role, check_step_tokens
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PrefixSnapshot, WorkerSnapshot
@@ -154,6 +154,13 @@ class RouterService:
     def drain(self, worker_id: str) -> None:
         """Implements `AdminApi.drain`."""
         self.tell(ev.DrainAsked(WorkerId(worker_id)))
+
+    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int) -> None:
+        """Implements `AdminApi.set_budget`."""
+        for worker_id in worker_ids:  # all are checked before one is told
+            check_step_tokens(self._core.linked(WorkerId(worker_id)).hello, max_num_batched_tokens)
+        for worker_id in worker_ids:
+            self.tell(ev.BudgetAsked(WorkerId(worker_id), max_num_batched_tokens))
 
     async def explain(self, name: str) -> Explanation:
         """Implements `AdminApi.explain`."""
