@@ -28,7 +28,6 @@ from router.service.policies import rankings_of
 
 TICK_S = 0.1
 """The router's own interval while requests run."""
-PREFIX_SALT = b"clustersim"
 
 
 def calm_router(**settings: object) -> RouterConfig:
@@ -51,7 +50,7 @@ class ClusterSpec:
     classes: Mapping[str, SloClass] = field(default_factory=lambda: BUILT_IN)
     hop_s: float = 0.0005
     seed: int = 0
-    """It decides the phases of the heartbeats."""
+    """It decides the phases of the heartbeats and what policies draw."""
 
 
 class Cluster:
@@ -68,14 +67,15 @@ class Cluster:
         self._on_end = on_end
         outputs = {_id(number): request.output_tokens for number, request in enumerate(requests)}
         self._world = World(self.clock, self._tell, outputs, spec.block_size, spec.hop_s)
-        salt = PREFIX_SALT if spec.prefix_caching else None
+        shape = (*spec.prefill, *spec.decode)[0]
+        fingerprint = shape.costs.family
+        self._salt = fingerprint.encode() if spec.prefix_caching else None
         self.workers: dict[ev.LinkId, SimWorker] = {}
         for number, shape in enumerate([*spec.prefill, *spec.decode]):
             make = SimPrefillWorker if number < len(spec.prefill) else SimDecodeWorker
             link = ev.LinkId(number)
-            self.workers[link] = make(self._world, link, f"{make.role.value}-{number}", shape, salt)
-        fingerprint = next(iter(self.workers.values())).hello().model_fingerprint
-        self.core = RouterCore(spec.router, fingerprint, self._rankings())
+            self.workers[link] = make(self._world, link, f"{make.role.value}-{number}", shape, self._salt)
+        self.core = RouterCore(spec.router, fingerprint, self._rankings(), spec.seed)
         self._open: dict[RequestId, TraceRequest] = {}
         self._ended = 0
         self._tokens: dict[int, SamplingParams] = {}
@@ -138,6 +138,7 @@ class Cluster:
             deadline_s=self.clock.now_s + self._spec.router.default_deadline_s,
             slo=slo,
             session_id=request.session_id,
+            prefix_keys=() if self._salt is None else request.prefix_keys(self._spec.block_size, self._salt),
         )
 
     def _tell(self, event: ev.WorkerEvent) -> None:
@@ -146,7 +147,7 @@ class Cluster:
     def _handle(self, event: ev.Event) -> None:
         for effect in self.core.handle(event, now_s=self.clock.now_s):
             match effect:
-                case ev.SendBind() | ev.SendPrefill() | ev.SendAttach() | ev.SendCancel():
+                case ev.SendBind() | ev.SendPrefill() | ev.SendAttach() | ev.SendCancel() | ev.SendPrefixResync():
                     self.clock.after(self._spec.hop_s, self.workers[effect.link].on_command, effect)
                 case ev.EmitDone(request_id, report):
                     self._end(request_id, None, report)
@@ -178,6 +179,8 @@ class Cluster:
     def _heartbeat(self, worker: SimWorker) -> None:
         if not self._over:
             self._tell(ev.HeartbeatSeen(worker.link, worker.load()))
+            if (delta := worker.prefix_delta()) is not None:
+                self._tell(ev.PrefixSeen(worker.link, delta))
             self.clock.after(self._spec.router.heartbeat_interval_s, self._heartbeat, worker)
 
     def _tick(self) -> None:

@@ -60,6 +60,11 @@ class CostModel:
     transfer_bytes_s: float
     """The bytes that the network of one worker carries in a second, in each direction."""
 
+    @property
+    def family(self) -> str:
+        """The name of the model, without the factor of `scaled`. Workers of one family serve one model."""
+        return self.name.partition(" ")[0]
+
     def step_s(self, work: StepWork) -> float:
         """Return the seconds of one step."""
         base_s = max(self.prompt_base_s if work.prompt_tokens else 0.0, self.decode_base_s if work.decodes else 0.0)

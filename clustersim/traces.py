@@ -16,6 +16,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
+from pdserve.core.block_hash import block_hashes, chain_salt
+from pdserve.core.prefix_keys import key_of
+
 BLOCK_TOKENS: Final = 512
 
 
@@ -36,6 +39,17 @@ class TraceRequest:
     def prompt_ids(self) -> tuple[int, ...]:
         """The token ids of the prompt."""
         return tuple(chain.from_iterable(map(_block, self.blocks)))[: self.prompt_tokens]
+
+    def prefix_keys(self, block_size: int, model_salt: bytes) -> tuple[int, ...]:
+        """Return the keys of the prompt's full blocks, as the router's admission computes them."""
+        return _keys(self.blocks, self.prompt_tokens, block_size, model_salt)
+
+
+@lru_cache(maxsize=1 << 15)
+def _keys(blocks: tuple[int, ...], prompt_tokens: int, block_size: int, model_salt: bytes) -> tuple[int, ...]:
+    """Return the keys of a prompt. They are kept, since each policy places the same requests."""
+    ids = tuple(chain.from_iterable(map(_block, blocks)))[:prompt_tokens]
+    return tuple([key_of(one) for one in block_hashes(ids, block_size, salt=chain_salt(model_salt, ""))])
 
 
 @lru_cache(maxsize=1 << 14)

@@ -15,16 +15,17 @@ from typing import NamedTuple
 from clustersim.clock import Clock
 from clustersim.costs import CostModel
 from clustersim.engine import SimEngine
-from clustersim.rates import Rates
 from clustersim.transfer import Lease, Network, Pull
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, SeqId, WorkerId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.logprobs import PackedLogprobs
+from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.engine.schedule.outcome import OutputToken
 from pdserve.worker.counted import CountedCommands
 from pdserve.worker.messages import Abort, Activate, AddLent, Lent, Reserve, ReserveResult, ReturnLease, StepEvents
+from pdserve.worker.prefix_log import PrefixCursor, PrefixLog
 from router.core import events as ev
 
 _NUMBER_OF = {reason: number for number, reason in FINISH_BY_NUMBER.items()}
@@ -105,7 +106,6 @@ class SimWorker:
         self.worker_id = WorkerId(worker_id)
         self.shape = shape
         self.network = Network()
-        self.rates = Rates()
         self.engine = SimEngine(
             world.clock,
             shape.costs,
@@ -118,11 +118,12 @@ class SimWorker:
             prefix_salt=prefix_salt,
         )
         self._world = world
+        self._prefixes = PrefixLog()
+        self._cursor = PrefixCursor(self._prefixes)
         self._counted = CountedCommands()
         self._by_handle: dict[Handle, Placed] = {}
         self._by_seq: dict[SeqId, Placed] = {}
         self._requests: dict[SeqId, RequestId] = {}
-        self._steps = 0
 
     @property
     def idle(self) -> bool:
@@ -138,7 +139,7 @@ class SimWorker:
             role=self.role,
             incarnation=Incarnation(self.link),
             address=self.worker_id,
-            model_fingerprint=shape.costs.name.partition(" ")[0],
+            model_fingerprint=shape.costs.family,
             block_size=self._world.block_size,
             num_blocks=self.engine.pool.num_blocks,
             max_model_len=shape.max_model_len,
@@ -151,19 +152,16 @@ class SimWorker:
     def load(self) -> WorkerLoad:
         """Return what the next heartbeat tells: the counts after the last step."""
         snapshot = self.engine.snapshot
-        return replace(
-            snapshot.load,
-            last_handle=self._counted.last_handle(snapshot.last_seq_id),
-            prompt_tokens_per_s=self.rates.prompt_tokens_per_s,
-            decode_step_s=self.rates.decode_step_s,
-            max_num_batched_tokens=self.shape.max_num_batched_tokens,
-        )
+        return replace(snapshot.load, last_handle=self._counted.last_handle(snapshot.last_seq_id))
+
+    def prefix_delta(self) -> PrefixDelta | None:
+        """Return what has changed among the keys of the pool since the last heartbeat. None: nothing has."""
+        return self._cursor.next(now_s=self._world.clock.now_s)
 
     def on_step(self, events: StepEvents) -> None:
         """Handle the events of a step."""
-        if self.engine.steps != self._steps:
-            self._steps = self.engine.steps
-            self.rates.saw(*self.engine.last_step)
+        if events.snapshot is not None and events.snapshot.keys is not None:
+            self._prefixes.note(events.snapshot.keys)
         for seq_id, tokens in self.engine.computed.items():
             request_id = self._requests[seq_id]
             self._world.computed[request_id] = self._world.computed.get(request_id, 0) + tokens
@@ -171,7 +169,8 @@ class SimWorker:
 
     def on_command(self, command: ev.Command) -> None:
         """Handle a command of the router."""
-        raise NotImplementedError
+        if isinstance(command, ev.SendPrefixResync):
+            self._cursor.ask_full()
 
     def _place(self, work: ev.Work) -> Placed:
         placed = Placed(work.handle, SeqId(len(self._requests) + 1), work)
@@ -221,6 +220,8 @@ class SimPrefillWorker(SimWorker):
                 self.engine.submit(AddLent(placed.seq_id, work.spec, work.resumed))
             case ev.SendCancel(handle=handle):
                 self._cancel(handle)
+            case _:
+                super().on_command(command)
 
     def on_step(self, events: StepEvents) -> None:
         """Grant leases, advance watermarks, and send token 0."""
@@ -292,6 +293,8 @@ class SimDecodeWorker(SimWorker):
                 self._attach(handle, lease_id)
             case ev.SendCancel(handle=handle):
                 self._cancel(handle)
+            case _:
+                super().on_command(command)
 
     def on_step(self, events: StepEvents) -> None:
         """Answer reservations, and send the rows of all tokens."""

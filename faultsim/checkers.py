@@ -126,6 +126,17 @@ def _left_on(worker: SimWorker) -> list[str]:
     return found
 
 
+def unlike_keys(world: World) -> list[str]:
+    """Return the workers of which the router does not know just the blocks that they share. Empty: it knows all."""
+    core, found = world.router.core, []
+    for worker in core.registry:
+        held = world.workers[worker.hello.worker_id].engine.pool.published.held()
+        known = core.prefix_index.held(worker.link)
+        if known != held:
+            found.append(f"router: {worker.name} shares {len(held)} blocks, and {len(known & held)} of {len(known)} known ones")
+    return found
+
+
 def false_alarms(world: World) -> list[str]:
     """Return the workers that report damaged KV without cause: memory never rots here, and reads flip bits only if the plan
     says so."""

@@ -140,7 +140,8 @@ class SimEngine:
         """Return the present counts of blocks and sequences."""
         scheduler = self.scheduler
         counts = (scheduler.num_waiting, scheduler.queued_tokens, scheduler.num_running)
-        return EngineSnapshot(WorkerLoad(self.pool.counts(), *counts))
+        budget = scheduler.max_num_batched_tokens
+        return EngineSnapshot(WorkerLoad(self.pool.counts(), *counts, max_num_batched_tokens=budget))
 
     def submit(self, command: Command) -> None:
         """Queue a command for the next step. The loop thread calls it."""
@@ -157,16 +158,17 @@ class SimEngine:
         if early is not None:
             self._tell(early)
         if plan.slices:
-            self._process.engine_loop.call_later(STEP_S + TOKEN_S * plan.num_tokens, self._finish, plan)
+            step_s = STEP_S + TOKEN_S * plan.num_tokens
+            self._process.engine_loop.call_later(step_s, self._finish, plan, step_s)
         else:
             self._next()
 
-    def _finish(self, pending: StepPlan) -> None:
+    def _finish(self, pending: StepPlan, step_s: float) -> None:
         self.steps += 1
         self._reached("engine_step")
         if not self._process.alive:
             return
-        events = self._engine.finish(self.kv.collect(pending))
+        events = self._engine.finish(self.kv.collect(pending), step_s)
         self._settle()
         self._tell(events)
         if (sealed := self._engine.seal()) is not None:

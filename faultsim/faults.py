@@ -14,6 +14,10 @@ WORKERS: Final = ("prefill0", "prefill1", "decode0", "decode1")
 ALL: Final = (*WORKERS, "router")
 
 
+WRONG_DELTAS: Final = ("number", "key", "digest")
+"""What is wrong with a delta: its number is that of the next one, it lacks a key, or its digest is another."""
+
+
 class FaultKind(Enum):
     """The kind of a fault, with the use of `Fault.target`, `lasts_s` and `other`."""
 
@@ -27,6 +31,7 @@ class FaultKind(Enum):
     CUT_ONE_WAY = "cut_one_way"  # for `lasts_s` the path from `target` to `other` is cut
     RESET = "reset"  # all connections break, and nobody dies; `target` is not used
     DUPLICATE = "duplicate"  # for `lasts_s` a second process runs under the target's worker_id
+    WRONG_KEYS = "wrong_keys"  # the target's next delta of its prefix keys is wrong; `other` says in what
     DRAIN = "drain"  # the worker ends when it is empty, and is restarted; `other` "router" asks for it, "" is a signal
 
 
@@ -107,6 +112,16 @@ def with_duplicates(plan: FaultPlan, rng: random.Random) -> FaultPlan:
         at_s = rng.uniform(0.1, plan.until_s * 0.6)
         lasts_s = min(rng.choice((0.3, 2.0, 6.0)), plan.until_s - at_s)
         faults.append(Fault(at_s, FaultKind.DUPLICATE, rng.choice(WORKERS), lasts_s))
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def with_wrong_keys(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """Add, to half of the plans, workers that tell a change of their prefix keys wrong."""
+    count = rng.choice((0, 0, 1, 4))
+    faults = [
+        Fault(rng.uniform(0.5, plan.until_s), FaultKind.WRONG_KEYS, rng.choice(WORKERS), other=rng.choice(WRONG_DELTAS))
+        for _ in range(count)
+    ]
     return replace(plan, faults=(*plan.faults, *faults))
 
 

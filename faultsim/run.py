@@ -10,10 +10,19 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from faultsim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers
+from faultsim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers, unlike_keys
 from faultsim.client import CALM_DEADLINE_S, Ask, draw_ask
 from faultsim.engine import BLOCK_SIZE
-from faultsim.faults import Fault, FaultKind, FaultPlan, draw_plan, with_duplicates, with_hung_engines, with_lost_numbers
+from faultsim.faults import (
+    Fault,
+    FaultKind,
+    FaultPlan,
+    draw_plan,
+    with_duplicates,
+    with_hung_engines,
+    with_lost_numbers,
+    with_wrong_keys,
+)
 from faultsim.oracle import VOCAB_SIZE
 from faultsim.tap import Census
 from faultsim.transfer import ReadFaults
@@ -57,8 +66,9 @@ def run_seed(seed: int) -> RunReport:
     plan = with_duplicates(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} duplicates"))
     plan = with_hung_engines(plan, random.Random(f"{seed} hung"))
     plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
+    plan = with_wrong_keys(plan, random.Random(f"{seed} keys"))
     plan = _with_flips(plan, random.Random(f"{seed} flips").choice((0.0, 0.0, 0.002, 0.02)))
-    shape = _with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
+    shape = with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
     shape = _with_kv_dtypes(shape, *random.Random(f"{seed} dtypes").choice(KV_DTYPES))
     shape = _with_unequal_workers(shape, random.Random(f"{seed} unequal"))
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
@@ -100,7 +110,8 @@ def _with_priorities(asks: list[Ask], rng: random.Random) -> list[Ask]:
     return [replace(ask, priority=rng.choice((0, 0, -100, 1, 100))) for ask in asks]
 
 
-def _with_prefix_caching(shape: Shape, on: bool) -> Shape:
+def with_prefix_caching(shape: Shape, on: bool) -> Shape:
+    """Let all workers share blocks, or none."""
     return replace(shape, prefill=replace(shape.prefill, prefix_caching=on), decode=replace(shape.decode, prefix_caching=on))
 
 
@@ -212,12 +223,14 @@ def _settle(world: World, report: RunReport) -> None:
         if process.hung:
             process.kill()
     quiet = world.timeline.run(
-        lambda: world.everybody_up() and not leftovers(world) and _all_pairs_usable(world),
+        lambda: world.everybody_up() and not leftovers(world) and _all_pairs_usable(world) and not unlike_keys(world),
         until_s=world.timeline.now_s + SETTLE_S,
     )
     if not quiet:
         up = [name for name, process in world.processes.items() if process.alive]
-        report.problems += leftovers(world) or [f"not everybody is back: {up}, {len(world.router.core.registry)} linked"]
+        report.problems += (
+            leftovers(world) or unlike_keys(world) or [f"not everybody is back: {up}, {len(world.router.core.registry)} linked"]
+        )
 
 
 def _wait_for_tasks(world: World) -> None:

@@ -21,7 +21,8 @@ from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import Incarnation
 from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
-from pdserve.rpc.v1 import common_pb2
+from pdserve.core.prefix_keys import KEY_BYTES
+from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.sim.channel import FakeChannel
 from pdserve.sim.network import Network
 from pdserve.sim.process import Process
@@ -124,8 +125,25 @@ class SimWorker:
             step_timeout_s=STEP_TIMEOUT_S,
             open_channel=self._open_channel,
         )
+        self.wrong_delta = ""
+        """What is wrong with the next delta of prefix keys, one of `WRONG_DELTAS`. Empty: nothing."""
+        self._tell = self.member.link.send
+        self.member.link.send = self._send  # type: ignore[method-assign]  # a fault of this worker, above its link
         network.servers[self.address] = (process, self.server)
         pools.by_incarnation[self.incarnation] = (process, memory)
+
+    def _send(self, message: link_pb2.WorkerMessage) -> None:
+        """Send a message to the router. The next delta with added keys may go wrong."""
+        delta = message.prefix_delta
+        if self.wrong_delta and delta.added and not delta.full:
+            wrong, self.wrong_delta = self.wrong_delta, ""
+            if wrong == "number":
+                delta.number += 1
+            elif wrong == "key":
+                delta.added = delta.added[KEY_BYTES:]
+            else:
+                delta.digest ^= 1
+        self._tell(message)
 
     @property
     def address(self) -> str:

@@ -180,6 +180,8 @@ class World:
                     break_off()
             case FaultKind.DUPLICATE:
                 self._duplicate(fault)
+            case FaultKind.WRONG_KEYS:
+                self.workers[fault.target].wrong_delta = fault.other
             case FaultKind.DRAIN:
                 self._drain(fault)
 
@@ -220,6 +222,7 @@ class World:
     def _check(self) -> None:
         if self.router.process.alive and self.router.service is not None:
             self.router.core.check_invariants()
+            self.router.core.prefix_index.check_invariants()
         for worker in self.workers.values():
             if worker.process.alive:
                 worker.engine.pool.check_invariants()

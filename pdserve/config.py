@@ -195,12 +195,14 @@ class RouterConfig:
     # A prompt is computed on a prefill worker (disaggregated), or on the decode worker (colocated). "auto" decides for each
     # request, and a request may ask for its own placement.
     placement: Literal["auto", "disaggregated", "colocated"] = "auto"
-    # Among the workers that may take a request, these policies choose: "prefix_aware", "least_loaded", "power_of_two",
-    # "round_robin", "random", or module:function of your own, which the router imports.
+    # Among the workers that may take a request, these policies choose: "prefix_aware", "session_affinity", "least_loaded",
+    # "power_of_two", "round_robin", "random", or module:function of your own, which the router imports.
     prefill_policy: str = "prefix_aware"
     decode_policy: str = "prefix_aware"
-    # "auto" computes prompts shorter than this on the decode worker.
+    # "auto" computes a prompt on the decode worker if fewer of its tokens than this are not cached there.
     colocate_below_tokens: NonNegativeInt = 0
+    # "auto" also computes a prompt on the decode worker where that is predicted to cost less time: its own and that of others.
+    colocate_by_cost: bool = True
     # The router refuses further requests while so many requests, or so many of their tokens, wait.
     max_queued_requests: PositiveInt = 1024
     max_queued_tokens: PositiveInt = 1 << 20

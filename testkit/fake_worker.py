@@ -17,6 +17,7 @@ from typing import Any, Self
 import grpc.aio
 
 from pdserve.core.kv_layout import ceil_div
+from pdserve.rpc.bundle import Outbound, unbundled
 from pdserve.rpc.codec import pack_ids, unpack_ids
 from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2, story_pb2
@@ -24,6 +25,7 @@ from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, pref
 PREFILL = common_pb2.ROLE_PREFILL
 DECODE = common_pb2.ROLE_DECODE
 
+_MAX_OUTBOUND = 1 << 16
 _LENGTH = common_pb2.FINISH_REASON_LENGTH
 _STOP = common_pb2.FINISH_REASON_STOP
 _UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -116,7 +118,7 @@ class FakeWorker:
 
     _sequences: dict[int, _Sequence] = field(default_factory=dict)
     _last_handle: int = 0
-    _outbound: asyncio.Queue[link_pb2.WorkerMessage] = field(default_factory=asyncio.Queue)
+    _outbound: Outbound[link_pb2.WorkerMessage] = field(default_factory=lambda: Outbound(_MAX_OUTBOUND))
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _welcomed: asyncio.Event = field(default_factory=asyncio.Event)
     _channel: grpc.aio.Channel | None = None
@@ -141,7 +143,8 @@ class FakeWorker:
         self._channel = grpc.aio.insecure_channel(self.router_address)
         stub: Any = link_pb2_grpc.WorkerLinkStub(self._channel)
         call = stub.Connect(metadata=((CLUSTER_TOKEN_METADATA, self.cluster_token),))
-        self._send(hello=self._hello())
+        self._outbound = Outbound(_MAX_OUTBOUND)
+        self._send(hello=self._hello(), takes_bundles=True)
         jobs = (self._read(call), self._write(call), self._heartbeat(), self._step_loop())
         self._tasks = [asyncio.create_task(job) for job in jobs]
         welcomed = asyncio.create_task(self._welcomed.wait())
@@ -207,16 +210,17 @@ class FakeWorker:
         )
 
     def _send(self, **body: Any) -> None:
-        self._outbound.put_nowait(link_pb2.WorkerMessage(**body))
+        self._outbound.put(link_pb2.WorkerMessage(**body))
 
     async def _write(self, call: Any) -> None:
         while True:
-            await call.write(await self._outbound.get())
+            await call.write(await self._outbound.next())
 
     async def _read(self, call: Any) -> None:
         try:
             while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
-                self._obey(message)
+                for one in unbundled(message):
+                    self._obey(one)
             await call  # raises the status of a refused link
         except grpc.aio.AioRpcError as exc:
             self.refused = exc
@@ -247,6 +251,7 @@ class FakeWorker:
     def _obey(self, message: link_pb2.RouterMessage) -> None:
         kind = message.WhichOneof("body")
         if kind == "welcome":
+            self._outbound.bundles = message.takes_bundles
             self._welcomed.set()
             return
         if kind == "alive":

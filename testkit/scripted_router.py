@@ -12,6 +12,7 @@ import grpc
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc import codec
+from pdserve.rpc.bundle import unbundled
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2
 
@@ -110,7 +111,8 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
 
         worker = Worker(hello, send, self._changed)
         reading = asyncio.create_task(self._read(messages, worker))
-        outbound.put_nowait(link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=1)))
+        welcome = link_pb2.Welcome(router_incarnation=1)
+        outbound.put_nowait(link_pb2.RouterMessage(welcome=welcome, takes_bundles=True))
         with self._changed:
             self.workers[hello.worker_id] = worker
             self._changed.notify_all()
@@ -122,12 +124,13 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
 
     async def _read(self, messages: AsyncIterator[link_pb2.WorkerMessage], worker: Worker) -> None:
         async for message in messages:
-            body = getattr(message, message.WhichOneof("body"))
             with self._changed:
-                if isinstance(body, common_pb2.WorkerLoad):
-                    worker.heartbeat = body
-                else:
-                    worker.said.append(body)
+                for one in unbundled(message):
+                    body = getattr(one, one.WhichOneof("body"))
+                    if isinstance(body, common_pb2.WorkerLoad):
+                        worker.heartbeat = body
+                    else:
+                        worker.said.append(body)
                 self._changed.notify_all()
 
     def drop(self, worker: Worker) -> None:

@@ -2,7 +2,8 @@
 
 They speak the link as real workers do: token 0 of a request comes from prefill, the rest from decode after its Attach.
 `testkit.fake_worker` computes each token when it is due. Here the requests of all streams form a wave: all its StepBatches are
-made and serialised before the first one is sent, so that tokens wait for the flooded router and not for its worker.
+made and serialised before the first one is sent, so that tokens wait for the flooded router and not for its worker. Messages
+that wait travel as a bundle, as `pdserve.worker.link` sends them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final
 import grpc.aio
 
 from bench.router.peer_config import PeerConfig, text_of
+from pdserve.rpc.bundle import MAX_BUNDLE_MESSAGES, unbundled
 from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
 
@@ -34,6 +36,7 @@ class _Worker:
         self._outbound: asyncio.Queue[bytes] = asyncio.Queue()
         self._binds: dict[int, decode_pb2.Bind] = {}
         self._wave: list[decode_pb2.Bind] = []
+        self._bundles = False
         self.welcomed = asyncio.Event()
 
     async def run(self) -> None:
@@ -41,7 +44,7 @@ class _Worker:
         async with grpc.aio.insecure_channel(config.link) as channel, asyncio.TaskGroup() as group:
             connect = channel.stream_stream(_CONNECT, response_deserializer=link_pb2.RouterMessage.FromString)
             call: Any = connect(metadata=((CLUSTER_TOKEN_METADATA, config.cluster_token),))
-            self._send(hello=self._hello())
+            self._send(hello=self._hello(), takes_bundles=True)
             for job in (self._write(call), self._read(call, group), self._heartbeat()):
                 group.create_task(job)
 
@@ -65,7 +68,11 @@ class _Worker:
 
     async def _write(self, call: Any) -> None:
         while True:
-            await call.write(await self._outbound.get())
+            waiting = [await self._outbound.get()]
+            while self._bundles and len(waiting) < MAX_BUNDLE_MESSAGES and not self._outbound.empty():
+                waiting.append(self._outbound.get_nowait())
+            bundle = link_pb2.WorkerMessage(bundle=waiting).SerializeToString()
+            await call.write(waiting[0] if len(waiting) == 1 else bundle)
 
     async def _heartbeat(self) -> None:
         while True:
@@ -73,17 +80,22 @@ class _Worker:
             self._send(heartbeat=common_pb2.WorkerLoad(blocks=common_pb2.BlockCounts(total=_BLOCKS, free=_BLOCKS)))
 
     async def _read(self, call: Any, group: asyncio.TaskGroup) -> None:
-        handlers = {"prefill": self._prefill, "bind": self._bind, "cancel": self._cancel}
         while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
-            kind = message.WhichOneof("body")
-            if kind == "welcome":
-                self.welcomed.set()
-            elif kind == "attach":
-                self._attach(message.attach, group)
-            elif kind in handlers:
-                handlers[kind](getattr(message, kind))
+            for one in unbundled(message):
+                self._obey(one, group)
         await call
         raise RuntimeError(f"the router ended the link of {self._name}")
+
+    def _obey(self, message: link_pb2.RouterMessage, group: asyncio.TaskGroup) -> None:
+        handlers = {"prefill": self._prefill, "bind": self._bind, "cancel": self._cancel}
+        kind = message.WhichOneof("body")
+        if kind == "welcome":
+            self._bundles = message.takes_bundles
+            self.welcomed.set()
+        elif kind == "attach":
+            self._attach(message.attach, group)
+        elif kind in handlers:
+            handlers[kind](getattr(message, kind))
 
     def _prefill(self, prefill: prefill_pb2.Prefill) -> None:
         lease_id = common_pb2.LeaseId(incarnation=1, counter=prefill.handle)

@@ -98,8 +98,8 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         ("--prefill-policy",),
         "router.prefill_policy",
         str,
-        "Choice of the prefill worker: prefix_aware (default), least_loaded, power_of_two, round_robin, random, or "
-        "module:function of your own.",
+        "Choice of the prefill worker: prefix_aware (default), session_affinity, least_loaded, power_of_two, round_robin, "
+        "random, or module:function of your own.",
     ),
     (
         ("--decode-policy",),
@@ -111,7 +111,7 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         ("--colocate-below-tokens",),
         "router.colocate_below_tokens",
         NOT_NEGATIVE,
-        "With placement auto: prompts shorter than this are computed on the decode worker.",
+        "With placement auto: prompts with fewer uncached tokens than this are computed on the decode worker.",
     ),
     (
         ("--record",),

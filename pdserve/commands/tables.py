@@ -100,7 +100,8 @@ def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str
 
 
 def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
-    """Draw the pools, then the reasons why workers are not ready, damaged KV, niced workers, and pairs set aside.
+    """Draw the pools and the classes of requests, then the reasons why workers are not ready, damaged KV, niced workers, and
+    pairs set aside.
 
     width: columns of the terminal. A wide terminal also shows how many tokens each pool holds.
     """
@@ -112,7 +113,33 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
     why += [damage for worker in state.workers if (damage := _damage(worker)) is not None]
     aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
     mixed = [] if state.exact or not state.workers else [Text(_INEXACT)]
-    return Group(_pools(state, width), *why, *_niced(worker.hello for worker in state.workers), *aside, *mixed)
+    classes = [_classes(state.classes)] if state.classes else []
+    return Group(_pools(state, width), *classes, *why, *_niced(worker.hello for worker in state.workers), *aside, *mixed)
+
+
+def _classes(classes: Sequence[inference_pb2.ClassState]) -> Table:
+    """Draw how well each class met its targets in the last minutes. A dash: the class has no such target."""
+    made = table(
+        f"classes of requests, last {classes[0].window_s / 60:.0f} minutes",
+        ("class",),
+        ("ended", "good", "TTFT met", "TPOT met", "refused", "shed"),
+    )
+    for one in classes:
+        made.add_row(
+            one.slo_class,
+            str(one.requests),
+            _share(one.good, one.requests),
+            _share(one.ttft_met, one.ttft_met + one.ttft_missed),
+            _share(one.tpot_met, one.tpot_met + one.tpot_missed),
+            str(one.refused),
+            str(one.shed),
+        )
+    return made
+
+
+def _share(part: int, total: int) -> str:
+    """Write a share in percent, rounded down so that 100 % says that nothing was missed."""
+    return f"{part * 1000 // total / 10:.1f} %" if total else "-"
 
 
 def _damage(worker: inference_pb2.WorkerState) -> Text | None:

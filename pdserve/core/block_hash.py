@@ -46,7 +46,7 @@ class PrefixChain:
     def __init__(self, block_size: int, *, salt: bytes = b"") -> None:
         assert block_size > 0
         self._block_size = block_size
-        self._last = _hash(b"", salt)
+        self._last = root_hash(salt)
         self._hashes: list[BlockHash] = []
 
     def first(self, count: int, tokens: Sequence[int]) -> list[BlockHash]:
@@ -57,7 +57,7 @@ class PrefixChain:
         size = self._block_size
         assert count * size <= len(tokens)
         for start in range(len(self._hashes) * size, count * size, size):
-            self._last = _hash(self._last, struct.pack(f"<{size}I", *tokens[start : start + size]))
+            self._last = next_hash(self._last, struct.pack(f"<{size}I", *tokens[start : start + size]))
             self._hashes.append(self._last)
         return self._hashes[:count]
 
@@ -67,5 +67,11 @@ def block_hashes(tokens: Sequence[int], block_size: int, *, salt: bytes = b"") -
     return tuple(PrefixChain(block_size, salt=salt).first(len(tokens) // block_size, tokens))
 
 
-def _hash(parent: bytes, content: bytes) -> BlockHash:
+def root_hash(salt: bytes) -> BlockHash:
+    """Return the hash that comes before the first block of a chain."""
+    return next_hash(b"", salt)
+
+
+def next_hash(parent: bytes, content: bytes) -> BlockHash:
+    """Return the hash of the block that follows `parent`. `content` has its tokens, as little-endian uint32."""
     return BlockHash(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.core.errors import ErrorCode
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
@@ -30,6 +32,25 @@ class RequestRecord:
     retry_reasons: tuple[str, ...] = ()  # the error code that made each further attempt necessary
     correlation_id: str = ""  # the client's own name of the request
     rebinds: int = 0  # how many times a decode worker was lost in the handoff and another one took over the lease
+    slo_class: str = ""
+    ttft_met: bool | None = None  # None: the class has no such target, or the request was cancelled before it could be missed
+    tpot_met: bool | None = None
+    refusal: str = ""  # why the router gave the request up while it waited, such as "shed"; empty: it did not
+
+    @property
+    def missed(self) -> bool:
+        """A target of the class was missed."""
+        return self.ttft_met is False or self.tpot_met is False
+
+    @property
+    def counts(self) -> bool:
+        """The request says something about its class. A cancelled one does so only if it had missed a target before."""
+        return self.missed or self.outcome != ErrorCode.CANCELLED.value
+
+    @property
+    def good(self) -> bool:
+        """The request finished, and no target was missed."""
+        return not self.message and not self.missed
 
     def line(self) -> str:
         """Write the record as one line of `name=value` pairs for the log."""
@@ -43,6 +64,8 @@ class RequestRecord:
         )
         if self.correlation_id:
             text += f" correlation_id={self.correlation_id!r}"
+        if self.slo_class:
+            text += f" class={self.slo_class} missed={self.missed}"
         return f"{text} error={self.message!r}" if self.message else text
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Final
 
-from pdserve.core.worker import WorkerHello, WorkerLoad
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,41 @@ class PairSnapshot:
     failures: int
 
 
+@dataclass(slots=True)
+class ClassSnapshot:
+    """The counts of one class of requests over the last minutes. ClassState in inference.proto explains each field."""
+
+    slo_class: str
+    requests: int = 0
+    good: int = 0
+    ttft_met: int = 0
+    ttft_missed: int = 0
+    tpot_met: int = 0
+    tpot_missed: int = 0
+    refused: int = 0
+    shed: int = 0
+
+    def add(self, other: ClassSnapshot) -> None:
+        """Add the counts of the same class from another time."""
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+COUNTS: Final = tuple(one.name for one in fields(ClassSnapshot) if one.name != "slo_class")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSnapshot:
+    """The index of held prefixes. The counts other than `keys` and `index_bytes` begin at the router's start."""
+
+    keys: int = 0
+    index_bytes: int = 0
+    evicted: int = 0
+    resyncs: int = 0
+    predicted_tokens: tuple[tuple[Role, int], ...] = ()
+    """The prompt tokens that the workers that were picked probably held, by role."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
     """The state of the router, its workers, and the pairs of workers that are set aside."""
@@ -46,4 +82,7 @@ class ClusterSnapshot:
     running_requests: int
     workers: tuple[WorkerSnapshot, ...]
     set_aside: tuple[PairSnapshot, ...] = ()
+    classes: tuple[ClassSnapshot, ...] = ()
+    classes_window_s: float = 0.0
     exact: bool = True  # all workers store weights and KV in the same formats
+    prefixes: PrefixSnapshot = PrefixSnapshot()

@@ -136,11 +136,11 @@ class _Call:
     def _carry(self, step: str, src: Process, dst: Process, data: bytes, receive: Callable[[bytes], None]) -> None:
         if not src.alive:
             return
-        fate = self._network.fate(step, src, dst, self._network.weather.call_loss)
+        fate = self._network.fate((step,), src, dst, self._network.weather.call_loss)
         if not src.alive or fate is Fate.DROP:
             return
         for _ in range(2 if fate is Fate.DUPLICATE else 1):
-            self._network.carry(step, src, dst, data, self._network.delay_s(), receive)
+            self._network.carry((step,), src, dst, data, self._network.delay_s(), receive)
 
     def _server_died(self, process: Process) -> None:
         error = rpc_error(_UNAVAILABLE, "connection reset")

@@ -119,22 +119,25 @@ class Network:
             delay_s += rng.random() * weather.late_s
         return delay_s
 
-    def fate(self, step: str, src: Process, dst: Process, loss: float) -> Fate:
-        """Decide the fate of one message. The tap decides first, for directed faults; then the share `loss` decides."""
-        fate = self._tap.sending(step, src, dst)
+    def fate(self, steps: tuple[str, ...], src: Process, dst: Process, loss: float) -> Fate:
+        """Decide the fate of one message. The tap decides first, for directed faults; then the share `loss` decides. A bundle
+        has several steps, and shares the first fate that the tap decides for one of them."""
+        fates = [self._tap.sending(step, src, dst) for step in steps]
+        fate = next((one for one in fates if one is not Fate.PASS), Fate.PASS)
         if fate is Fate.PASS and loss and self.rng.random() < loss:
             return self.rng.choice((Fate.DROP, Fate.DUPLICATE, Fate.REORDER))
         return fate
 
     def carry(
-        self, step: str, src: Process, dst: Process, data: bytes, delay_s: float, receive: Callable[[bytes], None]
+        self, steps: tuple[str, ...], src: Process, dst: Process, data: bytes, delay_s: float, receive: Callable[[bytes], None]
     ) -> None:
         """Bring `data` to `dst` after `delay_s`, or after the path is whole again, unless `dst` is dead then."""
 
         def arrive() -> None:
-            self._tap.arriving(step, src, dst)
+            for step in steps:
+                self._tap.arriving(step, src, dst)
             if dst.alive:
-                self._note(step, src, dst, data)
+                self._note("+".join(steps), src, dst, data)
                 receive(data)
 
         self._go(src, dst, delay_s, arrive)

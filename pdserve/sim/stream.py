@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pdserve.rpc.bundle import unbundled
 from pdserve.sim.clock import SimLoop
 from pdserve.sim.network import GIVE_UP_S, Fate, Network
 from pdserve.sim.process import Process
@@ -79,7 +80,7 @@ class StreamCall:
         self._serialize = serialize
         self._deserialize = deserialize
         self._connection: Connection | None = None
-        self._early: list[tuple[str, bytes]] = []
+        self._early: list[tuple[tuple[str, ...], bytes]] = []
 
     def __aiter__(self) -> StreamCall:
         return self
@@ -96,11 +97,11 @@ class StreamCall:
         """Send a message. Raises InvalidStateError when the call has ended."""
         if self.inbox.ended:
             raise asyncio.InvalidStateError("RPC already finished.")
-        step, data = step_of(message), self._serialize(message)
+        steps, data = steps_of(message), self._serialize(message)
         if self._connection is None:
-            self._early.append((step, data))
+            self._early.append((steps, data))
         else:
-            self._connection.up.send(step, data)
+            self._connection.up.send(steps, data)
 
     def cancel(self) -> bool:
         """End the call from the client's side. False: it had ended already."""
@@ -115,8 +116,8 @@ class StreamCall:
     def connected(self, connection: Connection) -> None:
         """Take the connection that was opened, and send the messages that waited for it."""
         self._connection = connection
-        for step, data in self._early:
-            connection.up.send(step, data)
+        for steps, data in self._early:
+            connection.up.send(steps, data)
 
     def broke(self, error: BaseException) -> None:
         """End the call with an error; unread messages are lost."""
@@ -154,7 +155,7 @@ class ServerContext:
     async def write(self, message: Any) -> None:
         """Send a message to the client."""
         assert self._connection is not None
-        self._connection.down.send(step_of(message), self._handler.response_serializer(message))
+        self._connection.down.send(steps_of(message), self._handler.response_serializer(message))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         """End the call with an error status. Always raises `Aborted`."""
@@ -179,24 +180,23 @@ class Pipe:
         self._receive = receive
         self._last_s = 0.0
 
-    def send(self, step: str, data: bytes) -> None:
-        """Send a message of the step, which the network may drop, repeat or delay. A dead process sends nothing."""
+    def send(self, steps: tuple[str, ...], data: bytes) -> None:
+        """Send a message of these steps, which the network may drop, repeat or delay. A dead process sends nothing."""
         if not self._src.alive:
             return
-        if step == "step_batch":
-            step = f"tokens_of_{self._src.role}"
-        fate = self._network.fate(step, self._src, self._dst, self._loss())
+        steps = tuple([f"tokens_of_{self._src.role}" if step == "step_batch" else step for step in steps])
+        fate = self._network.fate(steps, self._src, self._dst, self._loss())
         if not self._src.alive or fate is Fate.DROP:
             return
         if fate is Fate.REORDER:  # the later messages overtake this one
-            self._network.carry(step, self._src, self._dst, data, self._network.delay_s() + 0.01, self._receive)
+            self._network.carry(steps, self._src, self._dst, data, self._network.delay_s() + 0.01, self._receive)
             return
         for _ in range(2 if fate is Fate.DUPLICATE else 1):
-            self._network.carry(step, self._src, self._dst, data, self._in_order_s(), self._receive)
+            self._network.carry(steps, self._src, self._dst, data, self._in_order_s(), self._receive)
 
     def close(self, callback: Callable[[], None]) -> None:
         """Let the end of the stream arrive, after all messages that were sent; then call back."""
-        self._network.carry("end_of_stream", self._src, self._dst, b"", self._in_order_s(), lambda _: callback())
+        self._network.carry(("end_of_stream",), self._src, self._dst, b"", self._in_order_s(), lambda _: callback())
 
     def _in_order_s(self) -> float:
         now_s = self._network.timeline.now_s
@@ -321,8 +321,9 @@ def open_stream(
     call.connected(connection)
 
 
-def step_of(message: Any) -> str:
-    """Return the name of a message in the fault matrix: the body's name for a link's message, else the type's name."""
+def steps_of(message: Any) -> tuple[str, ...]:
+    """Return the names of a message in the fault matrix: those of the bodies for a message of a link, which may be a bundle of
+    several, and the name of the type for others."""
     if "body" in message.DESCRIPTOR.oneofs_by_name:
-        return str(message.WhichOneof("body"))
-    return str(message.DESCRIPTOR.name).lower()
+        return tuple([str(one.WhichOneof("body")) for one in unbundled(message)])
+    return (str(message.DESCRIPTOR.name).lower(),)

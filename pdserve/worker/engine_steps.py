@@ -80,9 +80,10 @@ class EngineSteps:
         early = StepEvents(lent=lent, reserved=reserved, rehashed=rehashed)
         return plan, early if lent or reserved or rehashed else None
 
-    def finish(self, sampled: list[Sampled]) -> StepEvents:
+    def finish(self, sampled: list[Sampled], step_s: float = 0.0) -> StepEvents:
         """Give the drawn tokens to the scheduler, and return the events of the step. `sampled` has a token for each sample of
-        the plan, in order."""
+        the plan, in order. `step_s` is the time since the step began, in seconds; 0: nobody measured it."""
+        self._scheduler.took(step_s)
         outcome = self._scheduler.collect(sampled)
         self._final = outcome.final
         self._unchecked += 1
@@ -181,6 +182,9 @@ class EngineSteps:
             prefix_queried_tokens=scheduler.prefix.queried,
             prefix_hit_tokens=scheduler.prefix.hit,
             numerical_errors=self._numerical_errors,
+            prompt_tokens_per_s=scheduler.rates.prompt_tokens_per_s,
+            decode_step_s=scheduler.rates.decode_step_s,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
         keys = self._pool.published.take()
         return EngineSnapshot(load, self._commands_taken, scheduler.has_work, self._last_seq_id, keys)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -93,11 +94,14 @@ class EngineThread:
             self._on_death(exc)
 
     def _step(self, runner: Runner, steps: EngineSteps) -> None:
-        plan, early = steps.begin(self._take_commands(block=not steps.has_work))
+        commands = self._take_commands(block=not steps.has_work)
+        began_s = time.perf_counter()
+        plan, early = steps.begin(commands)
         if early is not None:
             self._publish(early)
         if plan.slices:
-            self._publish(steps.finish(runner.collect(runner.launch(plan))))
+            sampled = runner.collect(runner.launch(plan))
+            self._publish(steps.finish(sampled, time.perf_counter() - began_s))
             if (sealed := steps.seal()) is not None:
                 self._publish(sealed)
 

@@ -17,8 +17,9 @@ from typing import Final, NoReturn
 import grpc
 
 from pdserve.core.errors import ReplicaLost
+from pdserve.rpc.bundle import Outbound, unbundled
 from pdserve.rpc.channel import open_channel, token_metadata
-from pdserve.rpc.numbering import Incoming, Outgoing
+from pdserve.rpc.numbering import Incoming
 from pdserve.rpc.v1 import common_pb2, link_pb2, link_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Link:
         self._on_lost = on_lost
         self._after_beat = after_beat
         self._open_channel = open_channel
-        self._outbound: asyncio.Queue[link_pb2.WorkerMessage] | None = None
+        self._outbound: Outbound[link_pb2.WorkerMessage] | None = None
         self._overflow = asyncio.Event()
         self._beats = self._answers = 0  # of this stream
         self._answered = asyncio.Event()
@@ -70,7 +71,7 @@ class Link:
         if self._outbound is None:
             return
         try:
-            self._outbound.put_nowait(message)
+            self._outbound.put(message)
         except asyncio.QueueFull:
             self._overflow.set()
 
@@ -115,18 +116,19 @@ class Link:
 
     async def _serve_once(self) -> None:
         """Open one stream and serve it until it breaks. Raises the error that ended it."""
-        self._outbound = asyncio.Queue(MAX_OUTBOUND)
+        self._outbound = Outbound(MAX_OUTBOUND)
         self._overflow.clear()
         self._heard_s = None
         self._beats = self._answers = 0
-        self._outbound.put_nowait(link_pb2.WorkerMessage(hello=self._hello()))
+        self._outbound.put(link_pb2.WorkerMessage(hello=self._hello(), takes_bundles=True))
         try:
             async with self._open_channel(self._router_address) as channel:
                 call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=self._metadata)
                 # A task of ours writes: for a request iterator, grpc.aio makes a task and leaks it when the stream breaks.
                 writing = asyncio.create_task(self._write(call, self._outbound))
+                reading = self._read(call, self._outbound)
                 ends: list[asyncio.Task[NoReturn]] = [
-                    asyncio.create_task(job) for job in (self._read(call), self._beat(), self._end_on_overflow())
+                    asyncio.create_task(job) for job in (reading, self._beat(), self._end_on_overflow())
                 ]
                 try:
                     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -141,11 +143,13 @@ class Link:
         finally:
             self._outbound = None
 
-    async def _read(self, call: Stream) -> NoReturn:
+    async def _read(self, call: Stream, outbound: Outbound[link_pb2.WorkerMessage]) -> NoReturn:
         numbers = Incoming()
         async for message in call:
             if numbers.is_new(message.number):
-                self._take(message)
+                outbound.bundles = outbound.bundles or message.takes_bundles
+                for one in unbundled(message):
+                    self._take(one)
         raise ConnectionError("the router closed the stream")
 
     def _take(self, message: link_pb2.RouterMessage) -> None:
@@ -160,13 +164,10 @@ class Link:
         else:
             self._on_command(message)
 
-    async def _write(self, call: Stream, outbound: asyncio.Queue[link_pb2.WorkerMessage]) -> None:
+    async def _write(self, call: Stream, outbound: Outbound[link_pb2.WorkerMessage]) -> None:
         """Write queued messages until the stream ends. The task that reads the stream raises the reason of its end."""
-        numbers = Outgoing()
         while True:
-            message = await outbound.get()
-            message.number = numbers.next()
-            await call.write(message)
+            await call.write(await outbound.next())
 
     def _send_beat(self) -> None:
         self._beats += 1

@@ -51,6 +51,7 @@ class Member:
         self._config = config
         self._role_number = role_number
         self._snapshot = snapshot
+        self._largest_step = snapshot.load.max_num_batched_tokens  # in tokens; the engine has memory for it
         self._submit = submit
         self._watch = EngineWatch(step_timeout_s)
         self._pid = pid
@@ -200,13 +201,14 @@ class Member:
             block_size=spec.block_size,
             num_blocks=min(region.num_blocks for region in host.regions),
             max_model_len=host.max_model_len,
-            max_num_seqs=min(engine.max_num_seqs, engine.max_num_batched_tokens or engine.max_num_seqs),  # a token each a step
+            max_num_seqs=min(engine.max_num_seqs, self._largest_step or engine.max_num_seqs),  # a token each a step
             dtype=spec.dtype,
             kv_bytes_per_token=spec.bytes_per_token,
             pid=self._pid,
             step_timeout_s=self._watch.timeout_s,
             niceness=self._niceness,
             quantization=engine.quantization or "",
+            max_num_batched_tokens=self._largest_step,
         )
         return codec.hello_to_wire(hello)
 

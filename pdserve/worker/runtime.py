@@ -205,7 +205,9 @@ class RunningWorker:
             drafts_obstacle=runner.drafts_obstacle,
         )
         self._runner = runner
-        self._first_snapshot = EngineSnapshot(WorkerLoad(pool.counts()))
+        self._first_snapshot = EngineSnapshot(
+            WorkerLoad(pool.counts(), max_num_batched_tokens=scheduler.max_num_batched_tokens)
+        )
         return runner, scheduler, pool
 
     def _sums_of(self) -> tuple[BlockSums, ...] | None:

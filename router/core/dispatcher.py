@@ -1,108 +1,142 @@
 """The dispatcher puts requests on workers: waiting requests in their order, and requests that lost their decode worker in a
 handoff.
 
-Waiting requests are placed strictly in order, so that a large request at the head is not overtaken for ever. A request without
-room keeps every worker that could serve it from the requests behind it, and no other worker: one that is too small for it, or
-that the KV of no prefill worker reaches, goes on with the next requests. A request that no linked worker could serve is passed
-over and keeps its place. It waits `recovery_wait_s` for a worker to come back, because some worker could serve it when it was
-admitted.
+Waiting requests are placed in the order of their turns. One without room claims one worker, that with the most free KV of those
+that could serve it: from then on only this request and earlier ones get room there. It goes elsewhere if room comes there
+first. So it waits at most until that worker has finished what it has, and it holds up nobody who can be served elsewhere. Only
+the first request of a kind claims, so few workers are claimed however many wait.
+
+A request that no linked worker could serve is parked. It waits `recovery_wait_s` for a worker to come back, because some worker
+could serve it when it was admitted.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import heapq
 
 from pdserve.core.errors import Unavailable
 from pdserve.core.ids import WorkerId
 from pdserve.core.sampling import Placement
-from router.core.events import Effects, EffectsThen, LinkId, SendBind, SendPrefill
+from router.core.events import Effects, EffectsThen, SendBind, SendPrefill
 from router.core.live_request import LiveRequest
 from router.core.machines.request_machine import RequestEvent
-from router.core.placer import Placer, Wanted
+from router.core.placer import Placer
 from router.core.policy.decider import Reason
+from router.core.policy.shortlist import Why
+from router.core.pools.pools import Pools
 from router.core.probe_book import ProbeBook
-from router.core.registry import Worker
+from router.core.registry import Turn, Worker
 from router.core.requests import Requests
 from router.core.story import StoryKind
+from router.core.waiting import Kind
 
 _E = RequestEvent
-
-LOOK_PAST: Final = 16
-"""At most this many requests without room are looked past in one go. Each takes 0.1 ms (measured, four workers in each pool),
-so a long queue costs an event at most 2 ms."""
 
 
 class Dispatcher:
     """Sends binds and prefills, and returns requests to the queue."""
 
-    def __init__(self, requests: Requests, placer: Placer, probe_book: ProbeBook, *, recovery_wait_s: float) -> None:
+    def __init__(
+        self, requests: Requests, placer: Placer, pools: Pools, probe_book: ProbeBook, *, recovery_wait_s: float
+    ) -> None:
         self._requests = requests
         self._placer = placer
         self._probe_book = probe_book
         self._recovery_wait_s = recovery_wait_s
-        self._seen_room, self._seen_workers = self._room(), self._workers()
+        self._pools = pools
+        self._seen = self._news()
+        self._seen_shifts = -1
+        self._seen_tiers = 0
 
-    def _room(self) -> tuple[int, int, int]:
-        """Return numbers that change when a request begins to wait, or when there may be room."""
-        return self._requests.waiting.added, self._requests.ended, self._requests.registry.news
-
-    def _workers(self) -> tuple[int, int]:
-        """Return numbers that change when a request that no worker could serve may have a worker."""
-        return self._requests.registry.joined, self._probe_book.results
+    def _news(self) -> tuple[int, int]:
+        """Return numbers that change when there may be room for a request or a claimed probe that had none."""
+        self._pools.refresh()
+        return self._pools.opened + self._pools.shifts, self._probe_book.results
 
     @property
     def may_place(self) -> bool:
         """Something has changed since the last `pump` that waiting requests or claimed probes wait for. Probe results always
         end a probe."""
-        return bool(len(self._requests.waiting) or self._probe_book.claims) and self._room() != self._seen_room
+        waiting = self._requests.waiting
+        return bool(waiting.fresh) or (bool(len(waiting) or self._probe_book.claims) and self._news() != self._seen)
 
-    def pump(self, now_s: float, *, recheck: bool) -> Effects:
-        """Place waiting requests, as far as there is room. With `recheck`, or after a change of the workers that serve, also
-        look again at requests that no worker could serve.
+    def pump(self, now_s: float, *, tick: bool = False) -> Effects:
+        """Place waiting requests, as far as there is room. At a `tick`, also look at those for which only time has passed: a
+        wait may be over, or a pair may be usable again."""
+        waiting = self._requests.waiting
+        opened = self._news() != self._seen or (tick and self._placer.pairs_in_trouble)
+        self._unpark(now_s, everyone=self._pools.shifts != self._seen_shifts or (tick and self._placer.pairs_in_trouble))
+        if self._pools.tier_changes != self._seen_tiers:
+            waiting.sort_anew()
+        kinds = waiting.kinds() if opened else list(waiting.fresh)
+        self._seen_tiers, self._seen_shifts = self._pools.tier_changes, self._pools.shifts
+        waiting.fresh.clear()
+        yield from self._walk(kinds, now_s)
+        # Requests that the walk itself ended or placed held no room that others wait for.
+        self._seen = self._news()
+        waiting.fresh.clear()
 
-        Without that distinction, every request that ends would cost a look at all of those requests, perhaps a thousand.
-        """
-        yield from self._walk(now_s, recheck=recheck or self._workers() != self._seen_workers)
-        # Requests that the walk itself ended held no room that others wait for.
-        self._seen_room, self._seen_workers = self._room(), self._workers()
+    def _unpark(self, now_s: float, *, everyone: bool) -> None:
+        """Let parked requests be looked at: all of them, or those whose wait is over."""
+        waiting = self._requests.waiting
+        for request in waiting.parked():
+            since_s = request.unplaceable_since_s
+            if not everyone and since_s is not None and now_s - since_s < self._recovery_wait_s:
+                return
+            waiting.unpark(request)
 
-    def _walk(self, now_s: float, *, recheck: bool) -> Effects:
-        position, blocked = 0, 0
-        kept: set[LinkId] = set()
-        while (request := self._requests.waiting.at(position)) is not None:
-            if request.unplaceable_since_s is None or recheck:
-                wanted = yield from self._requests.alone(request, self._place(request, kept, now_s), now_s)
-                if wanted is not None:
-                    blocked += 1
-                    kept.update(wanted.links)
-                    if blocked == LOOK_PAST or not self._placer.room_beside(kept, now_s=now_s):
-                        return
-            if self._requests.waiting.at(position) is request:
-                position += 1
+    def _walk(self, kinds: list[Kind], now_s: float) -> Effects:
+        """Place requests in the order of their turns. A kind is left at its first request without room."""
+        waiting = self._requests.waiting
+        heads = [(first[0], kind) for kind in kinds if (first := waiting.first(kind)) is not None]
+        heapq.heapify(heads)
+        while heads:
+            turn, kind = heads[0]
+            first = waiting.first(kind)
+            if first is not None and first[0] == turn:
+                yield from self._requests.alone(first[1], self._place(first[1], turn, now_s), now_s)
+                first = waiting.first(kind)
+            if first is None or first[0] == turn:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, (first[0], kind))
 
-    def _place(self, request: LiveRequest, kept: set[LinkId], now_s: float) -> EffectsThen[Wanted | None]:
-        """Bind a waiting request if a worker that is not in `kept` has room. Return the workers that it waits for, or None when
-        it waits for none."""
+    def _place(self, request: LiveRequest, turn: Turn, now_s: float) -> Effects:
+        """Bind a waiting request if a worker has room. If none has, claim one."""
         try:
-            place = self._placer.place(request, now_s=now_s, kept=kept)
+            place = self._placer.place(request, now_s=now_s, turn=turn)
         except Unavailable as exc:
             yield from self._find_nobody(request, exc, now_s)
-            return None
+            return
         request.unplaceable_since_s = None
-        if isinstance(place, Wanted):
-            request.story.waits(now_s, len(place.links))
-            return place
+        if place is None:
+            self._claim(request, turn, now_s)
+            return
         self._requests.stop_waiting(request)
         yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
-        return None
+
+    def _claim(self, request: LiveRequest, turn: Turn, now_s: float) -> None:
+        """Let a request without room claim a worker, unless it has one already that could serve it."""
+        if request.story.last_kind is not StoryKind.WAITS:
+            request.story.waits(now_s, len(self._placer.waited_for(request, now_s=now_s)))
+        kept = None if request.keeps is None else self._requests.registry.get(request.keeps)
+        if kept is not None and self._placer.may_keep(request, kept, now_s=now_s):
+            return
+        self._requests.let_go(request)
+        worker = self._placer.to_keep(request, now_s=now_s)
+        if worker is not None:
+            self._requests.keep(request, turn, worker)
 
     def _find_nobody(self, request: LiveRequest, error: Unavailable, now_s: float) -> Effects:
-        """Let a request wait on that no worker could serve. Once it has waited `recovery_wait_s`, it fails with `error`."""
+        """Park a request that no worker could serve. Once it has waited `recovery_wait_s`, it fails with `error`."""
+        self._requests.let_go(request)
         if request.unplaceable_since_s is None:
             request.unplaceable_since_s = now_s
             request.story.note(now_s, StoryKind.NO_WORKER, message=error.message)
         if now_s - request.unplaceable_since_s >= self._recovery_wait_s:
             yield from self._requests.end(request, _E.UNPLACEABLE, now_s, error)
+        else:
+            self._requests.waiting.park(request)
 
     def bind(self, request: LiveRequest, worker: Worker, placement: Placement, reason: Reason, now_s: float) -> Effects:
         """Ask a decode worker to reserve all blocks of the request. A prefill worker is picked only after the reservation."""
@@ -115,7 +149,8 @@ class Dispatcher:
             placement=placement,
             reason=reason,
             decode_worker=worker.hello.worker_id,
-            scores=self._placer.scores,
+            why=self._placer.why if request.probe is None else Why.PROBE,
+            scores=self._placer.scores if request.probe is None else (),
             attempt=request.machine.attempt,
             bind=request.machine.bind,
         )
@@ -136,6 +171,7 @@ class Dispatcher:
             now_s,
             StoryKind.REBOUND,
             decode_worker=worker.hello.worker_id,
+            why=self._placer.why,
             scores=self._placer.scores,
             bind=request.machine.bind,
         )
@@ -148,6 +184,8 @@ class Dispatcher:
         work = self._requests.place_on(worker, request)
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
+        if local:
+            worker.sent(work.handle, request.work_len - self._placer.cached_tokens)
         remaining_s = max(0.0, request.deadline_s - now_s)
         yield SendBind(worker.link, request.work(work.handle), remaining_s, local)
 
@@ -159,8 +197,14 @@ class Dispatcher:
             return False
         work = self._requests.place_on(worker, request)
         request.times.attempt.prefill_sent_s = now_s
-        request.story.note(now_s, StoryKind.PREFILL_SENT, prefill_worker=worker.hello.worker_id, scores=self._placer.scores)
-        worker.sent(work.handle, request.work_len)
+        request.story.note(
+            now_s,
+            StoryKind.PREFILL_SENT,
+            prefill_worker=worker.hello.worker_id,
+            why=self._placer.why,
+            scores=self._placer.scores,
+        )
+        worker.sent(work.handle, request.work_len - self._placer.cached_tokens)
         yield SendPrefill(worker.link, request.work(work.handle))
         return True
 

@@ -10,6 +10,7 @@ from pdserve.core.errors import ReplicaLost
 from pdserve.core.sampling import Placement
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, SendAttach
+from router.core.forecast.transfers import Transfers
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkEvent, WorkState
@@ -26,12 +27,21 @@ class Handoff:
     """Handles the reports of both workers between bind and commit. A report that the work's machine does not allow fails the
     request."""
 
-    def __init__(self, requests: Requests, dispatcher: Dispatcher, recovery: Recovery, pairs: Pairs, tokens: Tokens) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        dispatcher: Dispatcher,
+        recovery: Recovery,
+        pairs: Pairs,
+        tokens: Tokens,
+        transfers: Transfers,
+    ) -> None:
         self._requests = requests
         self._dispatcher = dispatcher
         self._recovery = recovery
         self._pairs = pairs
         self._tokens = tokens
+        self._transfers = transfers
 
     def reserved(self, work: RemoteWork, now_s: float) -> Effects:
         """Go on after a reservation: start prefill, attach the lease of a rebind, or let the worker prefill locally."""
@@ -90,6 +100,7 @@ class Handoff:
         request = work.request
         work.machine.move(_W.KV_COMMITTED)
         request.committed = event
+        self._transfers.saw(event.kv_bytes, event.transfer_s, event.exposed_transfer_s)
         request.times.attempt.kv_committed_s = now_s
         request.story.note(now_s, StoryKind.COMMITTED, kv_bytes=event.kv_bytes, transfer_s=event.transfer_s)
         self._praise_pair(request)

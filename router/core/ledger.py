@@ -35,6 +35,22 @@ class OutputMean:
         return max(1, min(max_tokens, round(self._mean)))
 
 
+class StayMean:
+    """A running mean of the time that a finished request was on its decode worker."""
+
+    def __init__(self) -> None:
+        self._mean_s = 0.0
+
+    def saw(self, stay_s: float) -> None:
+        """Count a finished request. The first one is the whole mean."""
+        self._mean_s += (MEAN_WEIGHT if self._mean_s else 1.0) * (stay_s - self._mean_s)
+
+    def drained_per_s(self, running: int) -> float:
+        """Return how many of the `running` requests end in a second: by Little's law their number divided by the mean stay. It
+        does not depend on how busy the cluster was before. 0: nobody knows."""
+        return running / self._mean_s if self._mean_s > 0 else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """The KV tokens that one request probably takes on one decode worker."""

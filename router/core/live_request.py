@@ -97,6 +97,8 @@ class LiveRequest:
     """The time from arrival to the first token, as it was foreseen when the request was queued. 0: nobody knew."""
     exact: bool = True
     """True while all linked workers computed alike each time a part of this request was placed."""
+    keeps: LinkId | None = None
+    """The decode worker whose next room this waiting request has claimed. None: it has claimed none."""
     unplaceable_since_s: float | None = None
     """The time since which no linked worker could serve this queued request. None: some worker can."""
     prefill: RemoteWork | None = None

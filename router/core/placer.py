@@ -7,7 +7,7 @@ A choice looks at a shortlist (`router.core.policy.shortlist`), so it costs the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,8 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
+from router.core.forecast.prediction import Outlook
+from router.core.forecast.scout import Scout
 from router.core.ledger import OutputMean
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
@@ -26,10 +28,11 @@ from router.core.policy.draws import draw
 from router.core.policy.picker import pick
 from router.core.policy.ranking import BUILT_IN, Ranking, Rankings
 from router.core.policy.shortlist import Why, why
-from router.core.pools.pool import Ask, Pool
+from router.core.pools.pool import FIRST, Ask, Pool
 from router.core.pools.pools import Pools
 from router.core.prefix_index import Held, PrefixIndex
-from router.core.registry import Registry, Worker
+from router.core.registry import Registry, Turn, Worker
+from router.core.waiting import Kind, size_of, turn_of
 
 MAX_SCORES: Final = 16
 SUSPECT_SHARE: Final = 0.6
@@ -45,11 +48,7 @@ class Place:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Decode workers that could serve a request, none of which has room by the estimate."""
-
-    links: tuple[LinkId, ...]
+_Usable = Callable[[Worker], bool]
 
 
 class Placer:
@@ -77,11 +76,16 @@ class Placer:
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
+        self.scout = Scout(config, registry, pools, index)
         self.scores: Scores = ()
         """The candidates of the last pick with their scores, at most `MAX_SCORES`, for stories. Workers that were not on the
         shortlist are not among them."""
         self.why = Why.PROBE
         """The reason of the last pick."""
+        self.cached_tokens = 0
+        """The tokens of the prompt whose KV the last pick probably holds."""
+        self.predicted_tokens = dict.fromkeys(Role, 0)
+        """The sum of `cached_tokens` of all picks, by role."""
         self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
         """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
@@ -97,11 +101,11 @@ class Placer:
 
     def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
         self._pools.refresh()
-        if not any(tier.serving if serving else tier.known for tier in self._pools.decode.fitting(0)):
-            raise Unavailable("no decode worker is ready")
-        if not any(tier.serving if serving else tier.known for tier in self._pools.decode.fitting(request.max_len)):
+        if not self._pools.decode.has(request.max_len, serving=serving):
+            if not self._pools.decode.has(0, serving=serving):
+                raise Unavailable("no decode worker is ready")
             raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
-        has_prefill = any(True for _ in self._lenders(request, now_s, serving=serving))
+        has_prefill = self._pools.prefill.heard(request.work_len + 1, now_s - self._suspect_s, serving=serving)
         return decide(
             request.asked,
             self._configured,
@@ -136,45 +140,115 @@ class Placer:
         """Return how many tokens of KV the request will probably take on its decode worker."""
         return request.work_len + self._outputs.expect(request.remaining_tokens)
 
-    def place(self, request: LiveRequest, *, now_s: float, kept: Container[LinkId] = ()) -> Place | Wanted:
-        """Pick a decode worker and the placement, or return the workers that the request waits for. Workers in `kept` are left
-        to other requests.
+    @property
+    def pairs_in_trouble(self) -> bool:
+        """Some pair of workers has failed, so time alone may make it usable again."""
+        return len(self._pairs) > 0
 
-        A request that may be placed freely is colocated on a decode worker that no KV may go to, rather than wait for a paired
-        one: no disaggregated request has a use for that worker. Raises `Unavailable` as `decide` does.
+    def kind_of(self, request: LiveRequest) -> Kind:
+        """Return the kind of a waiting request: requests of one kind may be served by the same workers."""
+        self._pools.refresh()
+        return Kind(
+            self._pools.decode.tier_of(request.max_len),
+            self._pools.prefill.tier_of(request.work_len + 1),
+            request.asked or Placement.AUTO,
+            request.work_len < self._colocate_below_tokens,
+            size_of(self.need_tokens(request)),
+        )
+
+    def place(self, request: LiveRequest, *, now_s: float, turn: Turn = FIRST) -> Place | None:
+        """Pick a decode worker and the placement. None: no worker that could serve the request has room.
+
+        A worker that is kept for a later turn has room for this request. A request that may be placed freely is colocated on a
+        decode worker that no KV may go to, rather than wait for a paired one: no disaggregated request has a use for that
+        worker. Raises `Unavailable` as `decide` does.
         """
         placement, reason = self._decide(request, now_s, serving=True)
-        apart = placement is Placement.DISAGGREGATED and len(self._pairs) > 0
+        need = self.need_tokens(request)
+        for usable, how, because in self._tries(request, placement, reason, now_s):
+            ask = Ask(request.max_len, need, self._heard_and(usable, now_s), turn)
+            worker = self._choose(Role.DECODE, request, ask, now_s)
+            if worker is not None:
+                return self._weighed(request, Place(worker, how, because), now_s)
+        return None
+
+    def _weighed(self, request: LiveRequest, place: Place, now_s: float) -> Place:
+        """Let the decode worker compute the prompt itself where few tokens are left of it, or where that costs less. Rules of
+        the client and of the settings come before that."""
+        if place.reason is not Reason.DEFAULT:
+            return place
+        reason = self.scout.local_reason(request, self.scout.row(request, place.worker), self._lending(request, now_s))
+        return place if reason is None else Place(place.worker, Placement.COLOCATED, reason)
+
+    def outlook(self, request: LiveRequest, *, now_s: float) -> Outlook | None:
+        """Return where the request would probably be placed now. It picks nothing. None: nobody could serve the request now, or
+        nobody can tell where."""
+        try:
+            placement, reason = self._decide(request, now_s, serving=True)
+        except Unavailable:
+            return None
+        lending = self._lending(request, now_s)
+        ask = Ask(request.max_len, self.need_tokens(request), self._heard_and(None, now_s), turn_of(request))
+        reader = self.scout.soonest(Role.DECODE, request, ask)
+        local = placement is Placement.COLOCATED
+        if reader is not None and reason is Reason.DEFAULT:
+            local = self.scout.local_reason(request, reader, lending) is not None
+        computer = (reader or self._any_reader(request)) if local else self.scout.soonest(Role.PREFILL, request, lending)
+        return None if computer is None else Outlook(computer, has_room=reader is not None)
+
+    def _lending(self, request: LiveRequest, now_s: float) -> Ask:
+        return Ask(request.work_len + 1, 0, self._heard_and(None, now_s))
+
+    def _any_reader(self, request: LiveRequest) -> Candidate | None:
+        """Return one of the decode workers for whose room a request waits."""
+        workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
+        return next((self.scout.row(request, worker) for worker in workers), None)
+
+    def waited_for(self, request: LiveRequest, *, now_s: float) -> list[Worker]:
+        """Return the decode workers that could serve a request, whether they have room or not."""
+        tries = [usable for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s)]
+        workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
+        return [w for w in workers if not self._silent(w, now_s) and any(usable is None or usable(w) for usable in tries)]
+
+    def to_keep(self, request: LiveRequest, *, now_s: float) -> Worker | None:
+        """Return the decode worker whose next room a request without room should claim. None: all that could serve it are
+        claimed."""
+        for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s):
+            worker = self._pools.decode.to_keep(Ask(request.max_len, 0, self._heard_and(usable, now_s)))
+            if worker is not None:
+                return worker
+        return None
+
+    def may_keep(self, request: LiveRequest, worker: Worker, *, now_s: float) -> bool:
+        """Tell whether a worker that a request has claimed could still serve it."""
+        tries = [usable for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s)]
+        fits = worker.serves and not self.suspect(worker, now_s=now_s) and worker.hello.max_model_len >= request.max_len
+        return fits and any(usable is None or usable(worker) for usable in tries)
+
+    def _tries(
+        self, request: LiveRequest, placement: Placement, reason: Reason, now_s: float
+    ) -> list[tuple[_Usable | None, Placement, Reason]]:
+        """Return the ways to place a request, the best one first. Each has a function that tells whether a worker can be used
+        in that way, or None where all can."""
+        if placement is not Placement.DISAGGREGATED or not len(self._pairs):
+            return [(None, placement, reason)]
 
         def reached(worker: Worker) -> bool:
-            return not apart or self._reached(request, worker, now_s)
+            return self._reached(request, worker, now_s)
 
-        tries = [(reached, placement, reason)]
-        if apart and reason is Reason.DEFAULT:
-            tries.append((lambda worker: not reached(worker), Placement.COLOCATED, Reason.PAIRS_SET_ASIDE))
-        need = self.need_tokens(request)
-        for usable, how, because in tries:
+        if reason is not Reason.DEFAULT:
+            return [(reached, placement, reason)]
+        return [
+            (reached, placement, reason),
+            (lambda worker: not reached(worker), Placement.COLOCATED, Reason.PAIRS_SET_ASIDE),
+        ]
 
-            def allowed(worker: Worker, usable: Callable[[Worker], bool] = usable) -> bool:
-                return worker.link not in kept and not self._silent(worker, now_s) and usable(worker)
-
-            worker = self._choose(Role.DECODE, request, Ask(request.max_len, need, allowed), now_s)
-            if worker is not None:
-                return Place(worker, how, because)
-        return Wanted(tuple(self._waited_for(request, [usable for usable, _, _ in tries], now_s)))
-
-    def _waited_for(self, request: LiveRequest, tries: list[Callable[[Worker], bool]], now_s: float) -> Iterator[LinkId]:
-        for tier in self._pools.decode.fitting(request.max_len):
-            for link, worker in tier.alive.items():
-                if not self._silent(worker, now_s) and any(usable(worker) for usable in tries):
-                    yield link
-
-    def room_beside(self, kept: Container[LinkId], *, now_s: float) -> bool:
-        """Tell whether a decode worker that is not in `kept` might have room."""
-        self._pools.refresh()
-        return any(
-            free_tokens > 0 and link not in kept for tier in self._pools.decode.fitting(0) for free_tokens, link in tier.by_free
-        )
+    def _heard_and(self, usable: _Usable | None, now_s: float) -> _Usable:
+        """Return a function that tells whether a worker was heard of late and is usable."""
+        since_s = now_s - self._suspect_s
+        if usable is None:
+            return lambda worker: worker.last_seen_s >= since_s
+        return lambda worker: worker.last_seen_s >= since_s and usable(worker)
 
     def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Worker | None:
         """Pick a decode worker that has room now, by the estimate, and may read from `lender`. None: there is no such
@@ -184,9 +258,7 @@ class Placer:
         if source is None:
             return None
 
-        def allowed(worker: Worker) -> bool:
-            return not self._silent(worker, now_s) and self._pairs.usable(source.hello, worker.hello, now_s=now_s)
-
+        allowed = self._heard_and(lambda worker: self._pairs.usable(source.hello, worker.hello, now_s=now_s), now_s)
         return self._choose(Role.DECODE, request, Ask(request.max_len, self.need_tokens(request), allowed), now_s)
 
     def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
@@ -194,16 +266,17 @@ class Placer:
         None: there is no such worker."""
         self._pools.refresh()
         if request.probe is not None:
-            self.scores, self.why = (), Why.PROBE
+            self.scores, self.why, self.cached_tokens = (), Why.PROBE, 0
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
             return None if peer is None or peer.draining else peer
         reader = self._registry.get(decode)
         if reader is None:
             return None
 
-        def allowed(worker: Worker) -> bool:
-            return not self._silent(worker, now_s) and self._pairs.usable(worker.hello, reader.hello, now_s=now_s)
-
+        usable: _Usable | None = None
+        if len(self._pairs):
+            usable = lambda worker: self._pairs.usable(worker.hello, reader.hello, now_s=now_s)  # noqa: E731
+        allowed = self._heard_and(usable, now_s)
         return self._choose(Role.PREFILL, request, Ask(request.work_len + 1, 0, allowed), now_s)
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
@@ -241,15 +314,22 @@ class Placer:
         if session is not None and ranking.shortlist.session:
             near.append(session)
         links = pool.shortlist(ranking.shortlist, ask, near, self._seed)
-        rows = [self._row(pool, ranking, link, request, held, session) for link in links]
+        if not links:
+            return None
+        if held or session is not None or ranking.shortlist.drawn or ranking.shortlist.everyone:
+            rows = [self._row(pool, ranking, link, request, held, session) for link in links]
+        else:
+            rows = [pool.row(link) for link in links]
         view = RequestView(request.work_len, ask.kv_tokens or request.work_len, *_targets(request, now_s))
         scores = ranking.scores(rows, view)
         picked = pick(rows, scores)
         worker = None if picked is None else self._registry.get(picked.link)
         if picked is None or worker is None:
             return None
-        self.scores = self._named(links, scores)
+        self.scores = tuple([(pool.name(link), score) for link, score in zip(links[:MAX_SCORES], scores, strict=False)])
         self.why = why(picked, ranking.shortlist)
+        self.cached_tokens = picked.cached_tokens
+        self.predicted_tokens[role] += picked.cached_tokens
         pool.picked(worker)
         return worker
 
@@ -257,21 +337,12 @@ class Placer:
         self, pool: Pool, ranking: Ranking, link: LinkId, request: LiveRequest, held: Held | None, session: LinkId | None
     ) -> Candidate:
         """Return a worker's row with what depends on the request."""
-        row, which = pool.row(link), ranking.shortlist
-        blocks = 0 if held is None else held.blocks(link)
-        if blocks:
-            worker = self._registry.get(link)
-            block_size = 0 if worker is None else worker.hello.block_size
-            row = row._replace(cached_tokens=min(blocks * block_size, request.work_len - 1))
+        row, which = self.scout.with_cached(pool.row(link), request, held), ranking.shortlist
         if link == session:
             row = row._replace(session=True)
         if which.drawn or which.everyone:
             row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
         return row
-
-    def _named(self, links: Iterable[LinkId], scores: Iterable[float]) -> Scores:
-        named = [(self._registry.get(link), score) for link, score in zip(links, scores, strict=True)]
-        return tuple([(worker.hello.worker_id, score) for worker, score in named[:MAX_SCORES] if worker is not None])
 
 
 def _targets(request: LiveRequest, now_s: float) -> tuple[float | None, float | None]:

@@ -13,8 +13,11 @@ from pdserve.core.errors import IncompatiblePeer, WorkerIdTaken
 from pdserve.core.ids import Handle, WorkerId
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from router.core.events import LinkId
+from router.core.forecast.backlog import Backlog
 from router.core.live_request import RemoteWork
 
+Turn = tuple[float, int]
+"""The time of a waiting request's turn in seconds, and the number of its arrival, which orders equal times."""
 NOT_YET_PROBED: Final = "waiting for a KV round trip"
 
 
@@ -45,9 +48,8 @@ class Worker:
     last_seen_s: float
     load: WorkerLoad
     work: dict[Handle, RemoteWork] = field(default_factory=dict)
-    on_the_way: dict[Handle, int] = field(default_factory=dict)
-    """Prompt tokens of work that was sent to the worker and that no heartbeat includes yet, in the order of sending."""
-    on_the_way_tokens: int = 0
+    backlog: Backlog = field(default_factory=Backlog)
+    """The prompts that were sent to the worker and are not known to be computed."""
     refused_blocks: int | None = None
     """The number of blocks that the worker had no room for. None: it refused nothing, or has shown room since."""
     turned_away: bool = False
@@ -56,6 +58,9 @@ class Worker:
     """The worker gets nothing new, and finishes the work that it has."""
     claimed_by: LinkId | None = None
     """The worker whose probe gets the next room on this one. None: nobody claims it."""
+    kept_for: Turn | None = None
+    """The turn of the waiting request that gets the next room on this worker, unless an earlier one does. None: nobody has
+    claimed it."""
     readiness: Readiness = field(default_factory=Readiness)
     silent: bool = False
     """The worker was found silent, and has not been heard since."""
@@ -96,7 +101,7 @@ class Worker:
     @property
     def queued_tokens(self) -> int:
         """Count the prompt tokens that wait on the worker or are on their way to it."""
-        return self.load.queued_tokens + self.on_the_way_tokens
+        return self.backlog.tokens
 
     @property
     def has_room(self) -> bool:
@@ -104,24 +109,26 @@ class Worker:
         return len(self.work) < self.hello.max_num_seqs and self.refused_blocks is None and not self.turned_away
 
     def sent(self, handle: Handle, tokens: int) -> None:
-        """Count a prompt that was sent to the worker, until a heartbeat includes it."""
-        self.on_the_way[handle] = tokens
-        self.on_the_way_tokens += tokens
+        """Count a prompt that was sent to the worker, until it is computed."""
+        self.backlog.sent(handle, tokens)
+        self.touch()
+
+    def computed(self, handle: Handle) -> None:
+        """Note that a prompt is computed: its first token has come."""
+        self.backlog.ended(handle)
         self.touch()
 
     def ended(self, handle: Handle) -> None:
-        """Forget work that is over or was withdrawn, and its tokens on the way."""
+        """Forget work that is over or was withdrawn, and its prompt."""
         self.work.pop(handle, None)
-        self.on_the_way_tokens -= self.on_the_way.pop(handle, 0)
+        self.backlog.ended(handle)
         self.refused_blocks = None  # something was freed there
         self.touch()
 
     def saw_heartbeat(self, load: WorkerLoad) -> None:
-        """Take over the load of a heartbeat. Prompts that it includes are no longer on the way, and refusals that it outdates
-        end."""
+        """Take over the load of a heartbeat. Refusals that it outdates end."""
         self.load = load
-        while self.on_the_way and (oldest := next(iter(self.on_the_way))) <= load.last_handle:
-            self.on_the_way_tokens -= self.on_the_way.pop(oldest)
+        self.backlog.heard(load.queued_tokens, load.last_handle)
         self.turned_away = False
         self.draining = self.draining or load.draining
         if self.refused_blocks is not None and load.blocks.free + load.blocks.cached >= self.refused_blocks:

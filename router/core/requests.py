@@ -15,16 +15,17 @@ from pdserve.core.worker import Role
 from pdserve.observe.story import Value
 from router.core.deadlines import Deadlines
 from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, SendCancel, Submit
-from router.core.ledger import Ledger, OutputMean
+from router.core.ledger import Ledger, OutputMean, StayMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
+from router.core.pools.sessions import Sessions
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.queue.limits import SHED, QueueLimits
-from router.core.registry import Registry, Worker
+from router.core.registry import Registry, Turn, Worker
 from router.core.story import RequestStory, Stories, StoryKind
-from router.core.waiting import WaitingRequests
+from router.core.waiting import WaitingRequests, turn_of
 
 _S, _E = RequestState, RequestEvent
 _T = TypeVar("_T")
@@ -47,6 +48,8 @@ class Requests:
         """The number of requests that have ended. When it grows, there may be room on workers."""
         self.ledger = Ledger(self._charge_changed)
         self.outputs = OutputMean()
+        self.sessions = Sessions(registry)
+        self.stays = StayMean()
         self.stories = Stories()
         self._probe_book = probe_book
         self._by_id: dict[RequestId, LiveRequest] = {}
@@ -86,13 +89,27 @@ class Requests:
     def wait(self, request: LiveRequest) -> None:
         """Let a queued request wait for its turn to get a decode worker."""
         assert request.machine.state is _S.QUEUED
-        self._limits.add(request)
         self.waiting.add(request)
+        self._limits.add(request)
 
     def stop_waiting(self, request: LiveRequest) -> None:
         """Take a request out of the queue."""
         self.waiting.remove(request)
         self._limits.remove(request)
+        self.let_go(request)
+
+    def keep(self, request: LiveRequest, turn: Turn, worker: Worker) -> None:
+        """Claim the next room on a decode worker for a waiting request."""
+        request.keeps, worker.kept_for = worker.link, turn
+        worker.touch()
+
+    def let_go(self, request: LiveRequest) -> None:
+        """End the claim of a request on a worker, if it has one."""
+        worker = None if request.keeps is None else self.registry.get(request.keeps)
+        if worker is not None:
+            worker.kept_for = None
+            worker.touch()
+        request.keeps = None
 
     # What runs remotely --------------------------------------------------------------------------------------------
 
@@ -110,6 +127,7 @@ class Requests:
         self._index.expect(worker.link, handle, request.prefix_keys)
         request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
+        self.sessions.placed(request, worker)
         return work
 
     def _charge_changed(self, link: LinkId) -> None:
@@ -196,6 +214,7 @@ class Requests:
         if self.waiting.holds(request):
             self.waiting.remove(request)
         self._limits.remove(request)
+        self.let_go(request)
         yield from self.withdraw(request)
         report = request.report(now_s=now_s)
         self.ended += 1
@@ -231,10 +250,12 @@ class Requests:
         assert len(held) == len(remote)
         assert self._probes == sum(r.probe is not None for r in self._by_id.values())
         for worker in self.registry:
-            assert worker.on_the_way_tokens == sum(worker.on_the_way.values())
-            assert worker.on_the_way.keys() <= worker.work.keys()
-            assert list(worker.on_the_way) == sorted(worker.on_the_way)
+            worker.backlog.check_invariants(worker.work)
+        kept = {worker.link: worker.kept_for for worker in self.registry if worker.kept_for is not None}
+        claims = {r.keeps: turn_of(r) for r in waiting if r.keeps is not None and self.registry.get(r.keeps) is not None}
+        assert kept == claims
         for request in self._by_id.values():
+            assert request.keeps is None or request in waiting
             _check_request(request, request in waiting, self.ledger.link_of(request.request_id))
         assert len(self.ledger) == len(self._by_id) - len(waiting)
 

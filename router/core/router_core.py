@@ -52,6 +52,7 @@ from router.core.events import (
     WorkerLeft,
     WorkerLost,
 )
+from router.core.forecast.forecaster import Forecaster
 from router.core.handoff import Handoff
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent
@@ -80,7 +81,7 @@ class RouterCore:
     def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN, seed: int = 0) -> None:
         """`seed` is the only source of chance: policies that draw workers draw by it."""
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
-        self.waiting = WaitingRequests()
+        self.waiting = WaitingRequests(lambda request: self.placer.kind_of(request))
         self._limits = QueueLimits(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self._probe_book = ProbeBook(self.registry)
         self.prefix_index = PrefixIndex(config.prefix_index_bytes)
@@ -91,10 +92,15 @@ class RouterCore:
         self.placer = Placer(
             config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
         )
-        self._dispatcher = Dispatcher(self.requests, self.placer, self._probe_book, recovery_wait_s=config.recovery_wait_s)
+        self.placer.last_turn = self.requests.sessions.last_turn
+        self._dispatcher = Dispatcher(
+            self.requests, self.placer, self.pools, self._probe_book, recovery_wait_s=config.recovery_wait_s
+        )
         self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
         self._tokens = Tokens(self.requests)
-        self._handoff = Handoff(self.requests, self._dispatcher, self.recovery, self.pairs, self._tokens)
+        self._handoff = Handoff(
+            self.requests, self._dispatcher, self.recovery, self.pairs, self._tokens, self.placer.scout.transfers
+        )
         self._probes = Probes(
             self.registry,
             self.requests,
@@ -104,6 +110,7 @@ class RouterCore:
             self._probe_book,
             enabled=config.probe_workers,
         )
+        self._forecaster = Forecaster(self.placer, self.requests)
         self._lost_s = config.heartbeat_lost_s
         self._drained: dict[WorkerId, Incarnation] = {}
         self._handlers: dict[type[Any], Callable[[Any, float], Effects]] = {
@@ -150,10 +157,10 @@ class RouterCore:
             effects.append(ReportBug(exc))
         return effects
 
-    def _place(self, now_s: float, *, recheck: bool = False) -> Effects:
+    def _place(self, now_s: float, *, tick: bool = False) -> Effects:
         """Place what may be placed now: claimed probes first, and then waiting requests."""
         yield from self._probes.start_claimed(now_s)
-        yield from self._dispatcher.pump(now_s, recheck=recheck)
+        yield from self._dispatcher.pump(now_s, tick=tick)
 
     # Clients and time ----------------------------------------------------------------------------------------------
 
@@ -165,10 +172,18 @@ class RouterCore:
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
         prompt_tokens = len(submit.spec.prompt_ids)
+        self._forecaster.foresee(request, now_s)
         shed = self._limits.make_room(submit.slo, prompt_tokens, now_s=now_s)
         waiting = len(self.waiting)
+        foreseen = {"predicted_ttft_s": request.predicted_ttft_s} if request.predicted_ttft_s else {}
         request.story.note(
-            now_s, StoryKind.QUEUED, prompt_tokens=prompt_tokens, waiting=waiting, slo_class=submit.slo.name, shed=len(shed)
+            now_s,
+            StoryKind.QUEUED,
+            prompt_tokens=prompt_tokens,
+            waiting=waiting,
+            slo_class=submit.slo.name,
+            shed=len(shed),
+            **foreseen,
         )
         return self.requests.alone(request, self._accept(request, shed, now_s), now_s)
 
@@ -203,7 +218,7 @@ class RouterCore:
         if len(self.pairs):
             self.pairs.forget({worker.hello.incarnation for worker in self.registry}, now_s=now_s)
         yield from self._probes.start_due(now_s)
-        yield from self._place(now_s, recheck=True)  # a pair may be usable again, and a wait may be over
+        yield from self._place(now_s, tick=True)  # a pair may be usable again, and a wait may be over
 
     # Workers -------------------------------------------------------------------------------------------------------
 

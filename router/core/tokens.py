@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from pdserve.core.errors import InternalBug
@@ -43,8 +44,9 @@ class Tokens:
         delta = delta_of(row, logprobs=request.spec.sampling.logprobs is not None)
         if request.machine.state is _S.DECODING and work.role is Role.DECODE:
             if request.times.attempt.first_decode_s is None:
-                _note_first(request, now_s)
-            return self._emit(request, request.output.accept(delta), now_s)
+                self._note_first(work, now_s)
+            ready = request.output.accept(delta)
+            return self._out(request, ready[0], now_s) if len(ready) == 1 else self._emit(request, ready, now_s)
         if request.output.is_repeat(delta.index, len(delta.ids)):
             return ()
         if work.role is Role.PREFILL:
@@ -61,7 +63,7 @@ class Tokens:
             raise InternalBug(f"request {request.request_id}: prefill sent {len(delta.ids)} tokens")
         work.machine.move(WorkEvent.FIRST_TOKEN)
         request.output.pass_first(delta.index)
-        request.times.attempt.prefill_ended_s = now_s
+        self._note_computed(work, now_s)
         if delta.finish_reason is not None:
             yield from self._emit(request, (delta,), now_s, last=_E.FINAL_FIRST_TOKEN)
             return
@@ -70,6 +72,22 @@ class Tokens:
         if request.decode is not None and request.decode.machine.state is WorkState.COMMITTED:
             yield from self.start_decoding(request, now_s)
 
+    def _note_first(self, work: RemoteWork, now_s: float) -> None:
+        """Record the time of a token from decode. The first token of a colocated attempt ends its prefill; the next one is the
+        first decoded token."""
+        times = work.request.times.attempt
+        if work.request.placement is Placement.COLOCATED and times.prefill_ended_s is None:
+            self._note_computed(work, now_s)
+        else:
+            times.first_decode_s = now_s
+
+    def _note_computed(self, work: RemoteWork, now_s: float) -> None:
+        """Record that a worker has computed the prompt of its work."""
+        work.request.times.attempt.prefill_ended_s = now_s
+        worker = self._requests.registry.get(work.link)
+        if worker is not None:
+            worker.computed(work.handle)
+
     def start_decoding(self, request: LiveRequest, now_s: float) -> Effects:
         """Let decoded tokens out: the first token went out and decode has the KV. Prefill has nothing left to do."""
         request.machine.move(_E.KV_COMMITTED)
@@ -77,43 +95,37 @@ class Tokens:
             self._requests.drop(request.prefill)
         held = request.output.drain()
         if held:
-            _note_first(request, now_s)
+            request.times.attempt.first_decode_s = now_s
         yield from self._emit(request, held, now_s)
 
     def _emit(self, request: LiveRequest, deltas: Sequence[Delta], now_s: float, *, last: RequestEvent = _E.STOPPED) -> Effects:
         """Let deltas out that are next in order. The finish reason of the last one ends the request by the event `last`."""
-        times = request.times
         for delta in deltas:
-            request.emitted.extend(delta.ids)
-            if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:
-                raise _too_short(request, last)
-            if times.first_token_s is None:
-                times.first_token_s = now_s
-                request.story.note(now_s, StoryKind.FIRST_TOKEN)
-            times.last_token_s = now_s
-            if request.probe is None:
-                yield EmitDelta(request.request_id, delta)
-            if delta.finish_reason is not None:
-                yield from self._finish(request, last, now_s)
+            yield from self._out(request, delta, now_s, last=last)
+
+    def _out(self, request: LiveRequest, delta: Delta, now_s: float, *, last: RequestEvent = _E.STOPPED) -> Iterable[Effect]:
+        """Let one delta out, as `_emit` does with several. It is no generator, to cost less."""
+        times = request.times
+        request.emitted.extend(delta.ids)
+        if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:
+            raise _too_short(request, last)
+        if times.first_token_s is None:
+            times.first_token_s = now_s
+            request.story.note(now_s, StoryKind.FIRST_TOKEN)
+        times.last_token_s = now_s
+        shown = (EmitDelta(request.request_id, delta),) if request.probe is None else ()
+        return shown if delta.finish_reason is None else itertools.chain(shown, self._finish(request, last, now_s))
 
     def _finish(self, request: LiveRequest, last: RequestEvent, now_s: float) -> Effects:
         if last is _E.STOPPED and request.decode is not None:
             self._requests.drop(request.decode)  # the worker ended this work with its last token
         if request.probe is None:
             self._requests.outputs.saw(request.output.next_index)
+            if (bound_s := request.times.attempt.bind_sent_s) is not None:
+                self._requests.stays.saw(now_s - bound_s)
         yield from self._requests.end(request, last, now_s, None)
 
 
 def _too_short(request: LiveRequest, last: RequestEvent) -> InternalBug:
     asked, worker = request.spec.sampling.max_tokens, request.decode_worker if last is _E.STOPPED else request.prefill_worker
     return InternalBug(f"{worker} ended request {request.request_id} at {len(request.emitted)} of {asked} tokens")
-
-
-def _note_first(request: LiveRequest, now_s: float) -> None:
-    """Record the time of a token from decode. The first token of a colocated attempt ends its prefill; the next one is the
-    first decoded token."""
-    times = request.times.attempt
-    if request.placement is Placement.COLOCATED and times.prefill_ended_s is None:
-        times.prefill_ended_s = now_s
-    else:
-        times.first_decode_s = now_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import COUNTS, ClassSnapshot, ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from pdserve.rpc.codec import hello_to_wire, load_to_wire
 from pdserve.rpc.v1 import inference_pb2
 
@@ -17,7 +17,13 @@ def cluster_state_to_wire(cluster: ClusterSnapshot, block_size: int) -> inferenc
         set_aside_pairs=[_set_aside(pair) for pair in cluster.set_aside],
         block_size=block_size,
         exact=cluster.exact,
+        classes=[_class_state(one, cluster.classes_window_s) for one in cluster.classes],
     )
+
+
+def _class_state(one: ClassSnapshot, window_s: float) -> inference_pb2.ClassState:
+    counts = {name: getattr(one, name) for name in COUNTS}
+    return inference_pb2.ClassState(slo_class=one.slo_class, window_s=window_s, **counts)
 
 
 def _set_aside(pair: PairSnapshot) -> inference_pb2.SetAsidePair:

@@ -18,6 +18,7 @@ from router.api.request import SESSION_ID, ChatMessage, GenerateInput, Prompt
 from router.core.events import Submit
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
+from router.service.prefix_keys import PromptKeys
 from router.service.prompts import PromptEncoder
 
 _CORRELATION_ID: Final = MaxBytes(128)
@@ -34,12 +35,16 @@ class Admission:
         limit: LengthLimit,
         encoder: PromptEncoder,
         draw_seed: Callable[[], int],
+        shared_block_size: Callable[[], int | None] = lambda: None,
     ) -> None:
+        """`shared_block_size` returns the tokens of a block of the workers that share blocks. None: no worker shares any."""
         self._config = config
         self._model = model
         self._limit = limit
         self._encoder = encoder
         self._draw_seed = draw_seed
+        self._shared_block_size = shared_block_size
+        self._keys = PromptKeys(model.card.fingerprint)
         self._classes = config.classes()
 
     async def admit(self, request: GenerateInput, *, arrived_s: float) -> Submit:
@@ -48,26 +53,30 @@ class Admission:
         self.check_model(request.model)
         _check_correlation_id(request.correlation_id)
         SESSION_ID.check("session_id", request.session_id)
-        slo = self.class_of(request.slo_class)
+        slo = self._class_of(request.slo_class)
         deadline_s = self._deadline_s(request.deadline_s)
         check_limits(RequestSpec, request.options)
         check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
         prompt_ids = await self._encoder.encode(request.prompt)
         self._check_length(request.prompt, prompt_ids)
+        spec = RequestSpec(
+            prompt_ids,
+            self._sampling(request.sampling, len(prompt_ids)),
+            **self._options(request.options, slo),
+            tpot_s=slo.tpot_s or 0.0,
+        )
+        block_size = self._shared_block_size()
+        prefix_keys = () if block_size is None else await self._keys.of(prompt_ids, spec.cache_salt, block_size)
         return Submit(
             request_id=RequestId(request.request_id or new_request_id()),
-            spec=RequestSpec(
-                prompt_ids,
-                self._sampling(request.sampling, len(prompt_ids)),
-                **self._options(request.options, slo),
-                tpot_s=slo.tpot_s or 0.0,
-            ),
+            spec=spec,
             arrived_s=arrived_s,
             deadline_s=arrived_s + deadline_s,
             placement=request.placement,
             correlation_id=request.correlation_id,
             slo=slo,
             session_id=request.session_id,
+            prefix_keys=prefix_keys,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -75,9 +84,12 @@ class Admission:
         if name and name != self._model.name:
             raise UnknownModel(f"model {name!r:.100} is not served here; {self._model.name!r} is", field="model")
 
-    def class_of(self, name: str) -> SloClass:
-        """Return the class of this name. Empty means the default one. Raises `InvalidRequest` that names the known ones."""
-        found = self._classes.get(name or self._config.default_class)
+    def known_class(self, name: str) -> SloClass | None:
+        """Return the class of this name, or None for a name that is unknown. Empty means the default class."""
+        return self._classes.get(name or self._config.default_class)
+
+    def _class_of(self, name: str) -> SloClass:
+        found = self.known_class(name)
         if found is None:
             raise InvalidRequest(f"{name!r:.100} is not a class here; {', '.join(self._classes)} are", field="slo_class")
         return found

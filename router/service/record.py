@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.core.errors import InternalBug, PdserveError
+from pdserve.core.errors import InternalBug, Overloaded, PdserveError
 from pdserve.core.ids import RequestId
 from pdserve.core.sampling import FinishReason
 from pdserve.observe.record import RequestRecord
@@ -37,4 +37,8 @@ def record_of(request_id: RequestId, report: Report, outcome: FinishReason | Pds
         retry_reasons=report.retry_reasons,
         rebinds=report.rebinds,
         correlation_id=report.correlation_id,
+        slo_class=report.slo_class,
+        ttft_met=report.ttft_met,
+        tpot_met=report.tpot_met,
+        refusal=outcome.reason if isinstance(outcome, Overloaded) else "",
     )

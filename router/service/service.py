@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.core.errors import Cancelled, Overloaded, PdserveError
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.core.worker import Role
+from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PrefixSnapshot, WorkerSnapshot
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
@@ -81,6 +82,7 @@ class RouterService:
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
         self._notes = notes
+        self._attainment = Attainment()
         self._metrics = Metrics(self.snapshot)
         seed = secrets.randbits(64) if seed is None else seed
         self._core = RouterCore(config, model.card.fingerprint, rankings_of(config, self._metrics.policy_fault), seed)
@@ -88,7 +90,14 @@ class RouterService:
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
-        self._admission = Admission(config, model, self._limit, self._encoder, lambda: secrets.randbelow(SEED_LIMIT))
+        self._admission = Admission(
+            config,
+            model,
+            self._limit,
+            self._encoder,
+            lambda: secrets.randbelow(SEED_LIMIT),
+            lambda: self._core.prefix_index.block_size,
+        )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
         self._deliveries = Deliveries()
@@ -121,8 +130,17 @@ class RouterService:
             submit = await self._admission.admit(request, arrived_s=arrived_s)
             return self._start(submit)
         except PdserveError as exc:
-            self._metrics.rejected(exc.code.value)
+            self._refused(request, exc)
             raise
+
+    def _refused(self, request: GenerateInput, exc: PdserveError) -> None:
+        """Count a refused request: by its class if it names one that is known here."""
+        self._metrics.rejected(exc.code.value)
+        slo_class = self._admission.known_class(request.slo_class)
+        if slo_class is not None:
+            reason = exc.reason if isinstance(exc, Overloaded) and exc.reason else exc.code.value
+            self._metrics.slo.refused(slo_class.name, reason)
+            self._attainment.refused(slo_class.name, self._clock())
 
     def cancel(self, request_id: str) -> bool:
         """Implements `RouterApi.cancel`."""
@@ -212,7 +230,14 @@ class RouterService:
             workers=tuple(self._worker_snapshot(worker, now_s) for worker in sorted(self._core.registry, key=_pool_order)),
             set_aside=tuple(_pair_snapshot(pair, now_s) for pair in self._core.pairs.set_aside(now_s=now_s)),
             exact=self._core.registry.exact,
+            prefixes=self._prefix_snapshot(),
+            classes=self._attainment.classes(now_s),
+            classes_window_s=WINDOW_S,
         )
+
+    def _prefix_snapshot(self) -> PrefixSnapshot:
+        index, predicted = self._core.prefix_index, self._core.placer.predicted_tokens
+        return PrefixSnapshot(index.keys, index.bytes, index.evicted, index.resyncs, tuple(predicted.items()))
 
     # Events in, effects out --------------------------------------------------------------------------------------------
 
@@ -286,6 +311,7 @@ class RouterService:
         generation.end(effect.report, error)
         record = record_of(request_id, effect.report, error or generation.finish_reason)
         self._metrics.finished(record)
+        self._attainment.finished(record, self._clock())
         logger.info("%s", record.line())
 
     def _released(self, generation: BufferedGeneration) -> None:

@@ -20,7 +20,8 @@ import grpc.aio
 from pdserve.core.errors import InternalBug, Overloaded, PdserveError, ReplicaLost
 from pdserve.core.worker import WorkerHello
 from pdserve.rpc import status
-from pdserve.rpc.numbering import Incoming, Outgoing
+from pdserve.rpc.bundle import Outbound, unbundled
+from pdserve.rpc.numbering import Incoming
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from router.core import events as ev
 from router.workers.wire import Heard, event_from_wire, hello_from_wire
@@ -48,19 +49,19 @@ class Links(Protocol):
 class Link:
     """One connection. Commands keep their order."""
 
-    def __init__(self, link_id: ev.LinkId, worker: str, numbers_in: Incoming) -> None:
+    def __init__(self, link_id: ev.LinkId, worker: str, numbers_in: Incoming, *, bundles: bool) -> None:
         self.link_id = link_id
         self.worker = worker
         self.error: PdserveError | None = None
-        self._outbound: asyncio.Queue[link_pb2.RouterMessage] = asyncio.Queue(MAX_OUTBOUND)
+        self._outbound: Outbound[link_pb2.RouterMessage] = Outbound(MAX_OUTBOUND)
+        self._outbound.bundles = bundles
         self._numbers_in = numbers_in
-        self._numbers_out = Outgoing()
         self._closed = asyncio.Event()
 
     def send(self, message: link_pb2.RouterMessage) -> None:
         """Queue a command. A full queue closes the link, because its worker does not read."""
         try:
-            self._outbound.put_nowait(message)
+            self._outbound.put(message)
         except asyncio.QueueFull:
             error = Overloaded(f"{self.worker} does not read: {MAX_OUTBOUND} commands wait", retry_after_s=1.0)
             self.close(error)
@@ -86,19 +87,20 @@ class Link:
 
     async def _read(self, context: Any, deliver: Deliver, answers: Callable[[], bool]) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
-            if not self._numbers_in.is_new(message.number):
-                continue
-            event = event_from_wire(self.link_id, message)
-            if event is not None and not self._closed.is_set():
-                deliver(event)
-            if type(event) is ev.HeartbeatSeen and answers():
-                self.send(link_pb2.RouterMessage(alive=link_pb2.Alive()))
+            if self._numbers_in.is_new(message.number):
+                for one in unbundled(message):
+                    self._hear(one, deliver, answers)
+
+    def _hear(self, message: link_pb2.WorkerMessage, deliver: Deliver, answers: Callable[[], bool]) -> None:
+        event = event_from_wire(self.link_id, message)
+        if event is not None and not self._closed.is_set():
+            deliver(event)
+        if type(event) is ev.HeartbeatSeen and answers():
+            self.send(link_pb2.RouterMessage(alive=link_pb2.Alive()))
 
     async def _write(self, context: Any) -> None:
         while True:
-            message = await self._outbound.get()
-            message.number = self._numbers_out.next()
-            await context.write(message)
+            await context.write(await self._outbound.next())
 
 
 class LinkService(link_pb2_grpc.WorkerLinkServicer):
@@ -128,9 +130,9 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
     async def Connect(self, request_iterator: Any, context: Any) -> None:
         await self._authenticate(context)
         numbers = Incoming()
-        hello = await self._hello(context, numbers)
+        hello, bundles = await self._hello(context, numbers)
         self._count += 1
-        link = Link(ev.LinkId(self._count), f"{hello.role.value} worker {hello.worker_id}", numbers)
+        link = Link(ev.LinkId(self._count), f"{hello.role.value} worker {hello.worker_id}", numbers, bundles=bundles)
 
         self._links[link.link_id] = link
         try:
@@ -160,8 +162,8 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
                     await context.read()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{status.CLUSTER_TOKEN_METADATA} does not match")
 
-    async def _hello(self, context: Any, numbers: Incoming) -> WorkerHello:
-        """Return the Hello. Aborts the call unless the first message is a sensible Hello."""
+    async def _hello(self, context: Any, numbers: Incoming) -> tuple[WorkerHello, bool]:
+        """Return the Hello, and True if the worker takes bundles. Aborts the call unless the first message is a Hello."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 message = await context.read()
@@ -173,7 +175,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
             )
         try:
             numbers.is_new(message.number)
-            return hello_from_wire(message.hello)
+            return hello_from_wire(message.hello), message.takes_bundles
         except (InternalBug, ReplicaLost) as exc:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exc.message)
             raise

@@ -1,8 +1,9 @@
 """Workers' links on a thread with a loop of its own, so that no flood of clients makes workers give up the router.
 
-The core stays on the main loop, with the front ends. Events reach the core in order through one queue, and commands reach the
-links in order through another; a batch costs one wake-up. Heartbeats are answered here at once, as long as the main loop takes
-events. A main loop that has taken none for `STUCK_S` hangs, and its workers should learn of it.
+The core stays on the main loop, with the front ends. Events reach the core in order through one queue, and a batch of them
+costs one wake-up. Commands reach the links in order as well, all those of a turn of the main loop together, so that they share
+a wake-up and travel as a bundle. Heartbeats are answered here at once, as long as the main loop takes events. A main loop that
+has taken none for `STUCK_S` hangs, and its workers should learn of it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
 MAX_HEARD: Final = 1 << 16
 """At most this many events wait for the main loop: minutes of the steps of many workers. A worker whose event finds no room
 loses its link."""
+MAX_SAID: Final = 16
+"""At most this many commands wait for the end of a turn of the main loop. They come within a few ms, for which the thread may
+have to wait for the interpreter as well."""
 STUCK_S: Final = 30.0  # ten times as long as the main loop was ever held
 MAX_CONNECTIONS: Final = 1024  # one for each worker; a router process passes the number that its descriptors allow
 CLOSE_TIMEOUT_S: Final = 5.0  # longer than the grace of a server that stops
@@ -46,8 +50,7 @@ class LinkThread:
         self._max_connections = max_connections
         self._heard: deque[Heard] = deque()
         self._heard_since_s: float | None = None  # None: the main loop has not been woken for a batch
-        self._said: deque[Callable[[LinkService], None]] = deque()
-        self._told_to_say = False
+        self._said: list[Callable[[LinkService], None]] = []  # in this turn of the main loop
         self._main: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # None: it does not run yet, or has ended
         self._service: LinkService | None = None
@@ -74,6 +77,7 @@ class LinkThread:
 
     async def close(self) -> None:
         """End all links. Bounded and idempotent."""
+        self._pass_on()
         if self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread is not None:
@@ -93,11 +97,18 @@ class LinkThread:
     def _say(self, act: Callable[[LinkService], None]) -> None:
         if self._loop is None:
             return
+        assert self._main is not None
+        if not self._said:
+            self._main.call_soon(self._pass_on)  # after all that is ready to run now
         self._said.append(act)
-        if not self._told_to_say:
-            self._told_to_say = True
+        if len(self._said) == MAX_SAID:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._loop is not None and self._said:
+            said, self._said = self._said, []
             with contextlib.suppress(RuntimeError):  # the thread has just ended
-                self._loop.call_soon_threadsafe(self._take_said)
+                self._loop.call_soon_threadsafe(self._take_said, said)
 
     def _take_heard(self) -> None:
         self._heard_since_s = None
@@ -157,8 +168,7 @@ class LinkThread:
         since_s = self._heard_since_s
         return since_s is None or time.monotonic() - since_s < STUCK_S
 
-    def _take_said(self) -> None:
+    def _take_said(self, said: list[Callable[[LinkService], None]]) -> None:
         assert self._service is not None
-        self._told_to_say = False
-        while self._said:
-            self._said.popleft()(self._service)
+        for act in said:
+            act(self._service)

@@ -91,6 +91,22 @@ def test_damaged_kv_is_told_in_red() -> None:
     assert "lent KV blocks" not in _shown(inference_pb2.GetClusterStateResponse(workers=[worker]))
 
 
+def test_classes_show_how_often_their_targets_were_met() -> None:
+    classes = [
+        inference_pb2.ClassState(slo_class="batch", window_s=300, requests=2, good=1, ttft_met=1, ttft_missed=1, shed=7),
+        inference_pb2.ClassState(slo_class="chat", window_s=300, requests=2000, good=1999, ttft_met=2000, tpot_met=1999,
+                                 tpot_missed=1, refused=5),
+    ]  # fmt: skip
+    drawn = _shown(inference_pb2.GetClusterStateResponse(classes=classes))
+    assert "classes of requests, last 5 minutes" in drawn
+    rows = [line.split() for line in drawn.splitlines() if line.startswith((" batch", "batch", " chat", "chat"))]
+    assert rows == [
+        ["batch", "2", "50.0", "%", "50.0", "%", "-", "0", "7"],
+        ["chat", "2000", "99.9", "%", "100.0", "%", "99.9", "%", "5", "0"],
+    ]
+    assert "classes" not in _shown(inference_pb2.GetClusterStateResponse())
+
+
 def test_pairs_set_aside_say_why_and_for_how_long() -> None:
     reason = "a KV read failed: the peer at 10.0.0.7:7001 did not answer within 5.0 s, tried for the third time"
     pairs = [

@@ -204,3 +204,17 @@ def test_concurrent_requests_with_one_x_request_id_all_run() -> None:
             await cluster.assert_idle()
 
     run(story())
+
+
+def test_a_class_is_named_in_the_body_or_in_a_header() -> None:
+    async def story() -> None:
+        async with http_cluster() as (cluster, base):
+            named = {"X_SLO_Class": "batch", "X_Session_Id": "s"}
+            asks = ((named, {}), (named, {"slo_class": "code"}), ({}, {"prompt_cache_key": "s"}), ({"X_SLO_Class": "cod"}, {}))
+            answers = [await exchange(base, post(COMPLETIONS, {"prompt": [1, 2], **body}, **head)) for head, body in asks]
+            assert [answer.json["pdserve"]["slo_class"] for answer in answers[:3]] == ["batch", "code", "default"]
+            assert (answers[3].status, answers[3].error["param"]) == (400, "slo_class")
+            assert "'cod' is not a class here; default, voice, code, chat, batch are" in answers[3].error["message"]
+            await cluster.assert_idle()
+
+    run(story())

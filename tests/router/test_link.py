@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from pdserve.core.ids import Handle
+from pdserve.rpc.bundle import unbundled
 from pdserve.rpc.server import make_server
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc
 from router.core import events as ev
@@ -40,7 +41,7 @@ class Core:
 
 
 @asynccontextmanager
-async def dialled() -> AsyncIterator[tuple[Core, grpc.aio.StreamStreamCall]]:
+async def dialled(*, takes_bundles: bool = False) -> AsyncIterator[tuple[Core, grpc.aio.StreamStreamCall]]:
     core = Core()
     server = make_server(max_receive_bytes=1 << 20)
     link_pb2_grpc.add_WorkerLinkServicer_to_server(core.service, server)
@@ -49,7 +50,7 @@ async def dialled() -> AsyncIterator[tuple[Core, grpc.aio.StreamStreamCall]]:
     async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = link_pb2_grpc.WorkerLinkStub(channel).Connect()
         hello = common_pb2.WorkerHello(worker_id="d", role=common_pb2.ROLE_DECODE)
-        await call.write(link_pb2.WorkerMessage(hello=hello, number=1))
+        await call.write(link_pb2.WorkerMessage(hello=hello, number=1, takes_bundles=takes_bundles))
         yield core, call
         call.cancel()
     await server.stop(None)
@@ -100,5 +101,50 @@ def test_a_lost_message_ends_the_link_before_anything_after_it_is_heard():
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert "message 3 of the link was lost" in (caught.value.details() or "")
             assert core.reserved == [1]
+
+    asyncio.run(story())
+
+
+def bundle(number: int, *handles: int) -> link_pb2.WorkerMessage:
+    return link_pb2.WorkerMessage(bundle=[reserved(handle, 0).SerializeToString() for handle in handles], number=number)
+
+
+def test_a_bundle_is_heard_message_by_message_and_only_once():
+    async def story() -> None:
+        async with dialled() as (core, call):
+            for message in (bundle(2, 1, 2), bundle(2, 1, 2), reserved(3, 3)):
+                await call.write(message)
+            await call.done_writing()
+            await core.left.wait()
+            assert core.reserved == [1, 2, 3]
+
+    asyncio.run(story())
+
+
+def test_a_bundle_that_cannot_be_read_ends_the_link():
+    async def story() -> None:
+        async with dialled() as (core, call):
+            await call.write(link_pb2.WorkerMessage(bundle=[reserved(1, 0).SerializeToString(), b"\xff"], number=2))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_to_end(call)
+            await core.left.wait()
+            assert "bundle 2 of the link cannot be read" in (caught.value.details() or "")
+            assert core.reserved == []
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("takes_bundles", [True, False])
+def test_commands_of_one_moment_are_a_bundle_for_a_worker_that_takes_bundles(takes_bundles: bool):
+    async def story() -> None:
+        async with dialled(takes_bundles=takes_bundles) as (core, call):
+            assert (await call.read()).takes_bundles
+            for handle in (1, 2, 3):
+                core.service.send(ev.LinkId(1), link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle)))
+            got = [await call.read()]
+            while len(got) < 3 and not takes_bundles:
+                got.append(await call.read())
+            assert [one.cancel.handle for message in got for one in unbundled(message)] == [1, 2, 3]
+            assert [message.number for message in got] == ([2] if takes_bundles else [2, 3, 4])
 
     asyncio.run(story())

@@ -15,7 +15,6 @@ from pdserve.core.ids import Handle
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core import events as ev
-from router.core.dispatcher import LOOK_PAST
 from router.core.registry import Registry, Worker
 from router.service.limits import LengthLimit
 from testkit.fake_worker import DECODE, PREFILL
@@ -64,7 +63,7 @@ def test_heartbeats_that_know_nothing_yet_do_not_herd_prompts_onto_one_worker() 
         stage.deliver(decode, 1)
         stage.heartbeat(prefills[n % 2], last=Handle(0))
     assert [len(peer.jobs) for peer in prefills] == [8, 8]
-    assert [worker_of(stage, peer).on_the_way_tokens for peer in prefills] == [240, 240]
+    assert [worker_of(stage, peer).queued_tokens for peer in prefills] == [240, 240]
     stage.run()
     stage.assert_empty()
 
@@ -219,7 +218,7 @@ def idle_and_wanted(stage: Stage) -> list[tuple[str, str]]:
     """Requests that wait while a decode worker with nothing to do could serve them."""
     core, found = stage.core, []
     workers = [worker for worker in core.registry.of_role(Role.DECODE) if not worker.work and worker.has_room]
-    for request in core.waiting.all()[:LOOK_PAST]:
+    for request in core.waiting.all():
         lenders = [p for p in core.registry.of_role(Role.PREFILL) if p.hello.max_model_len > request.work_len]
         for worker in workers:
             paired = any(core.pairs.usable(p.hello, worker.hello, now_s=stage.now_s) for p in lenders)

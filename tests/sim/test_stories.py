@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import reduce
+from operator import xor
+from typing import Any
+
+import pytest
 
 from faultsim.checkers import check_outcome
 from faultsim.client import Ask, Outcome
-from faultsim.faults import Fault, FaultKind, FaultPlan
+from faultsim.faults import WORKERS, WRONG_DELTAS, Fault, FaultKind, FaultPlan
 from faultsim.oracle import TOKENIZER, answer
 from faultsim.router import CONFIG
-from faultsim.run import calm_plan, draw_asks, simulate
+from faultsim.run import calm_plan, draw_asks, simulate, with_prefix_caching
 from faultsim.tap import Census
 from faultsim.transfer import ReadFaults
 from faultsim.world import Shape
+from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.sim.network import Weather
 from pdserve.text.output import OutputText
 from router.api.answer import Delta
+from router.core.prefix_index import PrefixIndex
 
 
 def test_a_worker_whose_read_never_stops_is_replaced() -> None:
@@ -83,7 +90,7 @@ def test_a_worker_whose_engine_hangs_is_replaced_and_its_requests_end_elsewhere(
 
 
 def test_logits_that_are_no_numbers_cost_a_retry_and_no_wrong_token() -> None:
-    faults = tuple(Fault(at_s, FaultKind.NO_NUMBERS, name, 0.05) for at_s, name in ((0.6, "decode0"), (0.9, "prefill1")))
+    faults = tuple(Fault(at_s, FaultKind.NO_NUMBERS, name, 0.1) for at_s, name in ((0.6, "decode0"), (1.4, "prefill1")))
     asks = draw_asks(random.Random(7), 24, until_s=2.0, unruly=False)
     report = simulate(7, Shape(), replace(calm_plan(6.0), faults=faults), asks, Census())
     assert not report.problems
@@ -136,3 +143,28 @@ def test_a_pair_that_is_cut_is_found_out_by_requests_too_hurried_to_say_so() -> 
     assert failed_s, "the pair was never asked for"
     assert max(failed_s) < 12.0
     assert sum(at_s > 12.0 for at_s in ended) > 20
+
+
+@pytest.mark.parametrize("wrong", WRONG_DELTAS)
+def test_a_worker_that_tells_a_change_of_its_keys_wrong_is_asked_for_all_of_them(wrong: str) -> None:
+    faults = tuple(Fault(1.0, FaultKind.WRONG_KEYS, name, other=wrong) for name in WORKERS)
+    asks = draw_asks(random.Random(8), 32, until_s=6.0, unruly=False)
+    census = Census()
+    report = simulate(8, with_prefix_caching(Shape(), True), replace(calm_plan(6.0), faults=faults), asks, census)
+    assert not report.problems
+    assert report.outcomes == {"ok": 32}
+    assert census.world is not None
+    assert census.world.router.core.prefix_index.resyncs == census.sent["prefix_resync", "router"] > 0
+
+
+def test_the_checker_sees_a_router_that_does_not_compare_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PrefixIndex._change
+
+    def change(self: Any, holder: Any, delta: PrefixDelta) -> None:
+        real(self, holder, replace(delta, digest=reduce(xor, (*delta.added, *delta.removed), holder.digest)))
+
+    monkeypatch.setattr(PrefixIndex, "_change", change)
+    faults = (Fault(1.0, FaultKind.WRONG_KEYS, "prefill1", other="key"),)
+    asks = draw_asks(random.Random(8), 32, until_s=6.0, unruly=False)
+    report = simulate(8, with_prefix_caching(Shape(), True), replace(calm_plan(6.0), faults=faults), asks, Census())
+    assert any("known ones" in problem for problem in report.problems), report.problems

@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 
+from pdserve.rpc.bundle import unbundled
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2, link_pb2, link_pb2_grpc
 from pdserve.worker.link import Link
@@ -26,6 +28,7 @@ class Router(link_pb2_grpc.WorkerLinkServicer):
         self.answers = answer
         self.dialled = 0
         self.numbers: list[list[int]] = []
+        self.said: list[link_pb2.WorkerMessage] = []
 
     async def Connect(self, messages: AsyncIterator[link_pb2.WorkerMessage], context: Any) -> None:
         self.dialled += 1
@@ -35,6 +38,7 @@ class Router(link_pb2_grpc.WorkerLinkServicer):
             await context.write(message)
         async for message in messages:
             seen.append(message.number)
+            self.said.append(message)
             if message.WhichOneof("body") == "heartbeat" and self.answers > 0:
                 self.answers -= 1
                 await context.write(link_pb2.RouterMessage(alive=link_pb2.Alive()))
@@ -190,5 +194,50 @@ def test_settling_with_a_router_that_stopped_answering_is_bounded():
             await until(lambda: bool(router.numbers) and len(router.numbers[0]) > 2)
             async with asyncio.timeout(WAIT_S):
                 await side.link.settle()
+
+    asyncio.run(story())
+
+
+def test_a_bundle_of_commands_is_taken_in_order_and_only_once():
+    pieces = [cancel(handle, 0).SerializeToString() for handle in (1, 2)]
+    bundle = link_pb2.RouterMessage(bundle=pieces, number=2)
+
+    async def story() -> None:
+        async with linked(Router(lambda _: [welcome(), bundle, bundle, cancel(3, 3)], answer=0)) as side:
+            await until(lambda: len(side.taken) >= 3)
+            assert side.taken == [1, 2, 3]
+            assert side.lost == 0
+
+    asyncio.run(story())
+
+
+def test_a_bundle_that_cannot_be_read_ends_the_link():
+    broken = link_pb2.RouterMessage(bundle=[cancel(1, 0).SerializeToString(), b"\xff"], number=2)
+
+    async def story() -> None:
+        router = Router(lambda dialled: [welcome(), broken] if dialled == 1 else [welcome()], answer=0)
+        async with linked(router) as side:
+            await until(lambda: router.dialled == 2)
+            assert (side.taken, side.lost) == ([], 1)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("takes_bundles", [True, False])
+def test_messages_of_one_moment_are_a_bundle_for_a_router_that_takes_bundles(takes_bundles: bool):
+    first = welcome()
+    first.takes_bundles = takes_bundles
+
+    async def story() -> None:
+        router = Router(lambda _: [first], answer=0)
+        async with linked(router) as side:
+            await side.link.connected.wait()
+            for _ in range(3):
+                side.link.send(link_pb2.WorkerMessage(worker_lost=link_pb2.WorkerLost(message="x")))
+            lost = "worker_lost"
+            await until(lambda: [one.WhichOneof("body") for m in router.said for one in unbundled(m)].count(lost) == 3)
+            assert router.said[0].takes_bundles
+            assert [m.number for m in router.said] == list(range(1, len(router.said) + 1))
+            assert any(m.bundle for m in router.said) == takes_bundles
 
     asyncio.run(story())

@@ -22,6 +22,13 @@ class Prediction(NamedTuple):
         return self.wait_s + self.compute_s
 
 
+class Outlook(NamedTuple):
+    """The prospects of a new request, as things are now."""
+
+    computer: Candidate  # the worker that would compute its prompt
+    has_room: bool  # some decode worker would take the request at once
+
+
 def predict(computer: Candidate, prompt_tokens: int, queue_wait_s: float | None) -> Prediction | None:
     """Predict for a request whose prompt the worker `computer` would compute, after a wait in the router's queue. None: a rate
     that it depends on is unknown."""
@@ -47,4 +54,5 @@ def check_target(slo: SloClass, prediction: Prediction | None, *, late_s: float 
             f"class {slo.name}: the first token would come after {late_s + prediction.ttft_s:.3g} s, and its target ttft_s is "
             f"{slo.ttft_s:.3g} s; the request would wait {prediction.wait_s:.3g} s before its prompt is computed",
             retry_after_s=excess_s,
+            reason="predicted_late",
         )

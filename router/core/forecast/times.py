@@ -66,9 +66,7 @@ def tpot_s(candidate: Candidate) -> float | None:
     return candidate.decode_step_s * (FIXED_SEQUENCES + soon) / (FIXED_SEQUENCES + then)
 
 
-def queue_wait_s(ahead: int, drained_per_s: float, *, has_room: bool) -> float | None:
-    """Return the wait for a place on a decode worker: one request ends for each that is ahead, and one for this request itself.
-
-    `drained_per_s` are the requests that end in a second, 0 for unknown. The wait is 0 while some worker has room.
-    """
-    return 0.0 if has_room else seconds(ahead + 1, drained_per_s)
+def queue_wait_s(ahead: int, drained_per_s: float) -> float | None:
+    """Return the wait for a place on a full decode pool: one request ends for each that is ahead, and one for this request
+    itself. `drained_per_s` is the number of requests that end in a second, 0 for unknown."""
+    return seconds(ahead + 1, drained_per_s)

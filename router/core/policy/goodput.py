@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from pdserve.core.worker import Role
 from router.core.forecast import times
 from router.core.policy.candidate import Candidate, RequestView
 
@@ -48,11 +49,16 @@ def load(candidate: Candidate, request: RequestView) -> float:
 
 
 def _targets(candidate: Candidate, request: RequestView) -> list[tuple[float | None, float]]:
-    """Return the predicted and the allowed time for each target that the request has."""
+    """Return the predicted and the allowed time for each target of the request that the worker decides.
+
+    A prefill worker decides the first token alone. A decode worker that makes steps and has computed no prompt decides the
+    later ones alone.
+    """
+    prefills = candidate.role is Role.PREFILL
     targets = []
-    if request.ttft_left_s is not None:
+    if request.ttft_left_s is not None and (prefills or candidate.prompt_tokens_per_s or not candidate.decode_step_s):
         targets.append((times.ttft_s(candidate, request.prompt_tokens), request.ttft_left_s))
-    if request.tpot_s is not None:
+    if request.tpot_s is not None and not prefills:
         targets.append((times.tpot_s(candidate), request.tpot_s))
     return targets
 

@@ -34,6 +34,11 @@ class Pools:
         return self.prefill.opened + self.decode.opened
 
     @property
+    def shifts(self) -> int:
+        """The number of times that some worker began or ceased to be one that requests may wait for."""
+        return self.prefill.shifts + self.decode.shifts
+
+    @property
     def tier_changes(self) -> int:
         """The number of times that the lengths of the workers of a role changed."""
         return self.prefill.tier_changes + self.decode.tier_changes

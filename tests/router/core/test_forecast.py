@@ -10,6 +10,7 @@ from hypothesis import given
 
 from pdserve.core.errors import Overloaded
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
+from pdserve.core.worker import Role
 from router.core.events import LinkId
 from router.core.forecast import times
 from router.core.forecast.prediction import Prediction, check_target, predict
@@ -45,7 +46,7 @@ requests = st.builds(
 )
 
 measured = st.builds(
-    lambda worker, rate, step_s: worker._replace(prompt_tokens_per_s=rate, decode_step_s=step_s),
+    lambda worker, rate, step_s: worker._replace(prompt_tokens_per_s=rate, decode_step_s=step_s, role=Role.DECODE),
     workers,
     st.floats(0.01, 1e6),
     st.floats(1e-4, 10.0),
@@ -94,10 +95,9 @@ def test_unknown_rates_give_no_number_and_nothing_takes_no_time() -> None:
 
 
 def test_a_place_in_the_queue_costs_one_end_of_a_request_for_each_ahead_and_one_more() -> None:
-    assert times.queue_wait_s(9, 5.0, has_room=False) == pytest.approx(2.0)
-    assert times.queue_wait_s(0, 5.0, has_room=False) == pytest.approx(0.2)
-    assert times.queue_wait_s(9, 0.0, has_room=False) is None
-    assert times.queue_wait_s(9, 0.0, has_room=True) == 0.0
+    assert times.queue_wait_s(9, 5.0) == pytest.approx(2.0)
+    assert times.queue_wait_s(0, 5.0) == pytest.approx(0.2)
+    assert times.queue_wait_s(9, 0.0) is None
 
 
 @given(workers, st.integers(1, 4096), st.integers(1, 1000))
@@ -172,8 +172,8 @@ def test_goodput_prefers_slack_then_the_unknown_then_the_least_lateness() -> Non
     order = [
         BASE,  # 1.0 s and 0.02 s
         BASE._replace(queued_tokens=90),
-        BASE._replace(prompt_tokens_per_s=0.0),
-        BASE._replace(prompt_tokens_per_s=0.0, queued_tokens=10),
+        BASE._replace(prompt_tokens_per_s=0.0, decode_step_s=0.0),
+        BASE._replace(prompt_tokens_per_s=0.0, decode_step_s=0.0, queued_tokens=10),
         BASE._replace(queued_tokens=110),
         BASE._replace(queued_tokens=210),
         BASE._replace(queued_tokens=110, decode_step_s=0.04),
@@ -181,6 +181,16 @@ def test_goodput_prefers_slack_then_the_unknown_then_the_least_lateness() -> Non
     scores = [goodput.score(worker, request) for worker in order]
     assert scores == sorted(scores, reverse=True)
     assert len(set(scores)) == len(scores)
+
+
+def test_a_worker_is_judged_by_the_tokens_that_it_decides() -> None:
+    """A prefill worker makes no steps without prompts, and a decode worker of two pools computes no prompts: such a target is
+    not unknown, it is somebody else's."""
+    request = RequestView(100, 100, ttft_left_s=2.0, tpot_s=0.03)
+    prefill = BASE._replace(role=Role.PREFILL, decode_step_s=0.0)
+    assert goodput.score(prefill, request) > 0.75 > goodput.score(prefill._replace(queued_tokens=110), request)
+    decode = BASE._replace(prompt_tokens_per_s=0.0)
+    assert goodput.score(decode, request) > 0.75 > goodput.score(decode._replace(decode_step_s=0.04), request)
 
 
 def test_a_request_that_is_late_already_still_takes_the_shorter_queue() -> None:

@@ -41,10 +41,12 @@ class Encoder:
         return (1, 2)
 
 
-def admit(request: GenerateInput, config: RouterConfig = DEFAULTS) -> Submit:
+def admit(request: GenerateInput, config: RouterConfig = DEFAULTS, shared_block_size: int | None = None) -> Submit:
     limit = SimpleNamespace(max_model_len=MODEL_LEN, open_ended_room=lambda prompt_len: MODEL_LEN - prompt_len)
-    model = SimpleNamespace(name="m", card=SimpleNamespace(vocab_size=VOCAB_SIZE))
-    admission = Admission(config, *cast(Any, (model, limit, Encoder())), draw_seed=lambda: 7)
+    model = SimpleNamespace(name="m", card=SimpleNamespace(vocab_size=VOCAB_SIZE, fingerprint="model"))
+    admission = Admission(
+        config, *cast(Any, (model, limit, Encoder())), draw_seed=lambda: 7, shared_block_size=lambda: shared_block_size
+    )
     return asyncio.run(admission.admit(request, arrived_s=0.0))
 
 
@@ -209,3 +211,12 @@ SPECS: Final = st.builds(
 def test_a_request_comes_back_equal_from_the_wire(spec: RequestSpec) -> None:
     wire = common_pb2.RequestSpec.FromString(codec.spec_to_wire(spec).SerializeToString())
     assert codec.spec_from_wire(wire) == spec
+
+
+def test_a_prompt_is_named_by_keys_once_a_worker_shares_blocks() -> None:
+    request = GenerateInput(prompt="x")
+    assert admit(request).prefix_keys == ()
+    keys = admit(request, shared_block_size=1).prefix_keys
+    assert len(keys) == 2
+    salted = GenerateInput(prompt="x", options={"cache_salt": "mine"})
+    assert not {*keys} & {*admit(salted, shared_block_size=1).prefix_keys}

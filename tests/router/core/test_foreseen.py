@@ -1,0 +1,117 @@
+"""What the router foresees of requests and refuses by it, with workers that keep to the rates that they tell."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from pdserve.core.errors import Overloaded
+from pdserve.core.sampling import Placement
+from pdserve.core.slo import SloClass
+from pdserve.core.worker import Role
+from router.api.answer import Report
+
+from ..core_peers import Outcome
+from ..timed_peers import TimedStage
+
+CHAT = SloClass("chat", ttft_s=0.5)
+RATE = 1000.0
+
+
+def cluster(*, prefills: int = 1, slots: int = 64, **config: object) -> TimedStage:
+    stage = TimedStage(**config)
+    for n in range(prefills):
+        stage.worker(f"prefill-{n}", Role.PREFILL, tokens_per_s=RATE)
+    stage.worker("decode-0", Role.DECODE, tokens_per_s=RATE, max_num_seqs=slots)
+    return stage
+
+
+def report(outcome: Outcome) -> Report:
+    assert outcome.error is None
+    assert outcome.report is not None
+    return outcome.report
+
+
+def finish(stage: TimedStage) -> None:
+    stage.until(stage.now_s + 60.0)
+    stage.assert_empty()
+
+
+def test_an_idle_cluster_foresees_the_prompt_and_refuses_nothing() -> None:
+    stage = cluster()
+    outcome = stage.arrive("long", prompt_len=5000, slo=CHAT)  # 5 s, ten times its target
+    finish(stage)
+    assert report(outcome).predicted_ttft_s == pytest.approx(5.0)
+    assert report(outcome).ttft_s == pytest.approx(5.0)
+
+
+def test_an_overload_refuses_the_class_with_a_target_and_says_when_to_come_back() -> None:
+    stage = cluster()
+    stage.arrive("first", prompt_len=400)
+    with pytest.raises(Overloaded) as refused:
+        stage.arrive("late", prompt_len=300, slo=CHAT)
+    assert refused.value.retry_after_s == pytest.approx(0.2)
+    assert "class chat" in str(refused.value)
+    patient = stage.arrive("patient", prompt_len=300)  # of a class without a target
+    finish(stage)
+    assert report(patient).predicted_ttft_s == pytest.approx(0.7)
+
+
+def test_after_the_time_that_it_was_told_a_client_is_served_in_time() -> None:
+    """The prompt before is over or nearly so, and no heartbeat has said it yet."""
+    stage = cluster()
+    stage.arrive("first", prompt_len=400)
+    with pytest.raises(Overloaded) as refused:
+        stage.arrive("late", prompt_len=300, slo=CHAT)
+    stage.until(stage.now_s + max(refused.value.retry_after_s, 0.4))
+    again = stage.arrive("again", prompt_len=300, slo=CHAT)
+    finish(stage)
+    assert report(again).ttft_s <= 0.5
+
+
+def test_a_heartbeat_of_the_past_refuses_nobody() -> None:
+    """The last one said that 900 tokens waited. They are computed since, and the worker is idle."""
+    stage = cluster(heartbeat_s=1.0)
+    stage.until(0.95)
+    stage.arrive("first", prompt_len=900)
+    stage.until(1.9)
+    outcome = stage.arrive("next", prompt_len=400, slo=CHAT)
+    finish(stage)
+    assert report(outcome).predicted_ttft_s == pytest.approx(0.4)
+
+
+def test_a_full_decode_pool_is_a_wait_by_the_rate_at_which_requests_end() -> None:
+    stage = cluster(slots=1)
+    for n in range(5):
+        stage.arrive(f"r{n}", prompt_len=100, max_tokens=40)  # 0.1 s, and 0.4 s of decode steps
+    stage.until(1.7)
+    with pytest.raises(Overloaded) as refused:
+        stage.arrive("late", prompt_len=10, slo=CHAT)
+    assert 0.0 < refused.value.retry_after_s < 3.0
+    finish(stage)
+
+
+def test_unknown_rates_foresee_nothing_and_refuse_nobody() -> None:
+    stage = TimedStage()
+    prefill = stage.worker("prefill-0", Role.PREFILL, tokens_per_s=RATE)
+    stage.worker("decode-0", Role.DECODE, tokens_per_s=RATE)
+    stage.heartbeat(prefill.peer, queued_tokens=10_000)
+    outcome = stage.arrive("r", prompt_len=300, slo=CHAT)
+    finish(stage)
+    assert report(outcome).predicted_ttft_s == 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_predictions_come_true_while_workers_keep_to_their_rates(seed: int) -> None:
+    """Prompts come a little faster than two prefill workers compute them, and there is room on decode."""
+    random, stage = Random(seed), cluster(prefills=2, colocate_by_cost=False)
+    outcomes = []
+    for n in range(60):
+        stage.until(stage.now_s + random.expovariate(8.0))
+        outcomes.append(stage.arrive(f"r{n}", prompt_len=random.randint(50, 500), placement=Placement.DISAGGREGATED))
+    finish(stage)
+    errors = [report(o).ttft_s - report(o).predicted_ttft_s for o in outcomes]
+    waits = [report(o).ttft_s for o in outcomes]
+    assert max(waits) > 1.0, "the test means nothing without queues"
+    assert sum(map(abs, errors)) / len(errors) < 0.15
