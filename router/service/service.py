@@ -32,7 +32,7 @@ from router.core.registry import Worker
 from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
 from router.service.admission import Admission
-from router.service.buffered_generation import BufferedGeneration
+from router.service.buffered_generation import BufferedGeneration, Deliveries
 from router.service.explaining import Explainer
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
@@ -103,6 +103,7 @@ class RouterService:
         )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
+        self._deliveries = Deliveries()
         self._busy = asyncio.Event()
         self._ready = False
         self._ready_flipped = asyncio.Event()
@@ -267,7 +268,7 @@ class RouterService:
             raise bug
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
-        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released)
+        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released, self._deliveries)
         effects = self._handle(submit)  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None
