@@ -205,7 +205,7 @@ class RouterCore:
             yield from self.requests.alone(other, self.requests.shed(other, request.slo, now_s), now_s)
         self.recovery.bucket.admitted()
         self.requests.add(request)
-        self.requests.wait(request)
+        yield from self._dispatcher.admit(request, now_s)
 
     def _client_gone(self, event: ClientGone, now_s: float) -> Effects:
         request = self.requests.get(event.request_id)

@@ -47,7 +47,7 @@ def may_take(stage: Stage, worker: Worker, ask: Ask) -> bool:
         and not worker.turned_away
         and worker.refused_blocks is None
         and not worker.stalled
-        and stage.now_s - worker.last_seen_s <= SILENT_S
+        and worker.last_seen_s >= stage.now_s - SILENT_S
         and worker.claimed_by is None
         and (worker.kept_for is None or ask.turn <= worker.kept_for)
         and worker.hello.max_model_len >= ask.length
