@@ -31,6 +31,12 @@ class _StridingScheduler(Scheduler):
     """The production scheduler. It is given as many drafts as no sequence has tokens left to draw."""
 
     left: dict[SeqId, int]
+    work = StepWork()
+    """The work of the step that ends, or of the first step of a stride."""
+
+    def took(self, step_s: float) -> None:
+        """Learn the time of the last step, which is the mean one of a stride."""
+        self.rates.add(self.work.prompt_tokens, self.work.decodes, step_s)
 
     def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan:
         """Plan the next step, or a stride if all that runs decodes."""
@@ -78,9 +84,7 @@ class SimEngine:
         self.busy_s = 0.0
         self.computed: dict[SeqId, int] = {}
         """The prompt tokens that each sequence has computed here. The role takes them out."""
-        self.last_step: tuple[StepWork, float] = (StepWork(), 0.0)
-        """The work and the seconds of the last step, or of all steps of the last stride divided by their number."""
-        self.snapshot = EngineSnapshot(WorkerLoad(self.pool.counts()))
+        self.snapshot = EngineSnapshot(WorkerLoad(self.pool.counts(), max_num_batched_tokens=max_num_batched_tokens))
         self._engine = EngineSteps(self.scheduler, self.pool)
         self._clock = clock
         self._costs = costs
@@ -144,11 +148,11 @@ class SimEngine:
         took_s = self._clock.now_s - self._began_s
         self.steps += stride
         self.busy_s += took_s
-        self.last_step = (self._work, took_s / stride)
+        self.scheduler.work = self._work
         for piece in plan.slices[plan.decodes :]:
             if len(piece.samples) < 2:
                 self.computed[piece.seq_id] = self.computed.get(piece.seq_id, 0) + len(piece.token_ids)
-        self._tell(self._engine.finish(self._draw(plan, stride)))
+        self._tell(self._engine.finish(self._draw(plan, stride), took_s / stride))
         self._next()
 
     def _draw(self, plan: StepPlan, stride: int) -> list[Sampled]:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from clustersim.clock import Clock
 from clustersim.costs import CostModel
 from clustersim.engine import SimEngine
-from clustersim.rates import Rates
 from clustersim.transfer import Lease, Network, Pull
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, SeqId, WorkerId
 from pdserve.core.kv_layout import ceil_div
@@ -107,7 +106,6 @@ class SimWorker:
         self.worker_id = WorkerId(worker_id)
         self.shape = shape
         self.network = Network()
-        self.rates = Rates()
         self.engine = SimEngine(
             world.clock,
             shape.costs,
@@ -126,7 +124,6 @@ class SimWorker:
         self._by_handle: dict[Handle, Placed] = {}
         self._by_seq: dict[SeqId, Placed] = {}
         self._requests: dict[SeqId, RequestId] = {}
-        self._steps = 0
 
     @property
     def idle(self) -> bool:
@@ -155,13 +152,7 @@ class SimWorker:
     def load(self) -> WorkerLoad:
         """Return what the next heartbeat tells: the counts after the last step."""
         snapshot = self.engine.snapshot
-        return replace(
-            snapshot.load,
-            last_handle=self._counted.last_handle(snapshot.last_seq_id),
-            prompt_tokens_per_s=self.rates.prompt_tokens_per_s,
-            decode_step_s=self.rates.decode_step_s,
-            max_num_batched_tokens=self.shape.max_num_batched_tokens,
-        )
+        return replace(snapshot.load, last_handle=self._counted.last_handle(snapshot.last_seq_id))
 
     def prefix_delta(self) -> PrefixDelta | None:
         """Return what has changed among the keys of the pool since the last heartbeat. None: nothing has."""
@@ -171,9 +162,6 @@ class SimWorker:
         """Handle the events of a step."""
         if events.snapshot is not None and events.snapshot.keys is not None:
             self._prefixes.note(events.snapshot.keys)
-        if self.engine.steps != self._steps:
-            self._steps = self.engine.steps
-            self.rates.saw(*self.engine.last_step)
         for seq_id, tokens in self.engine.computed.items():
             request_id = self._requests[seq_id]
             self._world.computed[request_id] = self._world.computed.get(request_id, 0) + tokens

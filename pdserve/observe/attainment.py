@@ -1,4 +1,4 @@
-"""How well the classes of requests met their targets in the last minutes. Pure: times are passed in.
+"""The attainment of targets by class in the last minutes. Pure: times are passed in.
 
 Counts are kept in buckets of `BUCKET_S`, of which the last `BUCKETS` are shown, so what is remembered is bounded.
 """

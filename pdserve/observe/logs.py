@@ -16,6 +16,17 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 class OneLine(logging.Formatter):
     """A formatter that escapes line breaks, so that a message from outside cannot forge a line. Tracebacks keep theirs."""
 
+    def __init__(self) -> None:
+        super().__init__(FORMAT, DATE_FORMAT)
+        self._second = (-1, "")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """Write the time to the second. Most lines share their second with the line before."""
+        second = int(record.created)
+        if second != self._second[0]:
+            self._second = (second, super().formatTime(record, datefmt))
+        return self._second[1]
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Format the message as one line."""
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
@@ -29,7 +40,7 @@ def setup_logging(level: str = "info", *, stream: TextIO | None = None) -> None:
     if level.lower() not in LEVELS:
         raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, got {level!r}")
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(OneLine(FORMAT, DATE_FORMAT))
+    handler.setFormatter(OneLine())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

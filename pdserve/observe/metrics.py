@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.observe.record import RequestRecord
 from pdserve.observe.slo_metrics import SloMetrics
-from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, PrefixSnapshot, WorkerSnapshot
 
 LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -111,6 +111,7 @@ class _ClusterCollector(Collector):
         yield GaugeMetricFamily("pdserve_num_requests_running", "Requests placed on workers.", value=running)
         aside = len(cluster.set_aside)
         yield GaugeMetricFamily("pdserve_pairs_set_aside", "Pairs of workers between which KV did not pass.", value=aside)
+        yield from _prefixes(cluster.prefixes)
         yield _blocks(cluster.workers)
         for name, text, read in _WORKER_GAUGES:
             family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
@@ -149,6 +150,19 @@ _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], 
     ),
     ("loop_lag_ms", "Delay of the worker's event loop.", lambda w: w.load.loop_lag_ms),
 )
+
+
+def _prefixes(prefixes: PrefixSnapshot) -> Iterator[Metric]:
+    yield GaugeMetricFamily("pdserve_prefix_keys", "Blocks that the index of held prefixes names.", value=prefixes.keys)
+    yield GaugeMetricFamily("pdserve_prefix_index_bytes", "Memory of that index, estimated.", value=prefixes.index_bytes)
+    yield CounterMetricFamily("pdserve_prefix_keys_evicted", "Blocks that the full index forgot.", value=prefixes.evicted)
+    yield CounterMetricFamily("pdserve_prefix_resyncs", "Workers asked for all their blocks.", value=prefixes.resyncs)
+    predicted = CounterMetricFamily(
+        "pdserve_prefix_predicted_tokens", "Prompt tokens that picked workers probably held.", labels=["role"]
+    )
+    for role, tokens in prefixes.predicted_tokens:
+        predicted.add_metric([role.value], tokens)
+    yield predicted
 
 
 def _blocks(workers: tuple[WorkerSnapshot, ...]) -> GaugeMetricFamily:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
-from pdserve.core.worker import WorkerHello, WorkerLoad
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,18 @@ COUNTS: Final = tuple(one.name for one in fields(ClassSnapshot) if one.name != "
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSnapshot:
+    """The index of held prefixes. The counts other than `keys` and `index_bytes` begin at the router's start."""
+
+    keys: int = 0
+    index_bytes: int = 0
+    evicted: int = 0
+    resyncs: int = 0
+    predicted_tokens: tuple[tuple[Role, int], ...] = ()
+    """The prompt tokens that the workers that were picked probably held, by role."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
     """The state of the router, its workers, and the pairs of workers that are set aside."""
 
@@ -73,3 +85,4 @@ class ClusterSnapshot:
     classes: tuple[ClassSnapshot, ...] = ()
     classes_window_s: float = 0.0
     exact: bool = True  # all workers store weights and KV in the same formats
+    prefixes: PrefixSnapshot = PrefixSnapshot()

@@ -45,11 +45,14 @@ class FieldCodec(Generic[Value, Wire]):
     def to_fields(self, value: Value) -> dict[str, Any]:
         """Return the fields of the message, as the constructor of a message around it takes them.
 
-        protobuf serialises and parses a whole message that a constructor gets, but not such fields.
+        protobuf serialises and parses a whole message that a constructor gets, but not such fields. Zeros and empty values are
+        left out, since the message has them anyway: it is most of the time that a constructor takes.
         """
-        fields = dict(zip(self._names, self._read(value), strict=True))
+        named = zip(self._names, self._read(value), strict=True)
+        fields = {name: one for name, one in named if one or (one is not None and name in self._optional)}
         for name, (write, _) in self._special.items():
-            fields[name] = write(fields[name])
+            if name in fields:
+                fields[name] = write(fields[name])
         return fields
 
     def from_wire(self, message: Wire) -> Value:

@@ -237,7 +237,8 @@ def _check_size(chars: int) -> None:
 
 def _measured(value: Any) -> Any:
     """Check the size of a value that the template prints, and return the value."""
-    check_weight(value)
+    if type(value) is not str or len(value) > MAX_CHARS:  # most values are short texts
+        check_weight(value)
     return value
 
 

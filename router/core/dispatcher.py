@@ -185,7 +185,7 @@ class Dispatcher:
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
         if local:
-            worker.sent(work.handle, request.work_len)
+            worker.sent(work.handle, request.work_len - self._placer.cached_tokens)
         remaining_s = max(0.0, request.deadline_s - now_s)
         yield SendBind(worker.link, request.work(work.handle), remaining_s, local)
 
@@ -204,7 +204,7 @@ class Dispatcher:
             why=self._placer.why,
             scores=self._placer.scores,
         )
-        worker.sent(work.handle, request.work_len)
+        worker.sent(work.handle, request.work_len - self._placer.cached_tokens)
         yield SendPrefill(worker.link, request.work(work.handle))
         return True
 

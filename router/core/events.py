@@ -1,5 +1,5 @@
 """Events that the router's core takes, and effects that it returns. All are immutable values. The shell makes events from
-messages and performs effects.
+messages and performs effects. Those of each token are structs of msgspec, which take a sixth of a frozen dataclass to make.
 
 Every event of a worker names the link on which it came. The core thus recognises late messages of an earlier link of the same
 worker. An event about one request also carries a handle, which names one (request, attempt, bind) on that link.
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol, TypeVar
+
+import msgspec
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, LeaseId, RequestId, WorkerId
@@ -193,8 +195,7 @@ class Row(Protocol):
         """The packed log-probabilities of the ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
+class StepRows(msgspec.Struct, frozen=True):
     """The rows of one engine step of a worker."""
 
     link: LinkId
@@ -305,8 +306,7 @@ class CloseLink:
     error: PdserveError
 
 
-@dataclass(frozen=True, slots=True)
-class EmitDelta:
+class EmitDelta(msgspec.Struct, frozen=True):
     """Give tokens to the client."""
 
     request_id: RequestId

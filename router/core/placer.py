@@ -7,7 +7,7 @@ A choice looks at a shortlist (`router.core.policy.shortlist`), so it costs the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,6 +82,10 @@ class Placer:
         shortlist are not among them."""
         self.why = Why.PROBE
         """The reason of the last pick."""
+        self.cached_tokens = 0
+        """The tokens of the prompt whose KV the last pick probably holds."""
+        self.predicted_tokens = dict.fromkeys(Role, 0)
+        """The sum of `cached_tokens` of all picks, by role."""
         self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
         """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
@@ -97,11 +101,11 @@ class Placer:
 
     def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
         self._pools.refresh()
-        if not any(tier.serving if serving else tier.known for tier in self._pools.decode.fitting(0)):
-            raise Unavailable("no decode worker is ready")
-        if not any(tier.serving if serving else tier.known for tier in self._pools.decode.fitting(request.max_len)):
+        if not self._pools.decode.has(request.max_len, serving=serving):
+            if not self._pools.decode.has(0, serving=serving):
+                raise Unavailable("no decode worker is ready")
             raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
-        has_prefill = any(True for _ in self._lenders(request, now_s, serving=serving))
+        has_prefill = self._pools.prefill.heard(request.work_len + 1, now_s - self._suspect_s, serving=serving)
         return decide(
             request.asked,
             self._configured,
@@ -262,7 +266,7 @@ class Placer:
         None: there is no such worker."""
         self._pools.refresh()
         if request.probe is not None:
-            self.scores, self.why = (), Why.PROBE
+            self.scores, self.why, self.cached_tokens = (), Why.PROBE, 0
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
             return None if peer is None or peer.draining else peer
         reader = self._registry.get(decode)
@@ -311,15 +315,22 @@ class Placer:
         if session is not None and ranking.shortlist.session:
             near.append(session)
         links = pool.shortlist(ranking.shortlist, ask, near, self._seed)
-        rows = [self._row(pool, ranking, link, request, held, session) for link in links]
+        if not links:
+            return None
+        if held or session is not None or ranking.shortlist.drawn or ranking.shortlist.everyone:
+            rows = [self._row(pool, ranking, link, request, held, session) for link in links]
+        else:
+            rows = [pool.row(link) for link in links]
         view = RequestView(request.work_len, ask.kv_tokens or request.work_len, *_targets(request, role, now_s, local=local))
         scores = ranking.scores(rows, view)
         picked = pick(rows, scores)
         worker = None if picked is None else self._registry.get(picked.link)
         if picked is None or worker is None:
             return None
-        self.scores = self._named(links, scores)
+        self.scores = tuple([(pool.name(link), score) for link, score in zip(links[:MAX_SCORES], scores, strict=False)])
         self.why = why(picked, ranking.shortlist)
+        self.cached_tokens = picked.cached_tokens
+        self.predicted_tokens[role] += picked.cached_tokens
         pool.picked(worker)
         return worker
 
@@ -333,10 +344,6 @@ class Placer:
         if which.drawn or which.everyone:
             row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
         return row
-
-    def _named(self, links: Iterable[LinkId], scores: Iterable[float]) -> Scores:
-        named = [(self._registry.get(link), score) for link, score in zip(links, scores, strict=True)]
-        return tuple([(worker.hello.worker_id, score) for worker, score in named[:MAX_SCORES] if worker is not None])
 
 
 def _targets(request: LiveRequest, role: Role, now_s: float, *, local: bool) -> tuple[float | None, float | None]:

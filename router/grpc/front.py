@@ -53,7 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await self._stream(generation, context)
         except PdserveError as exc:
             report = report_of(generation)
-            told = ((status.TIMELINE_METADATA, timeline(report)),) if report else ()
+            told = ((status.TIMELINE_METADATA, timeline(report).decode()),) if report else ()
             await status.abort(context, exc, *told)
         finally:
             generation.close()
@@ -109,7 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 text=delta.text,
                 logprobs=logprobs_to_wire(delta.logprobs),
             )
-        context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report)),))
+        context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report).decode()),))
         return _last(generation.request_id, delta, generation.report)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:

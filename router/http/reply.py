@@ -14,6 +14,7 @@ from router.openai.errors import encode_json, error_headers, error_payload
 
 _REQUEST_ID: Final = REQUEST_ID_METADATA.encode()
 _CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
+_TIMELINE: Final = TIMELINE_METADATA.encode()
 _SSE_HEADERS: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -51,7 +52,7 @@ class Reply:
     async def encoded(self, status: int, body: bytes, headers: Headers | None = None, *, more: bool = False) -> None:
         """Answer with a body that is JSON already, otherwise like `json`."""
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        told = [(TIMELINE_METADATA.encode(), timeline(self._report).encode())] if self._report else []
+        told = [(_TIMELINE, timeline(self._report))] if self._report else []
         await self._start(status, own + told + (headers or []), body, more=more)
 
     async def event(self, data: bytes) -> None:

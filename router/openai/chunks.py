@@ -1,24 +1,28 @@
 """Answers in OpenAI's shape: SSE chunks and whole JSON objects.
 
-A streamed token costs one JSON-encoded string. All else in its chunk is the same for the whole request and is encoded once. (To
-encode the object anew for each token costs several times as much as to send it.)
+A streamed token costs one JSON-encoded string. All else in its chunk is the same for the whole request, and all but two values
+are the same for every request of its kind, so they are encoded once. (To encode the object anew for each token costs several
+times as much as to send it.)
 """
 
 from __future__ import annotations
 
 import json
 import time
+from functools import lru_cache
 from json.encoder import encode_basestring
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Report
-from router.api.timeline import report_json
+from router.api.timeline import report_json, timeline
 from router.openai.errors import encode_json
 from router.openai.request import Call
 
 DONE: Final = b"data: [DONE]\n\n"
 _TEXT_MARK: Final = "\x00text\x00"  # stands for the text until the constant parts have been cut out
+_ID_MARK: Final = "\x00id\x00"
+_CREATED_MARK: Final = "\x00created\x00"
 LOGPROBS_MARK: Final = "\x00logprobs\x00"
 _LOGPROBS_PLACE: Final = b'"logprobs":' + encode_json(LOGPROBS_MARK)
 _FINISH_MARK: Final = "\x00finish\x00"
@@ -48,18 +52,18 @@ class Envelope:
 
     def __init__(self, call: Call, model: str) -> None:
         self._call = call
-        self._id = ("chatcmpl-" if call.chat else "cmpl-") + call.request_id
-        self._created = int(time.time())
-        self._model = model
+        self.id = ("chatcmpl-" if call.chat else "cmpl-") + call.request_id
+        self.created = int(time.time())
+        self.model = model
 
     def wrap(self, object_type: str, **rest: Any) -> dict[str, Any]:
         """Return an object of the answer: the shared fields and `rest`."""
-        return {"id": self._id, "object": object_type, "created": self._created, "model": self._model, **rest}
+        return {"id": self.id, "object": object_type, "created": self.created, "model": self.model, **rest}
 
     @property
     def chunk_type(self) -> str:
         """The `object` field of a stream chunk."""
-        return "chat.completion.chunk" if self._call.chat else "text_completion"
+        return _chunk_type(chat=self._call.chat)
 
     @property
     def whole_type(self) -> str:
@@ -96,32 +100,62 @@ def extension(reports: list[Report]) -> dict[str, Any]:
     return {"pdserve": {"requests": [report_json(report) for report in reports]}}
 
 
+def _chunk_type(*, chat: bool) -> str:
+    return "chat.completion.chunk" if chat else "text_completion"
+
+
+class _Parts(NamedTuple):
+    """The constant parts of chunks: before_id | id | before_created | created | before_text | text | middle | finish reason |
+    tail. A chat stream opens with before_id | id | before_created | created | role."""
+
+    before_id: bytes
+    before_created: bytes
+    before_text: bytes
+    middle: bytes
+    tail: bytes
+    role: bytes
+
+
+@lru_cache(maxsize=1024)
+def _parts(chat: bool, index: int, include_usage: bool, continuous_usage: bool, model: str) -> _Parts:
+    """Return the constant parts of the chunks of choice `index`."""
+
+    def event_of(choice: dict[str, Any], **rest: Any) -> bytes:
+        shared = {"id": _ID_MARK, "object": _chunk_type(chat=chat), "created": _CREATED_MARK, "model": model}
+        return event({**shared, "choices": [choice], **rest})
+
+    text: dict[str, Any] = {"delta": {"content": _TEXT_MARK}} if chat else {"text": _TEXT_MARK}
+    chunk = event_of({"index": index, **text, "logprobs": None, "finish_reason": _FINISH_MARK})
+    before_id, rest = _cut(chunk, _ID_MARK)
+    before_created, rest = _cut(rest, _CREATED_MARK)
+    before_text, rest = _cut(rest, _TEXT_MARK)
+    middle, tail = _cut(rest, _FINISH_MARK)
+    if include_usage and not continuous_usage:
+        tail = tail.replace(b"}\n\n", b',"usage":null}\n\n')  # as OpenAI does: null in all chunks but the last
+    opening = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    role = event_of(opening, **({"usage": None} if include_usage else {}))
+    return _Parts(before_id, before_created, before_text, middle, tail, _cut(role, _CREATED_MARK)[1])
+
+
+def _cut(data: bytes, mark: str) -> tuple[bytes, bytes]:
+    before, _, after = data.partition(encode_json(mark))
+    return before, after
+
+
 class ChunkFormat:
     """The chunks of one choice: head | text | middle | finish reason | tail [usage]."""
 
     def __init__(self, envelope: Envelope, call: Call, index: int) -> None:
-        delta: dict[str, Any] = {"delta": {"content": _TEXT_MARK}} if call.chat else {"text": _TEXT_MARK}
-        choice = {"index": index, **delta, "logprobs": None, "finish_reason": _FINISH_MARK}
-        chunk = event(envelope.wrap(envelope.chunk_type, choices=[choice]))
-        head, _, rest = chunk.partition(encode_json(_TEXT_MARK))
-        middle, _, tail = rest.partition(encode_json(_FINISH_MARK))
-        if call.include_usage and not call.continuous_usage:
-            tail = tail.replace(b"}\n\n", b',"usage":null}\n\n')  # as OpenAI does: null in all chunks but the last
+        parts = _parts(call.chat, index, call.include_usage, call.continuous_usage, envelope.model)
+        begin = b"%b%b%b%d" % (parts.before_id, encode_basestring(envelope.id).encode(), parts.before_created, envelope.created)
         self.continuous_usage = call.continuous_usage
         self._usage_follows = call.include_usage
-        self.role = self._role_chunk(envelope, call, index)
-        self._head: bytes = head
-        self._middle: bytes = middle
-        self._tail: bytes = tail
-        self._running: bytes = middle + _FINISH_JSON[None] + tail
-
-    def _role_chunk(self, envelope: Envelope, call: Call, index: int) -> bytes:
-        """Return the chunk with the role that opens a chat stream. A completion has none."""
-        if not call.chat:
-            return b""
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        rest = {"usage": None} if call.include_usage else {}
-        return event(envelope.wrap(envelope.chunk_type, choices=[choice], **rest))
+        self.role: bytes = begin + parts.role if call.chat else b""
+        """The chunk with the role, which opens a chat stream. A completion has none."""
+        self._head: bytes = begin + parts.before_text
+        self._middle: bytes = parts.middle
+        self._tail: bytes = parts.tail
+        self._running: bytes = parts.middle + _FINISH_JSON[None] + parts.tail
 
     def chunk(self, text: str, finish_reason: FinishReason | None, logprobs: dict[str, Any] | None = None) -> bytes:
         """Return the chunk of one delta, with log-probabilities if they are given."""
@@ -137,7 +171,7 @@ class ChunkFormat:
         """Return the choice's last chunk with the report added, unless a chunk with the usage of all choices still follows."""
         if self._usage_follows:
             return chunk
-        return chunk[: -len(b"}\n\n")] + b',"pdserve":' + encode_json(report_json(report)) + b"}\n\n"
+        return chunk[: -len(b"}\n\n")] + b',"pdserve":' + timeline(report) + b"}\n\n"
 
     def with_usage(self, chunk: bytes, totals: dict[str, int]) -> bytes:
         """Return the chunk with the usage so far added."""

@@ -20,6 +20,7 @@ _MAX_TOKENS: Final = limit_of(SamplingParams, "max_tokens", IntRange)
 _LOGPROBS: Final = limit_of(SamplingParams, "logprobs", IntRange)
 _SEED: Final = IntRange(-(1 << 63), limit_of(SamplingParams, "seed", IntRange).high)
 _TOKEN_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
+_PLAIN: Final = tuple(name for name in SCALARS if name not in OPTIONS)
 _BIAS: Final = msgspec.json.Decoder(float)
 
 
@@ -29,7 +30,7 @@ def read_sampling(body: CompletionBody | ChatBody) -> dict[str, Any]:
     A field is read here only if its name or its form differs from the router's.
     """
     chat = isinstance(body, ChatBody)
-    values: dict[str, Any] = {name: getattr(body, name) for name in SCALARS if name not in OPTIONS} | {
+    values: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None} | {
         "max_tokens": _max_tokens(body) or (None if chat else COMPLETION_DEFAULT_MAX_TOKENS),
         "top_k": 0 if body.top_k == -1 else body.top_k,  # vLLM's clients write -1 for off, the router 0
         "seed": _seed(body),

@@ -123,7 +123,9 @@ class Admission:
     def _sampling(self, fields: Mapping[str, Any], prompt_len: int) -> SamplingParams:
         limit = self._limit.max_model_len
         room = limit - prompt_len
-        values = {"max_tokens": self._limit.open_ended_room(prompt_len), **fields}
+        values = dict(fields)
+        if "max_tokens" not in values:
+            values["max_tokens"] = self._limit.open_ended_room(prompt_len)
         if "seed" not in values:
             values["seed"] = self._draw_seed()
         if "logit_bias" in values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from pdserve.core.errors import InvalidRequest, Overloaded
 from router.api.request import ChatMessage, Prompt
@@ -41,9 +41,9 @@ class PromptEncoder:
         if isinstance(prompt, str):
             return await self._text(prompt, "prompt", special_tokens=True)
         if prompt and isinstance(prompt[0], ChatMessage):
-            return await self._chat(tuple(m for m in prompt if isinstance(m, ChatMessage)))
+            return await self._chat(prompt)
         self._check_count(len(prompt))  # comes before the ids are walked: a body has room for millions
-        return self._ids(tuple(i for i in prompt if isinstance(i, int)))
+        return self._ids(cast(tuple[int, ...], prompt))
 
     def _check_count(self, count: int) -> None:
         limit = self._limit.max_model_len
@@ -64,9 +64,10 @@ class PromptEncoder:
         tokenizer = self._model.tokenizer
         if not tokenizer.has_chat_template:
             raise InvalidRequest(f"model {self._model.name} has no chat template: send a text prompt", field="messages")
-        self._check_chars(sum(len(m.content) for m in messages), "messages")
         rendered = [(m.role, m.content) for m in messages]
-        if sum(len(content) for _, content in rendered) <= INLINE_CHARS:
+        chars = sum([len(m.content) for m in messages])
+        self._check_chars(chars, "messages")
+        if chars <= INLINE_CHARS:
             text = tokenizer.apply_chat_template(rendered)
         else:
             text = await self._in_thread(lambda: tokenizer.apply_chat_template(rendered))

@@ -21,7 +21,7 @@ from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.core.worker import Role
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PrefixSnapshot, WorkerSnapshot
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
@@ -229,9 +229,14 @@ class RouterService:
             workers=tuple(self._worker_snapshot(worker, now_s) for worker in sorted(self._core.registry, key=_pool_order)),
             set_aside=tuple(_pair_snapshot(pair, now_s) for pair in self._core.pairs.set_aside(now_s=now_s)),
             exact=self._core.registry.exact,
+            prefixes=self._prefix_snapshot(),
             classes=self._attainment.classes(now_s),
             classes_window_s=WINDOW_S,
         )
+
+    def _prefix_snapshot(self) -> PrefixSnapshot:
+        index, predicted = self._core.prefix_index, self._core.placer.predicted_tokens
+        return PrefixSnapshot(index.keys, index.bytes, index.evicted, index.resyncs, tuple(predicted.items()))
 
     # Events in, effects out --------------------------------------------------------------------------------------------
 

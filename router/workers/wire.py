@@ -12,7 +12,7 @@ from pdserve.core.ids import Handle, Incarnation, RequestId
 from pdserve.core.worker import WorkerHello
 from pdserve.observe.story import MAX_ENTRIES, Entry, Shown, cut
 from pdserve.rpc import codec
-from pdserve.rpc.codec import lease_id_from_wire, lease_id_to_wire, pack_ids, spec_to_fields
+from pdserve.rpc.codec import lease_id_from_wire, pack_ids, spec_to_fields
 from pdserve.rpc.status import from_reason
 from pdserve.rpc.story import entries_from_wire
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2, story_pb2
@@ -137,17 +137,18 @@ def question_to_wire(question: int, request_id: RequestId) -> link_pb2.RouterMes
 
 
 def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
-    """Return the message of a command."""
+    """Return the message of a command. Its parts are given as fields, since protobuf serialises and parses a part that is a
+    message."""
     match effect:
         case ev.SendBind(work=work, deadline_s=deadline_s, local_prefill=local):
-            return link_pb2.RouterMessage(bind=decode_pb2.Bind(deadline_s=deadline_s, local_prefill=local, **_work(work)))
+            return link_pb2.RouterMessage(bind={"deadline_s": deadline_s, "local_prefill": local, **_work(work)})
         case ev.SendPrefill(work=work):
-            return link_pb2.RouterMessage(prefill=prefill_pb2.Prefill(**_work(work)))
+            return link_pb2.RouterMessage(prefill=_work(work))
         case ev.SendAttach(handle=handle, lease_id=lease_id, ticket=ticket):
-            attach = decode_pb2.Attach(handle=handle, lease_id=lease_id_to_wire(lease_id), ticket=ticket)
-            return link_pb2.RouterMessage(attach=attach)
+            lease = {"incarnation": lease_id.incarnation, "counter": lease_id.counter}
+            return link_pb2.RouterMessage(attach={"handle": handle, "lease_id": lease, "ticket": ticket})
         case ev.SendCancel(handle=handle):
-            return link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle))
+            return link_pb2.RouterMessage(cancel={"handle": handle})
         case ev.SendAlive():
             return link_pb2.RouterMessage(alive=link_pb2.Alive())
         case ev.SendPrefixResync():

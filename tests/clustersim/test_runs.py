@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustersim.cluster import ClusterSpec, calm_router, simulate
-from clustersim.costs import LLAMA2_70B_A100
+from clustersim.costs import LLAMA2_70B_A100, OPT_13B_A100
 from clustersim.report import SimReport
 from clustersim.traces import TraceRequest, faster, oracle_tokens, read_azure, read_mooncake
 from clustersim.workers import WorkerShape
@@ -85,6 +85,38 @@ def test_prefixes_that_are_looked_for_are_computed_less_often(seed):
     assert 2 * (aware.computed_tokens - oracle) < turns.computed_tokens - oracle
     assert aware.ttft_s(0.5) < turns.ttft_s(0.5)
     assert aware.ttft_s(0.99) < turns.ttft_s(0.99)
+
+
+def mixed_classes(seed: int) -> list[TraceRequest]:
+    """Return short requests of a class with targets for both times, and longer ones of a class that may wait for 2 s."""
+    rng = random.Random(seed)
+    requests, at_s = [], 0.0
+    for number in range(200):
+        at_s += rng.expovariate(1 / 0.12)
+        chat = rng.random() < 0.6
+        tokens = rng.randint(100, 1500) if chat else rng.randint(2000, 4000)
+        blocks = tuple(range(10 * number, 10 * number - (-tokens // 512)))
+        name = "chat" if chat else "batch"
+        requests.append(TraceRequest(at_s, tokens, rng.randint(20, 120), blocks, slo_class=name))
+    return requests
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_goodput_attains_more_than_the_least_load_on_unequal_workers(seed):
+    """Two of five workers of each pool take three times as long. Only predictions know which of them is in time for whom."""
+    speeds = (1, 1, 1, 3, 3)
+    shapes = [
+        WorkerShape(OPT_13B_A100.scaled(speed), max_num_seqs=32, max_model_len=8192, max_num_batched_tokens=2048)
+        for speed in speeds
+    ]
+    found = {}
+    for policy in ("least_loaded", "router.core.policy.goodput:score"):
+        router = calm_router(prefill_policy=policy, decode_policy=policy)
+        report = simulate(ClusterSpec(shapes, shapes, router, block_size=16, max_tokens=256), mixed_classes(seed))
+        found[policy] = report.attainment()
+    least, goodput = found.values()
+    assert goodput["chat"] > least["chat"]
+    assert goodput["batch"] >= least["batch"]
 
 
 def test_one_worker_with_a_large_cache_computes_what_the_oracle_does():

@@ -11,7 +11,7 @@ from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.record import RequestRecord
-from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PrefixSnapshot, WorkerSnapshot
 
 RECORD = RequestRecord(
     request_id="r", outcome="stop", placement="disaggregated", placement_reason="default", prefill_worker="p",
@@ -58,6 +58,16 @@ def test_damaged_kv_is_counted_by_worker() -> None:
     metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(worker,)))
     assert values(metrics, "pdserve_kv_corrupt_blocks_total") == {("decode", "d"): 3.0}
     assert values(metrics, "pdserve_kv_rotted_blocks_total") == {("decode", "d"): 1.0}
+
+
+def test_the_index_of_held_prefixes_is_shown() -> None:
+    prefixes = PrefixSnapshot(5, 700, 2, 3, ((Role.PREFILL, 11), (Role.DECODE, 0)))
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, prefixes=prefixes))
+    assert values(metrics, "pdserve_prefix_keys") == {(): 5.0}
+    assert values(metrics, "pdserve_prefix_index_bytes") == {(): 700.0}
+    assert values(metrics, "pdserve_prefix_keys_evicted_total") == {(): 2.0}
+    assert values(metrics, "pdserve_prefix_resyncs_total") == {(): 3.0}
+    assert values(metrics, "pdserve_prefix_predicted_tokens_total") == {("prefill",): 11.0, ("decode",): 0.0}
 
 
 def test_the_cluster_shows_pairs_set_aside_draining_workers_and_lost_blocks() -> None:

@@ -18,6 +18,7 @@ from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.api.answer import Report
 from router.core import events as ev
 from router.core.router_core import RouterCore
+from router.service.policies import rankings_of
 
 FINGERPRINT = "model"
 
@@ -139,7 +140,7 @@ class Stage:
 
     def __init__(self, **config: object) -> None:
         settings = RouterConfig(**({"probe_workers": False} | config))  # type: ignore[arg-type]
-        self.core = RouterCore(settings, FINGERPRINT)
+        self.core = RouterCore(settings, FINGERPRINT, rankings_of(settings, lambda role, reason: None))
         self.notes = MemoryNotes(settings, FINGERPRINT)
         self.replayable = True
         """False: a test has changed the core by hand or breaks it, which no recording tells."""

@@ -3,10 +3,10 @@
 The module is pure: no torch, no clock, no threads.
 
 Continuous batching: sequences join and leave between steps. Decodes go first; chunks of prompts fill the rest of the token
-budget. A running sequence holds the blocks of all its known tokens from the start, so a prompt that has started can always
-finish. Only decodes grow, one block at a time. When no block is free, the youngest running sequence gives all its blocks
-back and is recomputed later. If blocks were reserved chunk by chunk instead, half-computed prompts could fill the pool and
-wait for each other.
+budget, or less of it where sequences that decode have a target for the time between tokens (see chunk_budget.py). A running
+sequence holds the blocks of all its known tokens from the start, so a prompt that has started can always finish. Only decodes
+grow, one block at a time. When no block is free, the youngest running sequence gives all its blocks back and is recomputed
+later. If blocks were reserved chunk by chunk instead, half-computed prompts could fill the pool and wait for each other.
 
 turns.py defines the order of service and keeps a small priority from waiting for ever. Waiting sequences are admitted
 strictly in that order: when the first one does not fit, all others wait. `reserve` leaves the blocks that waiting sequences
@@ -33,6 +33,7 @@ from pdserve.core.kv_layout import ceil_div
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
+from pdserve.engine.schedule.chunk_budget import chunk_budget
 from pdserve.engine.schedule.collect import Collector, PlannedStep
 from pdserve.engine.schedule.drafts import take_drafts
 from pdserve.engine.schedule.outcome import Admitted, Advance, OutputToken, StepOutcome
@@ -87,7 +88,8 @@ class Scheduler:
         self._pool = pool
         self._block_size = layout_block_size
         self._max_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self._token_budget = max_num_batched_tokens
+        self._largest_step = self._token_budget = max_num_batched_tokens
+        self._targets = 0  # sequences that have a target for the time between tokens
         self._rule = StopRule(eos_token_ids, max_model_len)
         self.prefix = PrefixCache(pool, layout_block_size, prefix_salt)
         self.rates = StepRates()
@@ -201,7 +203,7 @@ class Scheduler:
         assert self._step is None, "the last step was not collected"
         self._steps += 1
         step = self._plan_decodes()
-        chunks = self._plan_prefills(self._token_budget - len(step))
+        chunks = self._plan_prefills(self._prompt_share(step))
         taken = self._plan_drafts(step, chunks, drafts) if drafts else {}
         if taken:
             step.sort(key=lambda seq: seq.seq_id in taken)
@@ -231,6 +233,14 @@ class Scheduler:
         step, self._step = self._step, None
         preempted, self._preempted = tuple(self._preempted), []
         return self._collector.collect(step, sampled, preempted, aborting=bool(self._aborting))
+
+    def set_budget(self, tokens: int) -> None:
+        """Let each step from now on have at most so many tokens. What a priority is worth does not change.
+
+        Asserts that a step has a token for each sequence that may run, and that there is memory for it.
+        """
+        assert self._max_seqs <= tokens <= self._largest_step
+        self._token_budget = tokens
 
     def took(self, step_s: float) -> None:
         """Learn the time of the last planned step, in seconds."""
@@ -277,6 +287,7 @@ class Scheduler:
         """Check the scheduler's lists against each other and against the pool. Raises AssertionError when they disagree."""
         self._pool.check_invariants()
         assert self._waiting_tokens == sum(s.remaining for s in self._waiting)
+        assert self._targets == sum(s.spec.tpot_s > 0.0 for s in self._sequences.values())
         for state, place in self._places.items():
             assert place == sorted(place, key=_ORDER[state])
             assert all(seq.state is state for seq in place)
@@ -301,10 +312,11 @@ class Scheduler:
         assert len(resumed) < spec.sampling.max_tokens, "the caller refuses an output that is complete already"
         assert len(tokens) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
         self._arrivals += 1
-        turn = turn_of(self._prompt_tokens, spec.priority, self._token_budget)
+        turn = turn_of(self._prompt_tokens, spec.priority, self._largest_step)
         seq = Sequence(seq_id, kind, tokens, spec, turn, self._arrivals, self._rule)
         seq.chain = chain
         self._sequences[seq_id] = seq
+        self._targets += spec.tpot_s > 0.0
         return seq
 
     def _plan_decodes(self) -> list[Sequence]:
@@ -359,6 +371,14 @@ class Scheduler:
         seq.computed = seq.published = 0
         self._move(seq, _E.PREEMPTED)
         self._preempted.append(seq.seq_id)
+
+    def _prompt_share(self, decoding: list[Sequence]) -> int:
+        """Return the tokens that the step may spend on prompts. The tightest target of the decoding sequences bounds them."""
+        left = self._token_budget - len(decoding)
+        if not self._targets or not (self._prefilling or self._waiting):
+            return left
+        target_s = min([seq.spec.tpot_s for seq in decoding if seq.spec.tpot_s > 0.0], default=0.0)
+        return chunk_budget(target_s, self.rates.cost, decodes=len(decoding), floor=self._block_size, ceiling=left)
 
     def _plan_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         """Return (sequence, tokens) of the chunks that use up the budget, in order of rank.
@@ -447,6 +467,7 @@ class Scheduler:
     def _end(self, seq: Sequence, event: SequenceEvent) -> None:
         """End the sequence. This is the only place where sequences end for good."""
         self._move(seq, event)
+        self._targets -= seq.spec.tpot_s > 0.0
         del self._sequences[seq.seq_id]
 
     def _blocks_for(self, tokens: int) -> int:

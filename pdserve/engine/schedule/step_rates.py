@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 WINDOW_STEPS: Final = 64
-"""The weight of a step falls by e in so many steps of its kind: 2 to 20 s, if steps take 30 to 300 ms (a CPU, a small model)."""
+"""The weight of a step falls by e in so many steps of its kind: 2 s of 30 ms, or 20 s of 300 ms."""
 WINDOW_TOKENS: Final = 8192
 """The weight of a prompt's tokens in the rate falls by e in so many tokens: 16 full steps on a CPU, one on a GPU."""
 DISTURBED: Final = 4.0
@@ -119,8 +119,9 @@ class StepRates:
 def _through(x: float, y: float, sxx: float, sxy: float) -> StepCost:
     """Return the line through (x, y) with the slope of least squares, or the nearest one whose parts are not negative.
 
-    Without a spread of the tokens the time counts as proportional to them. This makes small steps too cheap, so a step of another
-    size is tried, and then the spread is there."""
+    Without a spread of the tokens the time counts as proportional to them. This makes small steps too cheap, so one is tried,
+    and then the spread is there.
+    """
     steepest = y / x
     slope = min(max(sxy / sxx, 0.0), steepest) if sxx > 1e-9 * x * x else steepest
     return StepCost(max(y - slope * x, 0.0), slope)

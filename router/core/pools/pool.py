@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from pdserve.core.ids import WorkerId
 from pdserve.core.worker import Role
 from router.core.events import LinkId
 from router.core.policy.candidate import Candidate
@@ -47,13 +48,17 @@ class State(NamedTuple):
     known: bool  # it may serve requests once it is ready
     serving: bool  # it is ready, and requests may wait for it
     alive: bool  # it serves, and is not suspect
+    kept_turn: Turn | None  # it is alive with space, which is kept for the request of this turn; None: it is not so
     space: bool  # it would take another sequence, as far as slots and its last refusal tell
     open: bool  # it is alive with space, and nobody has claimed it
     closed: bool  # it is alive without space, and nobody has claimed it
-    kept_turn: Turn | None  # it is alive with space, which is kept for the request of this turn; None: it is not so
     load: float
     free_tokens: int
     picked: int
+
+
+KEYS: Final = 5
+"""The first fields of a state, which change seldom."""
 
 
 class Tier:
@@ -99,56 +104,53 @@ class Pool:
     def update(self, link: LinkId, worker: Worker | None) -> None:
         """Take in what has changed on a worker, or that it has left. It may be repeated after it has failed."""
         old = self._states.get(link)
-        new = None if worker is None else state_of(worker, self._charged(link))
         self._rows.pop(link, None)
+        if worker is None:
+            if old is not None:
+                self._leave(link, old)
+            return
+        new = state_of(worker, self._charged(link))
         if old == new:
             return
-        if old is not None:
-            self._remove(link, old, new)
-        if worker is not None and new is not None:
-            self._add(link, worker, old, new)
-
-    def _remove(self, link: LinkId, old: State, new: State | None) -> None:
-        tier = self.tiers[old.length]
-        _discard(tier.by_load, (old.load, old.picked, link))
-        _discard(tier.by_free, (old.free_tokens, link))
-        _discard(tier.by_turn, (old.picked, link))
-        _discard(tier.closed, (old.free_tokens, link))
-        if new is None:
-            for group in (tier.known, tier.serving, tier.alive, self._workers, self.kept):
-                group.pop(link, None)
-            if not any(state.length == old.length for other, state in self._states.items() if other != link):
-                del self.tiers[old.length]
-                self.tier_changes += 1
-            del self._states[link]
-            self.shifts += 1
-
-    def _add(self, link: LinkId, worker: Worker, old: State | None, new: State) -> None:
         tier = self.tiers.get(new.length)
         if tier is None:
             tier = self.tiers[new.length] = Tier()
             self.tier_changes += 1
+        if old is not None:
+            _discard(link, tier, old)
+        gained = old is None or _gained(old, new)
+        # Nothing between here and the end of the function can fail, so a repeated update finds all of it or nothing of it.
         self._workers[link] = worker
-        for group, holds in ((tier.known, new.known), (tier.serving, new.serving), (tier.alive, new.alive)):
-            if holds:
-                group[link] = worker
-            else:
-                group.pop(link, None)
         if new.open:
             insort(tier.by_load, (new.load, new.picked, link))
             insort(tier.by_free, (new.free_tokens, link))
             insort(tier.by_turn, (new.picked, link))
-        if new.closed:
+        elif new.closed:
             insort(tier.closed, (new.free_tokens, link))
-        if new.kept_turn is not None:
-            self.kept[link] = new.kept_turn
-        else:
-            self.kept.pop(link, None)
         self._states[link] = new
-        if old is None or _gained(old, new):
-            self.opened += 1
-        if old is None or (old.known, old.serving) != (new.known, new.serving):
-            self.shifts += 1
+        self.opened += gained
+        if old is None or old[:KEYS] != new[:KEYS]:
+            self.shifts += old is None or old.known != new.known or old.serving != new.serving
+            for group, holds in ((tier.known, new.known), (tier.serving, new.serving), (tier.alive, new.alive)):
+                if holds:
+                    group[link] = worker
+                else:
+                    group.pop(link, None)
+            if new.kept_turn is not None:
+                self.kept[link] = new.kept_turn
+            else:
+                self.kept.pop(link, None)
+
+    def _leave(self, link: LinkId, old: State) -> None:
+        tier = self.tiers[old.length]
+        _discard(link, tier, old)
+        for group in (tier.known, tier.serving, tier.alive, self._workers, self.kept):
+            group.pop(link, None)
+        del self._states[link]
+        self.shifts += 1
+        if all(state.length != old.length for state in self._states.values()):
+            del self.tiers[old.length]
+            self.tier_changes += 1
 
     def picked(self, worker: Worker) -> None:
         """Note that a request was given to a worker."""
@@ -162,9 +164,26 @@ class Pool:
         """Return the `max_model_len` of the shortest tier that is long enough. 0: no tier is."""
         return min((tier for tier in self.tiers if tier >= length), default=0)
 
+    def has(self, length: int, *, serving: bool) -> bool:
+        """Tell whether a worker is long enough. It serves now, or may once it is ready."""
+        return any(have >= length and (tier.serving if serving else tier.known) for have, tier in self.tiers.items())
+
+    def heard(self, length: int, since_s: float, *, serving: bool) -> bool:
+        """Tell whether a worker is long enough and was heard since a time. It serves now, or may once it is ready."""
+        for have, tier in self.tiers.items():
+            if have >= length:
+                for worker in (tier.serving if serving else tier.known).values():
+                    if worker.last_seen_s >= since_s:
+                        return True
+        return False
+
     def fitting(self, length: int) -> Iterator[Tier]:
         """Yield the tiers that are long enough."""
         return (tier for have, tier in self.tiers.items() if have >= length)
+
+    def name(self, link: LinkId) -> WorkerId:
+        """Return the id of a worker."""
+        return self._workers[link].hello.worker_id
 
     def row(self, link: LinkId) -> Candidate:
         """Return the snapshot of a worker, without what depends on a request."""
@@ -283,26 +302,32 @@ class Pool:
 
 def state_of(worker: Worker, promised_tokens: int) -> State:
     """Return the place of a worker in its pool."""
-    hello, prefills = worker.hello, worker.hello.role is Role.PREFILL
+    hello = worker.hello
+    prefills, placed = hello.role is Role.PREFILL, len(worker.work)
     refused = worker.turned_away or worker.refused_blocks is not None
     suspect = worker.silent or worker.stalled
-    willing = not (prefills and (refused or suspect))
-    alive = worker.serves and not suspect and willing
-    space = not refused and (prefills or len(worker.work) < hello.max_num_seqs)
-    kept_turn = worker.kept_for
-    free = alive and worker.claimed_by is None and kept_turn is None
+    willing = not prefills or not (refused or suspect)
+    serving = worker.readiness.ready and not worker.draining and willing
+    alive = serving and not suspect
+    space = not refused and (prefills or placed < hello.max_num_seqs)
+    claimed = worker.claimed_by is not None
+    free = alive and not claimed and worker.kept_for is None
+    if prefills:
+        load = prompt_s(worker.queued_tokens, worker.load.prompt_tokens_per_s)
+    else:
+        load = decode_share(promised_tokens, hello.kv_tokens, placed, hello.max_num_seqs)
     return State(
-        length=hello.max_model_len,
-        known=not worker.draining and willing,
-        serving=worker.serves and willing,
-        alive=alive,
-        space=space,
-        open=free and space,
-        closed=free and not space,
-        kept_turn=kept_turn if alive and space and worker.claimed_by is None else None,
-        load=_load(worker, promised_tokens),
-        free_tokens=hello.kv_tokens - promised_tokens if promised_tokens else EMPTY,
-        picked=worker.picked,
+        hello.max_model_len,
+        not worker.draining and willing,
+        serving,
+        alive,
+        worker.kept_for if alive and space and not claimed else None,
+        space,
+        free and space,
+        free and not space,
+        load,
+        hello.kv_tokens - promised_tokens if promised_tokens else EMPTY,
+        worker.picked,
     )
 
 
@@ -329,19 +354,23 @@ def row_of(worker: Worker, promised_tokens: int, state: State) -> Candidate:
     )
 
 
-def _load(worker: Worker, promised_tokens: int) -> float:
-    if worker.hello.role is Role.PREFILL:
-        return prompt_s(worker.queued_tokens, worker.load.prompt_tokens_per_s)
-    return decode_share(promised_tokens, worker.hello.kv_tokens, len(worker.work), worker.hello.max_num_seqs)
-
-
 def _gained(old: State, new: State) -> bool:
     """Tell whether the worker may now take what it did not take before."""
     more = new.space and (not old.space or new.free_tokens > old.free_tokens)
     return more or (new.open and not old.open) or (new.known and not old.known) or (new.serving and not old.serving)
 
 
-def _discard(order: list[Any], key: tuple[float, ...]) -> None:
+def _discard(link: LinkId, tier: Tier, old: State) -> None:
+    """Take a worker out of the orders. What is missing there is no error, so this may be repeated."""
+    if old.open:
+        _remove(tier.by_load, (old.load, old.picked, link))
+        _remove(tier.by_free, (old.free_tokens, link))
+        _remove(tier.by_turn, (old.picked, link))
+    elif old.closed:
+        _remove(tier.closed, (old.free_tokens, link))
+
+
+def _remove(order: list[Any], key: tuple[float, ...]) -> None:
     position = bisect_left(order, key)
     if position < len(order) and order[position] == key:
         del order[position]

@@ -47,6 +47,8 @@ random_prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LIMIT 
 prompts = st.one_of(st.sampled_from(ALIKE), random_prompts)
 lengths = st.integers(1, 30)
 priorities = st.integers(-1, 1)
+targets_s = st.sampled_from([0.0, 0.0, 0.004, 0.02])
+STEP_S, TOKEN_S = 0.002, 0.001
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -69,7 +71,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=(EOS,),
             prefix_salt=salt,
         )
-        self.budget, self.seqs = budget, min(seqs, budget)
+        self.largest_step = self.budget = budget
+        self.seqs = min(seqs, budget)
         self.memory: dict[tuple[int, BlockId, int], int] = {}
         self.asked: dict[SeqId, tuple[tuple[int, ...], SamplingParams, SequenceKind]] = {}
         self.outputs: dict[SeqId, list[int]] = {}
@@ -84,18 +87,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.asked[seq_id] = (prompt, params, kind)
         return seq_id, params
 
-    @rule(prompt=prompts, length=lengths, priority=priorities, lent=st.booleans())
-    def add(self, prompt: tuple[int, ...], length: int, priority: int, lent: bool) -> None:
+    @rule(prompt=prompts, length=lengths, priority=priorities, lent=st.booleans(), tpot_s=targets_s)
+    def add(self, prompt: tuple[int, ...], length: int, priority: int, lent: bool, tpot_s: float) -> None:
         kind = SequenceKind.LENT if lent else SequenceKind.LOCAL
         seq_id, params = self.ask(prompt, length, kind)
         self.outputs[seq_id] = []
-        self.scheduler.add(seq_id, RequestSpec(prompt, params, priority), kind=kind)
+        self.scheduler.add(seq_id, RequestSpec(prompt, params, priority, tpot_s=tpot_s), kind=kind)
 
-    @rule(prompt=prompts, length=lengths, priority=priorities, local=st.booleans())
-    def reserve(self, prompt: tuple[int, ...], length: int, priority: int, local: bool) -> None:
+    @rule(data=st.data())
+    def set_budget(self, data: st.DataObject) -> None:
+        self.budget = data.draw(st.integers(self.seqs, self.largest_step))
+        self.scheduler.set_budget(self.budget)
+
+    @rule(prompt=prompts, length=lengths, priority=priorities, local=st.booleans(), tpot_s=targets_s)
+    def reserve(self, prompt: tuple[int, ...], length: int, priority: int, local: bool, tpot_s: float) -> None:
         seq_id, params = self.ask(prompt, length, SequenceKind.LOCAL if local else SequenceKind.INBOUND)
         before = self.pool.counts()
-        room = self.scheduler.reserve(seq_id, RequestSpec(prompt, params, priority), local_prefill=local)
+        room = self.scheduler.reserve(seq_id, RequestSpec(prompt, params, priority, tpot_s=tpot_s), local_prefill=local)
         if room is None:
             assert self.pool.counts() == before
             return
@@ -177,6 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for i in [i for i in range(len(sampled)) if (self.steps + i) % FAILS_EVERY == 0]:
             sampled[i] = (NO_TOKEN, None)
         self.steps += 1
+        self.scheduler.took(STEP_S + TOKEN_S * plan.num_tokens)
         for seq_id in aborted:
             self.scheduler.abort(seq_id)
             self.outputs.pop(seq_id, None)

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.core.errors import ReplicaLost
-from pdserve.core.ids import Handle
+from pdserve.core.ids import Handle, RequestId
 from pdserve.core.prefix_keys import PrefixDelta
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.events import LinkId
 from router.core.prefix_index.index import KEPT_BEATS, RESYNC_S, PrefixIndex
-from tests.router.core_peers import Stage, hello
+from tests.router.core_peers import Outcome, Stage, hello
 
 PLENTY = 1 << 24
 KEYS = st.integers(1, 12)  # few keys, so that workers share them
@@ -254,4 +256,21 @@ def test_the_core_asks_for_all_keys_and_loses_a_worker_that_names_too_many() -> 
     stage.join("p1", Role.PREFILL)
     stage.run()
     assert outcome.ended
+    stage.assert_empty()
+
+
+def test_work_on_the_way_counts_only_what_its_worker_must_compute() -> None:
+    """Counted whole, the second request with a prompt that a worker holds seemed to wait longer there than to be computed."""
+    stage = Stage()
+    stage.join("d0", Role.DECODE)
+    holder, _ = (stage.join(name, Role.PREFILL) for name in ("p0", "p1"))
+    stage.tell(ev.PrefixSeen(holder.link, PrefixDelta(1, (1, 2), (), 3, True)))
+    for name in ("a", "b", "c"):
+        stage.outcomes[RequestId(name)] = Outcome()
+        spec = RequestSpec(tuple(range(9)), SamplingParams(max_tokens=2))
+        stage.tell(ev.Submit(RequestId(name), spec, 0.0, 100.0, Placement.DISAGGREGATED, prefix_keys=(1, 2)))
+    for peer in list(stage.peers.values()):
+        stage.deliver(peer, len(peer.upward))
+    assert len(holder.jobs) == 3
+    stage.run()
     stage.assert_empty()

@@ -52,11 +52,16 @@ ROWS = st.builds(RecordedRow, handle=COUNTS, index=st.integers(0, 99), ids=IDS, 
 
 
 def strategy(cls: type[Any]) -> st.SearchStrategy[Any]:
-    """Draw a value of a dataclass of the core from the types of its fields."""
+    """Draw a value of a dataclass or struct of the core from the types of its fields."""
     if cls is ev.StepRows:
         return st.builds(ev.StepRows, link=COUNTS, rows=st.lists(ROWS, max_size=3).map(tuple))
     hints = typing.get_type_hints(cls)
-    return st.builds(cls, **{field.name: of(hints[field.name]) for field in dataclasses.fields(cls) if field.init})
+    names = cls.__struct_fields__ if is_struct(cls) else [field.name for field in dataclasses.fields(cls) if field.init]
+    return st.builds(cls, **{name: of(hints[name]) for name in names})
+
+
+def is_struct(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 
 def of(hint: Any) -> st.SearchStrategy[Any]:
@@ -71,7 +76,7 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         return st.builds(TokenLogprobs, REALS, st.sampled_from([(), ((1, -0.5), (2, -1.5))]))
     if hasattr(hint, "_fields"):
         return st.builds(hint)
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or is_struct(hint):
         return strategy(typing.cast(type[Any], hint))
     if typing.get_origin(hint) is tuple:
         return st.lists(of(typing.get_args(hint)[0]), max_size=3).map(tuple)

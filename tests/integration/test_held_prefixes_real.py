@@ -1,0 +1,50 @@
+"""Requests go where their prompt's beginning is: 8 system prompts are computed once each by a pool of two prefill workers."""
+
+import random
+
+import pytest
+
+from pdserve.config import MIB, EngineConfig, RouterConfig
+from pdserve.rpc.v1 import common_pb2
+from testkit.client import generate_all, request
+from testkit.processes import ProcessCluster
+
+pytestmark = pytest.mark.cluster
+
+BLOCK = 16
+RNG = random.Random(1)
+SYSTEMS = [[RNG.randrange(256) for _ in range(1000)] for _ in range(8)]
+TAIL = 3
+SHARED = len(SYSTEMS[0]) // BLOCK * BLOCK  # whole blocks
+PROMPT = len(SYSTEMS[0]) + TAIL
+BOUND_S = 15.0
+EACH = 8
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    engine = EngineConfig(model="tiny", block_size=BLOCK, kv_cache_memory=16 * MIB, threads=1)
+    router = RouterConfig(probe_workers=False)
+    with ProcessCluster(engine, prefill=2, decode=2, router=router, worker={"heartbeat_interval_s": 0.05}) as running:
+        yield running
+
+
+def question(system, number):
+    return request([*SYSTEMS[system], *[number] * TAIL], common_pb2.PLACEMENT_DISAGGREGATED, temperature=0.0, max_tokens=2)
+
+
+def prefilled(state):
+    """Tokens of prompts on prefill workers so far, and those of them that were computed."""
+    loads = [w.load for w in state.workers if w.hello.role == common_pb2.ROLE_PREFILL]
+    queried, hit = sum(load.prefix_queried_tokens for load in loads), sum(load.prefix_hit_tokens for load in loads)
+    return queried, queried - hit
+
+
+def test_each_system_prompt_is_computed_once_in_the_whole_pool(cluster):
+    """A router that looked only at loads would let both workers compute all of them."""
+    generate_all(cluster.grpc, [question(system, 0) for system in range(len(SYSTEMS))], concurrency=1)
+    others = [question(system, number) for number in range(1, EACH) for system in range(len(SYSTEMS))]
+    generate_all(cluster.grpc, others, concurrency=16)
+    asked = len(SYSTEMS) * EACH
+    state = cluster.wait_state(lambda state: prefilled(state)[0] == asked * PROMPT, BOUND_S)  # told by heartbeats
+    assert prefilled(state)[1] == len(SYSTEMS) * SHARED + asked * (PROMPT - SHARED)
