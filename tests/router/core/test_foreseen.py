@@ -34,7 +34,8 @@ def report(outcome: Outcome) -> Report:
 
 
 def finish(stage: TimedStage) -> None:
-    stage.until(stage.now_s + 60.0)
+    while stage.core.num_requests:
+        stage.until(stage.now_s + 1.0)
     stage.assert_empty()
 
 
@@ -138,8 +139,8 @@ def test_many_sequences_that_decode_keep_prompts_away_and_so_does_the_setting() 
         stage.arrive("first", prompt_len=100)
         stage.until(5.0)
         for n in range(busy):
-            stage.arrive(f"busy-{n}", prompt_len=10, max_tokens=3000, placement=Placement.DISAGGREGATED)
-        stage.until(10.0)
+            stage.arrive(f"busy-{n}", prompt_len=10, max_tokens=150, placement=Placement.DISAGGREGATED)
+        stage.until(6.0)
         stage.arrive("long", prompt_len=3000, placement=Placement.DISAGGREGATED)
         outcome = stage.arrive("r", prompt_len=500)
         finish(stage)
@@ -157,3 +158,16 @@ def test_prompts_that_move_to_a_decode_worker_count_there_at_once() -> None:
     reasons = [report(o).placement_reason for o in outcomes]
     assert reasons[0] == "prefill_queue"
     assert reasons.count("prefill_queue") < 5
+
+
+def test_goodput_judges_each_worker_by_the_tokens_that_it_decides() -> None:
+    """In two pools nobody knows how fast a decode worker computes prompts, and a prefill worker has no decode steps: such a
+    target is not unknown, it is another worker's."""
+    stage = TimedStage(prefill_policy="goodput", decode_policy="goodput")
+    for n, rate in enumerate((100.0, 1000.0)):
+        stage.worker(f"prefill-{n}", Role.PREFILL, tokens_per_s=rate, step_s=0.0)
+    for n, step_s in enumerate((0.2, 0.02)):
+        stage.worker(f"decode-{n}", Role.DECODE, step_s=step_s)
+    outcomes = [stage.arrive(f"r{n}", prompt_len=100, slo=SloClass("chat", ttft_s=0.5, tpot_s=0.05)) for n in range(3)]
+    finish(stage)
+    assert {(report(o).prefill_worker, report(o).decode_worker) for o in outcomes} == {("prefill-1", "decode-1")}
