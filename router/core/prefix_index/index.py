@@ -194,9 +194,12 @@ class PrefixIndex:
     # Credit --------------------------------------------------------------------------------------------------------------
 
     def expect(self, link: LinkId, handle: Handle, keys: Collection[int]) -> None:
-        """Count the keys of work that was sent to a worker as held there, until `ended` and the delta that follows."""
+        """Count the keys of work that was sent to a worker as held there, until `ended` and the delta that follows.
+
+        Nothing happens for a worker that has told no delta yet: it may share nothing.
+        """
         holder = self._holders.get(link)
-        if holder is not None and keys:
+        if holder is not None and holder.number and keys:
             assert handle not in holder.expected, "a handle names one work"
             holder.expected[handle] = keys
             self._set(holder.bit, keys)

@@ -47,7 +47,7 @@ def may_take(stage: Stage, worker: Worker, ask: Ask) -> bool:
         and not worker.turned_away
         and worker.refused_blocks is None
         and not worker.stalled
-        and stage.now_s - worker.last_seen_s <= SILENT_S
+        and worker.last_seen_s >= stage.now_s - SILENT_S
         and worker.claimed_by is None
         and (worker.kept_for is None or ask.turn <= worker.kept_for)
         and worker.hello.max_model_len >= ask.length
@@ -279,7 +279,7 @@ def come(stage: Stage, name: str, random: Random, longest: int) -> None:
     slo = dataclasses.replace(random.choice(list(BUILT_IN.values())), priority=random.randint(-1, 1))
     name_ = RequestId(name)
     stage.outcomes[name_] = Outcome()
-    spec = RequestSpec(tuple(range(prompt_len)), SamplingParams(max_tokens=random.randint(1, 4)))
+    spec = RequestSpec(tuple(range(prompt_len)), SamplingParams(max_tokens=random.randint(1, 4)), slo.priority)
     stage.tell(ev.Submit(name_, spec, arrived_s=stage.now_s, deadline_s=stage.now_s + 1e6, slo=slo))
 
 
