@@ -86,13 +86,18 @@ class Placer:
         """The tokens of the prompt whose KV the last pick probably holds."""
         self.predicted_tokens = dict.fromkeys(Role, 0)
         """The sum of `cached_tokens` of all picks, by role."""
+        self._decided: tuple[tuple[LiveRequest, int, float, int], tuple[Placement, Reason]] | None = None
+        """The last decision with all that it depended on. One event asks for it several times."""
         self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
         """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
         """Check that linked workers could serve the request as asked. The request may wait for workers that are not ready yet
         and for pairs that are set aside for a while. Raises `Unavailable` when waiting would not help."""
-        self._decide(request, now_s, serving=False)
+        try:
+            self._decide(request, now_s, serving=True)  # who can be served now needs no wait, and is asked about again at once
+        except Unavailable:
+            self._decide(request, now_s, serving=False)
 
     def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
         """Choose between disaggregated and colocated. Raises `Unavailable` when no ready worker could ever serve the request as
@@ -101,6 +106,14 @@ class Placer:
 
     def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
         self._pools.refresh()
+        if not serving or len(self._pairs):
+            return self._decide_anew(request, now_s, serving=serving)
+        mark = request, request.machine.attempt, now_s, self._pools.shifts
+        if self._decided is None or self._decided[0] != mark:
+            self._decided = mark, self._decide_anew(request, now_s, serving=True)
+        return self._decided[1]
+
+    def _decide_anew(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
         if not self._pools.decode.has(request.max_len, serving=serving):
             if not self._pools.decode.has(0, serving=serving):
                 raise Unavailable("no decode worker is ready")
@@ -167,7 +180,7 @@ class Placer:
         need = self.need_tokens(request)
         for usable, how, because in self._tries(request, placement, reason, now_s):
             ask = Ask(request.max_len, need, self._heard_and(usable, now_s), turn)
-            worker = self._choose(Role.DECODE, request, ask, now_s)
+            worker = self._choose(Role.DECODE, request, ask, now_s, local=how is Placement.COLOCATED)
             if worker is not None:
                 return self._weighed(request, Place(worker, how, because), now_s)
         return None
@@ -291,7 +304,7 @@ class Placer:
                 worker.touch()
 
     def _silent(self, worker: Worker, now_s: float) -> bool:
-        return now_s - worker.last_seen_s > self._suspect_s
+        return worker.last_seen_s < now_s - self._suspect_s
 
     def not_ready_reason(self, worker: Worker, *, now_s: float) -> str:
         """Return why the worker gets no requests of clients. Empty: it is ready."""
@@ -305,8 +318,9 @@ class Placer:
 
     # One choice ------------------------------------------------------------------------------------------------------
 
-    def _choose(self, role: Role, request: LiveRequest, ask: Ask, now_s: float) -> Worker | None:
-        """Let the policy of a role pick one of the workers that `ask` describes. None: there is none."""
+    def _choose(self, role: Role, request: LiveRequest, ask: Ask, now_s: float, *, local: bool = False) -> Worker | None:
+        """Let the policy of a role pick one of the workers that `ask` describes. None: there is none. `local`: the decode
+        worker computes the prompt."""
         pool, ranking = self._pools.of(role), self._rankings[role]
         held = self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
         session = self.last_turn(request, role)
@@ -320,7 +334,7 @@ class Placer:
             rows = [self._row(pool, ranking, link, request, held, session) for link in links]
         else:
             rows = [pool.row(link) for link in links]
-        view = RequestView(request.work_len, ask.kv_tokens or request.work_len, *_targets(request, now_s))
+        view = RequestView(request.work_len, ask.kv_tokens or request.work_len, *_targets(request, role, now_s, local=local))
         scores = ranking.scores(rows, view)
         picked = pick(rows, scores)
         worker = None if picked is None else self._registry.get(picked.link)
@@ -345,7 +359,12 @@ class Placer:
         return row
 
 
-def _targets(request: LiveRequest, now_s: float) -> tuple[float | None, float | None]:
-    """Return the time that is left for the first token, and the target for the time between tokens."""
-    ttft_s = request.slo.ttft_s
-    return (None if ttft_s is None else request.times.arrived_s + ttft_s - now_s), request.slo.tpot_s
+def _targets(request: LiveRequest, role: Role, now_s: float, *, local: bool) -> tuple[float | None, float | None]:
+    """Return the time that is left for the first token, and the target for the time between tokens. None: there is no such
+    target, or a worker of the role does not decide about it."""
+    ttft_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
+    if role is Role.PREFILL:
+        tpot_s = None
+    if ttft_s is None or (role is Role.DECODE and not local):
+        return None, tpot_s
+    return request.times.arrived_s + ttft_s - now_s, tpot_s

@@ -94,6 +94,7 @@ class RouterCore:
         self.placer = Placer(
             config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
         )
+        self.placer.last_turn = self.requests.sessions.last_turn
         self._dispatcher = Dispatcher(
             self.requests, self.placer, self.pools, self._probe_book, recovery_wait_s=config.recovery_wait_s
         )
@@ -204,7 +205,7 @@ class RouterCore:
             yield from self.requests.alone(other, self.requests.shed(other, request.slo, now_s), now_s)
         self.recovery.bucket.admitted()
         self.requests.add(request)
-        self.requests.wait(request)
+        yield from self._dispatcher.admit(request, now_s)
 
     def _client_gone(self, event: ClientGone, now_s: float) -> Effects:
         request = self.requests.get(event.request_id)

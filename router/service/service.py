@@ -32,7 +32,7 @@ from router.core.registry import Worker
 from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
 from router.service.admission import Admission
-from router.service.buffered_generation import BufferedGeneration
+from router.service.buffered_generation import BufferedGeneration, Deliveries
 from router.service.explaining import Explainer
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
@@ -49,6 +49,9 @@ LATE_S = 0.5  # no load makes the loop this late, so the process or the machine 
 IDLE_TICK_S = 1.0  # the time between ticks while no request runs; only silent workers are looked for
 CHECK_TICKS = 50  # ticks between two checks of the core's books, if these are short enough for a millisecond
 CHECK_MAX_REQUESTS = 64
+
+_PROGRESS = (ev.StepRows, ev.Reserved, ev.PrefillStarted, ev.KvCommitted)
+"""Events that do not change whether workers are ready. If their worker was silent, the next tick notices that it is not."""
 
 
 class RouterService:
@@ -100,6 +103,7 @@ class RouterService:
         )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
+        self._deliveries = Deliveries()
         self._busy = asyncio.Event()
         self._ready = False
         self._ready_flipped = asyncio.Event()
@@ -258,13 +262,13 @@ class RouterService:
         """Give the core an event and perform its effects. Every event except a Submit goes through here. A bug of the core is
         raised after the effects were performed."""
         bug = self._perform(self._handle(event))
-        if type(event) is not ev.StepRows:  # tokens do not change readiness
+        if type(event) not in _PROGRESS:
             self._note_ready()
         if bug is not None:
             raise bug
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
-        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released)
+        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released, self._deliveries)
         effects = self._handle(submit)  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None

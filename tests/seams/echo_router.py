@@ -45,6 +45,9 @@ class Echo:
     def on_stalled(self, callback: Callable[[], object]) -> None:
         """No client is ever dropped here."""
 
+    def take_by(self, taker: Callable[[Delta], bool]) -> None:
+        """All deltas are left to the task."""
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for index, character in enumerate(self._text):
             last = index + 1 == len(self._text)
