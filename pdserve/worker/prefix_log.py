@@ -1,13 +1,15 @@
 """The log of a worker's prefix keys: what its pool published and lost, and how far each link has been told. Pure.
 
 Changes, digest and number of a delta come from one snapshot of the engine. The log is bounded: a link that has fallen off, that
-is new, or whose router asks for it, gets all keys, at most once in `FULL_S`.
+is new, or whose router asks for it, gets all keys, at most once in `FULL_S`. All keys of a large pool come in several deltas.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from functools import reduce
 from itertools import islice
+from operator import xor
 from typing import Final
 
 from pdserve.core.prefix_keys import KeyChanges, PrefixDelta
@@ -16,6 +18,11 @@ MAX_LOGGED: Final = 1 << 16
 """The log has at most so many changes of keys, 8 MB. It takes a link that hears nothing for minutes to fall off."""
 FULL_S: Final = 2.0
 """A link gets all keys at most once in this time: 100,000 keys take the router 15 ms."""
+
+
+MAX_TOLD: Final = 8192
+"""A delta that begins anew has at most so many keys, and the rest follows: the router takes 3 ms for each delta, and hears
+others in between."""
 
 
 class PrefixLog:
@@ -49,7 +56,7 @@ class PrefixLog:
         return self._first + len(self._log)
 
     def all_keys(self) -> tuple[tuple[int, ...], int]:
-        """Return all keys and their digest."""
+        """Return all keys, and the digest that the engine gave for them."""
         return tuple(self._held), self._digest
 
     def since(self, position: int) -> KeyChanges | None:
@@ -76,7 +83,12 @@ class PrefixCursor:
         """The changes that the link has been told. None: it must get all keys."""
         self._number = 0
         self._full_s: float | None = None
-        """The time at which the link got all keys. None: it never did."""
+        """The time at which the link began to get all keys. None: it never did."""
+        self._rest: tuple[int, ...] = ()
+        """The keys at position `_position` that the link has not been told."""
+        self._digest = 0
+        """The exclusive or of the keys that the link has been told, while there is a rest."""
+        self._whole_digest = 0
 
     def ask_full(self) -> None:
         """Let the next delta have all keys, because the router asks for them."""
@@ -84,6 +96,8 @@ class PrefixCursor:
 
     def next(self, *, now_s: float) -> PrefixDelta | None:
         """Return the delta that the link gets now. None: it gets none, because nothing has changed, or all keys must wait."""
+        if self._position is not None and self._rest:
+            return self._part()
         changes = None
         if self._position is not None:
             if self._position == self._log.end:
@@ -103,9 +117,17 @@ class PrefixCursor:
             return None
         self._full_s = now_s
         self._position = self._log.end
+        self._rest, self._whole_digest = self._log.all_keys()
+        self._digest = 0
+        return self._part(full=True)
+
+    def _part(self, *, full: bool = False) -> PrefixDelta:
+        """Return the next of the deltas that together have all keys."""
+        told, self._rest = self._rest[:MAX_TOLD], self._rest[MAX_TOLD:]
+        # The last digest is the engine's, so a log that differs from the pool does not agree with itself.
+        self._digest = reduce(xor, told, self._digest) if self._rest else self._whole_digest
         self._number += 1
-        keys, digest = self._log.all_keys()
-        return PrefixDelta(self._number, keys, (), digest, full=True)
+        return PrefixDelta(self._number, told, (), self._digest, full)
 
 
 def _size(changes: KeyChanges) -> int:

@@ -60,6 +60,18 @@ class Dispatcher:
         waiting = self._requests.waiting
         return bool(waiting.fresh) or (bool(len(waiting) or self._probe_book.claims) and self._news() != self._seen)
 
+    def admit(self, request: LiveRequest, now_s: float) -> Effects:
+        """Place a new request at once when nobody waits and a worker has room. Otherwise it waits for its turn."""
+        if not len(self._requests.waiting) and not self._probe_book.claims:
+            try:
+                place = self._placer.place(request, now_s=now_s)
+            except Unavailable:  # it passed the check, so a worker may come
+                place = None
+            if place is not None:
+                yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
+                return
+        self._requests.wait(request)
+
     def pump(self, now_s: float, *, tick: bool = False) -> Effects:
         """Place waiting requests, as far as there is room. At a `tick`, also look at those for which only time has passed: a
         wait may be over, or a pair may be usable again."""

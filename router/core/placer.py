@@ -86,13 +86,18 @@ class Placer:
         """The tokens of the prompt whose KV the last pick probably holds."""
         self.predicted_tokens = dict.fromkeys(Role, 0)
         """The sum of `cached_tokens` of all picks, by role."""
+        self._decided: tuple[tuple[LiveRequest, int, float, int], tuple[Placement, Reason]] | None = None
+        """The last decision with all that it depended on. One event asks for it several times."""
         self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
         """Returns the worker that had the last turn of the request's session. None: the session has had none."""
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
         """Check that linked workers could serve the request as asked. The request may wait for workers that are not ready yet
         and for pairs that are set aside for a while. Raises `Unavailable` when waiting would not help."""
-        self._decide(request, now_s, serving=False)
+        try:
+            self._decide(request, now_s, serving=True)  # who can be served now needs no wait, and is asked about again at once
+        except Unavailable:
+            self._decide(request, now_s, serving=False)
 
     def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
         """Choose between disaggregated and colocated. Raises `Unavailable` when no ready worker could ever serve the request as
@@ -101,6 +106,14 @@ class Placer:
 
     def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
         self._pools.refresh()
+        if not serving or len(self._pairs):
+            return self._decide_anew(request, now_s, serving=serving)
+        mark = request, request.machine.attempt, now_s, self._pools.shifts
+        if self._decided is None or self._decided[0] != mark:
+            self._decided = mark, self._decide_anew(request, now_s, serving=True)
+        return self._decided[1]
+
+    def _decide_anew(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
         if not self._pools.decode.has(request.max_len, serving=serving):
             if not self._pools.decode.has(0, serving=serving):
                 raise Unavailable("no decode worker is ready")
@@ -291,7 +304,7 @@ class Placer:
                 worker.touch()
 
     def _silent(self, worker: Worker, now_s: float) -> bool:
-        return now_s - worker.last_seen_s > self._suspect_s
+        return worker.last_seen_s < now_s - self._suspect_s
 
     def not_ready_reason(self, worker: Worker, *, now_s: float) -> str:
         """Return why the worker gets no requests of clients. Empty: it is ready."""

@@ -19,6 +19,7 @@ from router.core.ledger import Ledger, OutputMean, StayMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
+from router.core.pools.sessions import Sessions
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.queue.limits import SHED, QueueLimits
@@ -47,6 +48,7 @@ class Requests:
         """The number of requests that have ended. When it grows, there may be room on workers."""
         self.ledger = Ledger(self._charge_changed)
         self.outputs = OutputMean()
+        self.sessions = Sessions(registry)
         self.stays = StayMean()
         self.stories = Stories()
         self._probe_book = probe_book
@@ -125,6 +127,7 @@ class Requests:
         self._index.expect(worker.link, handle, request.prefix_keys)
         request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
+        self.sessions.placed(request, worker)
         return work
 
     def _charge_changed(self, link: LinkId) -> None:

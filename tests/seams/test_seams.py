@@ -107,7 +107,11 @@ def test_a_worker_with_another_transport_is_never_paired(plugins: Path) -> None:
     [
         ("transfer.transport", "nixxl", "transfer.transport must be one of nixl, cma, fake, or module:function"),
         ("transfer.transport", "no_such_module:f", "module no_such_module cannot be imported"),
-        ("router.decode_policy", "fullest", "router.decode_policy must be one of prefix_aware, goodput, least_loaded,"),
+        (
+            "router.decode_policy",
+            "fullest",
+            "router.decode_policy must be one of prefix_aware, session_affinity, ",
+        ),
     ],
 )
 def test_a_wrong_name_ends_the_start_with_its_message(setting: str, name: str, message: str, tmp_path: Path) -> None:

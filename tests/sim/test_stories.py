@@ -90,7 +90,7 @@ def test_a_worker_whose_engine_hangs_is_replaced_and_its_requests_end_elsewhere(
 
 
 def test_logits_that_are_no_numbers_cost_a_retry_and_no_wrong_token() -> None:
-    faults = tuple(Fault(at_s, FaultKind.NO_NUMBERS, name, 0.1) for at_s, name in ((0.6, "decode0"), (0.9, "prefill1")))
+    faults = tuple(Fault(at_s, FaultKind.NO_NUMBERS, name, 0.1) for at_s, name in ((0.6, "decode0"), (1.4, "prefill1")))
     asks = draw_asks(random.Random(7), 24, until_s=2.0, unruly=False)
     report = simulate(7, Shape(), replace(calm_plan(6.0), faults=faults), asks, Census())
     assert not report.problems
@@ -143,6 +143,19 @@ def test_a_pair_that_is_cut_is_found_out_by_requests_too_hurried_to_say_so() -> 
     assert failed_s, "the pair was never asked for"
     assert max(failed_s) < 12.0
     assert sum(at_s > 12.0 for at_s in ended) > 20
+
+
+def test_budgets_that_change_during_a_run_change_no_output() -> None:
+    """Outputs are checked against the oracle. Budgets that a worker cannot have, and workers that are not there, are refused."""
+    tokens = ("8", "16", "9", "12", "99", "1")
+    budgets = [Fault(0.3 + 0.2 * i, FaultKind.BUDGET, WORKERS[i % 4], other=tokens[i % 6]) for i in range(25)]
+    faults = (*budgets, Fault(2.0, FaultKind.KILL, "decode0", 1.0))
+    asks = draw_asks(random.Random(7), 24, until_s=6.0, unruly=False)
+    census = Census()
+    report = simulate(7, Shape(), replace(calm_plan(6.0), faults=faults), asks, census)
+    assert not report.problems
+    assert report.outcomes == {"ok": 24}
+    assert census.sent["set_budget", "router"] > 5
 
 
 @pytest.mark.parametrize("wrong", WRONG_DELTAS)

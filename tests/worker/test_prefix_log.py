@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from operator import xor
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,21 @@ def test_a_link_that_has_fallen_off_gets_all_keys() -> None:
     for key in range(1, 5):
         log.note(changes({key}, {key + 1}))
     assert cursor.next(now_s=9.0) == PrefixDelta(2, (5,), (), 5, full=True)
+
+
+def test_all_keys_of_a_large_pool_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.worker.prefix_log.MAX_TOLD", 2)
+    log = log_of({1, 2, 3, 4, 5})
+    cursor = PrefixCursor(log)
+    assert cursor.next(now_s=0.0) == PrefixDelta(1, (1, 2), (), 3, full=True)
+    log.note(changes({1, 2, 3, 4, 5}, {2, 3, 4, 5, 6}))
+    assert cursor.next(now_s=1.0) == PrefixDelta(2, (3, 4), (), 4)
+    assert cursor.next(now_s=2.0) == PrefixDelta(3, (5,), (), 1)
+    assert cursor.next(now_s=3.0) == PrefixDelta(4, (6,), (1,), 6), "changes since the beginning come last"
+    cursor.ask_full()
+    assert cursor.next(now_s=4.0) == PrefixDelta(5, (2, 3), (), 1, full=True)
+    cursor.ask_full()
+    assert cursor.next(now_s=6.0) == PrefixDelta(6, (2, 3), (), 1, full=True), "it begins anew"
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(1, 9)), st.sampled_from(("", "", "beat", "resync", "new link")))))

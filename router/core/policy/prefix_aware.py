@@ -19,7 +19,7 @@ from router.core.policy.shortlist import Shortlist, shortlisted
 from router.core.pools.load import prompt_s
 
 
-@shortlisted(Shortlist(least_loaded=4, holders=4))
+@shortlisted(Shortlist(least_loaded=2, holders=4))
 def score(candidate: Candidate, request: RequestView) -> float:
     """Return the negative cost: seconds for a prefill worker, a share of the worker for a decode worker."""
     uncached = max(0, request.prompt_tokens - candidate.cached_tokens)

@@ -199,7 +199,7 @@ class Pool:
 
         Of a drawn worker the chance is that of every other one, unless many are not allowed.
         """
-        kept = [link for link, turn in self.kept.items() if ask.turn <= turn and self._takes(link, ask)] if self.kept else []
+        kept = [link for link in self.kept if self._takes(link, ask)] if self.kept else []
         tiers = [t for have, t in self.tiers.items() if have >= ask.length and t.by_free and t.by_free[-1][0] >= ask.kv_tokens]
         if not tiers:
             return kept
@@ -333,22 +333,22 @@ def state_of(worker: Worker, promised_tokens: int) -> State:
 
 def row_of(worker: Worker, promised_tokens: int, state: State) -> Candidate:
     """Return the snapshot of a worker that policies see, without what depends on a request."""
-    hello = worker.hello
-    return Candidate(
-        link=worker.link,
-        kv_tokens=hello.kv_tokens,
-        promised_tokens=promised_tokens,
-        free_slots=hello.max_num_seqs - len(worker.work),
-        queued_tokens=worker.queued_tokens,
-        max_model_len=hello.max_model_len,
-        suspect=worker.silent or worker.stalled,
-        refused=worker.turned_away or worker.refused_blocks is not None,
-        claimed=worker.claimed_by is not None,
-        running=len(worker.work),
-        prompt_tokens_per_s=worker.load.prompt_tokens_per_s,
-        decode_step_s=worker.load.decode_step_s,
-        step_sequences=worker.load.running_sequences,
-        picked=worker.picked,
+    hello, load, placed = worker.hello, worker.load, len(worker.work)
+    return Candidate(  # by position, which takes half the time
+        worker.link,
+        hello.kv_tokens,
+        promised_tokens,
+        hello.max_num_seqs - placed,
+        worker.queued_tokens,
+        hello.max_model_len,
+        worker.silent or worker.stalled,
+        worker.turned_away or worker.refused_blocks is not None,
+        worker.claimed_by is not None,
+        placed,
+        load.prompt_tokens_per_s,
+        load.decode_step_s,
+        load.running_sequences,
+        worker.picked,
         role=hello.role,
         load=state.load,
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import islice
+from itertools import chain, islice
 from operator import xor
 from typing import Final
 
@@ -28,12 +28,14 @@ from router.core.prefix_index.held import Held
 
 ENTRY_BYTES: Final = 112
 """The bytes of a key: an int of 36, and a place in a dict, which takes 42 to 84 (measured with a million keys)."""
-HOLDER_BYTES: Final = 48
-"""The bytes of a place in a worker's set of keys: 27 to 53 (measured in the same way)."""
+HOLDER_BYTES: Final = 64
+"""The bytes of a key in a worker's own dict, which shares the int: 42 to 84 (measured in the same way)."""
 MASK_BYTES: Final = 28
 """The bytes of an int without its digits, each of which takes 4 and holds 30 bits."""
-EVICTED_SHARE: Final = 1 / 128
-"""An index that is full evicts this share of its keys at once: 10,000 of a million take 3 ms."""
+EVICTED_SHARE: Final = 1 / 512
+"""An index that is full evicts this share of its keys at once: 2,500 of 1.3 million take about 5 ms."""
+SWEPT_KEYS: Final = 4096
+"""The keys of workers that have left are removed so many at a time: 1 to 3 ms, where all of a large worker take 100 ms."""
 RESYNC_S: Final = 2.0
 """A worker is asked for all its keys at most once in this time. A worker sends its changes once a second."""
 KEPT_BEATS: Final = 2
@@ -48,8 +50,9 @@ class _Holder:
     slot: int
     bit: int
     hello: WorkerHello
-    held: set[int] = field(default_factory=set)
-    """The keys that the worker has told, without those that were evicted here."""
+    held: dict[int, None] = field(default_factory=dict)
+    """The keys that the worker has told, without those that were evicted here. They have an order, so that a replay of a
+    recording, where the keys are others, removes them in the same one."""
     number: int = 0
     digest: int = 0
     count: int = 0
@@ -63,6 +66,10 @@ class _Holder:
     ending: dict[Handle, int] = field(default_factory=dict)
     """Work of `expected` that has ended, and the heartbeats that came since."""
 
+    def counted(self) -> set[int]:
+        """Return the keys with this worker's bit: those that it told and those of its work."""
+        return set(self.held).union(*self.expected.values())
+
 
 class PrefixIndex:
     """The keys of all linked workers, and the credit of work that was sent to them."""
@@ -73,7 +80,9 @@ class PrefixIndex:
         self._holders: dict[LinkId, _Holder] = {}
         self._bits: dict[LinkId, int] = {}
         self._links: dict[int, LinkId] = {}
-        """The link of each slot that is taken."""
+        """The link of each slot that a linked worker has."""
+        self._leaving: dict[int, _Holder] = {}
+        """Workers that have left and whose bits are still in masks, by slot. Their `held` has the keys that are left."""
         self._free: list[int] = []
         self._slots = 0
         self._of_role = dict.fromkeys(Role, 0)
@@ -101,16 +110,31 @@ class PrefixIndex:
         self._of_role[hello.role] |= holder.bit
 
     def leave(self, link: LinkId) -> None:
-        """Forget a worker with all its keys and credit. An unknown link is no error."""
+        """Forget a worker with all its keys and credit. An unknown link is no error.
+
+        No walk finds it from now on. Its keys are removed a few at a time, and its slot is free after that.
+        """
         holder = self._holders.pop(link, None)
         if holder is None:
             return
-        keys = set(holder.held).union(*holder.expected.values())
-        self._pairs -= len(holder.held)
-        self._unset(holder.bit, keys)
-        del self._links[holder.slot], self._bits[link]
-        self._free.append(holder.slot)
         self._of_role[holder.hello.role] ^= holder.bit
+        del self._links[holder.slot], self._bits[link]
+        self._pairs -= len(holder.held)
+        holder.held.update(dict.fromkeys(chain.from_iterable(holder.expected.values())))
+        self._pairs += len(holder.held)
+        self._leaving[holder.slot] = holder
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove up to `SWEPT_KEYS` keys of the worker that left first."""
+        for slot, holder in self._leaving.items():
+            swept = [holder.held.popitem()[0] for _ in range(min(SWEPT_KEYS, len(holder.held)))]
+            self._pairs -= len(swept)
+            self._unset(holder.bit, swept)
+            if not holder.held:
+                del self._leaving[slot]
+                self._free.append(slot)
+            return
 
     # Deltas --------------------------------------------------------------------------------------------------------------
 
@@ -123,6 +147,7 @@ class PrefixIndex:
         if holder is None:
             return False
         self.block_size = holder.hello.block_size
+        self._sweep()
         if delta.full:
             self._replace(holder, delta)
         elif not holder.stale:
@@ -143,7 +168,7 @@ class PrefixIndex:
         holder.digest = reduce(xor, delta.added, 0)
         holder.stale = holder.digest != delta.digest
         told = () if holder.stale else delta.added
-        before, holder.held = holder.held, set(told)
+        before, holder.held = holder.held, dict.fromkeys(told)
         self._pairs += len(holder.held) - len(before)
         self._clear(holder, before)
         self._set(holder.bit, told)
@@ -158,10 +183,10 @@ class PrefixIndex:
         _check_count(holder, count)
         holder.number, holder.digest, holder.count = delta.number, digest, count
         known = len(holder.held)
-        lost = holder.held.intersection(delta.removed)
-        holder.held -= lost
-        self._clear(holder, lost)
-        holder.held.update(delta.added)
+        for key in delta.removed:
+            holder.held.pop(key, None)
+        self._clear(holder, delta.removed)
+        holder.held.update(dict.fromkeys(delta.added))
         self._pairs += len(holder.held) - known
         self._set(holder.bit, delta.added)
         self._evict()
@@ -169,9 +194,12 @@ class PrefixIndex:
     # Credit --------------------------------------------------------------------------------------------------------------
 
     def expect(self, link: LinkId, handle: Handle, keys: Collection[int]) -> None:
-        """Count the keys of work that was sent to a worker as held there, until `ended` and the delta that follows."""
+        """Count the keys of work that was sent to a worker as held there, until `ended` and the delta that follows.
+
+        Nothing happens for a worker that has told no delta yet: it may share nothing.
+        """
         holder = self._holders.get(link)
-        if holder is not None and keys:
+        if holder is not None and holder.number and keys:
             assert handle not in holder.expected, "a handle names one work"
             holder.expected[handle] = keys
             self._set(holder.bit, keys)
@@ -203,7 +231,7 @@ class PrefixIndex:
     def _drop(self, holder: _Holder, handles: Iterable[Handle]) -> None:
         for handle in handles:
             del holder.ending[handle]
-            self._clear(holder, set(holder.expected.pop(handle)))
+            self._clear(holder, holder.expected.pop(handle))
 
     # Look-ups ------------------------------------------------------------------------------------------------------------
 
@@ -267,9 +295,10 @@ class PrefixIndex:
                 del masks[key]
                 masks[key] = new
 
-    def _clear(self, holder: _Holder, keys: set[int]) -> None:
+    def _clear(self, holder: _Holder, keys: Iterable[int]) -> None:
         """Remove keys of a worker, except those that it has told and those that work on it will publish."""
-        left = keys - holder.held
+        held = holder.held
+        left = {key for key in keys if key not in held}
         for expected in holder.expected.values():
             if not left:
                 return
@@ -296,27 +325,33 @@ class PrefixIndex:
                 while mask:
                     bit = mask & -mask
                     mask ^= bit
-                    holder = self._holders[self._links[bit.bit_length() - 1]]
+                    holder = self._with_slot(bit.bit_length() - 1)
                     if key in holder.held:
-                        holder.held.remove(key)
+                        del holder.held[key]
                         self._pairs -= 1
+
+    def _with_slot(self, slot: int) -> _Holder:
+        return self._holders[self._links[slot]] if slot in self._links else self._leaving[slot]
 
     def check_invariants(self) -> None:
         """Assert that masks, sets and counts agree. This walks over all keys."""
-        assert self._pairs == sum(len(holder.held) for holder in self._holders.values())
+        holders = [*self._holders.values(), *self._leaving.values()]
+        assert self._pairs == sum(len(holder.held) for holder in holders)
         assert not self._masks or self.bytes <= self._max_bytes
         masks: dict[int, int] = {}
         for holder in self._holders.values():
             assert holder.ending.keys() <= holder.expected.keys()
             assert holder.count >= len(holder.held)
+        for holder in holders:
             for key in holder.held:
                 assert self._masks[key] & holder.bit
-            for key in holder.held.union(*holder.expected.values()):
+            for key in holder.counted():
                 masks[key] = masks.get(key, 0) | holder.bit
         for key, mask in self._masks.items():
             assert mask
             assert mask & ~masks.get(key, 0) == 0
         assert {link: holder.slot for link, holder in self._holders.items()} == {v: k for k, v in self._links.items()}
+        assert sorted([*self._links, *self._leaving, *self._free]) == list(range(self._slots))
 
 
 def _check_count(holder: _Holder, count: int) -> None:
