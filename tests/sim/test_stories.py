@@ -146,7 +146,7 @@ def test_a_pair_that_is_cut_is_found_out_by_requests_too_hurried_to_say_so() -> 
 
 
 def test_budgets_that_change_during_a_run_change_no_output() -> None:
-    """Outputs are checked against the oracle. Budgets that a worker cannot have, and workers that are not there, are refused."""
+    """Outputs are checked against the oracle. A budget that a worker cannot have is refused, and so is an unknown worker."""
     tokens = ("8", "16", "9", "12", "99", "1")
     budgets = [Fault(0.3 + 0.2 * i, FaultKind.BUDGET, WORKERS[i % 4], other=tokens[i % 6]) for i in range(25)]
     faults = (*budgets, Fault(2.0, FaultKind.KILL, "decode0", 1.0))

@@ -172,8 +172,8 @@ def test_goodput_prefers_slack_then_the_unknown_then_the_least_lateness() -> Non
     order = [
         BASE,  # 1.0 s and 0.02 s
         BASE._replace(queued_tokens=90),
-        BASE._replace(prompt_tokens_per_s=0.0, decode_step_s=0.0),
-        BASE._replace(prompt_tokens_per_s=0.0, decode_step_s=0.0, load=0.1),
+        BASE._replace(prompt_tokens_per_s=0.0),
+        BASE._replace(prompt_tokens_per_s=0.0, load=0.1),
         BASE._replace(queued_tokens=110),
         BASE._replace(queued_tokens=210),
         BASE._replace(queued_tokens=110, decode_step_s=0.04),
