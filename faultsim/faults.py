@@ -33,11 +33,12 @@ class FaultKind(Enum):
     DUPLICATE = "duplicate"  # for `lasts_s` a second process runs under the target's worker_id
     WRONG_KEYS = "wrong_keys"  # the target's next delta of its prefix keys is wrong; `other` says in what
     DRAIN = "drain"  # the worker ends when it is empty, and is restarted; `other` "router" asks for it, "" is a signal
+    BUDGET = "budget"  # an operator lets a step of the target have at most `other` tokens, as digits
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of a plan. `target` and `other` are names of processes."""
+    """One fault of a plan. `target` and `other` are names of processes, if the kind says nothing else."""
 
     at_s: float
     kind: FaultKind
@@ -129,6 +130,21 @@ def with_hung_engines(plan: FaultPlan, rng: random.Random) -> FaultPlan:
     """Add engines that hang for good to a third of the plans."""
     count = rng.choice((0, 0, 0, 0, 1, 2))
     faults = [Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.HANG_ENGINE, rng.choice(WORKERS)) for _ in range(count)]
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def with_budgets(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """Add, to half of the plans, operators who change the budgets of steps. Some ask for more than the worker has."""
+    count = rng.choice((0, 0, 1, 4))
+    faults = [
+        Fault(
+            rng.uniform(0.1, plan.until_s),
+            FaultKind.BUDGET,
+            rng.choice(WORKERS),
+            other=rng.choice(("8", "9", "12", "16", "32")),
+        )
+        for _ in range(count)
+    ]
     return replace(plan, faults=(*plan.faults, *faults))
 
 

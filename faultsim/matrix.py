@@ -16,7 +16,7 @@ from typing import Final
 from faultsim.engine import BLOCK_SIZE
 from faultsim.faults import Fault, FaultKind
 from faultsim.oracle import MAX_MODEL_LEN
-from faultsim.run import RunReport, calm_plan, draw_asks, simulate
+from faultsim.run import RunReport, calm_plan, draw_asks, simulate, with_prefix_caching
 from faultsim.swarm import mapped
 from faultsim.tap import Act, Cell, Census
 from faultsim.transfer import ReadFaults
@@ -32,6 +32,7 @@ ROUGH_FAULTS: Final = (
     Fault(0.5, FaultKind.DRAIN, "decode0"),
     Fault(3.0, FaultKind.DRAIN, "decode1", other="router"),
     Fault(2.0, FaultKind.DRAIN, "prefill1", other="router"),
+    *(Fault(0.7, FaultKind.WRONG_KEYS, name, other="digest") for name in ("prefill0", "prefill1", "decode1")),
 )
 NOT_A_STEP: Final = ("end_of_stream",)
 """The step that closes a connection gets no cells. If it were lost, the connection would be broken, and KILL tests that."""
@@ -146,7 +147,7 @@ def _run(census: Census, *, rough: bool) -> RunReport:
     crowd = draw_asks(rng, 2 * NUM_ASKS, until_s=0.5, unruly=False)
     asks += [replace(ask, name=f"leaves-{ask.name}", leaves_after_s=0.02 * i) for i, ask in enumerate(crowd)]
     plan = replace(calm_plan(UNTIL_S), faults=ROUGH_FAULTS, weather=Weather(delay_s=0.03), reads=ReadFaults(failed=0.3))
-    shape = Shape()
+    shape = with_prefix_caching(Shape(), True)
     tight = replace(shape, decode=replace(shape.decode, num_blocks=MAX_MODEL_LEN // BLOCK_SIZE))
     return simulate(SEED, tight, plan, asks, census)
 

@@ -18,6 +18,7 @@ from faultsim.faults import (
     FaultKind,
     FaultPlan,
     draw_plan,
+    with_budgets,
     with_duplicates,
     with_hung_engines,
     with_lost_numbers,
@@ -66,6 +67,7 @@ def run_seed(seed: int) -> RunReport:
     plan = with_duplicates(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} duplicates"))
     plan = with_hung_engines(plan, random.Random(f"{seed} hung"))
     plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
+    plan = with_budgets(plan, random.Random(f"{seed} budgets"))
     plan = with_wrong_keys(plan, random.Random(f"{seed} keys"))
     plan = _with_flips(plan, random.Random(f"{seed} flips").choice((0.0, 0.0, 0.002, 0.02)))
     shape = with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)

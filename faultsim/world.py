@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from faultsim.router import SimRouter
 from faultsim.transfer import Pools, ReadFaults
 from faultsim.worker import SimWorker, WorkerShape
 from pdserve.config import LeaseConfig, RouterConfig
+from pdserve.core.errors import InvalidRequest
 from pdserve.sim.clock import Timeline, bury
 from pdserve.sim.network import Network, Tap, Weather
 from pdserve.sim.process import Process, Waker
@@ -184,6 +186,8 @@ class World:
                 self.workers[fault.target].wrong_delta = fault.other
             case FaultKind.DRAIN:
                 self._drain(fault)
+            case FaultKind.BUDGET:
+                self.router.process.loop.post(0.0, self._set_budget, fault)
 
     def _duplicate(self, fault: Fault) -> None:
         """Start a second process with the target's worker id, at an address of its own. It is not restarted."""
@@ -205,6 +209,13 @@ class World:
             router.loop.post(0.0, service.drain, fault.target)
         else:
             self.processes[fault.target].loop.post(0.0, self.workers[fault.target].member.drain)
+
+    def _set_budget(self, fault: Fault) -> None:
+        """Ask the router for a budget. It refuses what the worker cannot have, and a worker that is not there."""
+        service = self.router.service
+        if service is not None:
+            with suppress(InvalidRequest):
+                service.set_budget([fault.target], int(fault.other))
 
     def _cut(self, fault: Fault, *, both: bool) -> None:
         for src, dst in ((fault.target, fault.other), (fault.other, fault.target))[: 2 if both else 1]:

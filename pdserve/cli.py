@@ -11,6 +11,7 @@ from pdserve.commands.drain import drain
 from pdserve.commands.explain import explain
 from pdserve.commands.generate import generate
 from pdserve.commands.replay import replay
+from pdserve.commands.set_budget import set_budget
 from pdserve.commands.status import status
 from pdserve.commands.up import up
 
@@ -21,7 +22,7 @@ def main() -> None:
     """Serve a language model from a prefill pool and a decode pool."""
 
 
-for command in (up, generate, chat, status, drain, explain, replay, demo):
+for command in (up, generate, chat, status, drain, set_budget, explain, replay, demo):
     main.add_command(command)
 
 

@@ -6,7 +6,7 @@ A failed call raises `CallFailed` with one line that a person can act on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
@@ -14,7 +14,7 @@ import grpc
 
 from pdserve.core.errors import PdserveError
 from pdserve.rpc import status
-from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, story_pb2
+from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, story_pb2
 
 Message = TypeVar("Message")
 Metadata = tuple[tuple[str, str], ...]
@@ -121,6 +121,16 @@ class AdminClient(_Client):
         """Start to drain a worker and stream the progress. Ending the stream does not end the drain."""
         request = inference_pb2.DrainRequest(worker_id=worker_id)
         return Stream(self._stub.Drain(request, metadata=self._metadata), self.address, self._hint)
+
+    def set_budget(
+        self, worker_ids: Sequence[str], role: common_pb2.Role, tokens: int, timeout_s: float = CALL_TIMEOUT_S
+    ) -> list[str]:
+        """Let each step of these workers, or of all workers of a role, have at most `tokens` tokens.
+
+        `worker_ids` empty: those of `role`. Return the workers that were told. Raises `CallFailed`.
+        """
+        request = admin_pb2.SetBudgetRequest(worker_ids=worker_ids, role=role, max_num_batched_tokens=tokens)
+        return list(self._look_up(self._stub.SetBudget, request, timeout_s, self._metadata).worker_ids)
 
     def explain(self, request_id: str, timeout_s: float = CALL_TIMEOUT_S) -> story_pb2.ExplainRequestResponse:
         """Ask for the story of a request, by the router's id of it or by the client's own. Raises `CallFailed`."""

@@ -195,8 +195,8 @@ class RouterConfig:
     # A prompt is computed on a prefill worker (disaggregated), or on the decode worker (colocated). "auto" decides for each
     # request, and a request may ask for its own placement.
     placement: Literal["auto", "disaggregated", "colocated"] = "auto"
-    # Among the workers that may take a request, these policies choose: "prefix_aware", "session_affinity", "least_loaded",
-    # "power_of_two", "round_robin", "random", or module:function of your own, which the router imports.
+    # Among the workers that may take a request, these policies choose: "prefix_aware", "session_affinity", "goodput",
+    # "least_loaded", "power_of_two", "round_robin", "random", or module:function of your own, which the router imports.
     prefill_policy: str = "prefix_aware"
     decode_policy: str = "prefix_aware"
     # "auto" computes a prompt on the decode worker if fewer of its tokens than this are not cached there.

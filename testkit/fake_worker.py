@@ -95,6 +95,7 @@ class FakeWorker:
     kv_bytes_per_token: int = 1024
     vocab_size: int = 256
     incarnation: int = 1
+    max_num_batched_tokens: int = 512
     step_timeout_s: float = 0.0
     heartbeat_interval_s: float = 1.0
     token_interval_s: float = 0.0  # pause after each step of all sequences
@@ -107,11 +108,12 @@ class FakeWorker:
     silent: bool = False  # the worker sends no heartbeats
     engine_stalled_s: float = 0.0  # the value in its heartbeats
     draining: bool = False  # it reports this in heartbeats and refuses new work; Drain sets it
+    budget: int = 0  # the tokens of a step, after SetBudget; 0: as at the start
     explains: bool = True  # it answers questions about requests
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # while it is cleared, there are no tokens and no commits
 
     # A test reads these.
-    commands: list[str] = field(default_factory=list)  # "bind", "prefill", "attach", "cancel", "drain", in order
+    commands: list[str] = field(default_factory=list)  # "bind", "prefill", "attach", "cancel", "drain", "set_budget", in order
     cancelled: list[int] = field(default_factory=list)  # handles that were live when cancelled
     alive_seen: int = 0  # answers to heartbeats
     refused: grpc.aio.AioRpcError | None = None  # the error with which the router closed the link
@@ -207,6 +209,7 @@ class FakeWorker:
             step_timeout_s=self.step_timeout_s,
             niceness=15,
             quantization=self.quantization,
+            max_num_batched_tokens=self.max_num_batched_tokens,
         )
 
     def _send(self, **body: Any) -> None:
@@ -242,6 +245,7 @@ class FakeWorker:
             draining=self.draining,
             engine_stalled_s=self.engine_stalled_s,
             last_handle=self._last_handle,
+            max_num_batched_tokens=self.budget or self.max_num_batched_tokens,
         )
 
     def _blocks(self, sequence: _Sequence) -> int:
@@ -266,6 +270,9 @@ class FakeWorker:
         command = getattr(message, kind)
         if kind == "drain":
             self.draining = True
+            return
+        if kind == "set_budget":
+            self.budget = command.max_num_batched_tokens
             return
         if kind in ("bind", "prefill"):
             self._last_handle = command.handle

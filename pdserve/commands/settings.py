@@ -98,8 +98,8 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         ("--prefill-policy",),
         "router.prefill_policy",
         str,
-        "Choice of the prefill worker: prefix_aware (default), session_affinity, least_loaded, power_of_two, round_robin, "
-        "random, or module:function of your own.",
+        "Choice of the prefill worker: prefix_aware (default), session_affinity, goodput, least_loaded, power_of_two, "
+        "round_robin, random, or module:function of your own.",
     ),
     (
         ("--decode-policy",),

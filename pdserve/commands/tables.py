@@ -177,6 +177,9 @@ def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
         "leases": [str(worker.load.leases_held) for worker in state.workers],
         "heartbeat": [f"{worker.heartbeat_age_s:.1f} s" for worker in state.workers],
     }
+    steps = [_budget(worker) for worker in state.workers]
+    if any(steps):
+        counts["step tokens"] = steps
     wide = width >= WIDE
     if wide and state.block_size:
         counts = {"KV tokens": [f"{worker.hello.num_blocks * state.block_size:,}" for worker in state.workers], **counts}
@@ -193,6 +196,12 @@ def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
             *(cells[at] for cells in shown.values()),
         )
     return made
+
+
+def _budget(worker: inference_pb2.WorkerState) -> str:
+    """Return the most tokens of a step where an operator has lowered them, as "256 of 512"; else nothing."""
+    now, most = worker.load.max_num_batched_tokens, worker.hello.max_num_batched_tokens
+    return f"{now} of {most}" if 0 < now < most else ""
 
 
 def _readiness(worker: inference_pb2.WorkerState) -> str:

@@ -30,7 +30,8 @@ class SloClass:
     tpot_s: float | None = None
     """The later tokens should come so far apart on average."""
     priority: int = 0
-    """It is added to the priority of each request of the class."""
+    """Admission adds it to the priority of each request of the class, so that workers see it as well. The sum stays within the
+    limits of clients. A class of higher priority may shed those below it."""
     queue_share: float = 1.0
     """The requests of the class may fill this share of the queue."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pdserve.core.blocks import BlockCounts
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, WorkerId
 
 
@@ -74,11 +75,25 @@ class WorkerLoad:
     kv_corrupt_blocks: int = 0
     kv_rotted_blocks: int = 0
     prompt_tokens_per_s: float = 0.0
-    """The prompt tokens that the engine computes in a second of steps that compute prompts, of late. 0: none were computed."""
+    """The prompt tokens that the engine computes in a second of steps that compute prompts, of late. 0: too few to tell."""
     decode_step_s: float = 0.0
     """The time of a step that computes no prompt, of late. 0: there was none."""
     max_num_batched_tokens: int = 0
     """A step has at most so many tokens. An operator may change it while the worker runs. 0: the worker does not say."""
+
+
+def check_step_tokens(hello: WorkerHello, max_num_batched_tokens: int) -> None:
+    """Raise `InvalidRequest` unless the worker's steps may have at most so many tokens.
+
+    A step needs a token for each sequence, and a block's tokens so that prompts go on. It has no memory for more tokens than at
+    the worker's start.
+    """
+    most = hello.max_num_batched_tokens
+    least = min(max(hello.block_size, hello.max_num_seqs), most)
+    if not least <= max_num_batched_tokens <= most or not most:
+        limits = f"from {least} to {most}" if most else "nothing, since it does not say how large its steps are"
+        said = f"{max_num_batched_tokens} is out of range; worker {hello.worker_id!r} takes {limits}"
+        raise InvalidRequest(said, field="max_num_batched_tokens")
 
 
 def niced(worker_ids: Sequence[str], niceness: int) -> str:

@@ -1,4 +1,7 @@
-"""Logging of every process of pdserve: one line format, written to stderr, set up once by the main of the process."""
+"""Logging of every process of pdserve: one line format, written to stderr, set up once by the main of the process.
+
+A line does not name the thread and the place in the code, so they are not looked up (Python's logging HOWTO, "Optimization").
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,8 @@ def setup_logging(level: str = "info", *, stream: TextIO | None = None) -> None:
     """
     if level.lower() not in LEVELS:
         raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, got {level!r}")
+    logging.logThreads = logging.logMultiprocessing = False
+    logging._srcfile = None
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(OneLine())
     root = logging.getLogger()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from pdserve.observe.record import RequestRecord
 
+ERROR_S: Final = (-2.5, -1.0, -0.5, -0.25, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _WORDS: Final = {True: "met", False: "missed", None: "none"}
 
 
@@ -34,8 +35,18 @@ class SloMetrics:
             registry=registry,
         )
 
+        self._prediction_error = Histogram(
+            "pdserve_ttft_prediction_error_seconds",
+            "Measured less predicted TTFT of requests that were served in one attempt. Above 0: later than predicted.",
+            ["slo_class"],
+            buckets=ERROR_S,
+            registry=registry,
+        )
+
     def finished(self, record: RequestRecord) -> None:
         """Count one ended request."""
+        if record.predicted_ttft_s and record.output_tokens and record.attempts == 1:
+            self._prediction_error.labels(record.slo_class).observe(record.ttft_s - record.predicted_ttft_s)
         if record.refusal:
             self._refused.labels(record.slo_class, record.refusal).inc()
         if record.counts:

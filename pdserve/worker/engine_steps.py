@@ -32,6 +32,7 @@ from pdserve.worker.messages import (
     ReserveResult,
     ReturnLease,
     Sealed,
+    SetBudget,
     StepEvents,
 )
 
@@ -159,6 +160,8 @@ class EngineSteps:
                 scheduler.end_quarantine(seq_id)
             case ReturnLease(seq_id):
                 scheduler.return_lease(seq_id)
+            case SetBudget(tokens):
+                scheduler.set_budget(tokens)
             case Rehash(seq_id):
                 return self._rehash(seq_id)
         return None

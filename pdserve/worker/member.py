@@ -14,15 +14,16 @@ from typing import Final
 import grpc
 
 from pdserve.config import WorkerConfig
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import WorkerId
-from pdserve.core.worker import WorkerHello
+from pdserve.core.worker import WorkerHello, check_step_tokens
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_watch import LOOK_S, EngineWatch
 from pdserve.worker.host import Host, Role, RoleFactory
 from pdserve.worker.link import Link
-from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
+from pdserve.worker.messages import Command, EngineSnapshot, SetBudget, StepEvents
 from pdserve.worker.prefix_log import PrefixCursor, PrefixLog
 
 log = logging.getLogger(__name__)
@@ -172,8 +173,19 @@ class Member:
         elif body == "prefix_resync":
             if self._cursor is not None:
                 self._cursor.ask_full()
+        elif body == "set_budget":
+            self._set_budget(message.set_budget.max_num_batched_tokens)
         else:
             role.on_command(message)
+
+    def _set_budget(self, tokens: int) -> None:
+        """Give the step's budget to the engine. The next heartbeat after the engine has taken it tells it."""
+        try:
+            check_step_tokens(codec.hello_from_wire(self._hello()), tokens)
+        except InvalidRequest as exc:  # the router checks the same, so its version differs from ours
+            log.error("the router's budget is refused: %s", exc)
+        else:
+            self.submit(SetBudget(tokens))
 
     def _on_link_lost(self) -> None:
         host, role = self._started()

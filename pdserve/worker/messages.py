@@ -70,7 +70,14 @@ class Rehash:
     seq_id: SeqId
 
 
-Command = AddLent | Reserve | Activate | Abort | EndQuarantine | ReturnLease | Rehash
+@dataclass(frozen=True, slots=True)
+class SetBudget:
+    """Let a step have at most so many tokens from now on."""
+
+    max_num_batched_tokens: int
+
+
+Command = AddLent | Reserve | Activate | Abort | EndQuarantine | ReturnLease | Rehash | SetBudget
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,10 @@ class Generation(Protocol):
     def on_stalled(self, callback: Callable[[], object]) -> None:
         """Set a callback for when the client is dropped. It ends a task that waits for the client to read."""
 
+    def take_by(self, taker: Callable[[Delta], bool]) -> None:
+        """Let `taker` have deltas while the iterating task waits for one. That costs less than to wake the task, which gets the
+        last delta and each one that `taker` refuses by False. A generation may leave all of them to the task."""
+
     def __aiter__(self) -> AsyncIterator[Delta]:
         """Iterate over the deltas. The last one has a finish reason. Raises a `PdserveError` when the request fails."""
 

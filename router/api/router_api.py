@@ -5,6 +5,7 @@ A front end knows nothing else of the router, so a new one needs no change below
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,6 +89,10 @@ class AdminApi(Protocol):
     def drain(self, worker_id: str) -> None:
         """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
         `UnknownWorker`."""
+
+    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int) -> None:
+        """Let each step of these workers have at most so many tokens, until they restart. All of them or, after an error, none.
+        Raises `UnknownWorker`, and `InvalidRequest` for a number that one of them cannot have."""
 
     async def explain(self, name: str) -> Explanation:
         """Explain the newest request with this request id or correlation id. Raises `UnknownRequest` and `Overloaded`."""

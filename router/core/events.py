@@ -217,7 +217,7 @@ WorkerEvent = (
 )
 """The events that a link may deliver."""
 
-Event = Submit | ClientGone | Tick | DrainAsked | WorkerEvent
+Event = Submit | ClientGone | Tick | DrainAsked | BudgetAsked | WorkerEvent
 
 # Effects -----------------------------------------------------------------------------------------------------------
 
@@ -299,6 +299,14 @@ class SendDrain:
 
 
 @dataclass(frozen=True, slots=True)
+class SendBudget:
+    """Tell a worker how many tokens its steps may have from now on. Its heartbeats then tell this number."""
+
+    link: LinkId
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class CloseLink:
     """Close the link of a worker that is refused, is lost, or has dialled again."""
 
@@ -340,7 +348,7 @@ class ReportBug:
 
 _T = TypeVar("_T")
 
-Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendPrefixResync | SendDrain
+Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendPrefixResync | SendDrain | SendBudget
 Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed | ReportBug
 
 EffectsThen = Generator[Effect, None, _T]

@@ -183,7 +183,7 @@ class Placer:
         need = self.need_tokens(request)
         for usable, how, because in self._tries(request, placement, reason, now_s):
             ask = Ask(request.max_len, need, self._heard_and(usable, now_s), turn)
-            worker = self._choose(Role.DECODE, request, ask, now_s)
+            worker = self._choose(Role.DECODE, request, ask, now_s, local=how is Placement.COLOCATED)
             if worker is not None:
                 return self._weighed(request, Place(worker, how, because), now_s)
         return None
@@ -321,8 +321,9 @@ class Placer:
 
     # One choice ------------------------------------------------------------------------------------------------------
 
-    def _choose(self, role: Role, request: LiveRequest, ask: Ask, now_s: float) -> Worker | None:
-        """Let the policy of a role pick one of the workers that `ask` describes. None: there is none."""
+    def _choose(self, role: Role, request: LiveRequest, ask: Ask, now_s: float, *, local: bool = False) -> Worker | None:
+        """Let the policy of a role pick one of the workers that `ask` describes. None: there is none. `local`: the decode
+        worker computes the prompt."""
         pool, ranking = self._pools.of(role), self._rankings[role]
         held = self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
         session = self.last_turn(request, role)
@@ -336,7 +337,7 @@ class Placer:
             rows = [self._row(pool, ranking, link, request, held, session) for link in links]
         else:
             rows = [pool.row(link) for link in links]
-        view = RequestView(request.work_len, ask.kv_tokens or request.work_len, *_targets(request, now_s))
+        view = RequestView(request.work_len, ask.kv_tokens or request.work_len, *_targets(request, role, now_s, local=local))
         scores = ranking.scores(rows, view)
         picked = pick(rows, scores)
         worker = None if picked is None else self._registry.get(picked.link)
@@ -362,7 +363,12 @@ class Placer:
         return row
 
 
-def _targets(request: LiveRequest, now_s: float) -> tuple[float | None, float | None]:
-    """Return the time that is left for the first token, and the target for the time between tokens."""
-    ttft_s = request.slo.ttft_s
-    return (None if ttft_s is None else request.times.arrived_s + ttft_s - now_s), request.slo.tpot_s
+def _targets(request: LiveRequest, role: Role, now_s: float, *, local: bool) -> tuple[float | None, float | None]:
+    """Return the time that is left for the first token, and the target for the time between tokens. None: there is no such
+    target, or a worker of the role does not decide about it."""
+    ttft_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
+    if role is Role.PREFILL:
+        tpot_s = None
+    if ttft_s is None or (role is Role.DECODE and not local):
+        return None, tpot_s
+    return request.times.arrived_s + ttft_s - now_s, tpot_s

@@ -23,9 +23,10 @@ from pdserve.core.errors import (
     WorkerIdTaken,
 )
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
-from pdserve.core.worker import Role
+from pdserve.core.worker import Role, check_step_tokens
 from router.core.dispatcher import Dispatcher
 from router.core.events import (
+    BudgetAsked,
     ClientGone,
     CloseLink,
     DrainAsked,
@@ -42,6 +43,7 @@ from router.core.events import (
     RequestFailed,
     Reserved,
     SendAlive,
+    SendBudget,
     SendDrain,
     SendPrefixResync,
     SendWelcome,
@@ -123,6 +125,7 @@ class RouterCore:
             HeartbeatSeen: self._heartbeat,
             PrefixSeen: self._prefix_seen,
             DrainAsked: self._drain_asked,
+            BudgetAsked: self._budget_asked,
             Reserved: self._reserved,
             NoRoom: self._no_room,
             PrefillStarted: self._prefill_started,
@@ -140,13 +143,23 @@ class RouterCore:
         """Tell whether the request has been accepted and has not ended."""
         return self.requests.get(request_id) is not None
 
+    def linked(self, worker_id: WorkerId) -> Worker:
+        """Return the worker that an operator names. Raises `UnknownWorker`."""
+        worker = self.registry.find(worker_id)
+        if worker is None:
+            raise UnknownWorker(f"worker {worker_id!r} is not linked to this router", field="worker_id")
+        return worker
+
     def stories_of(self, name: str) -> list[RequestStory]:
         """Return the stories of this request or correlation id, the newest first. Raises `UnknownRequest`."""
         return self.requests.stories_of(name)
 
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
-        """Apply an event and return the effects, in the order in which they are to be performed. A Submit or DrainAsked that is
-        refused raises its error and changes nothing. A bug is returned as an effect, after those of all that was done."""
+        """Apply an event and return the effects, in the order in which they are to be performed.
+
+        A Submit, DrainAsked or BudgetAsked that is refused raises its error and changes nothing. A bug is returned as an
+        effect, after those of all that was done.
+        """
         action = self._handlers[type(event)](event, now_s)
         effects: list[Effect] = []
         try:
@@ -283,10 +296,15 @@ class RouterCore:
                 yield from self._lose(worker, exc, now_s, close=True)
 
     def _drain_asked(self, event: DrainAsked, now_s: float) -> Effects:
-        worker = self.registry.find(event.worker_id)
-        if worker is None:
-            raise UnknownWorker(f"worker {event.worker_id!r} is not linked to this router", field="worker_id")
-        return self._drain(worker)
+        return self._drain(self.linked(event.worker_id))
+
+    def _budget_asked(self, event: BudgetAsked, now_s: float) -> Effects:
+        worker = self.linked(event.worker_id)
+        check_step_tokens(worker.hello, event.max_num_batched_tokens)
+        return self._set_budget(worker, event.max_num_batched_tokens)
+
+    def _set_budget(self, worker: Worker, tokens: int) -> Effects:
+        yield SendBudget(worker.link, tokens)
 
     def _drain(self, worker: Worker) -> Effects:
         self._drained[worker.hello.worker_id] = worker.hello.incarnation

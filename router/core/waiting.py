@@ -46,7 +46,7 @@ def size_of(tokens: int) -> int:
 def turn_of(request: LiveRequest) -> Turn:
     """Return the turn of a request. It does not change while the request waits."""
     target_s = request.times.arrived_s + (request.slo.ttft_s or DEFAULT_TTFT_S)
-    levels = request.spec.priority + request.slo.priority + request.replay
+    levels = request.spec.priority + request.replay
     return min(target_s, request.deadline_s) - LEVEL_S * levels, request.arrival
 
 

@@ -1,4 +1,4 @@
-"""The administration of a router, on a port of its own: the state of the cluster, stories of requests, and drains.
+"""The administration of a router, on a port of its own: the state of the cluster, stories of requests, budgets and drains.
 
 On loopback everybody on the machine may call. On any other address each call must carry the cluster's token.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError, UnknownWorker
 from pdserve.core.settings.types import is_loopback
+from pdserve.core.worker import Role
 from pdserve.rpc import status
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.server import bind_port, client_options, make_server, stop_server
-from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, story_pb2
+from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, story_pb2
 from router.api.router_api import AdminApi
 from router.grpc.cluster_state import cluster_state_to_wire
 from router.grpc.draining import find, follow
@@ -21,7 +22,8 @@ from router.grpc.explanation import explanation_to_wire
 from router.grpc.malformed import MalformedGuard
 
 SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-MAX_REQUEST_BYTES: Final = 64 << 10  # a request is one name
+ROLES: Final = {common_pb2.ROLE_PREFILL: Role.PREFILL, common_pb2.ROLE_DECODE: Role.DECODE}
+MAX_REQUEST_BYTES: Final = 64 << 10  # a request is one name, or the names of some workers
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -51,6 +53,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         async for progress in follow(self._router.snapshot, worker):
             await context.write(inference_pb2.DrainProgress(**dataclasses.asdict(progress)))
 
+    async def SetBudget(self, request: admin_pb2.SetBudgetRequest, context: Any) -> admin_pb2.SetBudgetResponse:
+        await self._authorise(context)
+        try:
+            worker_ids = self._named(request)
+            self._router.set_budget(worker_ids, request.max_num_batched_tokens)
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+        return admin_pb2.SetBudgetResponse(worker_ids=worker_ids)
+
     async def ExplainRequest(self, request: story_pb2.ExplainRequestRequest, context: Any) -> story_pb2.ExplainRequestResponse:
         await self._authorise(context)
         try:
@@ -58,6 +70,21 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         except PdserveError as exc:
             await status.abort(context, exc)
             raise
+
+    def _named(self, request: admin_pb2.SetBudgetRequest) -> list[str]:
+        """Return the workers of the request, or those of its pool. Raises `InvalidRequest` and `UnknownWorker`."""
+        if bool(request.worker_ids) == bool(request.role):
+            raise InvalidRequest("give either worker_ids or role", field="worker_ids")
+        if request.worker_ids:
+            return list(dict.fromkeys(request.worker_ids))
+        if request.role not in ROLES:
+            raise InvalidRequest(f"role: {request.role} is no pool", field="role")
+        found = [
+            worker.hello.worker_id for worker in self._router.snapshot().workers if worker.hello.role is ROLES[request.role]
+        ]
+        if not found:
+            raise UnknownWorker(f"no {ROLES[request.role].value} worker is linked to this router", field="role")
+        return [str(worker_id) for worker_id in found]
 
     async def _authorise(self, context: Any) -> None:
         if self._token is not None:

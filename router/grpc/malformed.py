@@ -41,9 +41,13 @@ class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         """Methods in `large` take a `LargeMessage`."""
         self._prefix = f"/{service}/"
         self._large = large
+        self._handlers: dict[str, Any] = {}  # the guarded ones by method, made at its first call
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         """Return a handler that checks the message before the method of the guarded service gets it."""
+        known = self._handlers.get(details.method)
+        if known is not None:
+            return known
         handler = await continuation(details)
         if handler is None or not details.method.startswith(self._prefix):
             return handler
@@ -53,7 +57,9 @@ class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
             make, method = grpc.stream_stream_rpc_method_handler, handler.unary_stream
         else:
             make, method = grpc.stream_unary_rpc_method_handler, handler.unary_unary
-        return make(_checked(method), parse, handler.response_serializer)
+        guarded = make(_checked(method), parse, handler.response_serializer)
+        self._handlers[details.method] = guarded
+        return guarded
 
 
 def _lenient(parse: Callable[[bytes], Any], *, takes_large: bool) -> Callable[[bytes], Any]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.sampling import FinishReason
-from router.api.answer import Generation
+from router.api.answer import Delta, Generation
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of
 from router.http.reply import Reply
@@ -74,33 +74,59 @@ def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | Non
     return logprobs_format(api.token_bytes, chat=call.chat)
 
 
+class _Chunks:
+    """Turns the deltas of one choice into chunks, and counts their tokens.
+
+    A delta without text (half a character, part of a stop string) makes no chunk unless it carries other news.
+    """
+
+    def __init__(self, format_: ChunkFormat, logprobs: LogprobsFormat | None, prompt_len: int) -> None:
+        self._format = format_
+        self._logprobs = logprobs
+        self._prompt_len = prompt_len
+        self._always = logprobs is not None or format_.continuous_usage
+        self.tokens = 0
+
+    def of(self, delta: Delta) -> bytes:
+        """Return the chunk of a delta, or nothing."""
+        self.tokens += len(delta.ids)
+        chunk = b""
+        if delta.text or delta.finish_reason or self._always:
+            told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
+            chunk = self._format.chunk(delta.text, delta.finish_reason, told)
+        if self._format.continuous_usage:
+            chunk = self._format.with_usage(chunk, usage(self._prompt_len, self.tokens))
+        return chunk
+
+
 async def _pump(
     generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, reply: Reply
 ) -> tuple[int, bytes]:
     """Write one choice's chunks but the last one. Return its number of output tokens and its last chunk, so that what follows
     it can be written with it.
 
-    The stream opens with the first delta and not before, so that an earlier error still gets its own HTTP status. A delta
-    without text (half a character, part of a stop string) makes no chunk unless it carries other news.
+    The stream opens with the first delta and not before, so that an earlier error still gets its own HTTP status.
     """
-    tokens = 0
+    chunks = _Chunks(format_, logprobs, generation.prompt_len)
     opening = format_.role
+
+    def take(delta: Delta) -> bool:
+        if not reply.keeps_up:
+            return False
+        reply.event_now(chunks.of(delta))
+        return True
+
     async for delta in generation:
-        tokens += len(delta.ids)
-        finish_reason = delta.finish_reason
-        chunk = b""
-        if delta.text or finish_reason or logprobs or format_.continuous_usage:
-            told = logprobs.of(delta.ids, delta.logprobs) if logprobs else None
-            chunk = format_.chunk(delta.text, finish_reason, told)
-            if logprobs:
-                await asyncio.sleep(0)  # lets other tasks run, as in `_collect`
-        if format_.continuous_usage:
-            chunk = format_.with_usage(chunk, usage(generation.prompt_len, tokens))
+        chunk = chunks.of(delta)
+        if logprobs:
+            await asyncio.sleep(0)  # lets other tasks run, as in `_collect`
         if opening:
             chunk, opening = opening + chunk, b""
-        if finish_reason:
-            return tokens, format_.last_chunk(chunk, generation.report)
+        if delta.finish_reason:
+            return chunks.tokens, format_.last_chunk(chunk, generation.report)
         await reply.event(chunk)
+        if not logprobs:
+            generation.take_by(take)
     raise _unfinished(generation)
 
 

@@ -33,6 +33,13 @@ class Exchange(Protocol):
     async def write(self, body: bytes, *, more: bool) -> None:
         """Write a further part of the body. It is the last one unless there is `more`."""
 
+    @property
+    def keeps_up(self) -> bool:
+        """True while the client takes what is written, and `write_now` may be called. It may always be False."""
+
+    def write_now(self, body: bytes) -> None:
+        """Write a further part of the body, with more to come."""
+
 
 def exchange_of(scope: Scope, receive: Receive, send: Send) -> Exchange:
     """Return the exchange of an ASGI request."""
@@ -69,6 +76,15 @@ class AsgiExchange:
     async def write(self, body: bytes, *, more: bool) -> None:
         """Implements `Exchange.write`."""
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    @property
+    def keeps_up(self) -> bool:
+        """Implements `Exchange.keeps_up`. Writing may take a task of any ASGI server some time."""
+        return False
+
+    def write_now(self, body: bytes) -> None:
+        """Implements `Exchange.write_now`."""
+        raise AssertionError("nobody is told that the client keeps up")
 
 
 class ConnectionExchange:
@@ -139,6 +155,15 @@ class ConnectionExchange:
             await flow.drain()
         if not self._cycle.disconnected:
             self._put(b"", body, more=more)
+
+    @property
+    def keeps_up(self) -> bool:
+        """Implements `Exchange.keeps_up`."""
+        return not (self._cycle.flow.write_paused or self._cycle.disconnected)
+
+    def write_now(self, body: bytes) -> None:
+        """Implements `Exchange.write_now`."""
+        self._put(b"", body, more=True)
 
     def _put(self, head: bytes, body: bytes, *, more: bool) -> None:
         cycle = self._cycle

@@ -62,6 +62,16 @@ class Reply:
         elif data:
             await self._exchange.write(data, more=True)
 
+    @property
+    def keeps_up(self) -> bool:
+        """True while a stream is open and its client takes what is written, so that `event_now` may be called."""
+        return self.started and self._exchange.keeps_up
+
+    def event_now(self, data: bytes) -> None:
+        """Write a part of an open stream."""
+        if data:
+            self._exchange.write_now(data)
+
     async def end(self, data: bytes = b"") -> None:
         """Write the last part of what was started, or of a stream that opens only now."""
         if not self.started:

@@ -15,16 +15,45 @@ MAX_JOINED: Final = 256
 """At most this many deltas become one. Their text is a few KiB, so the loop is not held."""
 
 
+class Deliveries:
+    """The generations that got deltas in this turn of the loop, all of a step among them. They are served together in the next
+    turn, which costs one wake-up."""
+
+    def __init__(self) -> None:
+        self._due: list[BufferedGeneration] = []
+
+    def add(self, generation: BufferedGeneration) -> None:
+        """Serve the generation in the next turn."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._serve)
+        self._due.append(generation)
+
+    def _serve(self) -> None:
+        due, self._due = self._due, []
+        for generation in due:
+            generation.deliver()
+
+
 class BufferedGeneration:
     """Implements `router.api.answer.Generation` for one iterating task. The request's max_tokens bounds the buffer. Deltas that
     pile up before a slow client are given out as one."""
 
-    def __init__(self, request_id: str, prompt_len: int, released: Callable[[BufferedGeneration], None]) -> None:
-        """`released` is called once, when the client has taken everything or has left."""
+    def __init__(
+        self,
+        request_id: str,
+        prompt_len: int,
+        released: Callable[[BufferedGeneration], None],
+        deliveries: Deliveries | None = None,
+    ) -> None:
+        """`released` is called once, when the client has taken everything or has left. `deliveries` are those of the service.
+        None: the generation has its own."""
         self.request_id = request_id
         self.prompt_len = prompt_len
         self._released: Callable[[BufferedGeneration], None] | None = released
         self._buffer: deque[Delta] = deque()
+        self._deliveries = deliveries or Deliveries()
+        self._due = False
+        self._taker: Callable[[Delta], bool] | None = None
         self._in_hand = False  # a delta was taken and is still being written: the client has not come back for more
         self._waiter: asyncio.Future[None] | None = None
         self._report: Report | None = None
@@ -58,12 +87,14 @@ class BufferedGeneration:
                 self._waiter = None
         self._taken += 1
         self._in_hand = True
-        delta = self._buffer.popleft()
-        return delta if not self._buffer or delta.logprobs else self._joined(delta)
+        return self._joined()
 
-    def _joined(self, first: Delta) -> Delta:
-        """Return the first delta and those that wait behind it as one. Deltas with log-probabilities stay apart, because it
-        takes long to write many of them."""
+    def _joined(self) -> Delta:
+        """Take the first delta and those that wait behind it as one. Deltas with log-probabilities stay apart, because it takes
+        long to write many of them."""
+        first = self._buffer.popleft()
+        if not self._buffer or first.logprobs:
+            return first
         parts = [first]
         while self._buffer and len(parts) < MAX_JOINED and not self._buffer[0].logprobs:
             parts.append(self._buffer.popleft())
@@ -82,6 +113,10 @@ class BufferedGeneration:
         self._buffer.clear()
         self._release()
 
+    def take_by(self, taker: Callable[[Delta], bool]) -> None:
+        """Implements `Generation.take_by`."""
+        self._taker = taker
+
     def on_stalled(self, callback: Callable[[], object]) -> None:
         """Set a callback for when the client took nothing for too long. It ends a task that waits for the client to read."""
         self._stall_callback = callback
@@ -92,7 +127,33 @@ class BufferedGeneration:
         """Add a delta for the client to take."""
         self._buffer.append(delta)
         self.finish_reason = delta.finish_reason
-        self._wake()
+        if self._taker is None or delta.finish_reason is not None:
+            self._wake()
+        elif self._waits and not self._due:
+            self._due = True
+            self._deliveries.add(self)
+
+    def deliver(self) -> None:
+        """Give what is buffered to the taker, or wake the client's task if the taker does not take it. The task is woken for
+        the last delta before this is called."""
+        self._due = False
+        if not self._buffer or not self._waits or self._taker is None:
+            return
+        delta = self._joined()
+        try:
+            taken = self._taker(delta)
+        except Exception:  # noqa: BLE001 - the task meets the same error and reports it
+            taken = False
+        if taken:
+            self._taken += 1
+        else:
+            self._buffer.appendleft(delta)
+            self._wake()
+
+    @property
+    def _waits(self) -> bool:
+        """True while the client's task waits for a delta and has not been woken."""
+        return self._waiter is not None and not self._waiter.done()
 
     def end(self, report: Report, error: PdserveError | None) -> None:
         """End the request with its report, and with its error if it failed. The client still takes what is buffered."""
@@ -120,7 +181,8 @@ class BufferedGeneration:
             self._stall_callback()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._waits:
+            assert self._waiter is not None
             self._waiter.set_result(None)
 
     def _release(self) -> None:

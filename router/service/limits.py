@@ -15,6 +15,7 @@ from router.service.model import ServedModel
 OPEN_ENDED_SHARE: Final = 0.75
 """A request that names no length must get at least this share of the longest answer. Measured pools differ by a few percent. If
 the full length were demanded, all such answers would go to the largest worker and none to the others."""
+_ROLES: Final = tuple(Role)
 
 
 class LengthLimit:
@@ -28,8 +29,12 @@ class LengthLimit:
     def max_model_len(self) -> int:
         """Prompt and output of one request together have at most this many tokens. The present workers can never serve a longer
         one."""
-        longest = (self._registry.longest(role) for role in Role)
-        return min([self._model.max_model_len, *(length for length in longest if length is not None)])
+        limit = self._model.max_model_len
+        for role in _ROLES:
+            longest = self._registry.longest(role)
+            if longest is not None and longest < limit:
+                limit = longest
+        return limit
 
     def open_ended_room(self, prompt_len: int) -> int:
         """Return the output tokens of a request that names no `max_tokens`: as many as fit on every decode worker that is

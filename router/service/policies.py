@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 BUILTINS: Final = {
     name: f"router.core.policy.{name}:score"
-    for name in ("prefix_aware", "session_affinity", "least_loaded", "power_of_two", "round_robin", "random")
+    for name in ("prefix_aware", "session_affinity", "goodput", "least_loaded", "power_of_two", "round_robin", "random")
 }
 MAX_LOGGED: Final = 16
 """One policy's faults are logged for this many different reasons, once each. All faults are counted."""

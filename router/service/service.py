@@ -12,13 +12,13 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT, Placement
-from pdserve.core.worker import Role
+from pdserve.core.worker import Role, check_step_tokens
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
@@ -32,7 +32,7 @@ from router.core.registry import Worker
 from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
 from router.service.admission import Admission
-from router.service.buffered_generation import BufferedGeneration
+from router.service.buffered_generation import BufferedGeneration, Deliveries
 from router.service.explaining import Explainer
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
@@ -49,6 +49,9 @@ LATE_S = 0.5  # no load makes the loop this late, so the process or the machine 
 IDLE_TICK_S = 1.0  # the time between ticks while no request runs; only silent workers are looked for
 CHECK_TICKS = 50  # ticks between two checks of the core's books, if these are short enough for a millisecond
 CHECK_MAX_REQUESTS = 64
+
+_PROGRESS = (ev.StepRows, ev.Reserved, ev.PrefillStarted, ev.KvCommitted)
+"""Events that do not change whether workers are ready. If their worker was silent, the next tick notices that it is not."""
 
 
 class RouterService:
@@ -100,6 +103,7 @@ class RouterService:
         )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
+        self._deliveries = Deliveries()
         self._busy = asyncio.Event()
         self._ready = False
         self._ready_flipped = asyncio.Event()
@@ -151,6 +155,13 @@ class RouterService:
     def drain(self, worker_id: str) -> None:
         """Implements `AdminApi.drain`."""
         self.tell(ev.DrainAsked(WorkerId(worker_id)))
+
+    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int) -> None:
+        """Implements `AdminApi.set_budget`."""
+        for worker_id in worker_ids:  # all are checked before one is told
+            check_step_tokens(self._core.linked(WorkerId(worker_id)).hello, max_num_batched_tokens)
+        for worker_id in worker_ids:
+            self.tell(ev.BudgetAsked(WorkerId(worker_id), max_num_batched_tokens))
 
     async def explain(self, name: str) -> Explanation:
         """Implements `AdminApi.explain`."""
@@ -256,13 +267,13 @@ class RouterService:
         """Give the core an event and perform its effects. Every event except a Submit goes through here. A bug of the core is
         raised after the effects were performed."""
         bug = self._perform(self._handle(event))
-        if type(event) is not ev.StepRows:  # tokens do not change readiness
+        if type(event) not in _PROGRESS:
             self._note_ready()
         if bug is not None:
             raise bug
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
-        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released)
+        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released, self._deliveries)
         effects = self._handle(submit)  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None

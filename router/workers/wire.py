@@ -155,6 +155,8 @@ def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
             return link_pb2.RouterMessage(prefix_resync=link_pb2.PrefixResync())
         case ev.SendDrain():
             return link_pb2.RouterMessage(drain=link_pb2.Drain())
+        case ev.SendBudget(max_num_batched_tokens=tokens):
+            return link_pb2.RouterMessage(set_budget=link_pb2.SetBudget(max_num_batched_tokens=tokens))
 
 
 def _work(work: ev.Work) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -55,6 +55,9 @@ class FakeGeneration:
         if self._logprobs is None:
             return ()
         return (TokenLogprobs(-i - 0.5, tuple((i + 1 + rank, -float(rank)) for rank in range(self._logprobs))),)
+
+    def take_by(self, taker: Callable[[Delta], bool]) -> None:
+        """All deltas are left to the task."""
 
     @property
     def report(self) -> Report:

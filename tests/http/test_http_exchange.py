@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -12,11 +13,15 @@ from raw_http import post
 from uvicorn.server import ServerState
 
 from pdserve.core.errors import Cancelled, Unavailable
+from pdserve.core.sampling import FinishReason, Placement
+from router.api.answer import Delta, Report
+from router.api.request import GenerateInput
 from router.http import build_app
 from router.http.connections import ConnectionTable
 from router.http.exchange import AsgiExchange, ConnectionExchange
 from router.http.protocol import GuardedProtocol
 from router.http.running_calls import RunningCalls
+from router.service.buffered_generation import BufferedGeneration
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": MODEL, "prompt": "p", "stream": True}
@@ -94,6 +99,59 @@ def test_a_client_that_takes_nothing_holds_its_answer_up() -> None:
         await ended(state)
         assert len(transport.parts) == 5
         protocol.connection_lost(None)
+
+    asyncio.run(run())
+
+
+class Buffered(FakeApi):
+    """Its one generation is the router's own."""
+
+    generation: BufferedGeneration
+
+    async def submit(self, request: GenerateInput) -> Any:
+        self.generation = BufferedGeneration(request.request_id or "", 1, lambda _: None)
+        return self.generation
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("usage", [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}])
+@pytest.mark.parametrize("choices", [1, 2])
+def test_tokens_that_pile_up_before_a_slow_client_are_one_chunk(usage: Any, choices: int) -> None:
+    """Its text, its tokens and the usage are what they would have been."""
+
+    async def run() -> None:
+        api = Buffered()
+        prompt = "p" if choices == 1 else ["p", "q"]
+        protocol, transport, state = await connection(api)
+        protocol.data_received(post(COMPLETIONS, {**BODY, "prompt": prompt, "stream_options": usage}))
+        await turns(10)
+        generation = api.generation  # of the last choice
+        for index in range(20):
+            generation.push(Delta(index, (index,), f" {index}" if index != 7 else "", None))
+            await turns(3)
+            if index == 4:
+                assert len(transport.parts) == 5
+                protocol.pause_writing()
+            if index == 14:
+                assert len(transport.parts) <= 6
+                protocol.resume_writing()
+                await turns(5)
+                assert len(transport.parts) <= 8
+        generation.push(Delta(20, (20,), " 20", FinishReason.LENGTH))
+        generation.end(Report(Placement.COLOCATED, "auto", 1, 21), None)
+        await turns(5)
+        events = [json.loads(line[6:]) for line in b"".join(transport.parts).split(b"\n") if line.startswith(b"data: {")]
+        texts = [choice["text"] for event in events for choice in event["choices"]]
+        assert "".join(texts) == "".join(f" {index}" for index in range(21) if index != 7)
+        assert max(map(len, texts)) > len(" 10 11 12")
+        if usage is not None and choices == 1:
+            assert b'"completion_tokens":21' in b"".join(transport.parts)
+        protocol.connection_lost(None)
+        await ended(state)
 
     asyncio.run(run())
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator
+from io import StringIO
 
 import pytest
-from real_service import APART, BOUND_S, GREEDY, TOGETHER, tiny
+from real_service import APART, BOUND_S, GREEDY, TOGETHER, long_stream, tiny
+from rich.console import Console
 
+from pdserve.client import AdminClient
+from pdserve.commands import tables
+from pdserve.rpc.v1 import common_pb2
 from testkit.client import Answer, generate_all, request
 from testkit.processes import ProcessCluster
 
@@ -73,6 +78,24 @@ def test_a_streamed_handoff_changes_no_token(cluster: ProcessCluster) -> None:
         messages = [request(one, placement, max_tokens=8, **GREEDY) for one in prompts]
         outputs.append([answer.ids for answer in generate_all(cluster.grpc, messages)])
     assert outputs[0] == outputs[1]
+
+
+def test_a_budget_that_an_operator_sets_under_load_changes_no_token(cluster: ProcessCluster) -> None:
+    """(1) The router shows the budget that workers have. (2) Prompts beside a stream have the same tokens. (3) It is undone."""
+    prompts = [prompt(200 + number)[: CHUNK * 2] for number in range(3)]
+    messages = [request(one, where, max_tokens=8, **GREEDY) for one in prompts for where in (APART, TOGETHER)]
+    before = [answer.ids for answer in generate_all(cluster.grpc, messages)]
+    with long_stream(cluster, TOGETHER) as stream, AdminClient(cluster.admin) as operator:
+        stream.read(2)
+        for tokens in (64, CHUNK):
+            for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE):
+                operator.set_budget((), role, tokens)
+            cluster.wait_state(lambda state: {w.load.max_num_batched_tokens for w in state.workers} == {tokens}, BOUND_S)  # noqa: B023
+            shown = Console(width=200, file=StringIO())
+            shown.print(tables.status(operator.cluster_state(), 200))
+            assert ("64 of 192" in shown.file.getvalue()) == (tokens == 64)
+            assert [answer.ids for answer in generate_all(cluster.grpc, messages)] == before
+        stream.cancel()
 
 
 def show(answers: list[Answer], pulled: list[tuple[int, ...]]) -> None:

@@ -41,6 +41,18 @@ def test_retries_are_counted_by_reason_and_rebinds_apart() -> None:
     assert values(metrics, "pdserve_rebinds_total") == {(): 2.0}
 
 
+def test_the_error_of_predictions_is_counted_by_class_for_requests_of_one_attempt() -> None:
+    metrics = Metrics(lambda: EMPTY)
+    foreseen = dataclasses.replace(RECORD, slo_class="chat", ttft_s=0.2, predicted_ttft_s=0.16)
+    metrics.finished(foreseen)
+    for other in ({"predicted_ttft_s": 0.0}, {"attempts": 2}, {"output_tokens": 0}):
+        metrics.finished(dataclasses.replace(foreseen, **other))
+    counts = values(metrics, "pdserve_ttft_prediction_error_seconds_bucket")
+    assert {le: count for (le, _), count in counts.items() if count} == {
+        "0.05": 1.0, "0.1": 1.0, "0.25": 1.0, "0.5": 1.0, "1.0": 1.0, "2.5": 1.0, "+Inf": 1.0
+    }  # fmt: skip
+
+
 def test_damaged_kv_is_counted_by_worker() -> None:
     worker = dataclasses.replace(WORKER, load=dataclasses.replace(LOAD, kv_corrupt_blocks=3, kv_rotted_blocks=1))
     metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(worker,)))

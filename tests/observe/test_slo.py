@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_metrics import EMPTY, RECORD, values
 
@@ -49,6 +49,7 @@ def test_a_client_that_left_counts_only_if_it_had_waited_too_long(record: Reques
     assert (one.ttft_met, one.ttft_missed) == (counts and record.ttft_met, counts and not record.ttft_met)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.0, 30.0), st.sampled_from([MET, LATE, FREE]), st.booleans()), max_size=60))
 def test_the_window_holds_the_last_minutes_and_no_more(steps: list[tuple[float, RequestRecord, bool]]) -> None:
     attainment, now_s = Attainment(), 0.0

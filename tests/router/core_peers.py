@@ -34,6 +34,7 @@ def hello(worker_id: str, role: Role, **changes: object) -> WorkerHello:
         "num_blocks": 16,
         "max_model_len": 64,
         "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
         "dtype": "bfloat16",
         "kv_bytes_per_token": 8,
     }

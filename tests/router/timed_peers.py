@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Handle, RequestId
@@ -52,7 +52,7 @@ class TimedStage(Stage):
         self._order = itertools.count()
         self.timed: list[TimedPeer] = []
 
-    def worker(self, name: str, role: Role, *, tokens_per_s: float = 0.0, step_s: float = 0.01, **changes: object) -> TimedPeer:
+    def worker(self, name: str, role: Role, *, tokens_per_s: float = 0.0, step_s: float = 0.02, **changes: object) -> TimedPeer:
         timed = TimedPeer(self.join(name, role, **(LARGE | changes)), tokens_per_s, step_s)
         self.timed.append(timed)
         self._beat(timed)
@@ -118,6 +118,9 @@ class TimedStage(Stage):
         """Make a decode step. Sequences whose prompt is still to be computed here stand still."""
         held = {handle: timed.peer.jobs.pop(handle) for handle in timed.queue if handle in timed.peer.jobs}
         timed.peer.progress()
+        for at, said in enumerate(timed.peer.upward):
+            if isinstance(said, ev.KvCommitted):
+                timed.peer.upward[at] = replace(said, kv_bytes=1 << 20, exposed_transfer_s=0.0)
         timed.peer.jobs.update(held)
 
     def _settle(self) -> None:

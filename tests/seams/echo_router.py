@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pdserve.core.blocks import BlockCounts
@@ -44,6 +44,9 @@ class Echo:
 
     def on_stalled(self, callback: Callable[[], object]) -> None:
         """No client is ever dropped here."""
+
+    def take_by(self, taker: Callable[[Delta], bool]) -> None:
+        """All deltas are left to the task."""
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for index, character in enumerate(self._text):
@@ -129,6 +132,10 @@ class EchoRouter:
     async def explain(self, name: str) -> Explanation:
         """Keep no stories."""
         raise UnknownRequest(f"no story of {name!r} is kept", field="request_id")
+
+    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int) -> None:
+        """Know no worker."""
+        raise UnknownWorker(f"{worker_ids[0]!r} is not linked to this router", field="worker_id")
 
     def drain(self, worker_id: str) -> None:
         """Let the worker go at once."""

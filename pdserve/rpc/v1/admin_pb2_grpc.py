@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from pdserve.rpc.v1 import admin_pb2 as pdserve_dot_rpc_dot_v1_dot_admin__pb2
 from pdserve.rpc.v1 import inference_pb2 as pdserve_dot_rpc_dot_v1_dot_inference__pb2
 from pdserve.rpc.v1 import story_pb2 as pdserve_dot_rpc_dot_v1_dot_story__pb2
 
@@ -45,6 +46,11 @@ class AdminStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
                 _registered_method=True)
+        self.SetBudget = channel.unary_unary(
+                '/pdserve.rpc.v1.Admin/SetBudget',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_admin__pb2.SetBudgetRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_admin__pb2.SetBudgetResponse.FromString,
+                _registered_method=True)
         self.ExplainRequest = channel.unary_unary(
                 '/pdserve.rpc.v1.Admin/ExplainRequest',
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_story__pb2.ExplainRequestRequest.SerializeToString,
@@ -70,6 +76,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetBudget(self, request, context):
+        """Lets each step of some workers have at most so many tokens, until they restart: all of them or, after an error, none. It
+        returns when the workers are told; GetClusterState shows the number that they have. An unknown worker is NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExplainRequest(self, request, context):
         """Returns the story of a request that runs or has ended not long ago, with the part of each worker that answered within two
         seconds. An id of which no story is kept is NOT_FOUND.
@@ -90,6 +104,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.SerializeToString,
+            ),
+            'SetBudget': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetBudget,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_admin__pb2.SetBudgetRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_admin__pb2.SetBudgetResponse.SerializeToString,
             ),
             'ExplainRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainRequest,
@@ -151,6 +170,33 @@ class Admin:
             '/pdserve.rpc.v1.Admin/Drain',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetBudget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.Admin/SetBudget',
+            pdserve_dot_rpc_dot_v1_dot_admin__pb2.SetBudgetRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_admin__pb2.SetBudgetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,21 +10,25 @@ Each score is a band, and a place within the band, which is in (0, 1]:
 The place falls with `predicted / allowed`, summed over the targets: more slack or less lateness, relative to what is allowed,
 is better. It falls with the load where the request has no targets or a rate is unknown. A worker with an unknown rate goes
 before those that would be late: it has computed nothing of late, and it gets a rate only from work.
+
+A prefill worker decides about TTFT, a decode worker about TPOT, and about TTFT if it computes the prompt. The request has only
+the targets that the worker decides about.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from pdserve.core.worker import Role
 from router.core.forecast import times
 from router.core.policy.candidate import Candidate, RequestView
+from router.core.policy.shortlist import Shortlist, shortlisted
 
 BANDS: Final = 4
 LEAST_ALLOWED_S: Final = 1e-3
 """A request that is late already has no time left. It counts as if it had this much, so that it prefers the shortest queue."""
 
 
+@shortlisted(Shortlist(least_loaded=4, holders=4))
 def score(candidate: Candidate, request: RequestView) -> float:
     """Return a number in (0, 1]. It never rises with the worker's queue, its sequences, its load or its times."""
     met, lateness, known = 0, 0.0, True
@@ -36,29 +40,17 @@ def score(candidate: Candidate, request: RequestView) -> float:
             met += predicted_s <= allowed_s
             lateness += predicted_s / max(allowed_s, LEAST_ALLOWED_S)
     if not targets or not known:
-        return _in_band(2 if targets else 3, load(candidate, request))
+        return _in_band(2 if targets else 3, candidate.load)
     missed = len(targets) - met
     return _in_band((3, 1, 0)[missed], lateness)
 
 
-def load(candidate: Candidate, request: RequestView) -> float:
-    """Return the larger of two loads that may differ in unit: prompt tokens that wait, in prompts like this one, and the share
-    of the KV pool that is promised."""
-    queued = candidate.queued_tokens / max(1, request.prompt_tokens)
-    return max(queued, candidate.promised_tokens / candidate.kv_tokens)
-
-
 def _targets(candidate: Candidate, request: RequestView) -> list[tuple[float | None, float]]:
-    """Return the predicted and the allowed time for each target of the request that the worker decides.
-
-    A prefill worker decides the first token alone. A decode worker that makes steps and has computed no prompt decides the
-    later ones alone.
-    """
-    prefills = candidate.role is Role.PREFILL
+    """Return the predicted and the allowed time for each target that the request has."""
     targets = []
-    if request.ttft_left_s is not None and (prefills or candidate.prompt_tokens_per_s or not candidate.decode_step_s):
+    if request.ttft_left_s is not None:
         targets.append((times.ttft_s(candidate, request.prompt_tokens), request.ttft_left_s))
-    if request.tpot_s is not None and not prefills:
+    if request.tpot_s is not None:
         targets.append((times.tpot_s(candidate), request.tpot_s))
     return targets
 

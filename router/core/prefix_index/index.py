@@ -147,7 +147,6 @@ class PrefixIndex:
         if holder is None:
             return False
         self.block_size = holder.hello.block_size
-        self._sweep()
         if delta.full:
             self._replace(holder, delta)
         elif not holder.stale:
@@ -194,9 +193,12 @@ class PrefixIndex:
     # Credit --------------------------------------------------------------------------------------------------------------
 
     def expect(self, link: LinkId, handle: Handle, keys: Collection[int]) -> None:
-        """Count the keys of work that was sent to a worker as held there, until `ended` and the delta that follows."""
+        """Count the keys of work that was sent to a worker as held there, until `ended` and the delta that follows.
+
+        Nothing happens for a worker that has told no delta yet: it may share nothing.
+        """
         holder = self._holders.get(link)
-        if holder is not None and keys:
+        if holder is not None and holder.number and keys:
             assert handle not in holder.expected, "a handle names one work"
             holder.expected[handle] = keys
             self._set(holder.bit, keys)
@@ -214,6 +216,7 @@ class PrefixIndex:
 
     def beat(self, link: LinkId) -> None:
         """Take note of a worker's heartbeat. Work that ended `KEPT_BEATS` heartbeats ago published nothing more."""
+        self._sweep()
         holder = self._holders.get(link)
         if holder is None or not holder.ending:
             return

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.core.errors import IncompatiblePeer, LeaseGone, Overloaded, ReplicaLost, TransferFailed, Unavailable
+from pdserve.core.errors import (
+    IncompatiblePeer,
+    InvalidRequest,
+    LeaseGone,
+    Overloaded,
+    ReplicaLost,
+    TransferFailed,
+    Unavailable,
+)
 from pdserve.core.ids import Handle, LeaseId, RequestId
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
@@ -181,6 +189,19 @@ class CoreMachine(RuleBasedStateMachine):
         placed = len(self.stage.effects)
         self.stage.tell(ev.DrainAsked(worker_id))
         assert isinstance(self.stage.effects[placed], ev.SendDrain)
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK, tokens=st.integers(0, 80))
+    def set_budget(self, pick: int, tokens: int) -> None:
+        peer = self._peer(pick)
+        placed = len(self.stage.effects)
+        if peer.hello.block_size <= tokens <= peer.hello.max_num_batched_tokens:
+            self.stage.tell(ev.BudgetAsked(peer.hello.worker_id, tokens))
+            assert isinstance(self.stage.effects[placed], ev.SendBudget)
+        else:
+            with pytest.raises(InvalidRequest, match=f"max_num_batched_tokens: {tokens} .* from 4 to 64"):
+                self.stage.tell(ev.BudgetAsked(peer.hello.worker_id, tokens))
+            assert len(self.stage.effects) == placed
 
     @rule(seconds=st.floats(0.01, 4.0))
     def time_passes(self, seconds: float) -> None:

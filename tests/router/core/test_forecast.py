@@ -10,7 +10,6 @@ from hypothesis import given
 
 from pdserve.core.errors import Overloaded
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
-from pdserve.core.worker import Role
 from router.core.events import LinkId
 from router.core.forecast import times
 from router.core.forecast.prediction import Prediction, check_target, predict
@@ -36,6 +35,7 @@ workers = st.builds(
     prompt_tokens_per_s=RATES,
     decode_step_s=st.one_of(st.just(0.0), st.floats(1e-4, 10.0)),
     cached_tokens=st.integers(0, 5000),
+    load=st.floats(0, 1e3),
 )
 requests = st.builds(
     RequestView,
@@ -46,7 +46,7 @@ requests = st.builds(
 )
 
 measured = st.builds(
-    lambda worker, rate, step_s: worker._replace(prompt_tokens_per_s=rate, decode_step_s=step_s, role=Role.DECODE),
+    lambda worker, rate, step_s: worker._replace(prompt_tokens_per_s=rate, decode_step_s=step_s),
     workers,
     st.floats(0.01, 1e6),
     st.floats(1e-4, 10.0),
@@ -64,7 +64,7 @@ def worse(worker: Candidate, more: int) -> list[Candidate]:
     return [
         worker._replace(queued_tokens=worker.queued_tokens + more),
         worker._replace(running=worker.running + more),
-        worker._replace(promised_tokens=worker.promised_tokens + more),
+        worker._replace(load=worker.load + more),
         worker._replace(cached_tokens=max(0, worker.cached_tokens - more)),
         worker._replace(decode_step_s=worker.decode_step_s * (1 + more)),
     ]
@@ -172,8 +172,8 @@ def test_goodput_prefers_slack_then_the_unknown_then_the_least_lateness() -> Non
     order = [
         BASE,  # 1.0 s and 0.02 s
         BASE._replace(queued_tokens=90),
-        BASE._replace(prompt_tokens_per_s=0.0, decode_step_s=0.0),
-        BASE._replace(prompt_tokens_per_s=0.0, decode_step_s=0.0, queued_tokens=10),
+        BASE._replace(prompt_tokens_per_s=0.0),
+        BASE._replace(prompt_tokens_per_s=0.0, load=0.1),
         BASE._replace(queued_tokens=110),
         BASE._replace(queued_tokens=210),
         BASE._replace(queued_tokens=110, decode_step_s=0.04),
@@ -181,16 +181,6 @@ def test_goodput_prefers_slack_then_the_unknown_then_the_least_lateness() -> Non
     scores = [goodput.score(worker, request) for worker in order]
     assert scores == sorted(scores, reverse=True)
     assert len(set(scores)) == len(scores)
-
-
-def test_a_worker_is_judged_by_the_tokens_that_it_decides() -> None:
-    """A prefill worker makes no steps without prompts, and a decode worker of two pools computes no prompts: such a target is
-    not unknown, it is somebody else's."""
-    request = RequestView(100, 100, ttft_left_s=2.0, tpot_s=0.03)
-    prefill = BASE._replace(role=Role.PREFILL, decode_step_s=0.0)
-    assert goodput.score(prefill, request) > 0.75 > goodput.score(prefill._replace(queued_tokens=110), request)
-    decode = BASE._replace(prompt_tokens_per_s=0.0)
-    assert goodput.score(decode, request) > 0.75 > goodput.score(decode._replace(decode_step_s=0.04), request)
 
 
 def test_a_request_that_is_late_already_still_takes_the_shorter_queue() -> None:
@@ -201,7 +191,7 @@ def test_a_request_that_is_late_already_still_takes_the_shorter_queue() -> None:
 @given(workers, workers, st.integers(1, 4096))
 def test_without_targets_the_load_decides(one: Candidate, other: Candidate, prompt_tokens: int) -> None:
     request = RequestView(prompt_tokens, prompt_tokens)
-    if goodput.load(one, request) < goodput.load(other, request):
+    if one.load < other.load:
         assert goodput.score(one, request) >= goodput.score(other, request)
 
 

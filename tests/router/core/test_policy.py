@@ -14,7 +14,7 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.events import LinkId
 from router.core.ledger import OutputMean
-from router.core.policy import least_loaded, power_of_two, prefix_aware, random, round_robin
+from router.core.policy import goodput, least_loaded, power_of_two, prefix_aware, random, round_robin
 from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.decider import Reason, decide
 from router.core.policy.draws import draw
@@ -71,7 +71,7 @@ def test_forced_disaggregation_without_a_prefill_pool_is_unavailable() -> None:
             decide(asked, configured, prompt_tokens=1, colocate_below_tokens=0, has_prefill=False)
 
 
-BUILT_IN_SCORES = [module.score for module in (least_loaded, power_of_two, prefix_aware, random, round_robin)]
+BUILT_IN_SCORES = [module.score for module in (goodput, least_loaded, power_of_two, prefix_aware, random, round_robin)]
 
 
 @given(st.lists(candidates, max_size=4), st.integers(1, 10_000))

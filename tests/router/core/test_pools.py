@@ -279,7 +279,7 @@ def come(stage: Stage, name: str, random: Random, longest: int) -> None:
     slo = dataclasses.replace(random.choice(list(BUILT_IN.values())), priority=random.randint(-1, 1))
     name_ = RequestId(name)
     stage.outcomes[name_] = Outcome()
-    spec = RequestSpec(tuple(range(prompt_len)), SamplingParams(max_tokens=random.randint(1, 4)))
+    spec = RequestSpec(tuple(range(prompt_len)), SamplingParams(max_tokens=random.randint(1, 4)), slo.priority)
     stage.tell(ev.Submit(name_, spec, arrived_s=stage.now_s, deadline_s=stage.now_s + 1e6, slo=slo))
 
 

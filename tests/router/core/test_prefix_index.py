@@ -6,6 +6,7 @@ from functools import reduce
 from operator import xor
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -39,6 +40,7 @@ class Model:
         self.told: set[int] = set()
         self.number = 0
         self.agreed = True
+        self.shares = False
         self.works: dict[int, tuple[int, ...]] = {}
         self.ending: dict[int, int] = {}
 
@@ -87,7 +89,7 @@ class IndexMachine(RuleBasedStateMachine):
         link, model = self.pick(data)
         model.number += 1
         assert not self.index.apply(link, PrefixDelta(model.number, tuple(now), (), digest(now), True), now_s=0.0)
-        model.told, model.agreed = now, True
+        model.told, model.agreed, model.shares = now, True, True
         model.end(list(model.ending))
 
     @precondition(lambda self: self.models)
@@ -100,7 +102,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.apply(link, told, now_s=0.0)
         model.agreed = model.agreed and fault == "none"
         if model.agreed:
-            model.told = now
+            model.told, model.shares = now, True
             model.end(list(model.ending))
 
     @precondition(lambda self: self.models)
@@ -109,7 +111,7 @@ class IndexMachine(RuleBasedStateMachine):
         link, model = self.pick(data)
         self.handles += 1
         self.index.expect(link, Handle(self.handles), tuple(keys))
-        if keys:
+        if keys and model.shares:
             model.works[self.handles] = tuple(keys)
 
     @precondition(lambda self: any(model.works for model in self.models.values()))
@@ -182,6 +184,8 @@ class SlowlySweptMachine(IndexMachine):
 TestIndex = IndexMachine.TestCase
 TestSlowlySweptIndex = SlowlySweptMachine.TestCase
 TestSmallIndex = SmallIndexMachine.TestCase
+TestIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSlowlySweptIndex.settings = TestSmallIndex.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 def index_of(*, max_bytes: int = PLENTY, **keys_of: tuple[int, ...]) -> PrefixIndex:
@@ -233,6 +237,14 @@ def test_there_is_no_time_between_the_end_of_work_and_the_delta_that_covers_it()
     assert index.walk((1, 2, 3), Role.PREFILL).blocks(LINK) == 3
     index.apply(LINK, PrefixDelta(2, (1, 2), (), digest({1, 2})), now_s=0.0)
     assert index.walk((1, 2, 3), Role.PREFILL).blocks(LINK) == 2, "the delta says what came of it"
+
+
+def test_a_worker_that_tells_nothing_gets_no_credit() -> None:
+    """It does not share blocks, so what it computes is lost with the request."""
+    index = PrefixIndex(PLENTY)
+    index.join(LINK, hello("p0", Role.PREFILL))
+    index.expect(LINK, Handle(1), (1, 2))
+    assert not index.walk((1, 2), Role.PREFILL)
 
 
 def test_a_new_link_of_a_worker_starts_empty() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.core.errors import (
     DeadlineExceeded,
+    InvalidRequest,
     KvCorrupt,
     KvRotted,
     LeaseGone,
@@ -16,8 +17,9 @@ from pdserve.core.errors import (
     ReplicaLost,
     TransferFailed,
     Unavailable,
+    UnknownWorker,
 )
-from pdserve.core.ids import Handle, RequestId
+from pdserve.core.ids import Handle, RequestId, WorkerId
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core import events as ev
@@ -591,3 +593,17 @@ def test_a_cancelled_request_does_not_set_its_pair_aside() -> None:
     assert outcome.ended == ["cancelled"]
     assert not len(stage.core.pairs)
     stage.assert_empty()
+
+
+def test_a_budget_goes_to_the_worker_that_is_named_and_within_its_limits() -> None:
+    stage = pools(prefill=1, decode=1)
+    peer = next(p for p in stage.peers.values() if p.hello.role is Role.DECODE)
+    stage.tell(ev.BudgetAsked(peer.hello.worker_id, 16))
+    with pytest.raises(UnknownWorker, match="worker_id: worker 'moon' is not linked"):
+        stage.tell(ev.BudgetAsked(WorkerId("moon"), 16))
+    silent = stage.join("decode-9", Role.DECODE, max_num_batched_tokens=0)
+    with pytest.raises(InvalidRequest, match="max_num_batched_tokens: 16 is out of range; worker 'decode-9' takes nothing"):
+        stage.tell(ev.BudgetAsked(silent.hello.worker_id, 16))
+    small = stage.join("decode-8", Role.DECODE, max_num_batched_tokens=2)  # less than a block: it can only have what it has
+    stage.tell(ev.BudgetAsked(small.hello.worker_id, 2))
+    assert [(e.link, e.max_num_batched_tokens) for e in sent(stage, ev.SendBudget)] == [(peer.link, 16), (small.link, 2)]

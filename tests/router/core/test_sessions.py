@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import RouterConfig
@@ -39,6 +39,7 @@ def joined(registry: Registry, link: int, worker_id: str, role: Role, incarnatio
     registry.join(ev.LinkId(link), hello(worker_id, role, incarnation=Incarnation(incarnation)), now_s=0.0)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(["", *"abcdef"]), st.sampled_from(["", "x"]), st.sampled_from([1, 2])), max_size=40))
 def test_the_sessions_of_the_last_turns_are_remembered_and_no_more(turns: list[tuple[str, str, int]]) -> None:
     registry = Registry(FINGERPRINT)

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from pdserve.core.errors import Cancelled
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason
-from router.api.answer import Delta
-from router.service.buffered_generation import MAX_JOINED, BufferedGeneration
+from pdserve.core.sampling import FinishReason, Placement
+from router.api.answer import Delta, Report
+from router.service.buffered_generation import MAX_JOINED, BufferedGeneration, Deliveries
 
 LIMIT_S = 30.0
+REPORT = Report(Placement.COLOCATED, "auto", 1, 1)
 LAST = Delta(0, (7,), "a", FinishReason.LENGTH)
 
 
@@ -87,5 +88,99 @@ def test_deltas_with_logprobs_are_not_joined() -> None:
         for index in range(3):
             generation.push(Delta(index, (index,), "a", None, (TokenLogprobs(-0.5, ()),)))
         assert [len((await anext(generation)).ids) for _ in range(3)] == [1, 1, 1]
+
+    asyncio.run(story())
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.booleans()), min_size=1, max_size=20),
+    fails=st.booleans(),
+)
+def test_each_delta_goes_to_the_taker_or_to_the_task_in_order(turns: list[tuple[int, bool, bool]], fails: bool) -> None:
+    """In each turn some deltas come, the taker is willing or not (or raises), and the task is slow or not."""
+
+    async def story() -> None:
+        generation = BufferedGeneration("r", 1, lambda _: None)
+        willing = slow = False
+        got: list[Delta] = []
+
+        def taker(delta: Delta) -> bool:
+            if not willing:
+                if fails:
+                    raise ValueError("a bug")
+                return False
+            assert delta.finish_reason is None
+            got.append(delta)
+            return True
+
+        async def task() -> None:
+            async for delta in generation:
+                got.append(delta)
+                generation.take_by(taker)
+                while slow:  # noqa: ASYNC110 - until the next turn
+                    await asyncio.sleep(0)
+
+        client = asyncio.create_task(task())
+        index = 0
+        for count, willing, slow in turns:  # noqa: B007 - the taker and the task read them
+            for _ in range(count):
+                generation.push(Delta(index, (index,), f"{index} ", None))
+                index += 1
+            for _ in range(4):
+                await asyncio.sleep(0)
+        slow = False
+        generation.push(Delta(index, (index,), f"{index} ", FinishReason.LENGTH))
+        generation.end(REPORT, None)
+        async with asyncio.timeout(10):
+            await client
+        assert [i for delta in got for i in delta.ids] == list(range(index + 1))
+        assert "".join(delta.text for delta in got) == "".join(f"{i} " for i in range(index + 1))
+        assert [delta.finish_reason for delta in got if delta.finish_reason] == [FinishReason.LENGTH]
+
+    asyncio.run(story())
+
+
+def test_a_step_of_many_requests_costs_one_wake_up() -> None:
+    """The taker of each gets its delta in the next turn, and what comes in one turn is one delta."""
+
+    async def story() -> None:
+        deliveries = Deliveries()
+        loop = asyncio.get_running_loop()
+        generations = [BufferedGeneration(str(n), 1, lambda _: None, deliveries) for n in range(5)]
+        taken: list[tuple[int, Delta]] = []
+        tasks = [asyncio.ensure_future(anext(generation)) for generation in generations]
+        await asyncio.sleep(0)
+        for number, generation in enumerate(generations):
+            generation.take_by(lambda delta, number=number: not taken.append((number, delta)))  # type: ignore[misc]
+        calls: list[object] = []
+        soon, loop.call_soon = loop.call_soon, lambda *call, **_: calls.append(call)  # type: ignore[method-assign,assignment]
+        try:
+            for generation in generations:
+                generation.push(Delta(1, (1,), "a", None))
+                generation.push(Delta(2, (2,), "b", None))
+        finally:
+            loop.call_soon = soon  # type: ignore[method-assign]
+        assert len(calls) == 1
+        deliveries._serve()
+        assert taken == [(number, Delta(1, (1, 2), "ab", None)) for number in range(5)]
+        for generation in generations:
+            generation.push(LAST)
+        assert [await task for task in tasks] == [LAST] * 5
+
+    asyncio.run(story())
+
+
+def test_a_client_whose_taker_takes_does_not_stall() -> None:
+    async def story() -> None:
+        generation = BufferedGeneration("r", 1, lambda _: None)
+        waiting = asyncio.ensure_future(anext(generation))
+        await asyncio.sleep(0)
+        generation.take_by(lambda _: True)
+        for now_s in (0.0, 1.0, LIMIT_S, 3 * LIMIT_S):
+            generation.push(Delta(0, (7,), "a", None))
+            assert not generation.stalls(now_s=now_s, limit_s=LIMIT_S)
+            await asyncio.sleep(0)
+        generation.push(LAST)
+        assert await waiting == LAST
 
     asyncio.run(story())
