@@ -1,14 +1,15 @@
 """Measures how a long prompt delays the streams beside it, by the size of its chunks, and how small chunks delay the prompt.
 
     python -m bench.engine.chunks [--chunks 128 256 512 1024 2048] [--streams 8] [--prompt-tokens 4000] [--rounds 3] [--wall]
-                           [--plot FILE.png]
+                           [--tpot S] [--plot FILE.png]
 
 One engine thread runs as in a colocated worker. Streams decode; then a prompt arrives and is computed in chunks. A step has
 at most `max_num_batched_tokens` tokens, of which each stream takes one. The prompt runs twice in each round, alone and beside
 the streams; the sizes take turns. A chunk costs more when it has more tokens of its prompt before it. So the gaps between a
 stream's tokens (ITL) are compared with the slowest chunk alone: their 99th percentile may be 1.5 times as long. Times are
 CPU time of the engine thread, which has one compute thread and waits for nothing, so other work on the machine does not
-count; `--wall` measures wall-clock time instead.
+count; `--wall` measures wall-clock time instead. With `--tpot` each size also runs with streams that have this target for the
+time between their tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.messages import Abort, Reserve, StepEvents
 
+Case = tuple[int, float]
+"""The most tokens of a step, and the target of the streams in seconds. 0: they have none."""
 GOAL: Final = 1.5
 STREAM_TOKENS: Final = 128  # tokens of a stream's prompt
 SETTLED: Final = 4  # tokens that each stream has output before the prompt arrives
@@ -86,11 +89,11 @@ class Engine:
         self.thread = EngineThread(lambda: (runner, scheduler, pool), self._publish, self._die)
         self.thread.start(TIMEOUT_S)
 
-    def add(self, seq_id: SeqId, tokens: int) -> None:
-        """Start a sequence with a prompt of `tokens` tokens."""
+    def add(self, seq_id: SeqId, tokens: int, tpot_s: float = 0.0) -> None:
+        """Start a sequence with a prompt of `tokens` tokens and a target for the time between its own. 0: it has none."""
         prompt = tuple((7 + 31 * seq_id + i) % 500 for i in range(tokens))
         params = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
-        self.thread.submit(Reserve(seq_id, RequestSpec(prompt, params), local_prefill=True))
+        self.thread.submit(Reserve(seq_id, RequestSpec(prompt, params, tpot_s=tpot_s), local_prefill=True))
 
     def next(self) -> tuple[float, StepEvents]:
         """Return the next message and its time. Raises `queue.Empty` after TIMEOUT_S, for example when the engine has died."""
@@ -118,11 +121,11 @@ def started(runner: ModelRunner, budget: int, clock: Callable[[], float]) -> Ite
         assert engine.thread.stop(TIMEOUT_S), "the engine thread did not stop"
 
 
-def run_prompt(engine: Engine, streams: int, tokens: int) -> tuple[float, list[float]]:
+def run_prompt(engine: Engine, streams: int, tokens: int, tpot_s: float = 0.0) -> tuple[float, list[float]]:
     """Run the prompt beside so many streams. Return its time to first token and the time of each step until then."""
     ids = [SeqId(1 + i) for i in range(streams)]
     for seq_id in ids:
-        engine.add(seq_id, STREAM_TOKENS)
+        engine.add(seq_id, STREAM_TOKENS, tpot_s)
     seen = dict.fromkeys(ids, 0)
     while any(count < SETTLED for count in seen.values()):
         for token in engine.next()[1].tokens:
@@ -142,35 +145,35 @@ def run_prompt(engine: Engine, streams: int, tokens: int) -> tuple[float, list[f
     return times[-1] - times[0], [b - a for a, b in pairwise(times)]
 
 
-def measure(runner: ModelRunner, sizes: list[int], streams: int, tokens: int, rounds: int, wall: bool) -> dict[int, Found]:
-    """Measure each chunk size, in turn, over all rounds.
+def measure(runner: ModelRunner, cases: list[Case], streams: int, tokens: int, rounds: int, wall: bool) -> dict[Case, Found]:
+    """Measure each case, in turn, over all rounds.
 
     Every stream has a token in every step, so the time of a step is the gap between two tokens of each stream.
     """
-    found = {size: Found() for size in sizes}
+    found = {case: Found() for case in cases}
     clock = time.perf_counter if wall else time.thread_time
     for _ in range(rounds):
-        for size, one in found.items():
+        for (size, tpot_s), one in found.items():
             with started(runner, size, clock) as engine:
                 ttft, chunks = run_prompt(engine, 0, tokens)
                 one.ttfts_alone.append(ttft)
                 one.chunks += chunks
             with started(runner, size, clock) as engine:
-                ttft, itls = run_prompt(engine, streams, tokens)
+                ttft, itls = run_prompt(engine, streams, tokens, tpot_s)
                 one.ttfts.append(ttft)
                 one.itls += itls
     return found
 
 
-def report(found: dict[int, Found], title: str) -> Table:
-    """Return the table of results, one row for each chunk size."""
+def report(found: dict[Case, Found], title: str) -> Table:
+    """Return the table of results, one row for each case."""
     table = Table("chunk", title=title)
     for column in ("chunk alone p50 ms", "p99 ms", "ITL p50 ms", "p99 ms", "p99 / chunk's p99", "TTFT s", "TTFT alone s"):
         table.add_column(column, justify="right")
-    for size, one in found.items():
+    for (size, tpot_s), one in found.items():
         ratio = percentile(one.itls, 99) / one.slowest_chunk
         table.add_row(
-            str(size),
+            f"{size}, target {tpot_s * 1e3:.0f} ms" if tpot_s else str(size),
             *(f"{percentile(values, share) * 1e3:.0f}" for values in (one.chunks, one.itls) for share in (50, 99)),
             f"{ratio:.2f}" + ("" if ratio <= GOAL else f" (goal {GOAL})"),
             *(f"{statistics.median(values):.2f}" for values in (one.ttfts, one.ttfts_alone)),
@@ -223,6 +226,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--wall", action="store_true", help="measure wall-clock time instead of CPU time of the engine thread")
+    parser.add_argument("--tpot", type=float, metavar="S", help="also measure each size with this target of the streams")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw ITL and TTFT over the chunk size; needs matplotlib")
     args = parser.parse_args()
     directory = resolve(args.model)
@@ -237,14 +241,15 @@ def main() -> None:
         max_model_len=longest,
     )
     runner = ModelRunner.load(directory, card, config)
-    found = measure(runner, args.chunks, args.streams, args.prompt_tokens, args.rounds, args.wall)
+    cases = [(size, tpot_s) for size in args.chunks for tpot_s in ((0.0, args.tpot) if args.tpot else (0.0,))]
+    found = measure(runner, cases, args.streams, args.prompt_tokens, args.rounds, args.wall)
     title = (
         f"{card.name}, bfloat16, one thread: a prompt of {args.prompt_tokens:,} tokens beside {args.streams} streams, "
         f"{args.rounds} rounds, {'time on the wall' if args.wall else 'CPU time'}"
     )
     Console(width=120).print(report(found, title))
     if args.plot is not None:
-        plot(found, args.plot, title)
+        plot({size: one for (size, tpot_s), one in found.items() if not tpot_s}, args.plot, title)
 
 
 if __name__ == "__main__":

@@ -30,5 +30,5 @@ def set_budget(tokens: int, address: str, cluster_token: str, workers: tuple[str
     role = roles[pool] if pool else common_pb2.ROLE_UNSPECIFIED
     with AdminClient(address, cluster_token) as client:
         told = client.set_budget(workers, role, tokens)
-    make_console().print(f"{', '.join(told)}: at most {tokens} tokens a step until the next restart; `pdserve status` shows it")
+    make_console().print(f"{', '.join(told)}: at most {tokens} tokens a step until the next restart")
     return 0

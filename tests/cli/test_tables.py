@@ -48,6 +48,17 @@ def _shown(state: inference_pb2.GetClusterStateResponse, width: int = 80) -> str
     return captured.get()
 
 
+def test_status_shows_a_budget_that_an_operator_has_lowered() -> None:
+    def state(now: int) -> inference_pb2.GetClusterStateResponse:
+        hello = {"worker_id": "decode-0", "max_num_batched_tokens": 8192}
+        worker = inference_pb2.WorkerState(hello=hello, load={"max_num_batched_tokens": now}, ready=True)
+        return inference_pb2.GetClusterStateResponse(workers=[worker])
+
+    for width in (80, 200):
+        assert "256 of 8192" in " ".join(_shown(state(256), width).split())
+        assert "of 8192" not in _shown(state(8192), width)
+
+
 def test_status_says_who_drains_and_why_one_is_not_ready() -> None:
     workers = [
         inference_pb2.WorkerState(hello={"worker_id": "decode-0"}, ready=True),

@@ -6,7 +6,9 @@ import asyncio
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
+from pdserve.cli import main
 from pdserve.client import AdminClient, CallFailed
 from pdserve.config import RouterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
@@ -88,7 +90,7 @@ def test_a_budget_goes_to_workers_or_pools_and_to_all_of_them_or_none() -> None:
             await cluster.decode.wait_for(lambda: cluster.decode.budget == 100)
             await more.wait_for(lambda: more.budget == 100)
             await cluster.prefill.wait_for(lambda: cluster.prefill.budget == 500)
-            assert [worker.commands.count("set_budget") for worker in cluster.workers] == [1, 1, 1]
+            assert sum(worker.commands.count("set_budget") for worker in cluster.workers) == 4
 
     asyncio.run(story())
 
@@ -108,6 +110,13 @@ def _set_budgets(address: str) -> None:
                 operator.set_budget(worker_ids, role, tokens)
         assert sorted(operator.set_budget((), decode, 100)) == ["decode-0", "decode-1"]
         assert operator.set_budget(("prefill-0", "prefill-0"), neither, 500) == ["prefill-0"]
+    told = CliRunner().invoke(main, ["set-budget", "100", "--worker", "decode-0", "--address", address])
+    assert (told.exit_code, told.stdout) == (0, "decode-0: at most 100 tokens a step until the next restart\n")
+    refused = CliRunner().invoke(main, ["set-budget", "999", "--pool", "prefill", "--address", address])
+    assert refused.exit_code == 1
+    assert "max_num_batched_tokens: 999 is out of range; worker 'prefill-0'" in refused.stderr
+    for arguments in ((), ("--worker", "decode-0", "--pool", "decode")):
+        assert CliRunner().invoke(main, ["set-budget", "100", *arguments]).exit_code == 2
 
 
 def test_an_admin_port_for_others_needs_a_token_and_a_port_of_its_own() -> None:

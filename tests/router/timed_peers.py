@@ -52,7 +52,7 @@ class TimedStage(Stage):
         self._order = itertools.count()
         self.timed: list[TimedPeer] = []
 
-    def worker(self, name: str, role: Role, *, tokens_per_s: float = 0.0, step_s: float = 0.01, **changes: object) -> TimedPeer:
+    def worker(self, name: str, role: Role, *, tokens_per_s: float = 0.0, step_s: float = 0.02, **changes: object) -> TimedPeer:
         timed = TimedPeer(self.join(name, role, **(LARGE | changes)), tokens_per_s, step_s)
         self.timed.append(timed)
         self._beat(timed)

@@ -10,7 +10,6 @@ from hypothesis import given
 
 from pdserve.core.errors import Overloaded
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
-from pdserve.core.worker import Role
 from router.core.events import LinkId
 from router.core.forecast import times
 from router.core.forecast.prediction import Prediction, check_target, predict
@@ -47,7 +46,7 @@ requests = st.builds(
 )
 
 measured = st.builds(
-    lambda worker, rate, step_s: worker._replace(prompt_tokens_per_s=rate, decode_step_s=step_s, role=Role.DECODE),
+    lambda worker, rate, step_s: worker._replace(prompt_tokens_per_s=rate, decode_step_s=step_s),
     workers,
     st.floats(0.01, 1e6),
     st.floats(1e-4, 10.0),

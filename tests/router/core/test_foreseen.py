@@ -16,6 +16,7 @@ from ..core_peers import Outcome
 from ..timed_peers import TimedStage
 
 CHAT = SloClass("chat", ttft_s=0.5)
+PATIENT = SloClass("patient", ttft_s=1000.0)
 RATE = 1000.0
 
 
@@ -34,7 +35,8 @@ def report(outcome: Outcome) -> Report:
 
 
 def finish(stage: TimedStage) -> None:
-    stage.until(stage.now_s + 60.0)
+    while stage.core.num_requests:
+        stage.until(stage.now_s + 1.0)
     stage.assert_empty()
 
 
@@ -53,9 +55,11 @@ def test_an_overload_refuses_the_class_with_a_target_and_says_when_to_come_back(
         stage.arrive("late", prompt_len=300, slo=CHAT)
     assert refused.value.retry_after_s == pytest.approx(0.2)
     assert "class chat" in str(refused.value)
-    patient = stage.arrive("patient", prompt_len=300)  # of a class without a target
+    patient = stage.arrive("patient", prompt_len=300, slo=PATIENT)
+    without = stage.arrive("without", prompt_len=300)
     finish(stage)
     assert report(patient).predicted_ttft_s == pytest.approx(0.7)
+    assert report(without).predicted_ttft_s == 0.0
 
 
 def test_after_the_time_that_it_was_told_a_client_is_served_in_time() -> None:
@@ -109,7 +113,8 @@ def test_predictions_come_true_while_workers_keep_to_their_rates(seed: int) -> N
     outcomes = []
     for n in range(60):
         stage.until(stage.now_s + random.expovariate(8.0))
-        outcomes.append(stage.arrive(f"r{n}", prompt_len=random.randint(50, 500), placement=Placement.DISAGGREGATED))
+        prompt_len = random.randint(50, 500)
+        outcomes.append(stage.arrive(f"r{n}", prompt_len=prompt_len, slo=PATIENT, placement=Placement.DISAGGREGATED))
     finish(stage)
     errors = [report(o).ttft_s - report(o).predicted_ttft_s for o in outcomes]
     waits = [report(o).ttft_s for o in outcomes]
@@ -122,7 +127,7 @@ def test_a_long_prefill_queue_sends_prompts_to_an_idle_decode_worker() -> None:
     first = stage.arrive("first", prompt_len=100)
     stage.until(5.0)
     apart = [stage.arrive(f"long-{n}", prompt_len=3000, placement=Placement.DISAGGREGATED) for n in range(2)]
-    local = stage.arrive("local", prompt_len=500)  # 6 s there, and here 0.5 s for itself and for each that decodes
+    local = stage.arrive("local", prompt_len=500, slo=PATIENT)  # 6 s there, and here 0.5 s for itself and for each that decodes
     asked = stage.arrive("asked", prompt_len=500, placement=Placement.DISAGGREGATED)
     finish(stage)
     assert report(first).placement_reason == "default"
@@ -138,8 +143,8 @@ def test_many_sequences_that_decode_keep_prompts_away_and_so_does_the_setting() 
         stage.arrive("first", prompt_len=100)
         stage.until(5.0)
         for n in range(busy):
-            stage.arrive(f"busy-{n}", prompt_len=10, max_tokens=3000, placement=Placement.DISAGGREGATED)
-        stage.until(10.0)
+            stage.arrive(f"busy-{n}", prompt_len=10, max_tokens=150, placement=Placement.DISAGGREGATED)
+        stage.until(6.0)
         stage.arrive("long", prompt_len=3000, placement=Placement.DISAGGREGATED)
         outcome = stage.arrive("r", prompt_len=500)
         finish(stage)
@@ -157,3 +162,16 @@ def test_prompts_that_move_to_a_decode_worker_count_there_at_once() -> None:
     reasons = [report(o).placement_reason for o in outcomes]
     assert reasons[0] == "prefill_queue"
     assert reasons.count("prefill_queue") < 5
+
+
+def test_goodput_judges_each_worker_by_the_tokens_that_it_decides() -> None:
+    """In two pools nobody knows how fast a decode worker computes prompts, and a prefill worker has no decode steps: such a
+    target is not unknown, it is another worker's."""
+    stage = TimedStage(prefill_policy="goodput", decode_policy="goodput")
+    for n, rate in enumerate((100.0, 1000.0)):
+        stage.worker(f"prefill-{n}", Role.PREFILL, tokens_per_s=rate, step_s=0.0)
+    for n, step_s in enumerate((0.2, 0.02)):
+        stage.worker(f"decode-{n}", Role.DECODE, step_s=step_s)
+    outcomes = [stage.arrive(f"r{n}", prompt_len=100, slo=SloClass("chat", ttft_s=0.5, tpot_s=0.05)) for n in range(3)]
+    finish(stage)
+    assert {(report(o).prefill_worker, report(o).decode_worker) for o in outcomes} == {("prefill-1", "decode-1")}
