@@ -12,9 +12,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.progress import Progress
@@ -27,6 +31,8 @@ from clustersim.traces import TraceRequest, faster, oracle_tokens, read_trace
 from clustersim.workers import WorkerShape
 from pdserve.core.slo import SloClass
 from router.service.policies import BUILTINS
+
+TOLD_EVERY: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +62,44 @@ def spec_of(args: argparse.Namespace, policy: str) -> ClusterSpec:
     )
 
 
+_progress: SimpleQueue[int] | None = None
+"""The queue to which a child process tells how many more requests have ended."""
+
+
+def _begin(progress: SimpleQueue[int]) -> None:
+    global _progress
+    _progress = progress
+
+
+def _run(args: argparse.Namespace, policy: str, requests: Sequence[TraceRequest]) -> Result:
+    """Run one policy in a child process."""
+    ended = count(1)
+
+    def tell() -> None:
+        if _progress is not None and next(ended) % TOLD_EVERY == 0:
+            _progress.put(TOLD_EVERY)
+
+    began_s = time.monotonic()
+    return Result(policy, simulate(spec_of(args, policy), requests, tell), time.monotonic() - began_s)
+
+
 def measure(
     args: argparse.Namespace, policies: Sequence[str], requests: Sequence[TraceRequest], console: Console
 ) -> list[Result]:
-    """Run all policies, one after the other."""
-    results = []
-    with Progress(console=console, transient=True) as progress:
-        for policy in policies:
-            bar = progress.add_task(policy, total=len(requests))
-            began_s = time.monotonic()
-            report = simulate(spec_of(args, policy), requests, partial(progress.advance, bar))
-            results.append(Result(policy, report, time.monotonic() - began_s))
-    return results
+    """Run all policies, `args.jobs` at a time."""
+    context = get_context("fork")
+    told: SimpleQueue[int] = context.SimpleQueue()
+    with (
+        Progress(console=console, transient=True) as progress,
+        ProcessPoolExecutor(args.jobs, context, _begin, (told,)) as pool,
+    ):
+        bar = progress.add_task(f"{len(policies)} policies", total=len(policies) * len(requests))
+        runs = [pool.submit(_run, args, policy, requests) for policy in policies]
+        while any(not run.done() for run in runs):
+            while not told.empty():
+                progress.advance(bar, told.get())
+            time.sleep(0.1)
+        return [run.result() for run in runs]
 
 
 def table_of(results: Sequence[Result], requests: Sequence[TraceRequest], title: str) -> Table:
@@ -148,6 +180,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=None, help="only the first so many requests")
     parser.add_argument("--ttft", type=float, default=10.0, help="target for TTFT in seconds")
     parser.add_argument("--tpot", type=float, default=0.1, help="target for TPOT in seconds")
+    parser.add_argument("--jobs", type=int, default=2, help="policies that run at the same time, each in a process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="file for the drawing")
     args = parser.parse_args()

@@ -21,8 +21,8 @@ KEY_BYTES: Final = 8
 class PrefixDelta:
     """The changes of the set of keys that one worker holds, since the last delta on the same link.
 
-    `number` counts the deltas of a link from 1. `digest` is the exclusive or of all keys that the worker holds after this
-    delta. With `full`, `added` lists all of them, and what was known before is replaced.
+    `number` counts the deltas of a link from 1. `digest` is the exclusive or of all keys that the link has been told after this
+    delta. With `full`, what was told before is replaced by `added`; the next deltas have the rest of a large pool.
     """
 
     number: int

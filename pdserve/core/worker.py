@@ -75,7 +75,7 @@ class WorkerLoad:
     kv_corrupt_blocks: int = 0
     kv_rotted_blocks: int = 0
     prompt_tokens_per_s: float = 0.0
-    """The prompt tokens that the engine computes in a second of steps that compute prompts, of late. 0: none were computed."""
+    """The prompt tokens that the engine computes in a second of steps that compute prompts, of late. 0: too few to tell."""
     decode_step_s: float = 0.0
     """The time of a step that computes no prompt, of late. 0: there was none."""
     max_num_batched_tokens: int = 0

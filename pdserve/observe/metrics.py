@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.observe.record import RequestRecord
 from pdserve.observe.slo_metrics import SloMetrics
-from pdserve.observe.snapshot import ClusterSnapshot, PrefixSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
 
 LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -112,6 +112,7 @@ class _ClusterCollector(Collector):
         aside = len(cluster.set_aside)
         yield GaugeMetricFamily("pdserve_pairs_set_aside", "Pairs of workers between which KV did not pass.", value=aside)
         yield from _prefixes(cluster.prefixes)
+        yield _picks(cluster.picks)
         yield _blocks(cluster.workers)
         for name, text, read in _WORKER_GAUGES:
             family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
@@ -163,6 +164,13 @@ def _prefixes(prefixes: PrefixSnapshot) -> Iterator[Metric]:
     for role, tokens in prefixes.predicted_tokens:
         predicted.add_metric([role.value], tokens)
     yield predicted
+
+
+def _picks(picks: tuple[PickSnapshot, ...]) -> CounterMetricFamily:
+    family = CounterMetricFamily("pdserve_picks", "Workers picked, by policy and reason.", labels=["role", "policy", "reason"])
+    for pick in picks:
+        family.add_metric([pick.role.value, pick.policy, pick.reason], pick.count)
+    return family
 
 
 def _blocks(workers: tuple[WorkerSnapshot, ...]) -> GaugeMetricFamily:

@@ -35,7 +35,7 @@ class RequestRecord:
     slo_class: str = ""
     ttft_met: bool | None = None  # None: the class has no such target, or the request was cancelled before it could be missed
     tpot_met: bool | None = None
-    predicted_ttft_s: float = 0.0  # ttft_s as it was foreseen at arrival; 0: nobody knew
+    predicted_ttft_s: float = 0.0  # ttft_s as it was foreseen at arrival; 0: without a target, or nobody knew
     refusal: str = ""  # why the router gave the request up while it waited, such as "shed"; empty: it did not
 
     @property

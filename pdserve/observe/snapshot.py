@@ -74,6 +74,16 @@ class PrefixSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class PickSnapshot:
+    """The number of times, since the router's start, that a policy picked a worker of a role for this reason."""
+
+    role: Role
+    policy: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
     """The state of the router, its workers, and the pairs of workers that are set aside."""
 
@@ -86,3 +96,4 @@ class ClusterSnapshot:
     classes_window_s: float = 0.0
     exact: bool = True  # all workers store weights and KV in the same formats
     prefixes: PrefixSnapshot = PrefixSnapshot()
+    picks: tuple[PickSnapshot, ...] = ()

@@ -94,7 +94,8 @@ class LiveRequest:
     """The error codes that made each attempt after the first necessary."""
     rebinds: int = 0
     predicted_ttft_s: float = 0.0
-    """The time from arrival to the first token, as it was foreseen when the request was queued. 0: nobody knew."""
+    """The time from arrival to the first token, as it was foreseen when the request was queued. 0: the class has no target for
+    it, or nobody knew."""
     exact: bool = True
     """True while all linked workers computed alike each time a part of this request was placed."""
     keeps: LinkId | None = None

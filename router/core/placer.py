@@ -7,6 +7,7 @@ A choice looks at a shortlist (`router.core.policy.shortlist`), so it costs the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -84,6 +85,8 @@ class Placer:
         """The reason of the last pick."""
         self.cached_tokens = 0
         """The tokens of the prompt whose KV the last pick probably holds."""
+        self.picks: Counter[tuple[Role, str, Why]] = Counter()
+        """The picks by role, policy and reason. Probes are not counted."""
         self.predicted_tokens = dict.fromkeys(Role, 0)
         """The sum of `cached_tokens` of all picks, by role."""
         self._decided: tuple[tuple[LiveRequest, int, float, int], tuple[Placement, Reason]] | None = None
@@ -344,6 +347,7 @@ class Placer:
         self.why = why(picked, ranking.shortlist)
         self.cached_tokens = picked.cached_tokens
         self.predicted_tokens[role] += picked.cached_tokens
+        self.picks[role, ranking.name, self.why] += 1
         pool.picked(worker)
         return worker
 

@@ -21,7 +21,7 @@ from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.core.worker import Role, check_step_tokens
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PrefixSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
@@ -241,9 +241,14 @@ class RouterService:
             set_aside=tuple(_pair_snapshot(pair, now_s) for pair in self._core.pairs.set_aside(now_s=now_s)),
             exact=self._core.registry.exact,
             prefixes=self._prefix_snapshot(),
+            picks=self._picks(),
             classes=self._attainment.classes(now_s),
             classes_window_s=WINDOW_S,
         )
+
+    def _picks(self) -> tuple[PickSnapshot, ...]:
+        counted = self._core.placer.picks.items()
+        return tuple(PickSnapshot(role, policy, why.value, count) for (role, policy, why), count in counted)
 
     def _prefix_snapshot(self) -> PrefixSnapshot:
         index, predicted = self._core.prefix_index, self._core.placer.predicted_tokens

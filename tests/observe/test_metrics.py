@@ -11,7 +11,7 @@ from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.record import RequestRecord
-from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PrefixSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
 
 RECORD = RequestRecord(
     request_id="r", outcome="stop", placement="disaggregated", placement_reason="default", prefill_worker="p",
@@ -58,6 +58,12 @@ def test_damaged_kv_is_counted_by_worker() -> None:
     metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(worker,)))
     assert values(metrics, "pdserve_kv_corrupt_blocks_total") == {("decode", "d"): 3.0}
     assert values(metrics, "pdserve_kv_rotted_blocks_total") == {("decode", "d"): 1.0}
+
+
+def test_picks_are_counted_by_policy_and_reason() -> None:
+    picks = (PickSnapshot(Role.DECODE, "prefix_aware", "cached_prefix", 4),)
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, picks=picks))
+    assert values(metrics, "pdserve_picks_total") == {("prefix_aware", "cached_prefix", "decode"): 4.0}
 
 
 def test_the_index_of_held_prefixes_is_shown() -> None:

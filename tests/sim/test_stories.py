@@ -170,6 +170,18 @@ def test_a_worker_that_tells_a_change_of_its_keys_wrong_is_asked_for_all_of_them
     assert census.world.router.core.prefix_index.resyncs == census.sent["prefix_resync", "router"] > 0
 
 
+def test_an_index_that_is_always_full_asks_nobody_for_keys_and_is_replayed() -> None:
+    shape = with_prefix_caching(Shape(router=replace(CONFIG, prefix_index_bytes=3000)), True)
+    plan = replace(calm_plan(6.0), faults=(Fault(2.0, FaultKind.KILL, "prefill0", 0.5),))
+    census = Census()
+    report = simulate(9, shape, plan, draw_asks(random.Random(9), 32, until_s=6.0, unruly=False), census)
+    assert not report.problems
+    assert census.world is not None
+    index = census.world.router.core.prefix_index
+    assert index.evicted > 0
+    assert index.resyncs == 0
+
+
 def test_the_checker_sees_a_router_that_does_not_compare_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     real = PrefixIndex._change
 

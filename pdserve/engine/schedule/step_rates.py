@@ -22,6 +22,9 @@ DISTURBED: Final = 4.0
 """The chunks of one prompt differ by less: the last of 4,000 tokens took 2.5 times as long as the first (measured on a CPU)."""
 KNOWN_STEPS: Final = 2
 """The cost is known after so many steps with prompts. A first one alone may have been disturbed."""
+KNOWN_TOKENS: Final = 64
+"""The rate of prompts is told after so many of their tokens. Probes of two tokens take a whole step each: by their rate the
+router would refuse requests that the worker could serve in time."""
 STEP_S_MIN: Final = 1e-6
 STEP_S_MAX: Final = 3600.0
 
@@ -61,12 +64,16 @@ class StepRates:
     """The rates and the cost of an engine's steps. The engine thread owns it."""
 
     def __init__(self) -> None:
-        self.prompt_tokens_per_s = 0.0
-        """The mean rate of steps that compute prompts, in prompt tokens a second. Each step counts by its prompt tokens, so a
-        step of a few tokens, which is slow for each of them, changes little. 0: there was no such step."""
+        self._rate = 0.0
         self._rate_tokens = 0
         self._with_prompts = Kind()
         self._decodes = Kind()
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """The mean rate of steps that compute prompts, in prompt tokens a second. Each step counts by its prompt tokens, so a
+        step of a few tokens, which is slow for each of them, changes little. 0: fewer than `KNOWN_TOKENS` were computed."""
+        return self._rate if self._rate_tokens >= KNOWN_TOKENS else 0.0
 
     @property
     def decode_step_s(self) -> float:
@@ -90,7 +97,7 @@ class StepRates:
         if prompt_tokens:
             self._rate_tokens = max(min(self._rate_tokens + prompt_tokens, WINDOW_TOKENS), prompt_tokens)
             rate = prompt_tokens / step_s
-            self.prompt_tokens_per_s += (rate - self.prompt_tokens_per_s) * (prompt_tokens / self._rate_tokens)
+            self._rate += (rate - self._rate) * (prompt_tokens / self._rate_tokens)
 
     @property
     def cost(self) -> StepCost | None:

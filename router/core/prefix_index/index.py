@@ -147,7 +147,6 @@ class PrefixIndex:
         if holder is None:
             return False
         self.block_size = holder.hello.block_size
-        self._sweep()
         if delta.full:
             self._replace(holder, delta)
         elif not holder.stale:
@@ -217,6 +216,7 @@ class PrefixIndex:
 
     def beat(self, link: LinkId) -> None:
         """Take note of a worker's heartbeat. Work that ended `KEPT_BEATS` heartbeats ago published nothing more."""
+        self._sweep()
         holder = self._holders.get(link)
         if holder is None or not holder.ending:
             return

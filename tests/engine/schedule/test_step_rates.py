@@ -106,3 +106,13 @@ def test_nothing_is_known_before_the_second_step_with_prompts():
     assert rates.cost is None
     rates.add(512, 0, 0.3)
     assert rates.cost is not None
+
+
+def test_probes_tell_no_rate_of_prompts() -> None:
+    """A step of two tokens takes as long as one of hundreds, so their rate says nothing of a queue of prompts."""
+    rates = StepRates()
+    for _ in range(20):
+        rates.add(2, 0, 0.02)
+    assert rates.prompt_tokens_per_s == 0.0
+    rates.add(512, 0, 0.1)
+    assert rates.prompt_tokens_per_s > 4000

@@ -16,6 +16,7 @@ from ..core_peers import Outcome
 from ..timed_peers import TimedStage
 
 CHAT = SloClass("chat", ttft_s=0.5)
+PATIENT = SloClass("patient", ttft_s=1000.0)
 RATE = 1000.0
 
 
@@ -54,9 +55,11 @@ def test_an_overload_refuses_the_class_with_a_target_and_says_when_to_come_back(
         stage.arrive("late", prompt_len=300, slo=CHAT)
     assert refused.value.retry_after_s == pytest.approx(0.2)
     assert "class chat" in str(refused.value)
-    patient = stage.arrive("patient", prompt_len=300)  # of a class without a target
+    patient = stage.arrive("patient", prompt_len=300, slo=PATIENT)
+    without = stage.arrive("without", prompt_len=300)
     finish(stage)
     assert report(patient).predicted_ttft_s == pytest.approx(0.7)
+    assert report(without).predicted_ttft_s == 0.0
 
 
 def test_after_the_time_that_it_was_told_a_client_is_served_in_time() -> None:
@@ -110,7 +113,8 @@ def test_predictions_come_true_while_workers_keep_to_their_rates(seed: int) -> N
     outcomes = []
     for n in range(60):
         stage.until(stage.now_s + random.expovariate(8.0))
-        outcomes.append(stage.arrive(f"r{n}", prompt_len=random.randint(50, 500), placement=Placement.DISAGGREGATED))
+        prompt_len = random.randint(50, 500)
+        outcomes.append(stage.arrive(f"r{n}", prompt_len=prompt_len, slo=PATIENT, placement=Placement.DISAGGREGATED))
     finish(stage)
     errors = [report(o).ttft_s - report(o).predicted_ttft_s for o in outcomes]
     waits = [report(o).ttft_s for o in outcomes]
@@ -123,7 +127,7 @@ def test_a_long_prefill_queue_sends_prompts_to_an_idle_decode_worker() -> None:
     first = stage.arrive("first", prompt_len=100)
     stage.until(5.0)
     apart = [stage.arrive(f"long-{n}", prompt_len=3000, placement=Placement.DISAGGREGATED) for n in range(2)]
-    local = stage.arrive("local", prompt_len=500)  # 6 s there, and here 0.5 s for itself and for each that decodes
+    local = stage.arrive("local", prompt_len=500, slo=PATIENT)  # 6 s there, and here 0.5 s for itself and for each that decodes
     asked = stage.arrive("asked", prompt_len=500, placement=Placement.DISAGGREGATED)
     finish(stage)
     assert report(first).placement_reason == "default"
