@@ -132,3 +132,30 @@ def test_whoever_could_be_placed_is_placed_at_once(
             if broken:
                 stage.tell(ev.Tick())
             assert not found_anew(stage)
+
+
+def test_the_wait_of_a_parked_request_ends_in_time_whoever_is_parked_before_it() -> None:
+    """One waits for a long worker since 0 s. The other, whose turn is earlier, waits for a prefill worker since 20 s."""
+    stage = Stage(recovery_wait_s=30.0)
+    short = stage.join("short", Role.DECODE, max_num_seqs=1, max_model_len=16)
+    long = stage.join("long", Role.DECODE, max_num_seqs=1)
+    prefill = stage.join("p", Role.PREFILL)
+    stage.submit("on short", max_tokens=10, placement=Placement.COLOCATED)
+    stage.submit("on long", prompt_len=30, placement=Placement.COLOCATED, deadline_s=0.5)
+    since_0_s = stage.submit("since 0 s", prompt_len=30, placement=Placement.COLOCATED)
+    since_20_s = stage.submit("since 20 s", priority=5, placement=Placement.DISAGGREGATED)
+    stage.leave(long)
+    for _ in range(29):
+        stage.now_s += 1.0
+        if stage.now_s == 20.0:
+            stage.leave(prefill)
+        for peer in (short, prefill):
+            if peer.link in stage.peers:
+                stage.heartbeat(peer)
+        stage.tell(ev.Tick())
+    assert not since_0_s.ended
+    stage.now_s += 1.0
+    stage.heartbeat(short)
+    stage.tell(ev.Tick())
+    assert since_0_s.ended == ["unavailable"]
+    assert not since_20_s.ended
