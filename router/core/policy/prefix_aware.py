@@ -24,7 +24,7 @@ def score(candidate: Candidate, request: RequestView) -> float:
     """Return the negative cost: seconds for a prefill worker, a share of the worker for a decode worker."""
     uncached = max(0, request.prompt_tokens - candidate.cached_tokens)
     if candidate.role is Role.PREFILL:
-        return -prompt_s(candidate.queued_tokens + uncached, candidate.prompt_tokens_per_s)
+        return -prompt_s(candidate.queued_tokens + uncached, candidate.counted_tokens_per_s)
     new_tokens = max(0, request.kv_tokens - candidate.cached_tokens)
     kv_share = (candidate.promised_tokens + new_tokens) / candidate.kv_tokens
     slot_share = (candidate.running + 1) / max(1, candidate.running + candidate.free_slots)
