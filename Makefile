@@ -109,6 +109,9 @@ bench-sampling: setup ## measure the way from logits to a token, beside one read
 bench-router: setup ## measure the CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router.cost
 
+bench-core: setup ## measure what a request costs in the router's core against workers, queue and held prefixes
+	@$(BIN)/python -m bench.router.core_cost
+
 TRACE ?= conversation_trace.jsonl
 bench-placement: setup ## compare policies of placement on a simulated cluster of 100 workers under TRACE
 	@$(BIN)/python -m bench.placement --trace $(TRACE)

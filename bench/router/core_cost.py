@@ -221,11 +221,9 @@ def plot(found: list[Cost], path: str) -> None:
     for panel, settings, label in zip(panels, (WORKERS, WAITING, KEYS), _LABELS, strict=True):
         for cost in found:
             if cost.settings == settings:
-                panel.plot(
-                    settings, cost.us, marker="o", label=cost.name.removeprefix("request, ").replace(", so many wait", "")
-                )
-        panel.set(xlabel=label, yscale="log")
-        panel.set_xscale("log" if settings == WORKERS else "symlog")
+                label_of = cost.name.removeprefix("request, ") if settings == WORKERS else cost.name.partition(",")[0]
+                panel.plot(range(len(settings)), cost.us, marker="o", label=label_of)
+        panel.set(xlabel=label, yscale="log", xticks=range(len(settings)), xticklabels=[f"{n:,}" for n in settings])
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     panels[0].set_ylabel("microseconds of the router's core")

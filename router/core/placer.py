@@ -71,7 +71,6 @@ class Placer:
         self._pools = pools
         self._outputs = outputs
         self._pairs = pairs
-        self._index = index
         self._seed = seed
         self._rankings = {Role.PREFILL: rankings.prefill, Role.DECODE: rankings.decode}
         self._configured = Placement(config.placement)
@@ -325,7 +324,7 @@ class Placer:
         """Let the policy of a role pick one of the workers that `ask` describes. None: there is none. `local`: the decode
         worker computes the prompt."""
         pool, ranking = self._pools.of(role), self._rankings[role]
-        held = self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
+        held = self.scout.held(role, request)
         session = self.last_turn(request, role)
         near = [] if held is None else held.longest(ranking.shortlist.holders)
         if session is not None and ranking.shortlist.session:

@@ -57,6 +57,7 @@ class ProbeBook:
         """Assert that each worker knows who has claimed it, and that a worker that is not ready says why."""
         for worker in self._registry:
             assert worker.readiness.ready == (not worker.readiness.reason)
+            assert worker.readiness.ready or worker.link in self._registry.unready
             assert worker.claimed_by == self.claims.get(worker.link)
 
 

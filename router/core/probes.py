@@ -64,11 +64,11 @@ class Probes:
     def start_due(self, now_s: float) -> Effects:
         """Probe the workers that are not ready and may be tried now, and the pairs in doubt. A worker that joined is tried at
         once. When probes are disabled, every worker is ready."""
-        for worker in self._registry:
+        for worker in list(self._registry.unready.values()):
             readiness = worker.readiness
             if readiness.ready:
-                continue
-            if not self._enabled:
+                del self._registry.unready[worker.link]
+            elif not self._enabled:
                 readiness.ready, readiness.reason = True, ""
                 worker.touch()
             elif not readiness.probes and not worker.draining and now_s >= readiness.try_after_s:

@@ -147,6 +147,8 @@ class Registry:
         self._by_link: dict[LinkId, Worker] = {}
         self._by_role: dict[Role, dict[LinkId, Worker]] = {role: {} for role in Role}
         self._by_seen: OrderedDict[LinkId, Worker] = OrderedDict()
+        self.unready: dict[LinkId, Worker] = {}
+        """The workers that were not ready when they were last looked at, in the order of joining."""
         self.changed: dict[LinkId, Role] = {}
         """The workers that have changed, joined or left since the pools were brought up to date."""
         self.joined = 0
@@ -203,6 +205,7 @@ class Registry:
         idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
         worker = Worker(link, hello, now_s, idle, changed=self.changed)
         self._by_link[link] = self._by_role[hello.role][link] = self._by_seen[link] = worker
+        self.unready[link] = worker
         worker.touch()
         self.joined += 1
         self._note_change(hello.role)
@@ -219,6 +222,7 @@ class Registry:
         if worker is not None:
             self._by_role[worker.hello.role].pop(link, None)
             self._by_seen.pop(link, None)
+            self.unready.pop(link, None)
             worker.touch()
             self._note_change(worker.hello.role)
         return worker

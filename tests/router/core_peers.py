@@ -171,10 +171,13 @@ class Stage:
         return effects
 
     def _note(self, effect: ev.SendBind | ev.SendPrefill) -> None:
-        """The command itself names neither its request nor the attempt: a worker needs none of the two."""
+        """The command itself names neither its request nor the attempt: a worker needs none of the two. Nothing is noted of work
+        that the same event has withdrawn: its cancellation follows."""
         worker = self.core.registry.get(effect.link)
-        assert worker is not None
-        request = worker.work[effect.work.handle].request
+        work = None if worker is None else worker.work.get(effect.work.handle)
+        if work is None:
+            return
+        request = work.request
         self.placed[effect.work.handle] = (request.request_id, request.machine.attempt)
 
     def request_of(self, effect: ev.SendBind | ev.SendPrefill) -> RequestId:

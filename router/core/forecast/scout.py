@@ -32,13 +32,15 @@ class Scout:
         self._registry = registry
         self._pools = pools
         self._index = index
+        self._walks: dict[Role, tuple[LiveRequest, int, Held]] = {}
+        """The last walk of each role, with the request and the state of the index that it belongs to."""
         self._below_tokens = config.colocate_below_tokens
         self._by_cost = config.colocate_by_cost
 
     def soonest(self, role: Role, request: LiveRequest, ask: Ask) -> Candidate | None:
         """Return the worker of a role that would compute the prompt the soonest, as far as anybody knows. None: no worker may
         take the request."""
-        held = self._held(role, request)
+        held = self.held(role, request)
         near = [] if held is None else held.longest(SOONEST.holders)
         links = self._pools.of(role).shortlist(SOONEST, ask, near, 0)
         return min(self._rows(role, request, links, held), key=lambda row: _order(row, request.work_len), default=None)
@@ -46,7 +48,7 @@ class Scout:
     def row(self, request: LiveRequest, worker: Worker) -> Candidate:
         """Return the row of a worker, with what it holds of the request's prompt."""
         role = worker.hello.role
-        return self._rows(role, request, [worker.link], self._held(role, request))[0]
+        return self._rows(role, request, [worker.link], self.held(role, request))[0]
 
     def local_reason(self, request: LiveRequest, reader: Candidate, lending: Ask) -> Reason | None:
         """Return why a decode worker should compute the prompt of a request that may be placed freely. None: it should not.
@@ -69,8 +71,15 @@ class Scout:
             return row
         return row._replace(cached_tokens=min(blocks * worker.hello.block_size, request.work_len - 1))
 
-    def _held(self, role: Role, request: LiveRequest) -> Held | None:
-        return self._index.walk(request.prefix_keys, role) if request.prefix_keys else None
+    def held(self, role: Role, request: LiveRequest) -> Held | None:
+        """Return who of a role holds which part of the request's prompt. One event asks for it several times. None: the keys of
+        the prompt are unknown."""
+        if not request.prefix_keys:
+            return None
+        walk = self._walks.get(role)
+        if walk is None or walk[0] is not request or walk[1] != self._index.changes:
+            walk = self._walks[role] = request, self._index.changes, self._index.walk(request.prefix_keys, role)
+        return walk[2]
 
     def _rows(self, role: Role, request: LiveRequest, links: Iterable[LinkId], held: Held | None) -> list[Candidate]:
         pool = self._pools.of(role)

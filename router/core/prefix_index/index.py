@@ -91,6 +91,8 @@ class PrefixIndex:
         self._pairs = 0
         self.block_size: int | None = None
         """The tokens of a block of the workers that share blocks. None: no worker has told yet that it shares any."""
+        self.changes = 0
+        """The number of times that the answer of a walk may have changed."""
         self.resyncs = 0
         """The number of times that a worker was asked for all its keys."""
         self.evicted = 0
@@ -108,6 +110,7 @@ class PrefixIndex:
         self._bits[link] = holder.bit
         self._links[slot] = link
         self._of_role[hello.role] |= holder.bit
+        self.changes += 1
 
     def leave(self, link: LinkId) -> None:
         """Forget a worker with all its keys and credit. An unknown link is no error.
@@ -118,6 +121,7 @@ class PrefixIndex:
         if holder is None:
             return
         self._of_role[holder.hello.role] ^= holder.bit
+        self.changes += 1
         del self._links[holder.slot], self._bits[link]
         self._pairs -= len(holder.held)
         holder.held.update(dict.fromkeys(chain.from_iterable(holder.expected.values())))
@@ -282,6 +286,7 @@ class PrefixIndex:
     def _set(self, bit: int, keys: Iterable[int]) -> None:
         """Set a worker's bit in the masks of these keys, which become the youngest if they are new to the worker. Neighbours
         with equal masks share one object."""
+        self.changes += 1
         masks = self._masks
         old: int | None = 0
         new = bit
@@ -306,6 +311,7 @@ class PrefixIndex:
         self._unset(holder.bit, left)
 
     def _unset(self, bit: int, keys: Iterable[int]) -> None:
+        self.changes += 1
         masks = self._masks
         for key in keys:
             mask = masks.get(key, 0)
@@ -320,6 +326,7 @@ class PrefixIndex:
             count = max(1, int(len(self._masks) * EVICTED_SHARE))
             oldest = list(islice(self._masks.items(), count))
             self.evicted += len(oldest)
+            self.changes += 1
             for key, mask in oldest:
                 del self._masks[key]
                 while mask:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import RequestId
+from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import BUILT_IN
@@ -172,6 +173,8 @@ def test_a_prompt_goes_to_the_worker_that_holds_it_until_the_queue_there_outweig
     stage = Stage()
     stage.join("decode", Role.DECODE, num_blocks=10_000, max_num_seqs=64, max_model_len=1000)
     prefills = [stage.join(f"p{n}", Role.PREFILL, num_blocks=1000, max_num_seqs=64, max_model_len=1000) for n in range(4)]
+    for link in stage.peers:
+        stage.tell(ev.PrefixSeen(link, PrefixDelta(1, (), (), 0, full=True)))  # it shares blocks, and has none yet
     keys = tuple(range(1, 26))
     for n in range(12):
         spec = RequestSpec(tuple(range(101)), SamplingParams(max_tokens=3))

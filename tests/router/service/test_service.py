@@ -173,14 +173,14 @@ def test_a_bug_on_a_workers_event_is_raised_after_its_effects_were_performed(mon
         assert links.sent == ["welcome", "bind", "cancel"]
 
 
-@pytest.mark.parametrize("part", ["_requests.waiting.add", "bind", "pump"])
+@pytest.mark.parametrize("part", ["_placer.place", "bind", "admit"])
 def test_a_bug_on_a_submit_is_raised_and_leaves_no_request(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     with served() as (made, links):
         owner = made._core._dispatcher
         *path, name = part.split(".")
         for attribute in path:
             owner = getattr(owner, attribute)
-        monkeypatch.setattr(owner, name, broken_action if part != "_requests.waiting.add" else lambda _: next(broken_action()))
+        monkeypatch.setattr(owner, name, broken_action if part != "_placer.place" else lambda *_, **__: next(broken_action()))
         with pytest.raises(ValueError, match="the bug"):
             made._start(submit("r"))
         monkeypatch.undo()
