@@ -108,11 +108,13 @@ def table_of(results: Sequence[Result], requests: Sequence[TraceRequest], title:
     """Return the table, with the oracle in the first row."""
     oracle, total = oracle_tokens(requests), sum(request.prompt_tokens for request in requests)
     columns = (
-        "policy", "computed, M tokens", "over oracle", "hit share", "TTFT p50 s", "p99 s", "TPOT p50 ms", "p99 ms", "refused",
+        "policy", "M tokens", "over oracle", "hit share", "TTFT p50 s", "p99 s", "TPOT p50 ms", "p99 ms", "refused",
         "in time", "goodput", "busy", "busiest", "took s",
     )  # fmt: skip
     table = Table(
-        *columns, title=title, caption="goodput: requests in time a second and worker; busy: share of the time in steps"
+        *columns,
+        title=title,
+        caption="M tokens: millions of prompt tokens computed; goodput: those in time, a second and worker; busy: in steps",
     )
     table.add_row("oracle", f"{oracle / 1e6:.1f}", "1.00", f"{1 - oracle / total:.1%}", *["-"] * 10)
     for result in results:
@@ -154,7 +156,7 @@ def plot(path: Path, title: str, results: Sequence[Result], requests: Sequence[T
     left.axvline(sum(request.prompt_tokens for request in requests) / 1e6, color="grey", linestyle=":", label="all prompts")
     left.invert_yaxis()
     left.set(xlabel="prompt tokens computed, millions", xlim=(0, None))
-    left.legend(loc="lower left")
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     for place, result in enumerate(results):
         times = sorted(one.report.ttft_s for one in result.report.finished)
         shares = [1 - i / len(times) for i in range(len(times))]
@@ -193,7 +195,7 @@ def main() -> None:
     requests = faster(read_trace(args.trace), args.speedup)[: args.requests]
     pools = f"{args.workers} workers" if args.workers else f"{args.prefill} prefill and {args.decode} decode workers"
     title = f"{len(requests):,} requests, {args.speedup:g} x as fast, {pools}, {args.preset}"
-    results = measure(args, args.policies.split(","), requests, console := Console(width=160))
+    results = measure(args, args.policies.split(","), requests, console := Console(width=180))
     console.print(table_of(results, requests, title))
     if args.plot is not None:
         plot(args.plot, title, results, requests)
