@@ -17,6 +17,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import new_context
 
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES
@@ -37,7 +38,9 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as exc:
             raise ConfigError(f"the chat template is not valid: {exc}") from exc
-        self._special_tokens = dict(special_tokens)
+        self._constant = {**self._template.globals, **special_tokens}
+        """What a template may name in each rendering. Jinja would gather its globals anew for each, which takes as long as a
+        short rendering."""
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
@@ -58,7 +61,7 @@ class ChatTemplate:
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise InvalidRequest(f"must hold 1 to {MAX_MESSAGES} messages, got {len(messages)}", field="messages")
         variables: dict[str, Any] = {
-            **self._special_tokens,
+            **self._constant,
             "messages": [{"role": role, "content": content} for role, content in messages],
             "add_generation_prompt": True,
             "tools": None,
@@ -74,7 +77,9 @@ class ChatTemplate:
     def _bounded(self, variables: dict[str, Any]) -> str:
         pieces: list[str] = []
         chars = 0
-        for piece in self._template.generate(started(variables)):
+        template = self._template
+        context = new_context(template.environment, template.name, template.blocks, started(variables), shared=True)
+        for piece in template.root_render_func(context):
             chars += len(piece)
             if chars > MAX_CHARS:
                 raise InvalidRequest(f"make a prompt of more than {MAX_CHARS} characters", field="messages")

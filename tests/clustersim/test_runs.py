@@ -47,7 +47,7 @@ def told(report: SimReport) -> list[object]:
 
 
 def test_two_runs_of_one_seed_are_equal():
-    requests = conversations(1)
+    requests = conversations(1, 80)
     assert told(simulate(cluster(), requests)) == told(simulate(cluster(), requests))
 
 
@@ -91,7 +91,7 @@ def mixed_classes(seed: int) -> list[TraceRequest]:
     """Return short requests of a class with targets for both times, and longer ones of a class that may wait for 2 s."""
     rng = random.Random(seed)
     requests, at_s = [], 0.0
-    for number in range(200):
+    for number in range(150):
         at_s += rng.expovariate(1 / 0.12)
         chat = rng.random() < 0.6
         tokens = rng.randint(100, 1500) if chat else rng.randint(2000, 4000)
@@ -110,7 +110,7 @@ def test_goodput_attains_more_than_the_least_load_on_unequal_workers(seed):
         for speed in speeds
     ]
     found = {}
-    for policy in ("least_loaded", "router.core.policy.goodput:score"):
+    for policy in ("least_loaded", "goodput"):
         router = calm_router(prefill_policy=policy, decode_policy=policy)
         report = simulate(ClusterSpec(shapes, shapes, router, block_size=16, max_tokens=256), mixed_classes(seed))
         found[policy] = report.attainment()

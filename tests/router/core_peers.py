@@ -171,11 +171,11 @@ class Stage:
         return effects
 
     def _note(self, effect: ev.SendBind | ev.SendPrefill) -> None:
-        """The command itself names neither its request nor the attempt: a worker needs none of the two."""
+        """The command does not name the attempt. Work that the same event has withdrawn again is known by its command alone."""
         worker = self.core.registry.get(effect.link)
-        assert worker is not None
-        request = worker.work[effect.work.handle].request
-        self.placed[effect.work.handle] = (request.request_id, request.machine.attempt)
+        work = None if worker is None else worker.work.get(effect.work.handle)
+        attempt = 1 + bool(effect.work.resumed) if work is None else work.request.machine.attempt
+        self.placed[effect.work.handle] = (effect.work.request_id, attempt)
 
     def request_of(self, effect: ev.SendBind | ev.SendPrefill) -> RequestId:
         return self.placed[effect.work.handle][0]

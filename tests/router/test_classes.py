@@ -16,7 +16,11 @@ from testkit.fake_worker import DECODE
 
 from .local_cluster import TOKEN, LocalCluster, generate_request, local_cluster, read_answer
 
-CLASSES = {"slow": {"ttft_s": 60, "tpot_s": 60}, "fast": {"ttft_s": 1e-9, "tpot_s": 1e-9, "priority": 9, "queue_share": 0.5}}
+CLASSES = {
+    "slow": {"ttft_s": 60, "tpot_s": 60},
+    "fast": {"ttft_s": 1e-9, "tpot_s": 1e-9},
+    "urgent": {"priority": 9, "queue_share": 0.5},
+}
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
@@ -85,33 +89,32 @@ def test_a_shed_request_is_told_when_to_try_again_and_counted_by_class() -> None
         settings = {"max_queued_requests": 2, "slo_classes": CLASSES}
         async with local_cluster((DECODE,), worker=lambda: {"max_num_seqs": 1}, **settings) as cluster:
             cluster.decode.gate.clear()
-            calls = [cluster.stub.Generate(generate_request((1, 2), 3, slo_class=name)) for name in ("slow", "slow", "slow")]
-            for call in calls:
-                await call.initial_metadata()
-            first = cluster.stub.Generate(generate_request((1, 2), 3, slo_class="fast"))
-            await first.initial_metadata()
-            with pytest.raises(grpc.aio.AioRpcError, match="class 'fast' came") as shed:
-                await read_answer(calls.pop())
+            calls = []
+            for name in ("slow", "slow", "slow", "urgent"):
+                calls.append(cluster.stub.Generate(generate_request((1, 2), 3, slo_class=name)))
+                assert "pdserve-request-id" in dict(await calls[-1].initial_metadata())
+            with pytest.raises(grpc.aio.AioRpcError, match="class 'urgent' came") as shed:
+                await read_answer(calls.pop(2))
             told = dict(shed.value.trailing_metadata() or ())
             assert shed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (told[REASON_METADATA], float(told[RETRY_AFTER_METADATA]) > 0) == ("overloaded", True)
             timeline = json.loads(told[TIMELINE_METADATA])
             assert (timeline["slo_class"], timeline["ttft_met"], timeline["tpot_met"]) == ("slow", False, False)
             with pytest.raises(grpc.aio.AioRpcError, match="at most 1 requests"):
-                await cluster.generate((1, 2), 3, slo_class="fast")
+                await cluster.generate((1, 2), 3, slo_class="urgent")
             with pytest.raises(grpc.aio.AioRpcError, match="at most 2 requests"):
                 await cluster.generate((1, 2), 3, slo_class="slow")
             cluster.decode.gate.set()
-            for call in (*calls, first):
+            for call in calls:
                 await read_answer(call)
             assert counted(cluster, "pdserve_slo_refused_requests_total") == {
                 '{reason="shed",slo_class="slow"} 1.0',
-                '{reason="class_share",slo_class="fast"} 1.0',
+                '{reason="class_share",slo_class="urgent"} 1.0',
                 '{reason="overloaded",slo_class="slow"} 1.0',
             }
             assert {name: (one.shed, one.refused) for name, one in (await classes_of(cluster)).items()} == {
                 "slow": (1, 1),
-                "fast": (0, 1),
+                "urgent": (0, 1),
             }
             await cluster.assert_idle()
 

@@ -116,13 +116,6 @@ class FaultyStage(Stage):
             self.leave(self.peers[link])
             self.join(hello.worker_id, hello.role, incarnation=hello.incarnation)
 
-    def _note(self, effect: ev.SendBind | ev.SendPrefill) -> None:
-        worker = self.core.registry.get(effect.link)
-        if worker is not None and effect.work.handle in worker.work:
-            super()._note(effect)
-        else:  # the request has failed in the same event
-            self.placed[effect.work.handle] = (effect.work.request_id, 1 + bool(effect.work.resumed))
-
     def _perform(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.ReportBug):
             assert isinstance(effect.bug, Injected), effect.bug
