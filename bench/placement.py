@@ -29,7 +29,7 @@ from clustersim.costs import PRESETS
 from clustersim.report import SimReport
 from clustersim.traces import TraceRequest, faster, oracle_tokens, read_trace
 from clustersim.workers import WorkerShape
-from pdserve.core.slo import SloClass
+from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from router.service.policies import BUILTINS
 
 TOLD_EVERY: Final = 50
@@ -46,6 +46,7 @@ class Result:
 
 def spec_of(args: argparse.Namespace, policy: str) -> ClusterSpec:
     """Return the cluster of a run. The policy places on both pools, unless another one is named for decode workers."""
+    targets = SloClass("default", ttft_s=args.ttft, tpot_s=args.tpot)
     prefill, decode = (0, args.workers) if args.workers else (args.prefill, args.decode)
     shape = WorkerShape(
         PRESETS[args.preset],
@@ -57,7 +58,8 @@ def spec_of(args: argparse.Namespace, policy: str) -> ClusterSpec:
         [shape] * prefill,
         [shape] * decode,
         calm_router(prefill_policy=policy, decode_policy=args.decode_policy or policy),
-        classes={"default": SloClass("default", ttft_s=args.ttft, tpot_s=args.tpot)},
+        classes={"default": targets if args.tell_targets else DEFAULT_CLASS},
+        judged_by={"default": targets},
         seed=args.seed,
     )
 
@@ -106,13 +108,15 @@ def table_of(results: Sequence[Result], requests: Sequence[TraceRequest], title:
     """Return the table, with the oracle in the first row."""
     oracle, total = oracle_tokens(requests), sum(request.prompt_tokens for request in requests)
     columns = (
-        "policy", "computed, M tokens", "over oracle", "hit share", "TTFT p50 s", "p99 s", "TPOT p50 ms", "p99 ms", "in time",
-        "goodput", "busy", "busiest", "took s",
+        "policy", "M tokens", "over oracle", "hit share", "TTFT p50 s", "p99 s", "TPOT p50 ms", "p99 ms", "refused",
+        "in time", "goodput", "busy", "busiest", "took s",
     )  # fmt: skip
     table = Table(
-        *columns, title=title, caption="goodput: requests in time a second and worker; busy: share of the time in steps"
+        *columns,
+        title=title,
+        caption="M tokens: millions of prompt tokens computed; goodput: those in time, a second and worker; busy: in steps",
     )
-    table.add_row("oracle", f"{oracle / 1e6:.1f}", "1.00", f"{1 - oracle / total:.1%}", *["-"] * 9)
+    table.add_row("oracle", f"{oracle / 1e6:.1f}", "1.00", f"{1 - oracle / total:.1%}", *["-"] * 10)
     for result in results:
         report = result.report
         busy = [worker.busy_s / report.span_s for worker in report.workers if _computes(worker.worker_id, report)]
@@ -125,6 +129,7 @@ def table_of(results: Sequence[Result], requests: Sequence[TraceRequest], title:
             f"{report.ttft_s(0.99):.1f}",
             f"{1e3 * report.tpot_s(0.5):.0f}",
             f"{1e3 * report.tpot_s(0.99):.0f}",
+            f"{report.refused}",
             f"{sum(one.attained for one in report.served) / len(report.served):.1%}",
             f"{report.goodput:.4f}",
             f"{sum(busy) / len(busy):.0%}",
@@ -151,7 +156,7 @@ def plot(path: Path, title: str, results: Sequence[Result], requests: Sequence[T
     left.axvline(sum(request.prompt_tokens for request in requests) / 1e6, color="grey", linestyle=":", label="all prompts")
     left.invert_yaxis()
     left.set(xlabel="prompt tokens computed, millions", xlim=(0, None))
-    left.legend(loc="lower left")
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     for place, result in enumerate(results):
         times = sorted(one.report.ttft_s for one in result.report.finished)
         shares = [1 - i / len(times) for i in range(len(times))]
@@ -180,6 +185,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=None, help="only the first so many requests")
     parser.add_argument("--ttft", type=float, default=10.0, help="target for TTFT in seconds")
     parser.add_argument("--tpot", type=float, default=0.1, help="target for TPOT in seconds")
+    parser.add_argument(
+        "--tell-targets", action="store_true", help="the router knows the targets: it refuses requests that would be late"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="policies that run at the same time, each in a process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="file for the drawing")
@@ -187,7 +195,7 @@ def main() -> None:
     requests = faster(read_trace(args.trace), args.speedup)[: args.requests]
     pools = f"{args.workers} workers" if args.workers else f"{args.prefill} prefill and {args.decode} decode workers"
     title = f"{len(requests):,} requests, {args.speedup:g} x as fast, {pools}, {args.preset}"
-    results = measure(args, args.policies.split(","), requests, console := Console(width=160))
+    results = measure(args, args.policies.split(","), requests, console := Console(width=180))
     console.print(table_of(results, requests, title))
     if args.plot is not None:
         plot(args.plot, title, results, requests)

@@ -53,7 +53,7 @@ BUILT_IN: Final = {
         SloClass("voice", ttft_s=0.15),
         SloClass("code", ttft_s=0.2),
         SloClass("chat", ttft_s=0.5, tpot_s=0.05),
-        SloClass("batch", ttft_s=2.0, queue_share=0.5),
+        SloClass("batch", ttft_s=2.0, priority=-1, queue_share=0.5),
     )
 }
 """The classes that every router knows, by name. The settings may change them and add others."""

@@ -115,11 +115,14 @@ def test_transfers_predict_within_what_they_have_seen(seen: list[tuple[int, floa
     for one in seen:
         transfers.saw(*one)
     slack = 1 + 1e-9
-    for place, foresee in ((1, transfers.transfer_s), (2, transfers.exposed_s)):
-        per_byte = [one[place] / one[0] for one in seen]
-        predicted = foresee(1 << 20)
-        assert predicted is not None
-        assert min(per_byte) / slack <= predicted / (1 << 20) <= max(per_byte) * slack
+    per_byte = [transfer_s / kv_bytes for kv_bytes, transfer_s, _ in seen]
+    predicted = transfers.transfer_s(1 << 20)
+    assert predicted is not None
+    assert min(per_byte) / slack <= predicted / (1 << 20) <= max(per_byte) * slack
+    exposed = [transfers.exposed_s(size) for size in (1, 1 << 20, 1 << 50)]
+    assert exposed == sorted(exposed)
+    assert exposed[-1] <= max(exposed_s for _, _, exposed_s in seen) * slack
+    assert exposed[0] <= max(exposed_s / kv_bytes for kv_bytes, _, exposed_s in seen) * slack
     assert transfers.bytes_per_s >= 0
 
 
@@ -128,6 +131,14 @@ def test_transfers_learn_nothing_from_no_bytes_and_no_numbers(nothing: tuple[int
     transfers = Transfers()
     transfers.saw(*nothing)
     assert (transfers.bytes_per_s, transfers.transfer_s(1), transfers.exposed_s(1)) == (0.0, None, None)
+
+
+def test_small_handoffs_do_not_make_a_large_one_look_slow() -> None:
+    transfers = Transfers()
+    for _ in range(10):
+        transfers.saw(100, 0.02, 0.01)  # nearly all of it are messages
+    assert transfers.exposed_s(1_000_000) == pytest.approx(0.01)
+    assert transfers.exposed_s(50) == pytest.approx(0.005)
 
 
 def test_transfers_follow_a_link_that_becomes_slower() -> None:
