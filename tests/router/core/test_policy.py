@@ -112,8 +112,8 @@ def test_more_work_is_never_better_and_a_longer_prefix_never_worse(one: Candidat
 
 
 def test_queued_work_outweighs_a_prefix_in_the_end() -> None:
-    """The idle worker computes 600 tokens, all anew: 600 * 3. The holder computes 100, a sixth of the prompt: (queued + 100) * 4/3,
-    which is less while fewer than 1,250 tokens wait there."""
+    """The idle worker computes 600 tokens, all anew, which costs 600 * 3. The holder computes 100, a sixth of the prompt: that
+    costs (queued + 100) * 4/3, which is less while fewer than 1,250 tokens wait there."""
     request = RequestView(600, 700)
     idle = BASE._replace(role=Role.PREFILL, link=LinkId(2))
     for queued, best in ((1249, 1), (1251, 2)):
