@@ -34,6 +34,7 @@ workers = st.builds(
     running=st.integers(0, 300),
     step_sequences=st.integers(0, 300),
     prompt_tokens_per_s=RATES,
+    counted_tokens_per_s=st.just(0.0),
     decode_step_s=st.one_of(st.just(0.0), st.floats(1e-4, 10.0)),
     cached_tokens=st.integers(0, 5000),
     load=st.floats(0, 1e3),
