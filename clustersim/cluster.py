@@ -203,7 +203,6 @@ class Cluster:
                     worker.worker_id,
                     worker.engine.steps,
                     worker.engine.busy_s,
-                    worker.network.busy_s,
                     prefix.queried,
                     prefix.hit,
                 )
