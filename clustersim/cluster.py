@@ -58,7 +58,7 @@ class ClusterSpec:
 
 
 class Cluster:
-    """One run."""
+    """One run of a cluster: its clock, its workers, the router's core, and the requests of a trace."""
 
     def __init__(
         self, spec: ClusterSpec, requests: Sequence[TraceRequest], on_end: Callable[[], object] = lambda: None

@@ -61,7 +61,7 @@ BUILT_IN: Final = {
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What the settings of a class may be."""
+    """The settings of a class, with the values that each one takes."""
 
     ttft_s: PositiveFloat | None
     tpot_s: PositiveFloat | None
