@@ -58,7 +58,7 @@ class ClusterSpec:
 
 
 class Cluster:
-    """One run."""
+    """One run of a cluster: its clock, its workers, the router's core, and the requests of a trace."""
 
     def __init__(
         self, spec: ClusterSpec, requests: Sequence[TraceRequest], on_end: Callable[[], object] = lambda: None
@@ -203,7 +203,6 @@ class Cluster:
                     worker.worker_id,
                     worker.engine.steps,
                     worker.engine.busy_s,
-                    worker.network.busy_s,
                     prefix.queried,
                     prefix.hit,
                 )

@@ -64,7 +64,7 @@ _TargetS = Annotated[float, Meta(gt=0, le=86_400)]  # a day: who needs no target
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What the settings of a class may be."""
+    """The settings of a class, with the values that each one takes."""
 
     ttft_s: _TargetS | None
     tpot_s: _TargetS | None
