@@ -1,9 +1,9 @@
 """Workers' links on a thread with a loop of its own, so that no flood of clients makes workers give up the router.
 
 The core stays on the main loop, with the front ends. Events reach the core in order through one queue, and a batch of them
-costs one wake-up. Commands reach the links in order as well, all those of a turn of the main loop together, so that they share
-a wake-up and travel as a bundle. Heartbeats are answered here at once, as long as the main loop takes events. A main loop that
-has taken none for `STUCK_S` hangs, and its workers should learn of it.
+costs one wake-up. Commands reach the links in order as well, all those of a turn of the main loop together, and in a rush those
+of a few ms (`router.workers.pace`), so that they share a wake-up and travel as a bundle. Heartbeats are answered here at once,
+as long as the main loop takes events. A main loop that has taken none for `STUCK_S` hangs, and its workers should learn of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
@@ -25,6 +25,7 @@ from pdserve.rpc.server import bind_port, client_options, make_server, stop_serv
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from router.core import events as ev
 from router.workers.link import Deliver, LinkService
+from router.workers.pace import Pace
 from router.workers.wire import Heard
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,15 @@ MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
 MAX_HEARD: Final = 1 << 16
 """At most this many events wait for the main loop: minutes of the steps of many workers. A worker whose event finds no room
 loses its link."""
-MAX_SAID: Final = 16
-"""At most this many commands wait for the end of a turn of the main loop. They come within a few ms, for which the thread may
-have to wait for the interpreter as well."""
+MAX_HEARD_OF_LINK: Final = 1 << 15
+"""The weight of the events of one link that wait is at most this, so a worker that sends without end loses its own link, and no
+other one. A working one comes to half of it while the main loop stands still for `STUCK_S`."""
+PARTS_OF_WEIGHT: Final = 16  # rows or prefix keys of an event weigh as much as an event of their own
+TAKEN_S: Final = 0.01
+"""The main loop takes events for so long at once. Then others have a turn, also while events come faster than it takes them."""
+MAX_SAID: Final = 64
+"""At most this many commands wait on the main loop, those of about 5 ms of its work. With 16 a request over HTTP, where many
+come together, cost 5 % more."""
 STUCK_S: Final = 30.0  # ten times as long as the main loop was ever held
 MAX_CONNECTIONS: Final = 1024  # one for each worker; a router process passes the number that its descriptors allow
 CLOSE_TIMEOUT_S: Final = 5.0  # longer than the grace of a server that stops
@@ -49,8 +56,11 @@ class LinkThread:
         self._token = cluster_token
         self._max_connections = max_connections
         self._heard: deque[Heard] = deque()
+        self._heard_weight: Counter[ev.LinkId] = Counter()  # of all events of a link so far
+        self._taken_weight: Counter[ev.LinkId] = Counter()  # of those that the main loop has taken
         self._heard_since_s: float | None = None  # None: the main loop has not been woken for a batch
-        self._said: list[Callable[[LinkService], None]] = []  # in this turn of the main loop
+        self._said: list[Callable[[LinkService], None]] = []  # since the last passage
+        self._pace = Pace()
         self._main: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # None: it does not run yet, or has ended
         self._service: LinkService | None = None
@@ -83,7 +93,8 @@ class LinkThread:
         if self._thread is not None:
             await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=CLOSE_TIMEOUT_S)  # the thread logs how it ends
             self._thread.join(CLOSE_TIMEOUT_S)
-            self._take_heard()
+            while self._heard:
+                self._take_heard()
 
     def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
         """Queue a command for the thread. An Alive is left out, since the thread has answered the heartbeat itself."""
@@ -98,27 +109,47 @@ class LinkThread:
         if self._loop is None:
             return
         assert self._main is not None
+        now_s = self._main.time()
+        self._pace.said(now_s)
         if not self._said:
-            self._main.call_soon(self._pass_on)  # after all that is ready to run now
+            wait_s = self._pace.wait_s(now_s)
+            if wait_s:
+                self._main.call_later(wait_s, self._pass_on)
+            else:
+                self._main.call_soon(self._pass_on)  # after all that is ready to run now
         self._said.append(act)
         if len(self._said) == MAX_SAID:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._loop is not None and self._said:
+        if self._loop is not None and self._main is not None and self._said:
+            self._pace.passed(self._main.time())
             said, self._said = self._said, []
             with contextlib.suppress(RuntimeError):  # the thread has just ended
                 self._loop.call_soon_threadsafe(self._take_said, said)
 
     def _take_heard(self) -> None:
+        """Deliver events for `TAKEN_S`, and those that are left in a later turn of this loop."""
         self._heard_since_s = None
+        until_s = time.monotonic() + TAKEN_S
         while self._heard:
+            if time.monotonic() > until_s:
+                self._take_later()
+                return
             event = self._heard.popleft()
+            self._taken_weight[event.link] += _weight(event)
+            if type(event) is ev.WorkerLeft:
+                del self._taken_weight[event.link]
             try:
                 self._deliver(event)
             except Exception:  # a bug of ours costs this link alone, and events of others are still taken
                 logger.exception("link %d: the core failed on its %s", event.link, type(event).__name__)
                 self.hang_up(event.link, InternalBug("the router failed on an event of this worker"))
+
+    def _take_later(self) -> None:
+        if self._heard_since_s is None and self._main is not None:  # otherwise the thread has asked for a turn already
+            self._heard_since_s = time.monotonic()
+            self._main.call_soon(self._take_heard)
 
     # On the thread -----------------------------------------------------------------------------------------------------
 
@@ -155,14 +186,26 @@ class LinkThread:
 
     def _hear(self, event: Heard) -> None:
         assert self._main is not None
-        if len(self._heard) >= MAX_HEARD and type(event) is not ev.WorkerLeft:
+        if type(event) is ev.WorkerLeft:
+            self._heard_weight.pop(event.link, None)
+        elif (many := self._too_many(event)) is not None:
             assert self._service is not None
-            self._service.hang_up(event.link, Overloaded(f"{MAX_HEARD} events wait for the router", retry_after_s=1.0))
+            self._service.hang_up(event.link, Overloaded(many, retry_after_s=1.0))
             return
         self._heard.append(event)
         if self._heard_since_s is None:
             self._heard_since_s = time.monotonic()
             self._main.call_soon_threadsafe(self._take_heard)
+
+    def _too_many(self, event: Heard) -> str | None:
+        """Count the event, or return why there is no room for it."""
+        link, weight = event.link, _weight(event)
+        if len(self._heard) >= MAX_HEARD:
+            return f"{MAX_HEARD} events wait for the router"
+        if self._heard_weight[link] + weight - self._taken_weight.get(link, 0) > MAX_HEARD_OF_LINK:
+            return f"events of this worker wait for the router; their weight is at most {MAX_HEARD_OF_LINK}"
+        self._heard_weight[link] += weight
+        return None
 
     def _main_takes(self) -> bool:
         since_s = self._heard_since_s
@@ -172,3 +215,12 @@ class LinkThread:
         assert self._service is not None
         for act in said:
             act(self._service)
+
+
+def _weight(event: Heard) -> int:
+    """Return how much of the room for events of its link an event takes."""
+    if type(event) is ev.StepRows:
+        return 1 + len(event.rows) // PARTS_OF_WEIGHT
+    if type(event) is ev.PrefixSeen:
+        return 1 + (len(event.delta.added) + len(event.delta.removed)) // PARTS_OF_WEIGHT
+    return 1

@@ -212,7 +212,7 @@ class Pool:
         """Return the candidates of a policy, each once. `near` are workers that it asks for by name: those that hold a
         beginning of the prompt, and the one of the session. Empty: no worker may take the request.
 
-        Of a drawn worker the chance is that of every other one, unless many are not allowed.
+        A drawn worker has the same chance as every other one, unless many are not allowed.
         """
         kept = [link for link in self.kept if self._takes(link, ask)] if self.kept else []
         tiers = [t for have, t in self.tiers.items() if have >= ask.length and t.by_free and t.by_free[-1][0] >= ask.kv_tokens]

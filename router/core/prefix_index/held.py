@@ -9,7 +9,7 @@ class Held:
     """The answer of one walk: how long a prefix of the walked keys each worker of the role holds. It is valid until the index
     changes."""
 
-    __bits__ = ("_links", "_bits", "_steps")
+    __slots__ = ("_bits", "_links", "_steps")
 
     def __init__(self, steps: list[tuple[int, int]], bits: dict[LinkId, int], links: dict[int, LinkId]) -> None:
         """`steps` has lengths with the masks of the workers that hold just so many keys, shortest first."""
