@@ -53,7 +53,7 @@ BUILT_IN: Final = {
         SloClass("voice", ttft_s=0.15),
         SloClass("code", ttft_s=0.2),
         SloClass("chat", ttft_s=0.5, tpot_s=0.05),
-        SloClass("batch", ttft_s=2.0, queue_share=0.5),
+        SloClass("batch", ttft_s=2.0, priority=-1, queue_share=0.5),
     )
 }
 """The classes that every router knows, by name. The settings may change them and add others."""
@@ -64,7 +64,7 @@ _TargetS = Annotated[float, Meta(gt=0, le=86_400)]  # a day: who needs no target
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What the settings of a class may be."""
+    """The settings of a class, with the values that each one takes."""
 
     ttft_s: _TargetS | None
     tpot_s: _TargetS | None

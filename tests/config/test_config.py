@@ -270,6 +270,6 @@ def test_a_class_keeps_what_the_settings_do_not_change() -> None:
     classes = load(ClusterConfig, None, [changes, "router.default_class=mine"]).router.classes()
     assert classes["chat"] == SloClass("chat", ttft_s=0.5, tpot_s=0.05, priority=10)
     assert classes["mine"] == SloClass("mine", tpot_s=1.0, queue_share=0.25)
-    assert classes["batch"] == SloClass("batch", queue_share=0.5)
+    assert classes["batch"] == SloClass("batch", priority=-1, queue_share=0.5)
     assert classes["voice"] == BUILT_IN["voice"]
     assert set(classes) == {*BUILT_IN, "mine"}

@@ -45,7 +45,7 @@ that has nothing to tell sends no delta after the first one."""
 
 @dataclass(slots=True)
 class _Holder:
-    """One linked worker."""
+    """The keys of one linked worker, as the index keeps them."""
 
     slot: int
     bit: int
