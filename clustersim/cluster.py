@@ -49,13 +49,16 @@ class ClusterSpec:
     max_tokens: int = 2048
     """The largest output that clients ask for. The router does not know when an output will end before."""
     classes: Mapping[str, SloClass] = field(default_factory=lambda: BUILT_IN)
+    judged_by: Mapping[str, SloClass] | None = None
+    """The classes whose targets the report compares with. None: those of `classes`, which the router knows: it refuses requests
+    that would miss a target for TTFT."""
     hop_s: float = 0.0005
     seed: int = 0
     """It decides the phases of the heartbeats and what policies draw."""
 
 
 class Cluster:
-    """One run."""
+    """One run of a cluster: its clock, its workers, the router's core, and the requests of a trace."""
 
     def __init__(
         self, spec: ClusterSpec, requests: Sequence[TraceRequest], on_end: Callable[[], object] = lambda: None
@@ -164,7 +167,7 @@ class Cluster:
         self._ended += 1
         served = Served(
             request_id,
-            self._spec.classes[request.slo_class],
+            (self._spec.judged_by or self._spec.classes)[request.slo_class],
             request.arrived_s,
             self.clock.now_s,
             request.prompt_tokens,
@@ -200,7 +203,6 @@ class Cluster:
                     worker.worker_id,
                     worker.engine.steps,
                     worker.engine.busy_s,
-                    worker.network.busy_s,
                     prefix.queried,
                     prefix.hit,
                 )

@@ -43,7 +43,6 @@ class Used:
     worker_id: str
     steps: int
     busy_s: float
-    network_busy_s: float
     prefix_queried_tokens: int
     prefix_hit_tokens: int
 
@@ -101,11 +100,6 @@ class SimReport:
     def tpot_s(self, share: float) -> float:
         """Return a quantile of TPOT."""
         return self.quantile(lambda one: one.report.tpot_s, share)
-
-    def utilisation(self, prefix: str) -> float:
-        """Return the share of the run in which workers whose id begins with `prefix` made steps."""
-        busy = [one.busy_s for one in self.workers if one.worker_id.startswith(prefix)]
-        return sum(busy) / (len(busy) * self.span_s) if busy else 0.0
 
 
 def quantile(values: Iterable[float], share: float) -> float:

@@ -18,7 +18,6 @@ class Network:
     """The network of one worker. `free_s` is the time at which its last read ends."""
 
     free_s: float = 0.0
-    busy_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +92,6 @@ class Pull:
         start_s = max(self.clock.now_s, self.network.free_s, self.lease.network.free_s)
         took_s = tokens * self.token_s
         self.ends_s = self.network.free_s = self.lease.network.free_s = start_s + took_s
-        self.network.busy_s += took_s
         self.busy_s += took_s
 
     def _commit(self) -> None:

@@ -15,7 +15,7 @@ ALL: Final = (*WORKERS, "router")
 
 
 WRONG_DELTAS: Final = ("number", "key", "digest")
-"""What is wrong with a delta: its number is that of the next one, it lacks a key, or its digest is another."""
+"""The ways in which a delta is wrong: its number is that of the next one, it lacks a key, or its digest is another."""
 
 
 class FaultKind(Enum):

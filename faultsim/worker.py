@@ -126,7 +126,7 @@ class SimWorker:
             open_channel=self._open_channel,
         )
         self.wrong_delta = ""
-        """What is wrong with the next delta of prefix keys, one of `WRONG_DELTAS`. Empty: nothing."""
+        """The fault of the next delta of prefix keys, one of `WRONG_DELTAS`. Empty: it has none."""
         self._tell = self.member.link.send
         self.member.link.send = self._send  # type: ignore[method-assign]  # a fault of this worker, above its link
         network.servers[self.address] = (process, self.server)

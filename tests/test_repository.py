@@ -91,7 +91,6 @@ IMPURE = (
     "uvicorn",
     "ray",
 )
-STANDARD = ("threading", "socket", "selectors", "subprocess")
 
 
 @pytest.mark.parametrize("room", PURE_ROOMS)

@@ -215,25 +215,27 @@ def main() -> None:
 def plot(found: list[Cost], path: str) -> None:
     """Draw the costs against workers, waiting requests and held keys, beside each other."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     for panel, settings, label in zip(panels, (WORKERS, WAITING, KEYS), _LABELS, strict=True):
         for cost in found:
             if cost.settings == settings:
-                label_of = cost.name.removeprefix("request, ") if settings == WORKERS else cost.name.partition(",")[0]
+                label_of = cost.name if settings == WORKERS else cost.name.partition(",")[0]
                 panel.plot(range(len(settings)), cost.us, marker="o", label=label_of)
         panel.set(xlabel=label, yscale="log", xticks=range(len(settings)), xticklabels=[f"{n:,}" for n in settings])
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
-    panels[0].set_ylabel("microseconds of the router's core")
+        panel.grid(alpha=0.3, which="both")
+        panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        panel.legend(fontsize=8, loc="center right")
+    panels[0].set_ylabel("time of the router's core, µs")
     figure.savefig(path, dpi=120)
 
 
 _LABELS: Final = (
     "prefill workers, and as many decode workers",
-    "requests that wait (100+100 workers)",
-    "held keys (100+100 workers)",
+    "requests that wait (100 workers in each pool)",
+    "held keys (100 workers in each pool)",
 )
 
 

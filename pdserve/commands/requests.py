@@ -83,8 +83,16 @@ def request_options(command: Command) -> Command:
         click.option("--deadline-s", type=float, help="Give the request up after this number of seconds."),
         click.option("--priority", type=click.IntRange(-100, 100), default=0, help="Requests with a larger one go first."),
         click.option("--cache-salt", default="", help="Share KV only with requests that have the same salt."),
-        click.option("--slo-class", default="", help="Class of the request: voice, code, chat, batch or one of the settings."),
-        click.option("--session-id", default="", help="Conversation of the request: its turns go to the same workers."),
+        click.option(
+            "--slo-class",
+            default="",
+            help="Class of the request: voice, code, chat, batch, or another one of the cluster's settings.",
+        ),
+        click.option(
+            "--session-id",
+            default="",
+            help="Name of the conversation, for the policy session_affinity: it sends later turns to the same workers.",
+        ),
         click.option("--model", default="", help="Fail if the cluster serves another model (default: accept any)."),
         placement,
     ]

@@ -89,7 +89,7 @@ class RequestTimeout(PdserveError):
 
 
 class Overloaded(PdserveError):
-    """A bounded queue is full. Retry after `retry_after_s`."""
+    """A bounded queue is full, or the first token would be later than the target of its class. Retry after `retry_after_s`."""
 
     code = ErrorCode.OVERLOADED
 

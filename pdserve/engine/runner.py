@@ -29,7 +29,7 @@ from pdserve.engine.layers.rows import TiledRows, WholeRows
 from pdserve.engine.layers.torch_ops import TorchOps
 from pdserve.engine.memory.device import PoolMeasure, is_memory_error
 from pdserve.engine.memory.host import return_freed_memory
-from pdserve.engine.memory.largest_steps import StepLimits, largest_steps
+from pdserve.engine.memory.largest_steps import StepLimits, largest_steps, prompt_step
 from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.api import Model
 from pdserve.engine.models.batched import BatchedDecoder, Hidden
@@ -81,12 +81,19 @@ class ModelRunner:
 
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
         """Return steps that together need as much memory as any step. Execute them only while nobody uses the pool."""
-        spec, sizes = self.kv.spec, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
-        limits = StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups))
+        limits = self._limits(config)
         if not isinstance(self._model, native.NativeDecoder):
             return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
-        batches = {size for group in spec.groups for size in native.split_batches(group.num_kv_heads)}
+        batches = {size for group in self.kv.spec.groups for size in native.split_batches(group.num_kv_heads)}
         return largest_steps(limits, gathered=0, decode_batches=tuple(sorted(batches)))
+
+    def prompt_step(self, config: EngineConfig) -> StepPlan:
+        """Return a step with as much of one prompt as a step may have. Execute it only while nobody uses the pool."""
+        return prompt_step(self._limits(config))
+
+    def _limits(self, config: EngineConfig) -> StepLimits:
+        spec, sizes = self.kv.spec, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
+        return StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups))
 
     @classmethod
     def load(cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0) -> ModelRunner:

@@ -1,6 +1,7 @@
 """Memory checks of a worker between loading and its first request.
 
-First the largest steps run once. Then their memory is known, and compiled code keeps it. Then there must be enough memory
+First the largest steps run once. Then their memory is known, and compiled code keeps it. One more step then tells the speed
+at which prompts are computed, so that placement can weigh a worker before its first request. Then there must be enough memory
 for the whole KV pool. Then, on a CPU, every page of the pool is touched. Untouched pages would be cheaper while a worker
 idles, but the worker would be killed under load if another process had taken the memory meanwhile.
 """
@@ -45,6 +46,10 @@ class Settled(NamedTuple):
     """Bytes that the largest step takes beside weights and KV."""
     slowest_s: float
     """Duration of the slowest of these steps; it includes the compilation of kernels."""
+    prompt_tokens: int
+    """Tokens of a prompt that one more step computed."""
+    prompt_s: float
+    """Duration of that step. Nothing was compiled in it."""
 
 
 def settle(
@@ -90,6 +95,10 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> Settled
             began_s = time.monotonic()
             step_bytes += taken(partial(runner.execute, plan))
             slowest_s = max(slowest_s, time.monotonic() - began_s)
+        prompt = runner.prompt_step(config)
+        began_s = time.monotonic()
+        runner.execute(prompt)
+        prompt_s = time.monotonic() - began_s
     except OutOfMemory as exc:
         raise ConfigError(
             "not enough memory for the largest step: lower max_num_batched_tokens, max_num_seqs or kv_cache_memory"
@@ -99,7 +108,7 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> Settled
             f"the system gives this process no thread for a step: lower threads ({config.threads}), or raise its limits of"
             " processes (ulimit -u, pids.max) and of address space (ulimit -v)"
         ) from exc
-    return Settled(step_bytes, slowest_s)
+    return Settled(step_bytes, slowest_s, prompt.num_tokens, prompt_s)
 
 
 def _taken_here(step: Callable[[], object]) -> int:

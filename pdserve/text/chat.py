@@ -39,8 +39,8 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as exc:
             raise ConfigError(f"the chat template is not valid: {exc}") from exc
         self._constant = {**self._template.globals, **special_tokens}
-        """What a template may name in each rendering. Jinja would gather its globals anew for each, which takes as long as a
-        short rendering."""
+        """The variables that are the same in each rendering. Jinja would gather its globals anew for each, which takes as long
+        as a short rendering."""
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:

@@ -12,14 +12,12 @@ from itertools import islice
 from operator import xor
 from typing import Final
 
-from pdserve.core.prefix_keys import KeyChanges, PrefixDelta
+from pdserve.core.prefix_keys import MAX_DELTA_KEYS, KeyChanges, PrefixDelta
 
-MAX_LOGGED: Final = 1 << 16
+MAX_LOGGED: Final = MAX_DELTA_KEYS
 """The log has at most so many changes of keys, 8 MB. It takes a link that hears nothing for minutes to fall off."""
 FULL_S: Final = 2.0
 """A link gets all keys at most once in this time: 100,000 keys take the router 15 ms."""
-
-
 MAX_TOLD: Final = 8192
 """A delta that begins anew has at most so many keys, and the rest follows: the router takes 3 ms for each delta, and hears
 others in between."""

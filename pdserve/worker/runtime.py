@@ -205,8 +205,13 @@ class RunningWorker:
             drafts_obstacle=runner.drafts_obstacle,
         )
         self._runner = runner
+        scheduler.rates.add(settled.prompt_tokens, 0, settled.prompt_s)
         self._first_snapshot = EngineSnapshot(
-            WorkerLoad(pool.counts(), max_num_batched_tokens=scheduler.max_num_batched_tokens)
+            WorkerLoad(
+                pool.counts(),
+                prompt_tokens_per_s=scheduler.rates.prompt_tokens_per_s,
+                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            )
         )
         return runner, scheduler, pool
 

@@ -100,7 +100,7 @@ class Handoff:
         request = work.request
         work.machine.move(_W.KV_COMMITTED)
         request.committed = event
-        self._transfers.saw(event.kv_bytes, event.transfer_s, event.exposed_transfer_s)
+        self._transfers.saw(event.kv_bytes, event.exposed_transfer_s)
         request.times.attempt.kv_committed_s = now_s
         request.story.note(now_s, StoryKind.COMMITTED, kv_bytes=event.kv_bytes, transfer_s=event.transfer_s)
         self._praise_pair(request)

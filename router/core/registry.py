@@ -151,10 +151,6 @@ class Registry:
         """The workers that were not ready when they were last looked at, in the order of joining."""
         self.changed: dict[LinkId, Role] = {}
         """The workers that have changed, joined or left since the pools were brought up to date."""
-        self.joined = 0
-        """The number of workers that have joined so far."""
-        self.news = 0
-        """The number of times that a worker joined, left, or sent its load."""
         self._longest: dict[Role, int] = {}
 
     def check(self, hello: WorkerHello) -> None:
@@ -207,14 +203,12 @@ class Registry:
         self._by_link[link] = self._by_role[hello.role][link] = self._by_seen[link] = worker
         self.unready[link] = worker
         worker.touch()
-        self.joined += 1
         self._note_change(hello.role)
         return worker
 
     def saw_heartbeat(self, worker: Worker, load: WorkerLoad) -> None:
         """Take over the load of a worker's heartbeat."""
         worker.saw_heartbeat(load)
-        self.news += 1
 
     def leave(self, link: LinkId) -> Worker | None:
         """Remove and return the worker of a link. None: it had left already."""
@@ -261,7 +255,6 @@ class Registry:
         return self._longest.get(role)
 
     def _note_change(self, role: Role) -> None:
-        self.news += 1
         self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
         if lengths:

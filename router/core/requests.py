@@ -44,8 +44,6 @@ class Requests:
         self._index = index
         self.waiting = waiting
         self._limits = limits
-        self.ended = 0
-        """The number of requests that have ended. When it grows, there may be room on workers."""
         self.ledger = Ledger(self._charge_changed)
         self.outputs = OutputMean()
         self.sessions = Sessions(registry)
@@ -217,7 +215,6 @@ class Requests:
         self.let_go(request)
         yield from self.withdraw(request)
         report = request.report(now_s=now_s)
-        self.ended += 1
         self._end_story(request, now_s, error)
         del self._by_id[request.request_id]
         if request.probe is not None:

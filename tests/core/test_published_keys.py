@@ -1,4 +1,4 @@
-"""What a pool tells of its published blocks is what can be found in every group, whatever it does."""
+"""A pool tells exactly the keys of the blocks that can be found in every group, whatever it does."""
 
 from __future__ import annotations
 

@@ -48,6 +48,11 @@ def largest_steps(limits: StepLimits, *, gathered: int, decode_batches: tuple[in
     return (_wide(limits), *([_long(limits, gathered)] if gathered else []), *batches)
 
 
+def prompt_step(limits: StepLimits) -> StepPlan:
+    """Return a step that computes as much of one prompt as a step may. Run it as the largest steps are run."""
+    return StepPlan((_slice(limits, 0, 0, min(limits.max_num_batched_tokens, limits.max_model_len - 1)),))
+
+
 def _wide(limits: StepLimits) -> StepPlan:
     """Return a step in which every sequence draws a token and prompts fill the token budget."""
     budget, longest = limits.max_num_batched_tokens, limits.max_model_len - 1

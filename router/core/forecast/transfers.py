@@ -1,4 +1,4 @@
-"""The measured cost of handoffs: how long KV moves between the pools, and how much of that a request feels. Pure."""
+"""The measured cost of handoffs: the part of their time that a request feels. Pure."""
 
 from __future__ import annotations
 
@@ -13,29 +13,23 @@ class Transfers:
     """Running sums over the handoffs of the decode pool. A handoff weighs by its bytes, so small ones say little."""
 
     def __init__(self) -> None:
+        self._count = 0.0
         self._bytes = 0.0
-        self._transfer_s = 0.0
         self._exposed_s = 0.0
 
-    def saw(self, kv_bytes: int, transfer_s: float, exposed_s: float) -> None:
+    def saw(self, kv_bytes: int, exposed_s: float) -> None:
         """Count a handoff that was committed. One without bytes, or with a time that is no number, says nothing."""
-        if kv_bytes <= 0 or not all(math.isfinite(time_s) and time_s >= 0 for time_s in (transfer_s, exposed_s)):
+        if kv_bytes <= 0 or not math.isfinite(exposed_s) or exposed_s < 0:
             return
+        self._count = KEEP * self._count + 1
         self._bytes = KEEP * self._bytes + kv_bytes
-        self._transfer_s = KEEP * self._transfer_s + transfer_s
         self._exposed_s = KEEP * self._exposed_s + exposed_s
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The bytes that moved in a second of a handoff, of late. A pull that follows the chunks of a long prompt waits between
-        its reads, and this wait counts. 0: nobody knows."""
-        return self._bytes / self._transfer_s if self._transfer_s > 0 else 0.0
-
-    def transfer_s(self, kv_bytes: float) -> float | None:
-        """Return the time from the first read to the end of the last. None: no handoff has been seen."""
-        return None if self._bytes == 0 else self._transfer_s * (kv_bytes / self._bytes)
 
     def exposed_s(self, kv_bytes: float) -> float | None:
         """Return the time from the first token until the KV may be used, which the second token waits for. None: no handoff has
-        been seen."""
-        return None if self._bytes == 0 else self._exposed_s * (kv_bytes / self._bytes)
+        been seen.
+
+        A small handoff is nearly all messages, and of a large one only the last chunk is exposed. So the time is in proportion
+        to the bytes up to the mean handoff, and that of the mean handoff above it.
+        """
+        return None if self._bytes == 0 else self._exposed_s * min(kv_bytes / self._bytes, 1 / self._count)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.ids import SeqId
+from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.memory.budget import (
     GPU_MARGIN_BYTES,
     REST_BYTES,
@@ -186,7 +188,11 @@ class Runner:
     def largest_steps(self, config: EngineConfig) -> tuple[int, ...]:
         return (self._size,)
 
-    def execute(self, size: int) -> None:
+    def prompt_step(self, config: EngineConfig) -> StepPlan:
+        return StepPlan((SequenceSlice(SeqId(0), 0, (1, 2, 3), ((),), ()),))
+
+    def execute(self, step: int | StepPlan) -> None:
+        size = self._size if isinstance(step, StepPlan) else step
         self._device.take(size)
         self._device.drop(size)
 

@@ -1,4 +1,4 @@
-"""What a router believes of a worker's queue between its heartbeats."""
+"""The router's count of the prompts that wait on a worker, between the heartbeats of this worker."""
 
 from __future__ import annotations
 

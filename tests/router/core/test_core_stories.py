@@ -275,7 +275,7 @@ def test_requests_for_which_there_is_no_worker_are_refused_at_once() -> None:
 def test_many_finished_requests_leave_no_deadlines_behind() -> None:
     stage = Stage()
     stage.join("decode-0", Role.DECODE)
-    for n in range(3000):
+    for n in range(1200):
         stage.submit(f"r{n}", max_tokens=1, deadline_s=1e6)
         stage.run()
     stage.tell(ev.Tick())

@@ -16,6 +16,7 @@ from router.core.forecast.prediction import Prediction, check_target, predict
 from router.core.forecast.transfers import Transfers
 from router.core.policy import goodput
 from router.core.policy.candidate import Candidate, RequestView
+from router.core.queue.limits import RETRY_AFTER_MAX_S, RETRY_AFTER_MIN_S
 
 BASE = Candidate(LinkId(1), 1000, 0, 4, 0, 64, suspect=False, refused=False, prompt_tokens_per_s=100.0, decode_step_s=0.02)
 RATES = st.one_of(st.just(0.0), st.floats(0.01, 1e6))
@@ -33,6 +34,7 @@ workers = st.builds(
     running=st.integers(0, 300),
     step_sequences=st.integers(0, 300),
     prompt_tokens_per_s=RATES,
+    counted_tokens_per_s=st.just(0.0),
     decode_step_s=st.one_of(st.just(0.0), st.floats(1e-4, 10.0)),
     cached_tokens=st.integers(0, 5000),
     load=st.floats(0, 1e3),
@@ -109,34 +111,40 @@ def test_predictions_never_fall_with_more_work(worker: Candidate, prompt_tokens:
             assert now is None or then is None or (then >= now >= 0 and math.isfinite(then))
 
 
-@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=50))
-def test_transfers_predict_within_what_they_have_seen(seen: list[tuple[int, float, float]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(0, 1e3)), min_size=1, max_size=50))
+def test_transfers_predict_within_what_they_have_seen(seen: list[tuple[int, float]]) -> None:
     transfers = Transfers()
     for one in seen:
         transfers.saw(*one)
     slack = 1 + 1e-9
-    for place, foresee in ((1, transfers.transfer_s), (2, transfers.exposed_s)):
-        per_byte = [one[place] / one[0] for one in seen]
-        predicted = foresee(1 << 20)
-        assert predicted is not None
-        assert min(per_byte) / slack <= predicted / (1 << 20) <= max(per_byte) * slack
-    assert transfers.bytes_per_s >= 0
+    exposed = [transfers.exposed_s(size) for size in (1, 1 << 20, 1 << 50)]
+    assert exposed == sorted(exposed)
+    assert exposed[-1] <= max(exposed_s for _, exposed_s in seen) * slack
+    assert exposed[0] <= max(exposed_s / kv_bytes for kv_bytes, exposed_s in seen) * slack
 
 
-@pytest.mark.parametrize("nothing", [(0, 1.0, 1.0), (8, math.nan, 0.0), (8, 1.0, math.inf), (8, -1.0, 0.0)])
-def test_transfers_learn_nothing_from_no_bytes_and_no_numbers(nothing: tuple[int, float, float]) -> None:
+@pytest.mark.parametrize("nothing", [(0, 1.0), (8, math.nan), (8, math.inf), (8, -1.0)])
+def test_transfers_learn_nothing_from_no_bytes_and_no_numbers(nothing: tuple[int, float]) -> None:
     transfers = Transfers()
     transfers.saw(*nothing)
-    assert (transfers.bytes_per_s, transfers.transfer_s(1), transfers.exposed_s(1)) == (0.0, None, None)
+    assert transfers.exposed_s(1) is None
+
+
+def test_small_handoffs_do_not_make_a_large_one_look_slow() -> None:
+    transfers = Transfers()
+    for _ in range(10):
+        transfers.saw(100, 0.01)  # nearly all of it are messages
+    assert transfers.exposed_s(1_000_000) == pytest.approx(0.01)
+    assert transfers.exposed_s(50) == pytest.approx(0.005)
 
 
 def test_transfers_follow_a_link_that_becomes_slower() -> None:
     transfers = Transfers()
     for _ in range(500):
-        transfers.saw(1000, 1.0, 0.1)
+        transfers.saw(1000, 0.1)
     for _ in range(500):
-        transfers.saw(1000, 2.0, 0.4)
-    assert transfers.bytes_per_s == pytest.approx(500, rel=0.01)
+        transfers.saw(1000, 0.4)
+    assert transfers.exposed_s(1000) == pytest.approx(0.4, rel=0.01)
     assert transfers.exposed_s(1000) == pytest.approx(0.4, rel=0.01)
 
 
@@ -215,6 +223,13 @@ def test_a_request_that_would_be_late_and_would_wait_is_refused() -> None:
     assert "class voice" in str(refused.value)
     assert "ttft_s is 0.5 s" in str(refused.value)
     assert "wait 0.3 s" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "after_s"), [(0.501, RETRY_AFTER_MIN_S), (1e300, RETRY_AFTER_MAX_S), (math.inf, RETRY_AFTER_MAX_S)]
+)
+def test_a_refused_client_is_told_to_come_back_neither_at_once_nor_never(wait_s: float, after_s: float) -> None:
+    assert refused_after_s(Prediction(wait_s, 0.0), late_s=0.0) == after_s
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the router foresees of requests and refuses by it, with workers that keep to the rates that they tell."""
+"""The router foresees first tokens, and refuses requests by that, with workers that keep to the rates that they tell."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ candidates = st.builds(
     load=st.floats(0, 100),
     claimed=st.just(False),
     prompt_tokens_per_s=st.sampled_from([0.0, 500.0, 2e4]),
+    counted_tokens_per_s=st.sampled_from([0.0, 500.0, 2e4]),
     decode_step_s=st.just(0.0),
     cached_tokens=st.integers(0, 100),
     session=st.booleans(),
@@ -111,11 +112,12 @@ def test_more_work_is_never_better_and_a_longer_prefix_never_worse(one: Candidat
         assert prefix_aware.score(here._replace(cached_tokens=held), request) >= prefix_aware.score(here, request)
 
 
-def test_queued_work_outweighs_a_prefix_that_is_shorter() -> None:
-    """The holder saves 500 tokens: it is picked while less than 500 tokens wait there."""
+def test_queued_work_outweighs_a_prefix_in_the_end() -> None:
+    """The idle worker computes 600 tokens, all anew, which costs 600 * 3. The holder computes 100, a sixth of the prompt: that
+    costs (queued + 100) * 4/3, which is less while fewer than 1,250 tokens wait there."""
     request = RequestView(600, 700)
     idle = BASE._replace(role=Role.PREFILL, link=LinkId(2))
-    for queued, best in ((499, 1), (501, 2)):
+    for queued, best in ((1249, 1), (1251, 2)):
         holder = BASE._replace(role=Role.PREFILL, cached_tokens=500, queued_tokens=queued)
         picked = pick([holder, idle], [prefix_aware.score(c, request) for c in (holder, idle)])
         assert picked is not None

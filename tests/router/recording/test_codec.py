@@ -132,7 +132,6 @@ SECRET, TICKET = "a salt of a tenant", b"a ticket with addresses"
 WORDS = "the words of the prompt"
 SPEC = RequestSpec((101, 102, 103), SamplingParams(stop=(WORDS,)), cache_salt=SECRET)
 WORK = ev.Work(Handle(1), RequestId("r"), SPEC, (104,))
-LOGPROBS = common_pb2.Logprobs(chosen=[-0.25], top_ids=[105], top=[-0.75])
 TELLTALE: list[Any] = [
     ev.Submit(RequestId("r"), SPEC, 0.0, 1.0, session_id=SECRET),
     ev.PrefillStarted(ev.LinkId(1), Handle(1), LeaseId(Incarnation(1), 1), TICKET),
