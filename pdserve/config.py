@@ -22,6 +22,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.settings.labels import LabelSelector, check_key
 from pdserve.core.settings.types import (
     Bytes,
+    NonNegativeBytes,
     NonNegativeFloat,
     NonNegativeInt,
     Port,
@@ -208,7 +209,7 @@ class RouterConfig:
     max_queued_tokens: PositiveInt = 1 << 20
     # The index of which worker holds which prefixes may take so many bytes. When it is full, it forgets the oldest prefixes. 0
     # turns it off: no request goes to a worker because of the KV that the worker holds.
-    prefix_index_bytes: Annotated[int, Meta(ge=0, extra={"unit": "bytes"})] = 256 * MIB
+    prefix_index_bytes: NonNegativeBytes = 256 * MIB
     # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`
     # and `queue_share`. The built-in classes are default, voice, code, chat and batch; what is not set here stays as it is.
     slo_classes: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -103,4 +103,5 @@ def build(cls: type[Config], data: Any, path: str) -> Config:
     try:
         return cls(**values)
     except ConfigError as exc:  # sections that stand in several places name their settings without the path to them
-        raise ConfigError(exc.message if exc.message.startswith(prefix) else f"{prefix}{exc.message}") from exc
+        named = exc.message.startswith((prefix, f"unknown setting {prefix}"))
+        raise ConfigError(exc.message if named else f"{prefix}{exc.message}") from exc

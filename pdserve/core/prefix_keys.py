@@ -15,6 +15,9 @@ PrefixKey = NewType("PrefixKey", int)
 """The first 8 bytes of a block hash, as a little-endian number."""
 
 KEY_BYTES: Final = 8
+MAX_DELTA_KEYS: Final = 1 << 16
+"""A delta has at most so many keys, added and removed ones together. The log of a worker drops changes beyond this number, and
+a link that has missed some gets all keys, a part in each delta."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.settings.types import PositiveFloat, check_types
+from pdserve.core.settings.types import check_types
 
 _NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # it is a label of metrics and a header's value
 
@@ -59,12 +59,15 @@ BUILT_IN: Final = {
 """The classes that every router knows, by name. The settings may change them and add others."""
 
 
+_TargetS = Annotated[float, Meta(gt=0, le=86_400)]  # a day: who needs no target writes null, and JSON has no infinity
+
+
 @dataclass(frozen=True, slots=True)
 class _Settings:
     """The settings of a class, with the values that each one takes."""
 
-    ttft_s: PositiveFloat | None
-    tpot_s: PositiveFloat | None
+    ttft_s: _TargetS | None
+    tpot_s: _TargetS | None
     priority: Annotated[int, Meta(ge=-100, le=100)]
     queue_share: Annotated[float, Meta(gt=0, le=1)]
 

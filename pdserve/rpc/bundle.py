@@ -68,9 +68,13 @@ class Outbound(Generic[Message]):
 
 
 def unbundled(message: Message) -> Sequence[Message]:
-    """Return the messages of a bundle in their order, or the message itself. Raises `ReplicaLost` when one cannot be read."""
+    """Return the messages of a bundle in their order, or the message itself. Raises `ReplicaLost` when one cannot be read, and
+    for more than `MAX_BUNDLE_MESSAGES`: empty messages take two bytes on the wire and hundreds in memory."""
     if not message.bundle:
         return (message,)
+    if len(message.bundle) > MAX_BUNDLE_MESSAGES:
+        most = f"at most {MAX_BUNDLE_MESSAGES} are allowed"
+        raise ReplicaLost(f"bundle {message.number} of the link has {len(message.bundle)} messages; {most}")
     try:
         return [type(message).FromString(one) for one in message.bundle]
     except DecodeError as exc:

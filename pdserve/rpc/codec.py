@@ -11,7 +11,7 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.prefix_keys import KEY_BYTES, PrefixDelta
+from pdserve.core.prefix_keys import KEY_BYTES, MAX_DELTA_KEYS, PrefixDelta
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
@@ -70,7 +70,10 @@ def prefix_delta_to_wire(delta: PrefixDelta) -> link_pb2.PrefixDelta:
 
 
 def prefix_delta_from_wire(wire: link_pb2.PrefixDelta) -> PrefixDelta:
-    """Read the changes of a worker's keys. Raises ValueError for a part of a key."""
+    """Read the changes of a worker's keys. Raises ValueError for a part of a key, and for more than `MAX_DELTA_KEYS`."""
+    num_keys = (len(wire.added) + len(wire.removed)) // KEY_BYTES
+    if num_keys > MAX_DELTA_KEYS:
+        raise ValueError(f"{num_keys} keys; at most {MAX_DELTA_KEYS} are allowed")
     return PrefixDelta(wire.number, _unpack_keys(wire.added), _unpack_keys(wire.removed), wire.digest, wire.full)
 
 

@@ -12,9 +12,9 @@ from itertools import islice
 from operator import xor
 from typing import Final
 
-from pdserve.core.prefix_keys import KeyChanges, PrefixDelta
+from pdserve.core.prefix_keys import MAX_DELTA_KEYS, KeyChanges, PrefixDelta
 
-MAX_LOGGED: Final = 1 << 16
+MAX_LOGGED: Final = MAX_DELTA_KEYS
 """The log has at most so many changes of keys, 8 MB. It takes a link that hears nothing for minutes to fall off."""
 FULL_S: Final = 2.0
 """A link gets all keys at most once in this time: 100,000 keys take the router 15 ms."""

@@ -93,9 +93,8 @@ class Dispatcher:
         waiting = self._requests.waiting
         for request in waiting.parked():
             since_s = request.unplaceable_since_s
-            if not everyone and since_s is not None and now_s - since_s < self._recovery_wait_s:
-                return
-            waiting.unpark(request)
+            if everyone or since_s is None or now_s - since_s >= self._recovery_wait_s:
+                waiting.unpark(request)
 
     def _walk(self, kinds: list[Kind], now_s: float) -> Effects:
         """Place requests in the order of their turns. A kind is left at its first request without room."""

@@ -107,6 +107,7 @@ class Placer:
         return self._decide(request, now_s, serving=True)
 
     def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
+        self.note_silence(now_s=now_s)  # else nobody would notice that a worker is heard again before the next tick
         self._pools.refresh()
         if not serving or len(self._pairs):
             return self._decide_anew(request, now_s, serving=serving)
@@ -166,7 +167,7 @@ class Placer:
         return Kind(
             self._pools.decode.tier_of(request.max_len),
             self._pools.prefill.tier_of(request.work_len + 1),
-            request.asked or Placement.AUTO,
+            request.asked or self._configured,
             request.work_len < self._colocate_below_tokens,
             size_of(self.need_tokens(request)),
         )

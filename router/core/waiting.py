@@ -112,7 +112,7 @@ class WaitingRequests:
             self._take(kind, turn)
 
     def parked(self) -> list[LiveRequest]:
-        """Return the parked requests, the longest parked first."""
+        """Return the parked requests. They are in no order: each look parks them anew, by their turns."""
         return list(self._parked.values())
 
     def unpark(self, request: LiveRequest) -> None:

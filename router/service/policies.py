@@ -6,6 +6,7 @@ makes that one choice. No request fails by it. A policy that does not return at 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -13,11 +14,12 @@ from numbers import Real
 from typing import Any, Final
 
 from pdserve.config import RouterConfig
+from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role
 from pdserve.plugins import resolve
 from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.ranking import BUILT_IN, Policy, Ranking, Rankings, Scorer, ranking_of
-from router.core.policy.shortlist import shortlist_of
+from router.core.policy.shortlist import EVERYONE, Shortlist
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class GuardedPolicy:
 def rankings_of(config: RouterConfig, count: Callable[[str, str], None]) -> Rankings:
     """Return the rankings that the settings name. `count` gets the role and the reason of each fault of a policy.
 
-    Raises `ConfigError` for an unknown name, with the known ones.
+    Raises `ConfigError` for an unknown name, with the known ones, and for a shortlist that is none.
     """
     return Rankings(
         prefill=_ranking("router.prefill_policy", config.prefill_policy, BUILT_IN.prefill, Role.PREFILL, count),
@@ -78,7 +80,21 @@ def _ranking(setting: str, name: str, fallback: Ranking, role: Role, count: Call
     if name in BUILTINS:
         return ranking_of(name, policy)
     guarded = GuardedPolicy(setting, policy, fallback.scores, lambda reason: count(role.value, reason))
-    return Ranking(name, shortlist_of(policy), guarded)
+    return Ranking(name, _shortlist(setting, policy), guarded)
+
+
+def _shortlist(setting: str, policy: Policy) -> Shortlist:
+    """Return the shortlist of the operator's own policy. Raises `ConfigError` for one that no pool could put together: each
+    request would fail by it."""
+    found = getattr(policy, "shortlist", EVERYONE)
+    if not isinstance(found, Shortlist):
+        raise ConfigError(f"{setting}: the policy's shortlist must be a Shortlist, got {found!r:.100}")
+    for part in dataclasses.fields(found):
+        value, kind = getattr(found, part.name), bool if isinstance(part.default, bool) else int
+        if type(value) is not kind or value < 0:
+            wanted = "True or False" if kind is bool else "a whole number of at least 0"
+            raise ConfigError(f"{setting}: {part.name} of the policy's shortlist must be {wanted}, got {value!r:.100}")
+    return found
 
 
 def _number(value: Any) -> float:

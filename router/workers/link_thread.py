@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
@@ -35,6 +35,12 @@ MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
 MAX_HEARD: Final = 1 << 16
 """At most this many events wait for the main loop: minutes of the steps of many workers. A worker whose event finds no room
 loses its link."""
+MAX_HEARD_OF_LINK: Final = 1 << 15
+"""The weight of the events of one link that wait is at most this, so a worker that sends without end loses its own link, and no
+other one. A working one comes to half of it while the main loop stands still for `STUCK_S`."""
+PARTS_OF_WEIGHT: Final = 16  # rows or prefix keys of an event weigh as much as an event of their own
+TAKEN_S: Final = 0.01
+"""The main loop takes events for so long at once. Then others have a turn, also while events come faster than it takes them."""
 MAX_SAID: Final = 64
 """At most this many commands wait on the main loop, those of about 5 ms of its work. With 16 a request over HTTP, where many
 come together, cost 5 % more."""
@@ -50,6 +56,8 @@ class LinkThread:
         self._token = cluster_token
         self._max_connections = max_connections
         self._heard: deque[Heard] = deque()
+        self._heard_weight: Counter[ev.LinkId] = Counter()  # of all events of a link so far
+        self._taken_weight: Counter[ev.LinkId] = Counter()  # of those that the main loop has taken
         self._heard_since_s: float | None = None  # None: the main loop has not been woken for a batch
         self._said: list[Callable[[LinkService], None]] = []  # since the last passage
         self._pace = Pace()
@@ -85,7 +93,8 @@ class LinkThread:
         if self._thread is not None:
             await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=CLOSE_TIMEOUT_S)  # the thread logs how it ends
             self._thread.join(CLOSE_TIMEOUT_S)
-            self._take_heard()
+            while self._heard:
+                self._take_heard()
 
     def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
         """Queue a command for the thread. An Alive is left out, since the thread has answered the heartbeat itself."""
@@ -120,14 +129,27 @@ class LinkThread:
                 self._loop.call_soon_threadsafe(self._take_said, said)
 
     def _take_heard(self) -> None:
+        """Deliver events for `TAKEN_S`, and those that are left in a later turn of this loop."""
         self._heard_since_s = None
+        until_s = time.monotonic() + TAKEN_S
         while self._heard:
+            if time.monotonic() > until_s:
+                self._take_later()
+                return
             event = self._heard.popleft()
+            self._taken_weight[event.link] += _weight(event)
+            if type(event) is ev.WorkerLeft:
+                del self._taken_weight[event.link]
             try:
                 self._deliver(event)
             except Exception:  # a bug of ours costs this link alone, and events of others are still taken
                 logger.exception("link %d: the core failed on its %s", event.link, type(event).__name__)
                 self.hang_up(event.link, InternalBug("the router failed on an event of this worker"))
+
+    def _take_later(self) -> None:
+        if self._heard_since_s is None and self._main is not None:  # otherwise the thread has asked for a turn already
+            self._heard_since_s = time.monotonic()
+            self._main.call_soon(self._take_heard)
 
     # On the thread -----------------------------------------------------------------------------------------------------
 
@@ -164,14 +186,26 @@ class LinkThread:
 
     def _hear(self, event: Heard) -> None:
         assert self._main is not None
-        if len(self._heard) >= MAX_HEARD and type(event) is not ev.WorkerLeft:
+        if type(event) is ev.WorkerLeft:
+            self._heard_weight.pop(event.link, None)
+        elif (many := self._too_many(event)) is not None:
             assert self._service is not None
-            self._service.hang_up(event.link, Overloaded(f"{MAX_HEARD} events wait for the router", retry_after_s=1.0))
+            self._service.hang_up(event.link, Overloaded(many, retry_after_s=1.0))
             return
         self._heard.append(event)
         if self._heard_since_s is None:
             self._heard_since_s = time.monotonic()
             self._main.call_soon_threadsafe(self._take_heard)
+
+    def _too_many(self, event: Heard) -> str | None:
+        """Count the event, or return why there is no room for it."""
+        link, weight = event.link, _weight(event)
+        if len(self._heard) >= MAX_HEARD:
+            return f"{MAX_HEARD} events wait for the router"
+        if self._heard_weight[link] + weight - self._taken_weight.get(link, 0) > MAX_HEARD_OF_LINK:
+            return f"events of this worker wait for the router; their weight is at most {MAX_HEARD_OF_LINK}"
+        self._heard_weight[link] += weight
+        return None
 
     def _main_takes(self) -> bool:
         since_s = self._heard_since_s
@@ -181,3 +215,12 @@ class LinkThread:
         assert self._service is not None
         for act in said:
             act(self._service)
+
+
+def _weight(event: Heard) -> int:
+    """Return how much of the room for events of its link an event takes."""
+    if type(event) is ev.StepRows:
+        return 1 + len(event.rows) // PARTS_OF_WEIGHT
+    if type(event) is ev.PrefixSeen:
+        return 1 + (len(event.delta.added) + len(event.delta.removed)) // PARTS_OF_WEIGHT
+    return 1

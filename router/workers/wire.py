@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId
-from pdserve.core.worker import WorkerHello
+from pdserve.core.limits import field_types
+from pdserve.core.worker import WorkerHello, WorkerLoad
 from pdserve.observe.story import MAX_ENTRIES, Entry, Shown, cut
 from pdserve.rpc import codec
 from pdserve.rpc.codec import lease_id_from_wire, pack_ids, spec_to_fields
@@ -31,6 +33,10 @@ class WorkExplained:
     entries: tuple[Entry, ...]
     left_out: int
 
+
+_MEASURED: Final = tuple(name for name, kind in field_types(WorkerLoad).items() if kind is float)
+_MEASURES: Final[Callable[[WorkerLoad], tuple[float, ...]]] = attrgetter(*_MEASURED)
+"""The numbers of a heartbeat that a worker measures."""
 
 Heard = ev.WorkerEvent | WorkExplained
 """Whatever a link may deliver."""
@@ -61,7 +67,12 @@ def event_from_wire(link: ev.LinkId, message: link_pb2.WorkerMessage) -> Heard |
 
 
 def _heartbeat(link: ev.LinkId, m: common_pb2.WorkerLoad) -> ev.WorkerEvent:
-    return ev.HeartbeatSeen(link, codec.load_from_wire(m))
+    """Raises `InternalBug` for a measured number below 0, infinite, or not a number: workers could not be compared by it."""
+    load = codec.load_from_wire(m)
+    for name, value in zip(_MEASURED, _MEASURES(load), strict=True):
+        if not 0.0 <= value < math.inf:
+            raise InternalBug(f"WorkerLoad.{name}: must be from 0 to a finite number, got {value}")
+    return ev.HeartbeatSeen(link, load)
 
 
 def _prefix_delta(link: ev.LinkId, m: link_pb2.PrefixDelta) -> ev.WorkerEvent:

@@ -89,13 +89,15 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
         ("router.slo_classes={chat: 3}", "router.slo_classes.chat must be a section"),
         (
             "router.slo_classes={chat: {ttft: 1}}",
-            r"unknown setting router\.slo_classes\.chat\.ttft; known here: priority, .*ttft_s",
+            r"^unknown setting router\.slo_classes\.chat\.ttft; known here: priority, .*ttft_s",
         ),
         ("router.slo_classes={chat: {name: c}}", r"unknown setting router\.slo_classes\.chat\.name"),
         (
             "router.slo_classes={chat: {ttft_s: 0}}",
-            r"router\.slo_classes\.chat\.ttft_s must be a number \(over 0\) or null, got 0",
+            r"router\.slo_classes\.chat\.ttft_s must be a number \(over 0 and at most 86400\) or null, got 0",
         ),
+        ("router.slo_classes={chat: {ttft_s: .inf}}", r"chat\.ttft_s must be .* at most 86400\) or null, got inf"),
+        ("router.slo_classes={no: {priority: 1}}", r"router\.slo_classes: the name False is not text; write it in quotes"),
         ("router.slo_classes={mine: {priority: 101}}", r"slo_classes\.mine\.priority must be .*at most 100\), got 101"),
         ("router.slo_classes={mine: {queue_share: 1.5}}", r"slo_classes\.mine\.queue_share must be .*at most 1\), got 1.5"),
         ("router.slo_classes={a b: {}}", r"router\.slo_classes\.a b: 'a b' is not the name of a class"),
@@ -160,6 +162,11 @@ def test_every_placement_can_be_set(placement: Placement) -> None:
 )
 def test_sizes(count: int, unit: tuple[str, int]) -> None:
     assert parse_bytes(f"{count}{unit[0]}") == int(float(count) * unit[1])
+
+
+@pytest.mark.parametrize(("text", "size"), [("64MiB", 64 << 20), ("0", 0), ("0 MiB", 0)])
+def test_the_index_may_be_given_a_size_with_a_unit_or_none(text: str, size: int) -> None:
+    assert load(ClusterConfig, None, [f"router.prefix_index_bytes={text}"]).router.prefix_index_bytes == size
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1 XiB", "1e3", "nan", "9" * 400])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import ClusterConfig, EngineConfig, RouterProcessConfig, WorkerConfig, dump, load
 from pdserve.core.errors import ConfigError
-from pdserve.core.settings.types import Bytes
+from pdserve.core.settings.types import Bytes, NonNegativeBytes
 
 NEEDED: Final = {WorkerConfig: {"worker_id": "w", "router_address": "127.0.0.1:1"}, RouterProcessConfig: {}, ClusterConfig: {}}
 HUGE: Final = "0x" + "f" * 4000  # more decimal digits than Python prints
@@ -61,7 +61,7 @@ def kinds(hint: Any) -> set[type]:
     """Return the types of the values that a setting of type `hint` may take."""
     match typing.get_origin(hint), typing.get_args(hint):
         case (typing.Annotated, (of, *_)):
-            return kinds(of) | ({str} if hint == Bytes else set())
+            return kinds(of) | ({str} if hint in (Bytes, NonNegativeBytes) else set())
         case (typing.Literal, _):
             return {str}
         case (typing.Union | types.UnionType, parts):

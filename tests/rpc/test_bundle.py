@@ -94,3 +94,8 @@ def test_a_writer_that_waits_is_woken() -> None:
 def test_a_bundle_with_a_part_that_is_no_message_is_lost() -> None:
     with pytest.raises(ReplicaLost, match="bundle 7 of the link cannot be read"):
         unbundled(link_pb2.RouterMessage(number=7, bundle=[b"\xff\xff"]))
+
+
+def test_a_bundle_of_more_messages_than_are_ever_sent_is_refused_before_it_takes_memory() -> None:
+    with pytest.raises(ReplicaLost, match="bundle 7 of the link has 257 messages; at most 256 are allowed"):
+        unbundled(link_pb2.WorkerMessage(number=7, bundle=[b""] * (bundle.MAX_BUNDLE_MESSAGES + 1)))

@@ -81,6 +81,25 @@ def test_a_policy_of_ones_own_scores_everyone_unless_it_says_whom(monkeypatch: p
     assert rankings.decode.shortlist == EVERYONE
 
 
+@pytest.mark.parametrize(
+    ("shortlist", "said"),
+    [
+        (Shortlist(least_loaded="2"), "least_loaded of the policy's shortlist must be a whole number of at least 0, got '2'"),  # type: ignore[arg-type]
+        (Shortlist(holders=-1), "holders of the policy's shortlist must be .*, got -1"),
+        (Shortlist(drawn=1.5), "drawn of the policy's shortlist must be .*, got 1.5"),  # type: ignore[arg-type]
+        (Shortlist(session=2), "session of the policy's shortlist must be True or False, got 2"),  # type: ignore[arg-type]
+        ({"least_loaded": 2}, "the policy's shortlist must be a Shortlist, got {'least_loaded': 2}"),
+    ],
+)
+def test_a_shortlist_that_no_pool_could_put_together_is_refused_at_the_start(
+    shortlist: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = shortlisted(shortlist)(lambda candidate, request: 0.0)
+    monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(score=policy))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^router.decode_policy: {said}"):
+        rankings_of(RouterConfig(decode_policy="mine:score"), lambda role, reason: None)
+
+
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
 def test_an_unknown_policy_is_refused_with_the_known_ones(pool: str) -> None:
     config = RouterConfig(**{f"{pool}_policy": "round_robbin"})

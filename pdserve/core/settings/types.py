@@ -22,6 +22,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Bytes = Annotated[int, Meta(ge=1, extra={"unit": "bytes"})]  # a text such as 256MiB is accepted too
+NonNegativeBytes = Annotated[int, Meta(ge=0, extra={"unit": "bytes"})]  # the same, or 0
 
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _WORDS: Final = {
@@ -64,9 +65,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if hint is Any:
         return value
     if typing.get_origin(hint) is dict and isinstance(value, dict):
+        for name in value:
+            if type(name) not in (str, int):  # YAML reads `no` and `~` as False and None
+                raise ConfigError(f"{path}: the name {name!r} is not text; write it in quotes")
         return {str(name): _convert(typing.get_args(hint)[1], item, f"{path}.{name}") for name, item in value.items()}
     try:
-        if hint in (Bytes, Bytes | None) and isinstance(value, str):
+        if hint in (Bytes, Bytes | None, NonNegativeBytes) and isinstance(value, str):
             value = parse_bytes(value)
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as exc:

@@ -8,6 +8,7 @@ from pdserve.core.errors import Overloaded
 from pdserve.core.slo import SloClass
 from router.core.forecast import times
 from router.core.policy.candidate import Candidate
+from router.core.queue.limits import RETRY_AFTER_MAX_S, RETRY_AFTER_MIN_S
 
 
 class Prediction(NamedTuple):
@@ -42,9 +43,9 @@ def check_target(slo: SloClass, prediction: Prediction | None, *, late_s: float 
     arrived.
 
     Raises `Overloaded` when it would be too late and would wait first: later, when others have gone, it need not wait. The
-    client should try again after the excess. A request that would not wait is never refused, because no later time is better.
-    So an idle cluster takes every request, also one whose own prompt takes longer than its target. Without a target or without
-    a prediction no request is refused.
+    client should try again after the excess, within the bounds of any refusal. A request that would not wait is never refused,
+    because no later time is better. So an idle cluster takes every request, also one whose own prompt takes longer than its
+    target. Without a target or without a prediction no request is refused.
     """
     if slo.ttft_s is None or prediction is None or prediction.wait_s <= 0:
         return
@@ -53,6 +54,6 @@ def check_target(slo: SloClass, prediction: Prediction | None, *, late_s: float 
         raise Overloaded(
             f"class {slo.name}: the first token would come after {late_s + prediction.ttft_s:.3g} s, and its target ttft_s is "
             f"{slo.ttft_s:.3g} s; the request would wait {prediction.wait_s:.3g} s before its prompt is computed",
-            retry_after_s=excess_s,
+            retry_after_s=min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, excess_s)),
             reason="predicted_late",
         )

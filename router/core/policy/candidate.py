@@ -30,6 +30,7 @@ class Candidate(NamedTuple):
     draw: float = 0.0  # random number in [0, 1), new for each request and worker
     role: Role = Role.DECODE
     load: float = 0.0  # how busy it is, in the measure of its pool (`router.core.pools.load`)
+    counted_tokens_per_s: float = 0.0  # rate of prompts as it counts beside the other workers of its pool; 0: nobody knows any
 
 
 class RequestView(NamedTuple):

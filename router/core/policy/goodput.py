@@ -49,10 +49,16 @@ def _targets(candidate: Candidate, request: RequestView) -> list[tuple[float | N
     """Return the predicted and the allowed time for each target that the request has."""
     targets = []
     if request.ttft_left_s is not None:
-        targets.append((times.ttft_s(candidate, request.prompt_tokens), request.ttft_left_s))
+        targets.append((times.ttft_s(_counted(candidate), request.prompt_tokens), request.ttft_left_s))
     if request.tpot_s is not None:
         targets.append((times.tpot_s(candidate), request.tpot_s))
     return targets
+
+
+def _counted(candidate: Candidate) -> Candidate:
+    """Return the candidate with the rate as it counts, if it is known: equal workers take turns whatever they measured."""
+    known = candidate.prompt_tokens_per_s > 0 and candidate.counted_tokens_per_s > 0
+    return candidate._replace(prompt_tokens_per_s=candidate.counted_tokens_per_s) if known else candidate
 
 
 def _in_band(band: int, burden: float) -> float:

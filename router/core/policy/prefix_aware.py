@@ -32,7 +32,7 @@ def score(candidate: Candidate, request: RequestView) -> float:
     uncached = max(0, request.prompt_tokens - candidate.cached_tokens)
     if candidate.role is Role.PREFILL:
         anew = uncached / max(1, request.prompt_tokens)
-        own_s = prompt_s(candidate.queued_tokens + uncached, candidate.prompt_tokens_per_s)
+        own_s = prompt_s(candidate.queued_tokens + uncached, candidate.counted_tokens_per_s)
         return -own_s * (1 + RECOMPUTE_WEIGHT * anew)
     new_tokens = max(0, request.kv_tokens - candidate.cached_tokens)
     kv_share = (candidate.promised_tokens + new_tokens) / candidate.kv_tokens

@@ -30,5 +30,5 @@ def score(candidate: Candidate, request: RequestView) -> float:
 
 def _slack(candidate: Candidate, request: RequestView) -> float:
     if candidate.role is Role.PREFILL:
-        return prompt_s(request.prompt_tokens, candidate.prompt_tokens_per_s)
+        return prompt_s(request.prompt_tokens, candidate.counted_tokens_per_s)
     return SLACK_SHARE

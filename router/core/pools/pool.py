@@ -20,7 +20,7 @@ from router.core.events import LinkId
 from router.core.policy.candidate import Candidate
 from router.core.policy.draws import draw
 from router.core.policy.shortlist import Shortlist
-from router.core.pools.load import decode_share, prompt_s
+from router.core.pools.load import Rates, decode_share, prompt_s
 from router.core.registry import Turn, Worker
 
 MAX_LOOKS: Final = 32
@@ -87,6 +87,9 @@ class Pool:
         self._workers: dict[LinkId, Worker] = {}
         self._states: dict[LinkId, State] = {}
         self._rows: dict[LinkId, Candidate] = {}
+        self._rates = Rates()
+        self._mean_moved = False
+        """The mean rate has moved, and the workers have not been sorted anew yet."""
         self.tiers: dict[int, Tier] = {}
         """The tiers by `max_model_len`, in no order. One without workers is dropped."""
         self.kept: dict[LinkId, Turn] = {}
@@ -103,13 +106,22 @@ class Pool:
 
     def update(self, link: LinkId, worker: Worker | None) -> None:
         """Take in what has changed on a worker, or that it has left. It may be repeated after it has failed."""
+        rate = 0.0 if worker is None or self._role is not Role.PREFILL else worker.load.prompt_tokens_per_s
+        self._mean_moved = self._rates.note(link, rate) or self._mean_moved
+        if self._mean_moved:
+            for other, its in list(self._workers.items()):
+                self._sort(other, its)
+            self._mean_moved = False
+        self._sort(link, worker)
+
+    def _sort(self, link: LinkId, worker: Worker | None) -> None:
         old = self._states.get(link)
         self._rows.pop(link, None)
         if worker is None:
             if old is not None:
                 self._leave(link, old)
             return
-        new = state_of(worker, self._charged(link))
+        new = state_of(worker, self._charged(link), self._counted_rate(worker))
         if old == new:
             return
         tier = self.tiers.get(new.length)
@@ -140,6 +152,9 @@ class Pool:
                 self.kept[link] = new.kept_turn
             else:
                 self.kept.pop(link, None)
+
+    def _counted_rate(self, worker: Worker) -> float:
+        return self._rates.counted(worker.load.prompt_tokens_per_s)
 
     def _leave(self, link: LinkId, old: State) -> None:
         tier = self.tiers[old.length]
@@ -190,7 +205,7 @@ class Pool:
         row = self._rows.get(link)
         if row is None:
             worker = self._workers[link]
-            row = self._rows[link] = row_of(worker, self._charged(link), self._states[link])
+            row = self._rows[link] = row_of(worker, self._charged(link), self._states[link], self._counted_rate(worker))
         return row
 
     def shortlist(self, which: Shortlist, ask: Ask, near: Iterable[LinkId], seed: int) -> list[LinkId]:
@@ -288,7 +303,10 @@ class Pool:
 
     def check_invariants(self, workers: Mapping[LinkId, Worker]) -> None:
         """Assert that all that is kept equals what is computed anew from the workers."""
+        prefills = self._role is Role.PREFILL
+        self._rates.check_invariants({link: w.load.prompt_tokens_per_s for link, w in workers.items() if prefills})
         fresh = Pool(self._role, self._charged)
+        fresh._rates = self._rates
         for link, worker in workers.items():
             fresh.update(link, worker)
         assert self._states == fresh._states
@@ -297,11 +315,12 @@ class Pool:
         for length, tier in self.tiers.items():
             assert vars(tier) == vars(fresh.tiers[length])
         for link, row in self._rows.items():
-            assert row == row_of(workers[link], self._charged(link), self._states[link])
+            worker = workers[link]
+            assert row == row_of(worker, self._charged(link), self._states[link], self._counted_rate(worker))
 
 
-def state_of(worker: Worker, promised_tokens: int) -> State:
-    """Return the place of a worker in its pool."""
+def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float) -> State:
+    """Return the place of a worker in its pool. `tokens_per_s` is the rate that its own one counts as."""
     hello = worker.hello
     prefills, placed = hello.role is Role.PREFILL, len(worker.work)
     refused = worker.turned_away or worker.refused_blocks is not None
@@ -313,7 +332,7 @@ def state_of(worker: Worker, promised_tokens: int) -> State:
     claimed = worker.claimed_by is not None
     free = alive and not claimed and worker.kept_for is None
     if prefills:
-        load = prompt_s(worker.queued_tokens, worker.load.prompt_tokens_per_s)
+        load = prompt_s(worker.queued_tokens, tokens_per_s)
     else:
         load = decode_share(promised_tokens, hello.kv_tokens, placed, hello.max_num_seqs)
     return State(
@@ -331,7 +350,7 @@ def state_of(worker: Worker, promised_tokens: int) -> State:
     )
 
 
-def row_of(worker: Worker, promised_tokens: int, state: State) -> Candidate:
+def row_of(worker: Worker, promised_tokens: int, state: State, tokens_per_s: float) -> Candidate:
     """Return the snapshot of a worker that policies see, without what depends on a request."""
     hello, load, placed = worker.hello, worker.load, len(worker.work)
     return Candidate(  # by position, which takes half the time
@@ -351,6 +370,7 @@ def row_of(worker: Worker, promised_tokens: int, state: State) -> Candidate:
         worker.picked,
         role=hello.role,
         load=state.load,
+        counted_tokens_per_s=tokens_per_s,
     )
 
 

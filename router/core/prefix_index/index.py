@@ -145,7 +145,7 @@ class PrefixIndex:
     def apply(self, link: LinkId, delta: PrefixDelta, *, now_s: float) -> bool:
         """Take the changes that a worker tells. True: ask the worker for all its keys now, because something did not agree.
 
-        Raises `ReplicaLost` when the worker names more keys than it has blocks.
+        Raises `ReplicaLost` when the worker names more keys than it has blocks, or removes keys that it has not.
         """
         holder = self._holders.get(link)
         if holder is None:
@@ -193,6 +193,8 @@ class PrefixIndex:
         self._pairs += len(holder.held) - known
         self._set(holder.bit, delta.added)
         self._evict()
+        if len(holder.held) > count:
+            raise ReplicaLost(f"{_name(holder)} has removed keys that it had not added")
 
     # Credit --------------------------------------------------------------------------------------------------------------
 
@@ -364,5 +366,8 @@ class PrefixIndex:
 def _check_count(holder: _Holder, count: int) -> None:
     hello = holder.hello
     if not 0 <= count <= hello.num_blocks:
-        name = f"{hello.role.value} worker {hello.worker_id}"
-        raise ReplicaLost(f"{name} shares {count} blocks by its own deltas; its num_blocks is {hello.num_blocks}")
+        raise ReplicaLost(f"{_name(holder)} shares {count} blocks by its own deltas; its num_blocks is {hello.num_blocks}")
+
+
+def _name(holder: _Holder) -> str:
+    return f"{holder.hello.role.value} worker {holder.hello.worker_id}"

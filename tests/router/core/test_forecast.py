@@ -16,6 +16,7 @@ from router.core.forecast.prediction import Prediction, check_target, predict
 from router.core.forecast.transfers import Transfers
 from router.core.policy import goodput
 from router.core.policy.candidate import Candidate, RequestView
+from router.core.queue.limits import RETRY_AFTER_MAX_S, RETRY_AFTER_MIN_S
 
 BASE = Candidate(LinkId(1), 1000, 0, 4, 0, 64, suspect=False, refused=False, prompt_tokens_per_s=100.0, decode_step_s=0.02)
 RATES = st.one_of(st.just(0.0), st.floats(0.01, 1e6))
@@ -33,6 +34,7 @@ workers = st.builds(
     running=st.integers(0, 300),
     step_sequences=st.integers(0, 300),
     prompt_tokens_per_s=RATES,
+    counted_tokens_per_s=st.just(0.0),
     decode_step_s=st.one_of(st.just(0.0), st.floats(1e-4, 10.0)),
     cached_tokens=st.integers(0, 5000),
     load=st.floats(0, 1e3),
@@ -221,6 +223,13 @@ def test_a_request_that_would_be_late_and_would_wait_is_refused() -> None:
     assert "class voice" in str(refused.value)
     assert "ttft_s is 0.5 s" in str(refused.value)
     assert "wait 0.3 s" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "after_s"), [(0.501, RETRY_AFTER_MIN_S), (1e300, RETRY_AFTER_MAX_S), (math.inf, RETRY_AFTER_MAX_S)]
+)
+def test_a_refused_client_is_told_to_come_back_neither_at_once_nor_never(wait_s: float, after_s: float) -> None:
+    assert refused_after_s(Prediction(wait_s, 0.0), late_s=0.0) == after_s
 
 
 @pytest.mark.parametrize(

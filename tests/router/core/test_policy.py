@@ -41,6 +41,7 @@ candidates = st.builds(
     load=st.floats(0, 100),
     claimed=st.just(False),
     prompt_tokens_per_s=st.sampled_from([0.0, 500.0, 2e4]),
+    counted_tokens_per_s=st.sampled_from([0.0, 500.0, 2e4]),
     decode_step_s=st.just(0.0),
     cached_tokens=st.integers(0, 100),
     session=st.booleans(),

@@ -219,6 +219,19 @@ def test_a_worker_that_names_more_keys_than_it_has_blocks_is_lost(full: bool) ->
         index.apply(LINK, PrefixDelta(2, keys, (), digest(set(keys)), full), now_s=0.0)
 
 
+def test_a_worker_that_removes_what_it_never_had_is_lost_before_it_fills_the_index() -> None:
+    index = PrefixIndex(PLENTY)
+    index.join(LINK, hello("d", Role.DECODE))  # 16 blocks
+    index.apply(LINK, PrefixDelta(1, tuple(range(1, 17)), (), digest(set(range(1, 17))), full=True), now_s=0.0)
+    others, invented = tuple(range(101, 117)), tuple(range(201, 217))
+    lie = PrefixDelta(2, others, invented, digest({*range(1, 17), *others, *invented}))
+    with pytest.raises(ReplicaLost, match="decode worker d has removed keys that it had not added"):
+        index.apply(LINK, lie, now_s=1.0)
+    index.leave(LINK)
+    assert index.keys == 0
+    index.check_invariants()
+
+
 def test_an_eviction_leaves_digests_and_counts_as_they_were() -> None:
     index = index_of(max_bytes=1000, p0=tuple(range(1, 11)))
     assert index.evicted > 0

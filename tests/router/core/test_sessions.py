@@ -88,7 +88,7 @@ def test_a_decode_worker_keeps_its_session_up_to_a_quarter_more_load(load: float
 
 @pytest.mark.parametrize(("queue_s", "stays"), [(0.0, True), (0.9, True), (1.1, False)])
 def test_a_prefill_worker_keeps_its_session_while_the_wait_is_shorter_than_the_prompt(queue_s: float, stays: bool) -> None:
-    row = ROW._replace(role=Role.PREFILL, prompt_tokens_per_s=1000.0)
+    row = ROW._replace(role=Role.PREFILL, counted_tokens_per_s=1000.0)
     own, other = row._replace(session=True, load=queue_s), row._replace(link=ev.LinkId(2))
     picked = pick([other, own], [session_affinity.score(each, RequestView(1000, 1000)) for each in (other, own)])
     assert picked is (own if stays else other)

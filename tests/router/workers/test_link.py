@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,7 @@ import grpc
 import pytest
 
 from pdserve.core.ids import Handle
+from pdserve.core.prefix_keys import MAX_DELTA_KEYS
 from pdserve.rpc.bundle import unbundled
 from pdserve.rpc.server import make_server
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc
@@ -146,5 +148,41 @@ def test_commands_of_one_moment_are_a_bundle_for_a_worker_that_takes_bundles(tak
                 got.append(await call.read())
             assert [one.cancel.handle for message in got for one in unbundled(message)] == [1, 2, 3]
             assert [message.number for message in got] == ([2] if takes_bundles else [2, 3, 4])
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("name", ["prompt_tokens_per_s", "decode_step_s", "engine_stalled_s"])
+def test_a_measured_number_that_is_none_ends_the_link(name: str, value: float):
+    async def story() -> None:
+        async with dialled() as (core, call):
+            await call.write(link_pb2.WorkerMessage(heartbeat=common_pb2.WorkerLoad(**{name: value}), number=2))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_to_end(call)
+            await core.left.wait()
+            assert f"WorkerLoad.{name}: must be from 0 to a finite number, got {value}" in (caught.value.details() or "")
+            assert [type(event) for event in core.heard] == [ev.WorkerJoined, ev.WorkerLeft]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("delta", "said"),
+    [
+        (link_pb2.PrefixDelta(number=1, added=bytes(8 * MAX_DELTA_KEYS), removed=bytes(8)), "65537 keys; at most 65536"),
+        (link_pb2.PrefixDelta(number=1, added=bytes(9)), "PrefixDelta 1: "),
+        (link_pb2.PrefixDelta(number=1, removed=bytes(7)), "PrefixDelta 1: "),
+    ],
+)
+def test_a_delta_of_too_many_keys_or_of_parts_of_keys_ends_the_link(delta: link_pb2.PrefixDelta, said: str):
+    async def story() -> None:
+        async with dialled() as (core, call):
+            await call.write(link_pb2.WorkerMessage(prefix_delta=delta, number=2))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_to_end(call)
+            await core.left.wait()
+            assert said in (caught.value.details() or "")
+            assert [type(event) for event in core.heard] == [ev.WorkerJoined, ev.WorkerLeft]
 
     asyncio.run(story())

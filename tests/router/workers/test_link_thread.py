@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import ConfigError
+from pdserve.core.prefix_keys import PrefixDelta
+from pdserve.core.worker import WorkerLoad
 from router.core import events as ev
 from router.workers import link_thread
 from router.workers.link_thread import LinkThread
@@ -150,3 +153,54 @@ def test_a_thread_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch, caplog: p
     with caplog.at_level("CRITICAL"):
         run(story())
     assert "thread of workers' links broke" in caplog.text
+
+
+def test_others_have_turns_while_events_come_faster_than_they_are_taken() -> None:
+    async def story() -> None:
+        async with served() as (core, _):
+            turns: list[int] = []
+
+            def tell(event: ev.WorkerEvent) -> None:
+                core.heard.append(event)
+                if not turns and len(core.heard) < 200_000:
+                    core.links._hear(event)
+
+            core.links._deliver = tell
+            core.links._hear(ev.HeartbeatSeen(ev.LinkId(1), WorkerLoad(BlockCounts(1, 1, 0, 0, 0))))
+            asyncio.get_running_loop().call_soon(lambda: asyncio.get_running_loop().call_soon(turns.append, len(core.heard)))
+            while not turns or core.links._heard:  # noqa: ASYNC110 - bounded by `run`
+                await asyncio.sleep(0.01)
+            assert turns[0] < 200_000
+
+    run(story())
+
+
+@pytest.mark.parametrize("kind", ["heartbeats", "keys"])
+def test_a_worker_that_sends_without_end_loses_its_own_link_and_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_thread, "MAX_HEARD_OF_LINK", 100)
+    load = WorkerLoad(BlockCounts(1, 1, 0, 0, 0))
+    keys = PrefixDelta(1, tuple(range(160)), (), 0)
+
+    async def story() -> None:
+        async with served() as (core, _):
+            closed: list[ev.LinkId] = []
+            service = core.links._service
+            assert service is not None
+            monkeypatch.setattr(service, "hang_up", lambda link, error: closed.append(link))
+            for _ in range(101):
+                core.links._hear(
+                    ev.HeartbeatSeen(ev.LinkId(1), load) if kind == "heartbeats" else ev.PrefixSeen(ev.LinkId(1), keys)
+                )
+                if closed:
+                    break
+            core.links._hear(ev.HeartbeatSeen(ev.LinkId(2), load))
+            assert closed == [1]
+            assert len(core.links._heard) == (100 if kind == "heartbeats" else 9) + 1
+            for link in (1, 2):
+                core.links._hear(ev.WorkerLeft(ev.LinkId(link)))
+            while core.links._heard:  # noqa: ASYNC110 - bounded by `run`
+                await asyncio.sleep(0.01)
+            assert not core.links._heard_weight
+            assert not core.links._taken_weight
+
+    run(story())
