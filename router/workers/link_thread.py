@@ -30,8 +30,9 @@ from router.workers.wire import Heard
 
 logger = logging.getLogger(__name__)
 
-MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
-"""A larger message comes from a broken worker. No message of a working one comes near this size."""
+MAX_LINK_MESSAGE_BYTES: Final = 8 << 20
+"""A larger message comes from a broken worker. Those of a working one have a bundle's bytes, 1 MiB, or little more. Parsed
+garbage takes up to 8 times the bytes (measured with a bundle of empty messages), and the interpreter meanwhile."""
 MAX_HEARD: Final = 1 << 16
 """At most this many events wait for the main loop: minutes of the steps of many workers. A worker whose event finds no room
 loses its link."""
