@@ -85,11 +85,11 @@ class WorkerLoad:
 def check_step_tokens(hello: WorkerHello, max_num_batched_tokens: int) -> None:
     """Raise `InvalidRequest` unless the worker's steps may have at most so many tokens.
 
-    A step needs a token for each sequence, and a block's tokens so that prompts go on. It has no memory for more tokens than at
-    the worker's start.
+    A step needs a block's tokens so that prompts go on, and a token for each other sequence that may run. It has no memory for
+    more tokens than at the worker's start.
     """
     most = hello.max_num_batched_tokens
-    least = min(max(hello.block_size, hello.max_num_seqs), most)
+    least = min(hello.block_size + hello.max_num_seqs - 1, most)
     if not least <= max_num_batched_tokens <= most or not most:
         limits = f"from {least} to {most}" if most else "nothing, since it does not say how large its steps are"
         said = f"{max_num_batched_tokens} is out of range; worker {hello.worker_id!r} takes {limits}"

@@ -87,13 +87,13 @@ def test_a_budget_that_an_operator_sets_under_load_changes_no_token(cluster: Pro
     before = [answer.ids for answer in generate_all(cluster.grpc, messages)]
     with long_stream(cluster, TOGETHER) as stream, AdminClient(cluster.admin) as operator:
         stream.read(2)
-        for tokens in (64, CHUNK):
+        for tokens in (80, CHUNK):
             for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE):
                 operator.set_budget((), role, tokens)
             cluster.wait_state(lambda state: {w.load.max_num_batched_tokens for w in state.workers} == {tokens}, BOUND_S)  # noqa: B023
             shown = Console(width=200, file=StringIO())
             shown.print(tables.status(operator.cluster_state(), 200))
-            assert ("64 of 192" in shown.file.getvalue()) == (tokens == 64)
+            assert ("80 of 192" in shown.file.getvalue()) == (tokens == 80)
             assert [answer.ids for answer in generate_all(cluster.grpc, messages)] == before
         stream.cancel()
 

@@ -203,7 +203,7 @@ class Scheduler:
         assert self._step is None, "the last step was not collected"
         self._steps += 1
         step = self._plan_decodes()
-        chunks = self._plan_prefills(self._prompt_share(step))
+        chunks = self._plan_prefills(*self._prompt_share(step))
         taken = self._plan_drafts(step, chunks, drafts) if drafts else {}
         if taken:
             step.sort(key=lambda seq: seq.seq_id in taken)
@@ -372,24 +372,27 @@ class Scheduler:
         self._move(seq, _E.PREEMPTED)
         self._preempted.append(seq.seq_id)
 
-    def _prompt_share(self, decoding: list[Sequence]) -> int:
-        """Return the tokens that the step may spend on prompts. The tightest target of the decoding sequences bounds them."""
+    def _prompt_share(self, decoding: list[Sequence]) -> tuple[int, int]:
+        """Return the tokens that the step may spend on prompts, and the unit in which they share them. The tightest target of
+        the decoding sequences bounds them, and such a share, which may be a single block, is given out in whole blocks."""
         left = self._token_budget - len(decoding)
         if not self._targets or not (self._prefilling or self._waiting):
-            return left
+            return left, 1
         target_s = min([seq.spec.tpot_s for seq in decoding if seq.spec.tpot_s > 0.0], default=0.0)
-        return chunk_budget(target_s, self.rates.cost, decodes=len(decoding), floor=self._block_size, ceiling=left)
+        share = chunk_budget(target_s, self.rates.cost, decodes=len(decoding), floor=self._block_size, ceiling=left)
+        return share, self._block_size if target_s else 1
 
-    def _plan_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
+    def _plan_prefills(self, budget: int, unit: int) -> list[tuple[Sequence, int]]:
         """Return (sequence, tokens) of the chunks that use up the budget, in order of rank.
 
         Running and newly admitted sequences are treated alike. A running sequence that was overtaken gets a chunk as well.
+        `unit`: what is left of the budget is not used where it would cut a unit of a further prompt.
         """
         chunks: list[tuple[Sequence, int]] = []
         running = list(self._prefilling)
         before = running and self._waiting and self._waiting[0].rank < running[0].rank
         held = overtaken(running, self._waiting[0] if before else None)
-        floor = floor_of(held, budget)
+        floor = floor_of(held, budget, unit=unit, steps=self._steps)
         while budget > floor:
             admissible = self._head_fits() and (not running or self._waiting[0].rank < running[0].rank)
             if admissible:
@@ -400,6 +403,8 @@ class Scheduler:
                 break
             if seq is held:
                 floor = 0
+            if (chunks or floor) and self._cuts(unit, seq, self._chunk(seq, budget - floor)):
+                break
             budget -= self._take_chunk(chunks, seq, budget - floor)
         if floor and held is not None:
             self._take_chunk(chunks, held, budget)
@@ -422,6 +427,10 @@ class Scheduler:
             return seq.remaining
         beyond = (seq.computed + budget) % self._block_size
         return budget - beyond if beyond < budget else budget
+
+    def _cuts(self, unit: int, seq: Sequence, count: int) -> bool:
+        """Tell whether a chunk of `count` tokens ends within a unit and before the last known token."""
+        return count < seq.remaining and (seq.computed + count) % unit > 0
 
     def _head_fits(self) -> bool:
         if not self._waiting or self.num_running + len(self._places[_S.INBOUND]) >= self._max_seqs:

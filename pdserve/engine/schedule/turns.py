@@ -21,7 +21,7 @@ STEPS_A_LEVEL: Final = 16
 (8,192 tokens in 0.2 s). Then twenty levels outweigh a minute, and all two hundred levels outweigh the default deadline."""
 FLOOR_SHARE: Final = 4
 """Divisor: 1 / FLOOR_SHARE of a step's prompt tokens is kept for an overtaken prompt. It makes larger priorities a third
-slower."""
+slower, and twice as slow where a step has few units."""
 
 
 def turn_of(clock: int, priority: int, token_budget: int) -> int:
@@ -47,9 +47,15 @@ def overtaken(running: Many[Sequence], next_in: Sequence | None) -> Sequence | N
     return found
 
 
-def floor_of(seq: Sequence | None, budget: int) -> int:
+def floor_of(seq: Sequence | None, budget: int, *, unit: int, steps: int) -> int:
     """Return the tokens of a step that are kept for the overtaken prompt `seq`; 0 when there is none.
 
-    budget: tokens that the step may spend on prompts.
+    These are whole units, at least one. A step of less than two units cannot be divided, so every second one is kept whole.
+
+    budget: tokens that the step may spend on prompts. unit: tokens that are not divided. steps: the number of the step.
     """
-    return 0 if seq is None else min(seq.remaining, budget // FLOOR_SHARE)
+    if seq is None:
+        return 0
+    if budget < 2 * unit:
+        return 0 if steps % 2 else min(seq.remaining, budget)
+    return min(seq.remaining, max(unit, budget // FLOOR_SHARE // unit * unit))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.block_pools import BlockPools
@@ -119,3 +119,67 @@ def test_an_operator_bounds_the_step_and_takes_the_bound_back():
     for refused in (0, 63, BUDGET + 1):
         with pytest.raises(AssertionError):
             worker.scheduler.set_budget(refused)
+
+
+prompts = st.lists(st.tuples(st.integers(1, 200), st.integers(-2, 2), st.integers(0, 4)), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=prompts, streams=st.integers(0, 8), budget=st.integers(8 + BLOCK, 80), tpot_s=st.sampled_from([0.0, 0.001, 0.03])
+)
+def test_every_step_computes_a_block_of_prompts_and_a_target_cuts_none(prompts, streams, budget, tpot_s):
+    """Prompts of all priorities come beside streams with a tight target, a loose one or none. The budget is at its lower limit,
+    a block beside all other slots, or above."""
+    scheduler = Scheduler(
+        BlockPools(512), BLOCK, max_num_seqs=9, max_num_batched_tokens=512, max_model_len=4096, eos_token_ids=()
+    )
+    scheduler.set_budget(budget)
+    for number in range(streams):
+        spec = RequestSpec((number,) * 4, SamplingParams(max_tokens=3000), tpot_s=tpot_s)
+        scheduler.add(SeqId(number), spec, kind=SequenceKind.LOCAL)
+    coming, left = list(enumerate(prompts, start=100)), sum(tokens for tokens, _, _ in prompts)
+    due = 8  # all streams decode by then
+    for number in range(600):
+        while coming and due <= number:
+            seq_id, (tokens, priority, pause) = coming.pop(0)
+            due = number + pause
+            spec = RequestSpec((seq_id,) * tokens, SamplingParams(max_tokens=1), priority)
+            scheduler.add(SeqId(seq_id), spec, kind=SequenceKind.LOCAL)
+        queued = scheduler.queued_tokens
+        plan = scheduler.plan()
+        chunks = [piece for piece in plan.slices if piece.seq_id >= 100]
+        tokens = sum(len(piece.token_ids) for piece in chunks)
+        if number >= 8:
+            assert tokens > 0 or not queued, "prompts go on in every step"
+            assert tokens + sum(piece.seq_id < 100 for piece in plan.slices) <= budget
+        for piece in chunks:
+            end = piece.start + len(piece.token_ids)
+            whole = end % BLOCK == 0 or end == prompts[piece.seq_id - 100][0]
+            assert whole or not (tpot_s and streams)
+            assert whole or piece.seq_id != chunks[0].seq_id or len(chunks) > 1 or tokens >= BLOCK
+        left -= tokens
+        if plan.slices:
+            scheduler.took(COST.step_s(plan.num_tokens))
+            scheduler.collect([(7, None)] * len(plan.specs))
+        elif not coming:
+            break
+        if not left:
+            break
+    assert not left
+
+
+def test_an_overtaken_prompt_goes_on_beside_a_share_of_one_block():
+    """The share cannot be divided, so the two prompts take turns."""
+    worker = Worker(0.001)
+    worker.prompt(100)
+    worker.add(200, 640)
+    worker.run(lambda: len(worker.scheduler._prefilling) == 1)
+    before = worker.scheduler._sequences[SeqId(200)].computed
+    spec = RequestSpec(tuple(range(320)), SamplingParams(max_tokens=1500), 5)
+    worker.scheduler.add(SeqId(201), spec, kind=SequenceKind.LOCAL)
+    steps = len(worker.chunks)
+    worker.run(lambda: SeqId(201) in worker.last_s)
+    assert len(worker.chunks) - steps <= 2 * 320 // BLOCK + 1
+    assert worker.scheduler._sequences[SeqId(200)].computed - before >= 320 - BLOCK
+    assert set(worker.chunks[steps:]) == {BLOCK}

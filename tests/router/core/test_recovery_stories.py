@@ -599,6 +599,10 @@ def test_a_budget_goes_to_the_worker_that_is_named_and_within_its_limits() -> No
     stage = pools(prefill=1, decode=1)
     peer = next(p for p in stage.peers.values() if p.hello.role is Role.DECODE)
     stage.tell(ev.BudgetAsked(peer.hello.worker_id, 16))
+    least = peer.hello.block_size + peer.hello.max_num_seqs - 1  # a block of a prompt beside all others that decode
+    stage.tell(ev.BudgetAsked(peer.hello.worker_id, least))
+    with pytest.raises(InvalidRequest, match=f"takes from {least} to {peer.hello.max_num_batched_tokens}"):
+        stage.tell(ev.BudgetAsked(peer.hello.worker_id, least - 1))
     with pytest.raises(UnknownWorker, match="worker_id: worker 'moon' is not linked"):
         stage.tell(ev.BudgetAsked(WorkerId("moon"), 16))
     silent = stage.join("decode-9", Role.DECODE, max_num_batched_tokens=0)
@@ -606,4 +610,8 @@ def test_a_budget_goes_to_the_worker_that_is_named_and_within_its_limits() -> No
         stage.tell(ev.BudgetAsked(silent.hello.worker_id, 16))
     small = stage.join("decode-8", Role.DECODE, max_num_batched_tokens=2)  # less than a block: it can only have what it has
     stage.tell(ev.BudgetAsked(small.hello.worker_id, 2))
-    assert [(e.link, e.max_num_batched_tokens) for e in sent(stage, ev.SendBudget)] == [(peer.link, 16), (small.link, 2)]
+    assert [(e.link, e.max_num_batched_tokens) for e in sent(stage, ev.SendBudget)] == [
+        (peer.link, 16),
+        (peer.link, least),
+        (small.link, 2),
+    ]
