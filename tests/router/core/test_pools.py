@@ -216,6 +216,31 @@ def test_a_request_without_room_claims_one_worker_and_holds_up_nobody_elsewhere(
     stage.assert_empty()
 
 
+def claimed(stage: Stage) -> ev.LinkId:
+    """Return the worker that is claimed. There is one."""
+    (worker,) = [worker for worker in stage.core.registry if worker.kept_for is not None]
+    return worker.link
+
+
+def test_a_claim_stays_where_it_is_and_moves_when_its_worker_will_not_serve() -> None:
+    """(1) The other worker has more room later, which small requests would fill again. (2) The claimed one drains."""
+    stage = Stage()
+    peers = [stage.join(f"d{n}", Role.DECODE, num_blocks=16, max_num_seqs=4) for n in range(2)]
+    for n in range(4):
+        stage.submit(f"first{n}", prompt_len=20, max_tokens=2 if n < 2 else 9)
+    large = stage.submit("large", prompt_len=50, max_tokens=10)
+    kept = claimed(stage)
+    other = next(peer for peer in peers if peer.link != kept)
+    step(stage, other, 3)
+    assert len(other.jobs) == 1
+    assert claimed(stage) == kept
+    stage.tell(ev.DrainAsked(stage.peers[kept].hello.worker_id))
+    assert claimed(stage) == other.link
+    stage.run()
+    assert large.ended == ["done"]
+    stage.assert_empty()
+
+
 def step(stage: Stage, peer: Peer, count: int = 1) -> None:
     """Let a worker make steps, and the router hear them."""
     for _ in range(count):
