@@ -116,7 +116,7 @@ def table_of(results: Sequence[Result], requests: Sequence[TraceRequest], title:
         *columns,
         title=title,
         caption="M tokens: prompt tokens computed, in millions; goodput: requests in time for each second and worker; "
-        "busy: share of the time in steps, mean of the workers that compute prompts",
+        "busy: mean share of the time in steps",
     )
     table.add_row("oracle", f"{oracle / 1e6:.1f}", "1.00", f"{1 - oracle / total:.1%}", *["-"] * 10)
     for result in results:

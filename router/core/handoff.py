@@ -100,7 +100,9 @@ class Handoff:
         request = work.request
         work.machine.move(_W.KV_COMMITTED)
         request.committed = event
-        self._transfers.saw(event.kv_bytes, event.exposed_transfer_s)
+        bind_s = request.times.attempt.bind_sent_s
+        took_s = 0.0 if bind_s is None else now_s - bind_s  # no transfer took longer, whatever its worker says
+        self._transfers.saw(event.kv_bytes, min(event.exposed_transfer_s, took_s))
         request.times.attempt.kv_committed_s = now_s
         request.story.note(now_s, StoryKind.COMMITTED, kv_bytes=event.kv_bytes, transfer_s=event.transfer_s)
         self._praise_pair(request)

@@ -183,17 +183,17 @@ class Placer:
         need = self.need_tokens(request)
         for usable, how, because in self._tries(request, placement, reason, now_s):
             ask = Ask(request.max_len, need, self._heard_and(usable, now_s), turn)
-            worker = self._choose(Role.DECODE, request, ask, now_s, local=how is Placement.COLOCATED)
-            if worker is not None:
-                return self._weighed(request, Place(worker, how, because), now_s)
+            picked = self._choose(Role.DECODE, request, ask, now_s, local=how is Placement.COLOCATED)
+            if picked is not None:
+                return self._weighed(request, Place(picked[0], how, because), picked[1], now_s)
         return None
 
-    def _weighed(self, request: LiveRequest, place: Place, now_s: float) -> Place:
+    def _weighed(self, request: LiveRequest, place: Place, row: Candidate, now_s: float) -> Place:
         """Let the decode worker compute the prompt itself where few tokens are left of it, or where that costs less. Rules of
         the client and of the settings come before that."""
         if place.reason is not Reason.DEFAULT:
             return place
-        reason = self.scout.local_reason(request, self.scout.row(request, place.worker), self._lending(request, now_s))
+        reason = self.scout.local_reason(request, row, self._lending(request, now_s))
         return place if reason is None else Place(place.worker, Placement.COLOCATED, reason)
 
     def outlook(self, request: LiveRequest, *, now_s: float) -> Outlook | None:
@@ -275,7 +275,8 @@ class Placer:
             return None
 
         allowed = self._heard_and(lambda worker: self._pairs.usable(source.hello, worker.hello, now_s=now_s), now_s)
-        return self._choose(Role.DECODE, request, Ask(request.max_len, self.need_tokens(request), allowed), now_s)
+        picked = self._choose(Role.DECODE, request, Ask(request.max_len, self.need_tokens(request), allowed), now_s)
+        return None if picked is None else picked[0]
 
     def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
         """Pick a prefill worker that takes new work and whose KV may go to that decode worker. A probe has chosen its own.
@@ -293,7 +294,8 @@ class Placer:
         if len(self._pairs):
             usable = lambda worker: self._pairs.usable(worker.hello, reader.hello, now_s=now_s)  # noqa: E731
         allowed = self._heard_and(usable, now_s)
-        return self._choose(Role.PREFILL, request, Ask(request.work_len + 1, 0, allowed), now_s)
+        picked = self._choose(Role.PREFILL, request, Ask(request.work_len + 1, 0, allowed), now_s)
+        return None if picked is None else picked[0]
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
         """Tell whether the worker is silent or its engine makes no steps. Such a worker gets nothing new, and may be lost."""
@@ -321,9 +323,11 @@ class Placer:
 
     # One choice ------------------------------------------------------------------------------------------------------
 
-    def _choose(self, role: Role, request: LiveRequest, ask: Ask, now_s: float, *, local: bool = False) -> Worker | None:
-        """Let the policy of a role pick one of the workers that `ask` describes. None: there is none. `local`: the decode
-        worker computes the prompt."""
+    def _choose(
+        self, role: Role, request: LiveRequest, ask: Ask, now_s: float, *, local: bool = False
+    ) -> tuple[Worker, Candidate] | None:
+        """Let the policy of a role pick one of the workers that `ask` describes, and return it with its row. None: there is
+        none. `local`: the decode worker computes the prompt."""
         pool, ranking = self._pools.of(role), self._rankings[role]
         held = self.scout.held(role, request)
         session = self.last_turn(request, role)
@@ -349,7 +353,7 @@ class Placer:
         self.predicted_tokens[role] += picked.cached_tokens
         self.picks[role, ranking.name, self.why] += 1
         pool.picked(worker)
-        return worker
+        return worker, picked
 
     def _row(
         self, pool: Pool, ranking: Ranking, link: LinkId, request: LiveRequest, held: Held | None, session: LinkId | None

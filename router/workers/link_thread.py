@@ -1,9 +1,9 @@
 """Workers' links on a thread with a loop of its own, so that no flood of clients makes workers give up the router.
 
 The core stays on the main loop, with the front ends. Events reach the core in order through one queue, and a batch of them
-costs one wake-up. Commands reach the links in order as well, all those of a turn of the main loop together, and in a rush those
-of a few ms (`router.workers.pace`), so that they share a wake-up and travel as a bundle. Heartbeats are answered here at once,
-as long as the main loop takes events. A main loop that has taken none for `STUCK_S` hangs, and its workers should learn of it.
+costs one wake-up. Commands reach the links in order as well, all those of a turn of the main loop together, so that they share
+a wake-up and travel as a bundle. Heartbeats are answered here at once, as long as the main loop takes events. A main loop that
+has taken none for `STUCK_S` hangs, and its workers should learn of it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pdserve.rpc.server import bind_port, client_options, make_server, stop_serv
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from router.core import events as ev
 from router.workers.link import Deliver, LinkService
-from router.workers.pace import Pace
 from router.workers.wire import Heard
 
 logger = logging.getLogger(__name__)
 
-MAX_LINK_MESSAGE_BYTES: Final = 64 << 20
-"""A larger message comes from a broken worker. No message of a working one comes near this size."""
+MAX_LINK_MESSAGE_BYTES: Final = 8 << 20
+"""A larger message comes from a broken worker. Those of a working one have a bundle's bytes, 1 MiB, or little more. Parsed
+garbage takes up to 8 times the bytes (measured with a bundle of empty messages), and the interpreter meanwhile."""
 MAX_HEARD: Final = 1 << 16
 """At most this many events wait for the main loop: minutes of the steps of many workers. A worker whose event finds no room
 loses its link."""
@@ -42,8 +42,8 @@ PARTS_OF_WEIGHT: Final = 16  # rows or prefix keys of an event weigh as much as 
 TAKEN_S: Final = 0.01
 """The main loop takes events for so long at once. Then others have a turn, also while events come faster than it takes them."""
 MAX_SAID: Final = 64
-"""At most this many commands wait on the main loop, those of about 5 ms of its work. With 16 a request over HTTP, where many
-come together, cost 5 % more."""
+"""At most this many commands wait for the end of a turn of the main loop, those of about 5 ms of its work. With 16, the links'
+thread took 47 us of a request over HTTP, where many come together, and now 36."""
 STUCK_S: Final = 30.0  # ten times as long as the main loop was ever held
 MAX_CONNECTIONS: Final = 1024  # one for each worker; a router process passes the number that its descriptors allow
 CLOSE_TIMEOUT_S: Final = 5.0  # longer than the grace of a server that stops
@@ -59,8 +59,7 @@ class LinkThread:
         self._heard_weight: Counter[ev.LinkId] = Counter()  # of all events of a link so far
         self._taken_weight: Counter[ev.LinkId] = Counter()  # of those that the main loop has taken
         self._heard_since_s: float | None = None  # None: the main loop has not been woken for a batch
-        self._said: list[Callable[[LinkService], None]] = []  # since the last passage
-        self._pace = Pace()
+        self._said: list[Callable[[LinkService], None]] = []  # in this turn of the main loop
         self._main: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # None: it does not run yet, or has ended
         self._service: LinkService | None = None
@@ -109,21 +108,14 @@ class LinkThread:
         if self._loop is None:
             return
         assert self._main is not None
-        now_s = self._main.time()
-        self._pace.said(now_s)
         if not self._said:
-            wait_s = self._pace.wait_s(now_s)
-            if wait_s:
-                self._main.call_later(wait_s, self._pass_on)
-            else:
-                self._main.call_soon(self._pass_on)  # after all that is ready to run now
+            self._main.call_soon(self._pass_on)  # after all that is ready to run now
         self._said.append(act)
         if len(self._said) == MAX_SAID:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._loop is not None and self._main is not None and self._said:
-            self._pace.passed(self._main.time())
+        if self._loop is not None and self._said:
             said, self._said = self._said, []
             with contextlib.suppress(RuntimeError):  # the thread has just ended
                 self._loop.call_soon_threadsafe(self._take_said, said)

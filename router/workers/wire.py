@@ -20,6 +20,7 @@ from pdserve.rpc.story import entries_from_wire
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2, story_pb2
 from router.core import events as ev
 
+MAX_WORKER_ID_CHARS: Final = 253  # that of names in Kubernetes
 MAX_FIELDS: Final = 16
 """An entry of a worker's story has at most so many fields. Those of our workers have up to 4."""
 
@@ -43,13 +44,19 @@ Heard = ev.WorkerEvent | WorkExplained
 
 
 def hello_from_wire(hello: common_pb2.WorkerHello) -> WorkerHello:
-    """Return the core's form of a hello. Raises `InternalBug` for one without a role or worker id."""
+    """Return the core's form of a hello. Raises `InternalBug` for one without a role or worker id, or with a long id: metrics,
+    stories and errors repeat it."""
     try:
         read = codec.hello_from_wire(hello)
     except KeyError:
         read = None
     if read is None or not read.worker_id:
         raise InternalBug(f"Hello without role or worker_id: role {hello.role}, worker_id {hello.worker_id!r}")
+    if len(read.worker_id) > MAX_WORKER_ID_CHARS:
+        size = len(read.worker_id)
+        raise InternalBug(
+            f"worker_id {read.worker_id[:32]!r}... has {size} characters; at most {MAX_WORKER_ID_CHARS} are allowed"
+        )
     return read
 
 

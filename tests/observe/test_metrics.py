@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.core.blocks import BlockCounts
@@ -35,18 +36,18 @@ def test_retries_are_counted_by_reason_and_rebinds_apart() -> None:
     metrics = Metrics(lambda: EMPTY)
     metrics.finished(RECORD)
     assert values(metrics, "pdserve_retries_total") == {}
-    metrics.finished(dataclasses.replace(RECORD, attempts=3, retry_reasons=("replica_lost", "lease_gone"), rebinds=2))
-    metrics.finished(dataclasses.replace(RECORD, attempts=2, retry_reasons=("replica_lost",)))
+    metrics.finished(msgspec.structs.replace(RECORD, attempts=3, retry_reasons=("replica_lost", "lease_gone"), rebinds=2))
+    metrics.finished(msgspec.structs.replace(RECORD, attempts=2, retry_reasons=("replica_lost",)))
     assert values(metrics, "pdserve_retries_total") == {("replica_lost",): 2.0, ("lease_gone",): 1.0}
     assert values(metrics, "pdserve_rebinds_total") == {(): 2.0}
 
 
 def test_the_error_of_predictions_is_counted_by_class_for_requests_of_one_attempt() -> None:
     metrics = Metrics(lambda: EMPTY)
-    foreseen = dataclasses.replace(RECORD, slo_class="chat", ttft_s=0.2, predicted_ttft_s=0.16)
+    foreseen = msgspec.structs.replace(RECORD, slo_class="chat", ttft_s=0.2, predicted_ttft_s=0.16)
     metrics.finished(foreseen)
     for other in ({"predicted_ttft_s": 0.0}, {"attempts": 2}, {"output_tokens": 0}):
-        metrics.finished(dataclasses.replace(foreseen, **other))
+        metrics.finished(msgspec.structs.replace(foreseen, **other))
     counts = values(metrics, "pdserve_ttft_prediction_error_seconds_bucket")
     assert {le: count for (le, _), count in counts.items() if count} == {
         "0.05": 1.0, "0.1": 1.0, "0.25": 1.0, "0.5": 1.0, "1.0": 1.0, "2.5": 1.0, "+Inf": 1.0

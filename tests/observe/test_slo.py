@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,13 +12,13 @@ from pdserve.observe.attainment import BUCKET_S, BUCKETS, WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.record import RequestRecord
 
-MET = dataclasses.replace(RECORD, slo_class="chat", ttft_met=True, tpot_met=True)
-LATE = dataclasses.replace(MET, ttft_met=False)
-FAILED = dataclasses.replace(MET, outcome="overloaded", message="full", ttft_met=False, tpot_met=False, refusal="shed")
-LEFT = dataclasses.replace(MET, outcome="cancelled", message="gone")
-LEFT_LATE = dataclasses.replace(LEFT, ttft_met=False, tpot_met=None)
-FREE = dataclasses.replace(RECORD, slo_class="default")
-BROKEN = dataclasses.replace(FREE, outcome="replica_lost", message="lost")
+MET = msgspec.structs.replace(RECORD, slo_class="chat", ttft_met=True, tpot_met=True)
+LATE = msgspec.structs.replace(MET, ttft_met=False)
+FAILED = msgspec.structs.replace(MET, outcome="overloaded", message="full", ttft_met=False, tpot_met=False, refusal="shed")
+LEFT = msgspec.structs.replace(MET, outcome="cancelled", message="gone")
+LEFT_LATE = msgspec.structs.replace(LEFT, ttft_met=False, tpot_met=None)
+FREE = msgspec.structs.replace(RECORD, slo_class="default")
+BROKEN = msgspec.structs.replace(FREE, outcome="replica_lost", message="lost")
 
 
 def test_goodput_counts_finished_requests_that_missed_nothing() -> None:

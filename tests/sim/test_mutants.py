@@ -19,7 +19,7 @@ FOUND_BY = {
     "blocks_are_freed_under_a_read": 4,
     "what_was_read_is_not_compared": 5,
     "missing_checksums_are_ok": 5,
-    "a_staging_block_is_used_again_under_a_read": 21,
+    "a_staging_block_is_used_again_under_a_read": 45,
     "a_hit_of_the_first_group_is_a_hit": 50,
 }
 """The first seed that found it when this was written, which saves the seeds before it. All others follow."""

@@ -9,7 +9,8 @@ share of its KV pool that must be read from another worker. Tokens that it holds
 step takes longer in proportion to the load, and a read in proportion to its tokens; both shares of a large pool are of about
 the same size in seconds, so their weights are equal.
 
-Queued work outweighs a cached prefix once it takes some times as long as the prefix would, so no worker becomes a hot spot.
+Queued work outweighs a cached prefix at the latest when it takes three times as long as the prefix would, so no worker becomes
+a hot spot.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import pytest
@@ -11,8 +12,9 @@ from pdserve.core.sampling import Placement
 from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role
 from router.api.answer import Report
+from router.core import events as ev
 
-from ..core_peers import Outcome
+from ..core_peers import Outcome, Stage
 from ..timed_peers import TimedStage
 
 CHAT = SloClass("chat", ttft_s=0.5)
@@ -175,3 +177,23 @@ def test_goodput_judges_each_worker_by_the_tokens_that_it_decides() -> None:
     outcomes = [stage.arrive(f"r{n}", prompt_len=100, slo=SloClass("chat", ttft_s=0.5, tpot_s=0.05)) for n in range(3)]
     finish(stage)
     assert {(report(o).prefill_worker, report(o).decode_worker) for o in outcomes} == {("prefill-1", "decode-1")}
+
+
+def test_a_worker_that_invents_the_time_of_a_transfer_says_no_more_than_the_router_saw() -> None:
+    """One such time would stay in the running sums for hours, and every prompt would go to the decode workers."""
+    stage = Stage()
+    stage.join("p", Role.PREFILL)
+    decode = stage.join("d", Role.DECODE)
+    stage.submit("r")
+    told = 0
+    while stage.core.num_requests:
+        for peer in stage.peers.values():
+            peer.progress()
+            if peer is decode and peer.upward and isinstance(peer.upward[0], ev.KvCommitted):
+                stage.now_s += 0.25
+                peer.upward[0] = dataclasses.replace(peer.upward[0], exposed_transfer_s=1e300)
+                told += 1
+            stage.deliver(peer, len(peer.upward))
+    assert told == 1
+    assert stage.core.placer.scout.transfers.exposed_s(100) == 0.25
+    stage.assert_empty()

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from pdserve.core.errors import InternalBug
 from pdserve.core.ids import Handle
 from pdserve.core.prefix_keys import MAX_DELTA_KEYS
 from pdserve.rpc.bundle import unbundled
@@ -17,7 +18,7 @@ from pdserve.rpc.server import make_server
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc
 from router.core import events as ev
 from router.workers.link import LinkService
-from router.workers.wire import welcome
+from router.workers.wire import hello_from_wire, welcome
 
 WAIT_S = 10.0
 
@@ -186,3 +187,12 @@ def test_a_delta_of_too_many_keys_or_of_parts_of_keys_ends_the_link(delta: link_
             assert [type(event) for event in core.heard] == [ev.WorkerJoined, ev.WorkerLeft]
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "said"), [("", "without role or worker_id"), ("x" * 254, "has 254 characters; at most 253")]
+)
+def test_a_worker_id_that_every_metric_would_repeat_is_refused(worker_id: str, said: str):
+    wire = common_pb2.WorkerHello(worker_id=worker_id, role=common_pb2.ROLE_DECODE)
+    with pytest.raises(InternalBug, match=said):
+        hello_from_wire(wire)
