@@ -248,6 +248,7 @@ class Requests:
         assert self._probes == sum(r.probe is not None for r in self._by_id.values())
         for worker in self.registry:
             worker.backlog.check_invariants(worker.work)
+            self._index.check_credit(worker.link, worker.work)
         kept = {worker.link: worker.kept_for for worker in self.registry if worker.kept_for is not None}
         claims = {r.keeps: turn_of(r) for r in waiting if r.keeps is not None and self.registry.get(r.keeps) is not None}
         assert kept == claims

@@ -12,7 +12,7 @@ a million keys of a few hundred workers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, islice
@@ -361,6 +361,12 @@ class PrefixIndex:
             assert mask & ~masks.get(key, 0) == 0
         assert {link: holder.slot for link, holder in self._holders.items()} == {v: k for k, v in self._links.items()}
         assert sorted([*self._links, *self._leaving, *self._free]) == list(range(self._slots))
+
+    def check_credit(self, link: LinkId, running: Container[Handle]) -> None:
+        """Assert that all credit of a worker is of work that runs there, or is about to end."""
+        holder = self._holders.get(link)
+        if holder is not None:
+            assert all(handle in running or handle in holder.ending for handle in holder.expected)
 
 
 def _check_count(holder: _Holder, count: int) -> None:

@@ -195,11 +195,12 @@ class CoreMachine(RuleBasedStateMachine):
     def set_budget(self, pick: int, tokens: int) -> None:
         peer = self._peer(pick)
         placed = len(self.stage.effects)
-        if peer.hello.block_size <= tokens <= peer.hello.max_num_batched_tokens:
+        least = peer.hello.block_size + peer.hello.max_num_seqs - 1
+        if least <= tokens <= peer.hello.max_num_batched_tokens:
             self.stage.tell(ev.BudgetAsked(peer.hello.worker_id, tokens))
             assert isinstance(self.stage.effects[placed], ev.SendBudget)
         else:
-            with pytest.raises(InvalidRequest, match=f"max_num_batched_tokens: {tokens} .* from 4 to 64"):
+            with pytest.raises(InvalidRequest, match=f"max_num_batched_tokens: {tokens} .* from {least} to 64"):
                 self.stage.tell(ev.BudgetAsked(peer.hello.worker_id, tokens))
             assert len(self.stage.effects) == placed
 
