@@ -379,6 +379,7 @@ class Scheduler:
         if not self._targets or not (self._prefilling or self._waiting):
             return left, 1
         target_s = min([seq.spec.tpot_s for seq in decoding if seq.spec.tpot_s > 0.0], default=0.0)
+        target_s /= self.rates.strain
         share = chunk_budget(target_s, self.rates.cost, decodes=len(decoding), floor=self._block_size, ceiling=left)
         return share, self._block_size if target_s else 1
 

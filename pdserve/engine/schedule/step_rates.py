@@ -25,6 +25,8 @@ KNOWN_STEPS: Final = 2
 KNOWN_TOKENS: Final = 64
 """The rate of prompts is told after so many of their tokens. Probes of two tokens take a whole step each: by their rate the
 router would refuse requests that the worker could serve in time."""
+STRAIN_WEIGHT: Final = 0.25
+"""The weight of the newest step in the strain: steps of a long prompt cost more one after the other, and four of them tell."""
 STEP_S_MIN: Final = 1e-6
 STEP_S_MAX: Final = 3600.0
 
@@ -68,6 +70,13 @@ class StepRates:
         self._rate_tokens = 0
         self._with_prompts = Kind()
         self._decodes = Kind()
+        self._strain = 1.0
+
+    @property
+    def strain(self) -> float:
+        """The time of the last steps with prompts, as a multiple of what was expected, at least 1 and at most `DISTURBED`. It
+        is above 1 while the end of a long prompt is computed, since its tokens attend to all before them."""
+        return max(1.0, self._strain)
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -93,6 +102,9 @@ class StepRates:
                 kind = self._begin_anew(with_prompts=bool(prompt_tokens))
             elif kind.steps >= KNOWN_STEPS:
                 step_s = min(step_s, DISTURBED * max(expected_s, kind.y))
+                if prompt_tokens:
+                    multiple = min(step_s / max(expected_s, STEP_S_MIN), DISTURBED)
+                    self._strain += STRAIN_WEIGHT * (multiple - self._strain)
         kind.add(tokens, step_s)
         if prompt_tokens:
             self._rate_tokens = max(min(self._rate_tokens + prompt_tokens, WINDOW_TOKENS), prompt_tokens)
@@ -107,7 +119,7 @@ class StepRates:
     def _begin_anew(self, *, with_prompts: bool) -> Kind:
         kind = Kind()
         if with_prompts:
-            self._with_prompts, self._rate_tokens = kind, 0
+            self._with_prompts, self._rate_tokens, self._strain = kind, 0, 1.0
         else:
             self._decodes = kind
         return kind

@@ -46,7 +46,9 @@ def test_a_looser_target_never_makes_a_step_smaller(one, other, cost, decodes, c
 class Worker:
     """A scheduler whose steps take virtual time. It knows the gaps between the tokens of each sequence, in seconds."""
 
-    def __init__(self, tpot_s: float) -> None:
+    def __init__(self, tpot_s: float, growth: float = 0.0) -> None:
+        """`growth`: the last token of a prompt costs so much more than the first, as a share of it."""
+        self.growth = growth
         self.scheduler = Scheduler(
             BlockPools(512), BLOCK, max_num_seqs=64, max_num_batched_tokens=BUDGET, max_model_len=4096, eos_token_ids=()
         )
@@ -68,7 +70,8 @@ class Worker:
                 return
             plan = self.scheduler.plan()
             self.chunks.append(plan.num_tokens - plan.decodes)
-            step_s = COST.step_s(plan.num_tokens)
+            before = max([piece.start for piece in plan.slices[plan.decodes :]], default=0)
+            step_s = COST.step_s(plan.num_tokens) * (1 + self.growth * before / PROMPT)
             self.now_s += step_s
             self.scheduler.took(step_s)
             for token in self.scheduler.collect([(7, None)] * len(plan.specs)).tokens:
@@ -99,6 +102,16 @@ def test_streams_with_a_target_keep_it_beside_a_long_prompt():
     assert max(max(gaps) for gaps in bound.gaps.values()) <= TARGET_S
     assert len(bound.chunks) <= -(-PROMPT // BLOCK), "a step computes at least a block of a prompt"
     assert all(count % BLOCK == 0 for count in bound.chunks[:-1]), "chunks end at the ends of blocks"
+
+
+def test_a_target_is_kept_while_the_tokens_of_a_prompt_cost_more_and_more():
+    """The end of the prompt costs two and a half times as much as its beginning, which no line through steps tells."""
+    target_s = 0.2
+    worker = Worker(target_s, growth=1.5)
+    worker.prompt(100)
+    worker.prompt(101)
+    assert max(max(gaps) for gaps in worker.gaps.values()) <= target_s
+    assert max(worker.chunks) > 2 * BLOCK, "the floor does not bind"
 
 
 def test_a_prompt_goes_on_beside_a_target_that_nothing_meets():
