@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing import get_context
@@ -98,10 +98,11 @@ def measure(
     ):
         bar = progress.add_task(f"{len(policies)} policies", total=len(policies) * len(requests))
         runs = [pool.submit(_run, args, policy, requests) for policy in policies]
-        while any(not run.done() for run in runs):
+        left = set(runs)
+        while left:
+            left = wait(left, timeout=0.1).not_done
             while not told.empty():
                 progress.advance(bar, told.get())
-            time.sleep(0.1)
         return [run.result() for run in runs]
 
 

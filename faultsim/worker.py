@@ -90,20 +90,7 @@ class SimWorker:
         self.spec = KvSpec(tuple(groups))
         sizes = [shape.num_blocks + more * MORE_BLOCKS for more in reversed(range(len(groups)))]
         self.kv = SimKv(sizes, rng, poison=poison)
-        self.engine = SimEngine(
-            process,
-            self.kv,
-            BlockPools(*sizes),
-            lambda events: self.member.on_step(events),
-            lambda step: reached(f"{step}_{process.role}", process),
-            rng,
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            max_model_len=shape.max_model_len,
-            prefix_caching=shape.prefix_caching,
-            check_steps=check_steps,
-            checksums=shape.lease.kv_checksum and process.role == "prefill",
-        )
+        self.engine = self._make_engine(sizes, rng, reached, check_steps=check_steps)
         self.regions = tuple(
             Region((1 + number) << 20, size, group.block_bytes)
             for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
@@ -131,6 +118,25 @@ class SimWorker:
         self.member.link.send = self._send  # type: ignore[method-assign]  # a fault of this worker, above its link
         network.servers[self.address] = (process, self.server)
         pools.by_incarnation[self.incarnation] = (process, memory)
+
+    def _make_engine(
+        self, sizes: list[int], rng: random.Random, reached: Callable[[str, Process], None], *, check_steps: bool
+    ) -> SimEngine:
+        shape, process = self.shape, self.process
+        return SimEngine(
+            process,
+            self.kv,
+            BlockPools(*sizes),
+            lambda events: self.member.on_step(events),
+            lambda step: reached(f"{step}_{process.role}", process),
+            rng,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_model_len=shape.max_model_len,
+            prefix_caching=shape.prefix_caching,
+            check_steps=check_steps,
+            checksums=shape.lease.kv_checksum and process.role == "prefill",
+        )
 
     def _send(self, message: link_pb2.WorkerMessage) -> None:
         """Send a message to the router. The next delta with added keys may go wrong."""

@@ -22,7 +22,7 @@ from pdserve.rpc.v1 import link_pb2
 MAX_BUNDLE_MESSAGES: Final = 256
 """A bundle has at most so many messages. Each of these already costs the link little more than its own bytes."""
 MAX_BUNDLE_BYTES: Final = 1 << 20
-"""A bundle has at most so many bytes of messages, a sixteenth of what a worker receives. A larger message travels alone."""
+"""A bundle has at most so many bytes of messages, far fewer than either side receives. A larger message travels alone."""
 
 Message = TypeVar("Message", link_pb2.WorkerMessage, link_pb2.RouterMessage)
 
@@ -31,7 +31,7 @@ class Outbound(Generic[Message]):
     """The messages that wait, in order, for one stream. All calls come from the loop of the stream."""
 
     def __init__(self, limit: int) -> None:
-        """At most `limit` messages wait."""
+        """Make an empty queue, which holds up to `limit` messages."""
         self.bundles = False
         """True once the peer has said that it takes bundles."""
         self._limit = limit
