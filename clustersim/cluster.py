@@ -1,7 +1,7 @@
 """A cluster on the virtual clock: the production core of the router, simulated workers, and the requests of a trace.
 
 Nothing fails here (`faultsim` has failures), and the router's own work takes no time. A message takes `hop_s`, whatever its
-size. The same cluster, requests and seed give the same run.
+size. The same cluster, requests and seed give the same run. `elastic.py` has a cluster whose workers come, go and flip.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pdserve.core.ids import RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import BUILT_IN, SloClass
+from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core import events as ev
 from router.core.policy.ranking import Rankings
@@ -71,14 +72,15 @@ class Cluster:
         self._on_end = on_end
         outputs = {_id(number): request.output_tokens for number, request in enumerate(requests)}
         self._world = World(self.clock, self._tell, outputs, spec.block_size, spec.hop_s)
-        shape = (*spec.prefill, *spec.decode)[0]
-        fingerprint = shape.costs.family
+        fingerprint = (*spec.prefill, *spec.decode)[0].costs.family
         self._salt = fingerprint.encode() if spec.prefix_caching else None
         self.workers: dict[ev.LinkId, SimWorker] = {}
-        for number, shape in enumerate([*spec.prefill, *spec.decode]):
-            make = SimPrefillWorker if number < len(spec.prefill) else SimDecodeWorker
-            link = ev.LinkId(number)
-            self.workers[link] = make(self._world, link, f"{make.role.value}-{number}", shape, self._salt)
+        """The linked workers."""
+        self._links = 0
+        self._rng = random.Random(spec.seed)
+        for role, shapes in ((Role.PREFILL, spec.prefill), (Role.DECODE, spec.decode)):
+            for shape in shapes:
+                self._make(role, f"{role.value}-{self._links}", shape)
         self.core = RouterCore(spec.router, fingerprint, self._rankings(), spec.seed)
         self._open: dict[RequestId, TraceRequest] = {}
         self._ended = 0
@@ -86,10 +88,8 @@ class Cluster:
 
     def run(self) -> SimReport:
         """Run until all requests have ended and nothing is left, and return the report."""
-        rng = random.Random(self._spec.seed)
-        for link, worker in self.workers.items():
-            self._handle(ev.WorkerJoined(link, worker.hello()))
-            self.clock.after(rng.random() * self._spec.router.heartbeat_interval_s, self._heartbeat, worker)
+        for worker in self.workers.values():
+            self._join(worker)
         self.clock.after(TICK_S, self._tick)
         if self._requests:
             self.clock.at(self._requests[0].arrived_s, self._arrive, 0)
@@ -114,6 +114,31 @@ class Cluster:
     @property
     def _over(self) -> bool:
         return self._ended == len(self._requests)
+
+    # Workers ---------------------------------------------------------------------------------------------------------
+
+    def _make(self, role: Role, worker_id: str, shape: WorkerShape, earlier: SimWorker | None = None) -> SimWorker:
+        """Return a new worker, which gets the messages of a link of its own. `earlier` is the last life of its process."""
+        make = SimPrefillWorker if role is Role.PREFILL else SimDecodeWorker
+        link = self._new_link()
+        worker = self.workers[link] = make(self._world, link, worker_id, shape, self._salt, earlier)
+        return worker
+
+    def _new_link(self) -> ev.LinkId:
+        self._links += 1
+        return ev.LinkId(self._links - 1)
+
+    def _join(self, worker: SimWorker) -> None:
+        self._handle(ev.WorkerJoined(worker.link, worker.hello()))
+        self.clock.after(self._rng.random() * self._spec.router.heartbeat_interval_s, self._heartbeat, worker)
+
+    def _command(self, command: ev.Command) -> None:
+        """Give a command to its worker. A worker that has left had no work any more, so it misses nothing but a cancel."""
+        worker = self.workers.get(command.link)
+        if worker is not None:
+            worker.on_command(command)
+        else:
+            assert isinstance(command, ev.SendCancel | ev.SendPrefixResync), f"{command} came after the worker had left"
 
     # The router's shell --------------------------------------------------------------------------------------------
 
@@ -151,8 +176,15 @@ class Cluster:
     def _handle(self, event: ev.Event) -> None:
         for effect in self.core.handle(event, now_s=self.clock.now_s):
             match effect:
-                case ev.SendBind() | ev.SendPrefill() | ev.SendAttach() | ev.SendCancel() | ev.SendPrefixResync():
-                    self.clock.after(self._spec.hop_s, self.workers[effect.link].on_command, effect)
+                case (
+                    ev.SendBind()
+                    | ev.SendPrefill()
+                    | ev.SendAttach()
+                    | ev.SendCancel()
+                    | ev.SendPrefixResync()
+                    | ev.SendDrain()
+                ):
+                    self.clock.after(self._spec.hop_s, self._command, effect)
                 case ev.EmitDone(request_id, report):
                     self._end(request_id, None, report)
                 case ev.EmitFailed(request_id, error, report):
@@ -181,7 +213,7 @@ class Cluster:
     # Time ----------------------------------------------------------------------------------------------------------
 
     def _heartbeat(self, worker: SimWorker) -> None:
-        if not self._over:
+        if not self._over and worker.link in self.workers:
             self._tell(ev.HeartbeatSeen(worker.link, worker.load()))
             if (delta := worker.prefix_delta()) is not None:
                 self._tell(ev.PrefixSeen(worker.link, delta))
@@ -197,21 +229,20 @@ class Cluster:
         if served:
             self.report.span_s = max(one.ended_s for one in served) - min(one.arrived_s for one in served)
         for worker in self.workers.values():
-            prefix = worker.engine.scheduler.prefix
-            self.report.workers.append(
-                Used(
-                    worker.worker_id,
-                    worker.engine.steps,
-                    worker.engine.busy_s,
-                    prefix.queried,
-                    prefix.hit,
-                )
-            )
+            self._note(worker)
+
+    def _note(self, worker: SimWorker) -> None:
+        engine, prefix = worker.engine, worker.engine.scheduler.prefix
+        self.report.workers.append(Used(worker.worker_id, engine.steps, engine.busy_s, prefix.queried, prefix.hit))
 
 
 def simulate(spec: ClusterSpec, requests: Sequence[TraceRequest], on_end: Callable[[], object] = lambda: None) -> SimReport:
     """Run a cluster over a trace, check that nothing is left, and return the report."""
-    cluster = Cluster(spec, requests, on_end)
+    return run_cluster(Cluster(spec, requests, on_end))
+
+
+def run_cluster(cluster: Cluster) -> SimReport:
+    """Run a cluster, check that nothing is left, and return the report."""
     gc_was_on = gc.isenabled()
     gc.disable()  # nearly nothing is in a cycle, and to look for cycles takes a sixth of the time
     try:

@@ -7,8 +7,9 @@ cuts it at the end of the step that runs, as in a real engine. So strides change
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from clustersim.clock import Clock
 from clustersim.costs import CostModel, StepWork, work_of
@@ -51,6 +52,15 @@ class _StridingScheduler(Scheduler):
         return dict.fromkeys(decoding, (GUESS,) * count) if count > 0 else NO_DRAFTS
 
 
+class EngineCounts(NamedTuple):
+    """The counts of one engine since its start."""
+
+    prompt_tokens: int
+    output_tokens: int
+    prompt_busy_s: float
+    decode_busy_s: float
+
+
 class SimEngine:
     """The engine of one worker. `publish` gets the events of each step."""
 
@@ -82,13 +92,18 @@ class SimEngine:
         self.scheduler.left = self.left
         self.steps = 0
         self.busy_s = 0.0
+        self.prompt_busy_s = 0.0
+        """The part of `busy_s` in steps that computed prompts."""
+        self.prompt_tokens = 0
+        """Prompt tokens that were computed."""
+        self.output_tokens = 0
         self.computed: dict[SeqId, int] = {}
         """The prompt tokens that each sequence has computed here. The role takes them out."""
         self.snapshot = EngineSnapshot(WorkerLoad(self.pool.counts(), max_num_batched_tokens=max_num_batched_tokens))
         self._engine = EngineSteps(self.scheduler, self.pool)
         self._clock = clock
         self._costs = costs
-        self._publish = publish
+        self.publish = publish
         self._commands: list[Command] = []
         self._busy = False
         self._plan: StepPlan | None = None
@@ -101,6 +116,20 @@ class SimEngine:
     def idle(self) -> bool:
         """True when no step runs and no command waits."""
         return not self._busy
+
+    def counts(self) -> EngineCounts:
+        """Return what the engine has computed until now, the finished steps of a stride that runs included."""
+        steps = self._steps_done() if self._stride > 1 else 0
+        ran_s = self._costs.steps_s(self._work, steps)
+        decode_busy_s = self.busy_s - self.prompt_busy_s + ran_s
+        return EngineCounts(
+            self.prompt_tokens, self.output_tokens + steps * self._work.decodes, self.prompt_busy_s, decode_busy_s
+        )
+
+    def _steps_done(self) -> int:
+        """Return how many steps of the stride have ended."""
+        ran_s = self._clock.now_s - self._began_s
+        return bisect_right(range(1, self._stride + 1), ran_s, key=lambda steps: self._costs.steps_s(self._work, steps))
 
     def submit(self, command: Command) -> None:
         """Queue a command for the next step. A stride that runs ends with the step that is under way."""
@@ -148,11 +177,15 @@ class SimEngine:
         took_s = self._clock.now_s - self._began_s
         self.steps += stride
         self.busy_s += took_s
+        self.prompt_busy_s += took_s if self._work.prompt_tokens else 0.0
+        self.prompt_tokens += self._work.prompt_tokens
         self.scheduler.work = self._work
         for piece in plan.slices[plan.decodes :]:
             if len(piece.samples) < 2:
                 self.computed[piece.seq_id] = self.computed.get(piece.seq_id, 0) + len(piece.token_ids)
-        self._tell(self._engine.finish(self._draw(plan, stride), took_s / stride))
+        events = self._engine.finish(self._draw(plan, stride), took_s / stride)
+        self.output_tokens += len(events.tokens)
+        self._tell(events)
         self._next()
 
     def _draw(self, plan: StepPlan, stride: int) -> list[Sampled]:
@@ -175,7 +208,7 @@ class SimEngine:
     def _tell(self, events: StepEvents) -> None:
         if events.snapshot is not None:
             self.snapshot = events.snapshot
-        self._publish(events)
+        self.publish(events)
 
 
 def _steps_of(plan: StepPlan) -> int:

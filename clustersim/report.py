@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pdserve.core.slo import SloClass
+from pdserve.planner.limits import PoolSizes
+from pdserve.planner.observations import Observations
 from router.api.answer import Report
 
 
@@ -100,6 +102,27 @@ class SimReport:
     def tpot_s(self, share: float) -> float:
         """Return a quantile of TPOT."""
         return self.quantile(lambda one: one.report.tpot_s, share)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsAt:
+    """The pools at one look of a controller."""
+
+    observed: Observations
+    wanted: PoolSizes | None
+    """The sizes that the controller has asked for. None: it left them as they were."""
+    members: int
+    """The processes that are paid for."""
+
+
+@dataclass(slots=True)
+class ElasticReport:
+    """The changes of the pools in one run, and the cost of their processes."""
+
+    history: list[PoolsAt] = field(default_factory=list)
+    flips: int = 0
+    worker_s: float = 0.0
+    """The time of all processes from their orders until they had gone, or until the last request ended."""
 
 
 def quantile(values: Iterable[float], share: float) -> float:

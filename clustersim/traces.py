@@ -6,20 +6,16 @@ so that production code hashes equal blocks alike and different blocks different
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Final
 
+from pdserve.bench.workload import traces
+from pdserve.bench.workload.traces import BLOCK_TOKENS
 from pdserve.core.block_hash import block_hashes, chain_salt
 from pdserve.core.prefix_keys import key_of
-
-BLOCK_TOKENS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,45 +59,31 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def read_mooncake(path: Path) -> list[TraceRequest]:
-    """Read a trace of Mooncake: a JSON object a line with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`.
+    """Read a trace of Mooncake. Raises `ConfigError` for a malformed line.
 
     The trace names no conversations. A request belongs to that of its second block: the first one is the same for nearly all.
     """
-    with path.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
     return [
         TraceRequest(
-            row["timestamp"] / 1e3,
-            row["input_length"],
-            row["output_length"],
-            tuple(row["hash_ids"]),
-            session_id=str(row["hash_ids"][1]) if len(row["hash_ids"]) > 1 else "",
+            row.arrived_s,
+            row.prompt_tokens,
+            row.output_tokens,
+            row.blocks,
+            session_id=str(row.blocks[1]) if len(row.blocks) > 1 else "",
         )
-        for row in rows
+        for row in traces.read_mooncake(path).rows
     ]
 
 
 def read_azure(path: Path) -> list[TraceRequest]:
-    """Read a trace of Azure: CSV with TIMESTAMP, ContextTokens and GeneratedTokens. It does not tell which prompts begin
-    alike, so no two do."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if int(row["ContextTokens"]) and int(row["GeneratedTokens"])]
-    times_s = [_timestamp_s(row["TIMESTAMP"]) for row in rows]
+    """Read a trace of Azure. It does not tell which prompts begin alike, so no two do. Raises `ConfigError`."""
     requests: list[TraceRequest] = []
     used = 0
-    for row, time_s in zip(rows, times_s, strict=True):
-        tokens = int(row["ContextTokens"])
-        count = -(-tokens // BLOCK_TOKENS)
-        blocks = tuple(range(used, used + count))
-        requests.append(TraceRequest(time_s - times_s[0], tokens, int(row["GeneratedTokens"]), blocks))
+    for row in traces.read_azure(path).rows:
+        count = -(-row.prompt_tokens // BLOCK_TOKENS)
+        requests.append(TraceRequest(row.arrived_s, row.prompt_tokens, row.output_tokens, tuple(range(used, used + count))))
         used += count
-    return sorted(requests, key=lambda request: request.arrived_s)
-
-
-def _timestamp_s(text: str) -> float:
-    """Return the seconds of a time with seven digits after the point, one more than Python reads."""
-    whole, _, fraction = text.partition(".")
-    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
+    return requests
 
 
 def faster(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:

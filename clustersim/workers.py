@@ -100,30 +100,39 @@ class SimWorker:
     """The part of a worker that both roles share."""
 
     role: Role
+    engine: SimEngine
+    flips: int
+    """The role flips since the start of the process."""
+    _prefixes: PrefixLog
 
-    def __init__(self, world: World, link: ev.LinkId, worker_id: str, shape: WorkerShape, prefix_salt: bytes | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        link: ev.LinkId,
+        worker_id: str,
+        shape: WorkerShape,
+        prefix_salt: bytes | None,
+        earlier: SimWorker | None = None,
+    ) -> None:
+        """Make a worker. With `earlier`, which is idle and has left, it is the next life of the same process: it goes on with
+        that one's engine and the KV that the engine has cached."""
         self.link = link
         self.worker_id = WorkerId(worker_id)
         self.shape = shape
         self.network = Network()
-        self.engine = SimEngine(
-            world.clock,
-            shape.costs,
-            self.on_step,
-            num_blocks=(shape.costs.kv_tokens if shape.kv_tokens is None else shape.kv_tokens) // world.block_size,
-            block_size=world.block_size,
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            max_model_len=shape.max_model_len,
-            prefix_salt=prefix_salt,
-        )
+        self.engine = _engine(world, shape, prefix_salt) if earlier is None else earlier.engine
+        self.engine.publish = self.on_step
+        self.draining = False
+        self.flips = 0 if earlier is None else earlier.flips + 1
         self._world = world
-        self._prefixes = PrefixLog()
+        self._began_s = world.clock.now_s
+        self._before = self.engine.counts()
+        self._prefixes = PrefixLog() if earlier is None else earlier._prefixes
         self._cursor = PrefixCursor(self._prefixes)
         self._counted = CountedCommands()
         self._by_handle: dict[Handle, Placed] = {}
         self._by_seq: dict[SeqId, Placed] = {}
-        self._requests: dict[SeqId, RequestId] = {}
+        self._requests: dict[SeqId, RequestId] = {} if earlier is None else earlier._requests
 
     @property
     def idle(self) -> bool:
@@ -147,12 +156,22 @@ class SimWorker:
             dtype="bfloat16",
             kv_bytes_per_token=shape.costs.kv_bytes_per_token,
             max_num_batched_tokens=shape.max_num_batched_tokens,
+            flips=self.flips,
         )
 
     def load(self) -> WorkerLoad:
         """Return what the next heartbeat tells: the counts after the last step."""
-        snapshot = self.engine.snapshot
-        return replace(snapshot.load, last_handle=self._counted.last_handle(snapshot.last_seq_id))
+        snapshot, counts, before = self.engine.snapshot, self.engine.counts(), self._before
+        return replace(
+            snapshot.load,
+            last_handle=self._counted.last_handle(snapshot.last_seq_id),
+            draining=self.draining,
+            computed_prompt_tokens=counts.prompt_tokens - before.prompt_tokens,
+            output_tokens=counts.output_tokens - before.output_tokens,
+            prompt_busy_s=counts.prompt_busy_s - before.prompt_busy_s,
+            decode_busy_s=counts.decode_busy_s - before.decode_busy_s,
+            uptime_s=self._world.clock.now_s - self._began_s,
+        )
 
     def prefix_delta(self) -> PrefixDelta | None:
         """Return what has changed among the keys of the pool since the last heartbeat. None: nothing has."""
@@ -171,6 +190,8 @@ class SimWorker:
         """Handle a command of the router."""
         if isinstance(command, ev.SendPrefixResync):
             self._cursor.ask_full()
+        elif isinstance(command, ev.SendDrain):
+            self.draining = True
 
     def _place(self, work: ev.Work) -> Placed:
         placed = Placed(work.handle, SeqId(len(self._requests) + 1), work)
@@ -204,6 +225,20 @@ class SimWorker:
                 if reason is not None:
                     ended.append(placed)
         return rows, ended
+
+
+def _engine(world: World, shape: WorkerShape, prefix_salt: bytes | None) -> SimEngine:
+    return SimEngine(
+        world.clock,
+        shape.costs,
+        lambda events: None,
+        num_blocks=(shape.costs.kv_tokens if shape.kv_tokens is None else shape.kv_tokens) // world.block_size,
+        block_size=world.block_size,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+        max_model_len=shape.max_model_len,
+        prefix_salt=prefix_salt,
+    )
 
 
 class SimPrefillWorker(SimWorker):

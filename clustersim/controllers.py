@@ -1,0 +1,30 @@
+"""Controllers of elastic clusters: the production planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.planner.limits import Limits, PoolSizes, Targets
+from pdserve.planner.observations import Observations
+from pdserve.planner.planner import Plan, PlannerState, plan
+from pdserve.planner.settings import PlannerSettings
+
+
+@dataclass(slots=True)
+class PlannerController:
+    """Asks the planner at each look, as the actuator does. `plans` has each plan whose sizes are new."""
+
+    targets: Targets
+    limits: Limits
+    settings: PlannerSettings = field(default_factory=PlannerSettings)
+    state: PlannerState = field(default_factory=PlannerState)
+    plans: list[tuple[float, Plan]] = field(default_factory=list)
+
+    def sizes(self, observed: Observations) -> PoolSizes:
+        """Return the sizes of the planner's next plan."""
+        planned = plan(observed, self.targets, self.limits, self.state, self.settings)
+        self.state = planned.state
+        last = self.plans[-1][1] if self.plans else None
+        if last is None or (last.prefill, last.decode) != (planned.prefill, planned.decode):
+            self.plans.append((observed.now_s, planned))
+        return PoolSizes(planned.prefill, planned.decode)

@@ -1,0 +1,1 @@
+"""The planner: how many workers each pool should have. Pure; it knows no cluster, no clock and no wire format."""

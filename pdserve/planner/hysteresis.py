@@ -1,0 +1,79 @@
+"""The moment of a change: a pool that is too small grows at once, and one that is too large shrinks after a delay.
+
+A pool of n workers stays as it is while the need is between (n - 1) / (1 + tolerance) and n * (1 + tolerance). Above, it grows
+to the need. Below, it shrinks to the largest need of `downscale_delay_s`. A worker that the other pool needs goes to it sooner,
+after `flip_delay_s`: a change of roles takes seconds, where a stop and a start take minutes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pdserve.planner.limits import MOST_WORKERS
+from pdserve.planner.settings import PlannerSettings
+
+NOTHING: Final = 0.01
+"""A need of less than a hundredth of a worker is none: means of an idle cluster fall for ever and never reach 0."""
+_LONGEST: Final = 64
+"""The largest number of needs that a pool remembers. Beyond, neighbours become one, and the larger one counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """The planner's memory of one pool's size."""
+
+    wanted: int
+    """The size that the need asks for, before limits."""
+    changed_s: float
+    """The time of the last change."""
+    needs: tuple[tuple[float, int], ...] = ()
+    """The largest needs of late, as pairs of a time and workers: later ones are smaller, and the first is the largest one."""
+
+    def largest(self, since_s: float) -> int:
+        """Return the largest need since a time. The pool's size: no need is remembered."""
+        return next((workers for at_s, workers in self.needs if at_s >= since_s), self.wanted)
+
+
+def begun(size: int, now_s: float) -> PoolMemory:
+    """Return the memory of a pool that was not planned before. It changes after a cool-down: the first means are noise."""
+    return PoolMemory(size, now_s, ((now_s, size),))
+
+
+def held(memory: PoolMemory, now_s: float, settings: PlannerSettings) -> PoolMemory:
+    """Return the memory after an interval of which nothing is known: its need counts as the pool's size."""
+    return _noted(memory, memory.wanted, now_s, settings)
+
+
+def decided(memory: PoolMemory, need: float, now_s: float, settings: PlannerSettings) -> PoolMemory:
+    """Return the memory, with the new size, after an interval with the need of so many workers."""
+    memory = _noted(memory, workers_for(need * (1 + settings.tolerance)), now_s, settings)
+    if now_s < memory.changed_s + settings.cooldown_s:
+        return memory
+    if workers_for(need / (1 + settings.tolerance)) > memory.wanted:
+        return replace(memory, wanted=workers_for(need), changed_s=now_s)
+    largest = memory.largest(now_s - settings.downscale_delay_s)
+    return replace(memory, wanted=largest, changed_s=now_s) if largest < memory.wanted else memory
+
+
+def given(memory: PoolMemory, asked: int, now_s: float, settings: PlannerSettings) -> PoolMemory:
+    """Return the memory of a pool that gives the other one up to `asked` workers that it has not needed for `flip_delay_s`."""
+    spare = memory.wanted - memory.largest(now_s - settings.flip_delay_s)
+    count = min(asked, spare)
+    if count <= 0 or now_s < memory.changed_s + settings.cooldown_s:
+        return memory
+    return replace(memory, wanted=memory.wanted - count, changed_s=now_s)
+
+
+def workers_for(need: float) -> int:
+    """Return the need as whole workers, at most `MOST_WORKERS`."""
+    return math.ceil(min(need, MOST_WORKERS) - NOTHING) if need > NOTHING else 0
+
+
+def _noted(memory: PoolMemory, workers: int, now_s: float, settings: PlannerSettings) -> PoolMemory:
+    """Return the memory with a need. Smaller needs before it count no more, nor do those from before the delay."""
+    kept = [item for item in memory.needs if item[0] >= now_s - settings.downscale_delay_s and item[1] > workers]
+    if len(kept) >= _LONGEST:
+        kept = [(kept[1][0], kept[0][1]), *kept[2:]]
+    return replace(memory, needs=(*kept, (now_s, workers)))

@@ -1,0 +1,117 @@
+"""The need of each pool: its demand divided by the rate of one worker at which requests still meet their targets.
+
+```
+prefill = max(workers_for_wait(demand / rate), busy workers / max_utilisation) * correction
+decode  = max(demand / (sequences / step(sequences)), used workers) * correction
+used    = ready * max(held share of the KV / kv_share, running share of the sequences / sequences_share)
+```
+Busy and used workers are what was measured of the whole pool. They guard against a rate that is learned wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.planner.demand import PhaseDemand
+from pdserve.planner.limits import MOST_WORKERS, Targets
+from pdserve.planner.means import NO_MEAN, Mean
+from pdserve.planner.observations import Observations, PoolObserved
+from pdserve.planner.settings import PlannerSettings
+from pdserve.planner.steps import FEWEST_SEQUENCES, NO_STEPS, Room, Steps, room
+from pdserve.planner.waits import wait_within, workers_for_wait
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The planner's memory of the workers of both pools."""
+
+    prompt_rate: Mean = NO_MEAN
+    """Prompt tokens that a worker computes in a busy second."""
+    prefill_busy: Mean = NO_MEAN
+    """Prefill workers that are busy."""
+    steps: Steps = NO_STEPS
+    sequences: Mean = NO_MEAN
+    """Running sequences of a decode worker, and below the share of its KV blocks that is held: of the same intervals."""
+    kv_used: Mean = NO_MEAN
+    decode_used: Mean = NO_MEAN
+    """The decode workers whose KV is held or whose sequences run, whichever are more, if each is used up to its share."""
+    max_sequences: float | None = None
+
+    def add(self, observed: Observations, settings: PlannerSettings) -> Workers:
+        """Return the workers with an interval. Values that an idle pool does not have are left as they were."""
+        prefill, decode, dt = observed.prefill, observed.decode, observed.interval_s
+        rate, sequences, kv_used = prefill.busy_tokens_per_s, decode.sequences or 0.0, min(decode.kv_used or 0.0, 1.0)
+        runs = sequences >= FEWEST_SEQUENCES
+        return Workers(
+            self.prompt_rate.add(rate, dt, settings.memory_s) if rate else self.prompt_rate,
+            self._busy(prefill.ready, prefill.utilisation, dt, settings),
+            self.steps.add(sequences, decode.step_s or 0.0, observed.now_s, dt, settings),
+            self.sequences.add(sequences, dt, settings.memory_s) if runs else self.sequences,
+            self.kv_used.add(kv_used, dt, settings.memory_s) if runs else self.kv_used,
+            self.decode_used.add(decode.ready * _used(decode, kv_used, settings), dt, settings.smoothing_s),
+            decode.max_sequences or self.max_sequences,
+        )
+
+    def _busy(self, ready: int, utilisation: float | None, interval_s: float, settings: PlannerSettings) -> Mean:
+        """Return the mean of busy prefill workers with an interval. An unknown share changes nothing."""
+        if utilisation is None and ready:
+            return self.prefill_busy
+        return self.prefill_busy.add(ready * min(utilisation or 0.0, 1.0), interval_s, settings.smoothing_s)
+
+    def kv_per_sequence(self) -> float | None:
+        """Return the share of a worker's KV blocks that one sequence holds. None: nobody ran yet."""
+        sequences, kv_used = self.sequences.value, self.kv_used.value
+        return kv_used / sequences if sequences and kv_used is not None else None
+
+
+def _used(decode: PoolObserved, kv_used: float, settings: PlannerSettings) -> float:
+    """Return how much of what a decode worker may use is used. Above 1 it uses more KV blocks or sequences than it should."""
+    running = min((decode.sequences or 0.0) / decode.max_sequences, 1.0) if decode.max_sequences else 0.0
+    return max(kv_used / settings.kv_share, running / settings.sequences_share)
+
+
+NO_WORKERS: Final = Workers()
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The workers that a pool needs, before the correction. None: the rate of a worker is not known."""
+
+    demand: PhaseDemand
+    workers: float | None
+    worker_tokens_per_s: float | None = None
+    """The rate of one worker within the targets."""
+    busy_tokens_per_s: float | None = None
+    """The rate of a prefill worker that is always busy."""
+    measured_workers: float = 0.0
+    """The workers that the measured load of the pool needs."""
+    room: Room | None = None
+
+
+def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settings: PlannerSettings) -> Need:
+    """Return the need of the prefill pool."""
+    measured = (workers.prefill_busy.value or 0.0) / settings.max_utilisation
+    rate = workers.prompt_rate.value
+    if not rate:
+        return Need(demand, None if demand.total > 0 else 0.0, measured_workers=measured)
+    load = min(demand.total / rate, float(MOST_WORKERS))
+    count = load / settings.max_utilisation
+    if targets.ttft_s is not None and demand.request_tokens:
+        service_s = min(demand.request_tokens / rate, targets.ttft_s)
+        wait_s = wait_within(targets.ttft_s, service_s)
+        miss, variation = 1 - targets.attainment, settings.prompt_variation
+        count = workers_for_wait(load, service_s, wait_s, miss, variation, settings.max_utilisation)
+    allowed = rate * load / count if count > 0 else rate * settings.max_utilisation
+    return Need(demand, max(count, measured), allowed, rate, measured)
+
+
+def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, settings: PlannerSettings) -> Need:
+    """Return the need of the decode pool."""
+    measured = workers.decode_used.value or 0.0
+    line = workers.steps.line()
+    if line is None:
+        return Need(demand, None if demand.total > 0 else 0.0, measured_workers=measured)
+    each = room(line, workers.steps.trusted(), targets.tpot_s, workers.max_sequences, workers.kv_per_sequence(), settings)
+    count = min(demand.total / each.tokens_per_s, float(MOST_WORKERS))
+    return Need(demand, max(count, measured), each.tokens_per_s, None, measured, each)

@@ -1,0 +1,70 @@
+"""The state of a cluster as the planner sees it: plain numbers of one interval.
+
+None stands for a value that is missing: nobody measured it. A value that is no finite number counts as missing too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DemandObserved:
+    """The load that clients brought in the interval, and what of it waits in the router at its end."""
+
+    requests_per_s: float | None = None
+    """Requests that were admitted or refused because of the load."""
+    prompt_tokens_per_s: float | None = None
+    """Prompt tokens of the requests that were admitted, those with cached KV included."""
+    output_tokens_per_s: float | None = None
+    """Tokens that were sent to clients."""
+    queued_requests: float | None = None
+    queued_prompt_tokens: float | None = None
+    longest_wait_s: float | None = None
+    refused_per_s: float | None = None
+    """Requests that were refused because of the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolObserved:
+    """One pool in the interval. Rates and shares concern its ready workers."""
+
+    ready: int = 0
+    """Workers that take requests."""
+    coming: int = 0
+    """Workers that were asked for, load, or change into this role, and are not ready yet."""
+    leaving: int = 0
+    """Workers that drain in order to stop. One that changes its role counts in its new pool alone, as coming."""
+    tokens_per_s: float | None = None
+    """Tokens that the whole pool computed: prompt tokens of prefill workers, output tokens of decode workers."""
+    busy_tokens_per_s: float | None = None
+    """Tokens that one worker computes in a second in which its engine is busy."""
+    utilisation: float | None = None
+    """The share of the interval in which the engines were busy, [0, 1], as a mean over the workers."""
+    step_s: float | None = None
+    """The time of a step; of decode workers, of a step without a prompt."""
+    sequences: float | None = None
+    """Running sequences of one worker, as a mean over the workers."""
+    max_sequences: float | None = None
+    """Sequences that one worker may run at once."""
+    kv_used: float | None = None
+    """The share of the blocks that are held, [0, 1], as a mean over the workers."""
+    queued_tokens: float | None = None
+    """Prompt tokens that wait on the pool's workers."""
+    cached_share: float | None = None
+    """The share of the prompt tokens whose KV the workers had, [0, 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """The whole cluster in one interval."""
+
+    now_s: float
+    """The end of the interval, by a clock that only counts up."""
+    interval_s: float
+    demand: DemandObserved = DemandObserved()
+    prefill: PoolObserved = PoolObserved()
+    decode: PoolObserved = PoolObserved()
+    ttft_met: float | None = None
+    """The share of the requests with a target for the first token that met it, [0, 1]. None: there were none."""
+    tpot_met: float | None = None

@@ -1,0 +1,238 @@
+"""Observations from two successive readings of the cluster. Pure.
+
+All counts are cumulative, so the difference of two readings is what happened in between, however often somebody reads. A count
+is compared only with one of the same process: a worker's by its incarnation, the router's by its own. What cannot be compared
+is missing (None): a new incarnation, a clock that stands, a count that went back, a value that is no finite number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.slo import DemandCounts
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.planner.observations import DemandObserved, Observations, PoolObserved
+
+MIN_INTERVAL_S: Final = 0.05
+"""Counts of a shorter time say nothing: a step takes about so long. A rate of it would be zero or huge."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReading:
+    """One worker as the router knows it."""
+
+    hello: WorkerHello
+    load: WorkerLoad
+    ready: bool
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReading:
+    """The cluster at one moment, as the router tells it."""
+
+    at_s: float
+    """The time of the reading, by the reader's clock, which only counts up."""
+    router_incarnation: int
+    queued_requests: int
+    demand: DemandCounts
+    workers: tuple[WorkerReading, ...]
+
+
+def observe(
+    before: ClusterReading | None, after: ClusterReading, members: Mapping[WorkerId, Role] | None = None
+) -> Observations:
+    """Return what happened between two readings. None: `after` is the first one, so all rates are missing.
+
+    members: the workers that the actuator keeps or starts, with the role that each should have. One that the router does not
+    have in this role yet is coming. Workers that the actuator removes do not belong here.
+    """
+    interval_s = 0.0 if before is None else after.at_s - before.at_s
+    interval_s = interval_s if 0.0 < interval_s < math.inf else 0.0
+    met = _Counts(before, after, interval_s)
+    seen = {} if before is None else {(w.hello.worker_id, w.hello.incarnation): w for w in before.workers}
+    members = members or {}
+    coming = _coming(after.workers, members)
+    leaving = _leaving(after.workers, members)
+    return Observations(
+        now_s=after.at_s,
+        interval_s=interval_s,
+        demand=_demand(met, after),
+        prefill=_pool(Role.PREFILL, after.workers, seen, coming[Role.PREFILL], leaving[Role.PREFILL], interval_s),
+        decode=_pool(Role.DECODE, after.workers, seen, coming[Role.DECODE], leaving[Role.DECODE], interval_s),
+        ttft_met=_share(met.grown("ttft_met"), met.grown("ttft_missed")),
+        tpot_met=_share(met.grown("tpot_met"), met.grown("tpot_missed")),
+    )
+
+
+class _Counts:
+    """The counts of the router in the interval."""
+
+    def __init__(self, before: ClusterReading | None, after: ClusterReading, interval_s: float) -> None:
+        self._after = after.demand
+        same = before is not None and before.router_incarnation == after.router_incarnation
+        self._before = before.demand if before is not None and same and interval_s > 0.0 else None
+        self.seconds = None if self._before is None else _seconds(self._before.uptime_s, self._after.uptime_s)
+
+    def grown(self, name: str) -> float | None:
+        """Return by how much a count has grown. None: it cannot be compared."""
+        if self._before is None or self.seconds is None:
+            return None
+        return _grown(getattr(self._before, name), getattr(self._after, name))
+
+    def rate(self, *names: str) -> float | None:
+        """Return by how much these counts have grown together in a second."""
+        return _ratio(_sum([self.grown(name) for name in names]), self.seconds)
+
+
+def _demand(met: _Counts, after: ClusterReading) -> DemandObserved:
+    return DemandObserved(
+        requests_per_s=met.rate("requests", "refused"),
+        prompt_tokens_per_s=met.rate("prompt_tokens"),
+        output_tokens_per_s=met.rate("output_tokens"),
+        queued_requests=_known(after.queued_requests),
+        queued_prompt_tokens=_known(after.demand.queued_prompt_tokens),
+        longest_wait_s=_known(after.demand.longest_wait_s),
+        refused_per_s=met.rate("refused"),
+    )
+
+
+def _coming(workers: Iterable[WorkerReading], members: Mapping[WorkerId, Role]) -> dict[Role, int]:
+    """Count the workers of each role that are asked for, load, are not ready yet, or change into the role."""
+    coming = dict.fromkeys(Role, 0)
+    linked = {}
+    for worker in workers:
+        linked[worker.hello.worker_id] = worker.hello.role
+        coming[worker.hello.role] += not worker.ready and not worker.draining
+    for worker_id, role in members.items():
+        coming[role] += linked.get(worker_id) is not role
+    return coming
+
+
+def _leaving(workers: Iterable[WorkerReading], members: Mapping[WorkerId, Role]) -> dict[Role, int]:
+    """Count the workers of each role that drain. One that comes back in its other role counts there, as coming."""
+    leaving = dict.fromkeys(Role, 0)
+    for worker in workers:
+        role = worker.hello.role
+        leaving[role] += worker.draining and members.get(worker.hello.worker_id, role) is role
+    return leaving
+
+
+_Seen = Mapping[tuple[WorkerId, Incarnation], WorkerReading]
+
+
+def _pool(
+    role: Role, workers: Iterable[WorkerReading], seen: _Seen, coming: int, leaving: int, interval_s: float
+) -> PoolObserved:
+    of_role = sorted((w for w in workers if w.hello.role is role), key=lambda w: w.hello.worker_id)
+    ready = [w for w in of_role if w.ready and not w.draining]
+    spans = [
+        span
+        for w in ready
+        if (old := seen.get((w.hello.worker_id, w.hello.incarnation))) is not None
+        and (span := _Span.of(role, old.load, w.load, interval_s)) is not None
+    ]
+    return PoolObserved(
+        ready=len(ready),
+        coming=coming,
+        leaving=leaving,
+        tokens_per_s=math.fsum(s.tokens / s.seconds for s in spans) if spans else None,
+        busy_tokens_per_s=_ratio(_total(spans, lambda s: s.tokens), _total(spans, lambda s: s.busy_s)),
+        utilisation=_mean([min(1.0, s.busy_s / s.seconds) for s in spans]),
+        step_s=_mean([_step_s(role, w.load) for w in ready]),
+        sequences=_mean([_known(w.load.running_sequences) for w in ready]),
+        max_sequences=_mean([_known(w.hello.max_num_seqs) for w in ready]),
+        kv_used=_mean([_kv_used(w.load) for w in ready]),
+        queued_tokens=_sum([_known(w.load.queued_tokens) for w in ready]) if ready else None,
+        cached_share=_cached(spans),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The counts of one worker in the interval, all of one incarnation."""
+
+    seconds: float
+    tokens: float
+    busy_s: float
+    queried: float
+    hit: float
+
+    @classmethod
+    def of(cls, role: Role, old: WorkerLoad, new: WorkerLoad, interval_s: float) -> _Span | None:
+        """Return the difference of two loads. None: a clock stands, or a count went back or is no number."""
+        seconds = _seconds(old.uptime_s, new.uptime_s) if interval_s > 0.0 else None
+        tokens = (
+            _grown(old.computed_prompt_tokens, new.computed_prompt_tokens)
+            if role is Role.PREFILL
+            else _grown(old.output_tokens, new.output_tokens)
+        )
+        busy_s = _sum([_grown(old.prompt_busy_s, new.prompt_busy_s), _grown(old.decode_busy_s, new.decode_busy_s)])
+        queried = _grown(old.prefix_queried_tokens, new.prefix_queried_tokens)
+        hit = _grown(old.prefix_hit_tokens, new.prefix_hit_tokens)
+        if seconds is None or tokens is None or busy_s is None or queried is None or hit is None:
+            return None
+        return cls(seconds, tokens, busy_s, queried, hit)
+
+
+def _cached(spans: list[_Span]) -> float | None:
+    queried, hit = _total(spans, lambda s: s.queried), _total(spans, lambda s: s.hit)
+    return None if queried is None or hit is None else _share(hit, queried - hit)
+
+
+def _step_s(role: Role, load: WorkerLoad) -> float | None:
+    """Return the time of a decode step, or of a full step of a prefill worker. None: there was none of late."""
+    if role is Role.DECODE:
+        return _known(load.decode_step_s) or None
+    return _ratio(_known(load.max_num_batched_tokens), _known(load.prompt_tokens_per_s)) or None
+
+
+def _kv_used(load: WorkerLoad) -> float | None:
+    blocks = load.blocks
+    share = _ratio(_known(blocks.held + blocks.quarantined), _known(blocks.total))
+    return None if share is None else min(1.0, share)
+
+
+def _known(value: float) -> float | None:
+    """Return a value. None: it is negative or no finite number."""
+    return float(value) if 0.0 <= value < math.inf else None
+
+
+def _grown(old: float, new: float) -> float | None:
+    return _known(new - old) if _known(old) is not None else None
+
+
+def _seconds(old_s: float, new_s: float) -> float | None:
+    grown = _grown(old_s, new_s)
+    return grown if grown is not None and grown >= MIN_INTERVAL_S else None
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else _known(part / whole)
+
+
+def _share(part: float | None, rest: float | None) -> float | None:
+    """Return part / (part + rest). None: one is missing, or both are 0."""
+    if part is None or rest is None or part < 0.0 or rest < 0.0:
+        return None
+    return _ratio(part, part + rest)
+
+
+def _sum(values: list[float | None]) -> float | None:
+    """Return the sum. None: a value is missing."""
+    found = [value for value in values if value is not None]
+    return math.fsum(found) if len(found) == len(values) else None
+
+
+def _total(spans: list[_Span], read: Callable[[_Span], float]) -> float | None:
+    return math.fsum(map(read, spans)) if spans else None
+
+
+def _mean(values: list[float | None] | list[float]) -> float | None:
+    """Return the mean of the values that are there. None: there are none."""
+    found = [value for value in values if value is not None]
+    return math.fsum(found) / len(found) if found else None

@@ -1,0 +1,285 @@
+"""The planner: from what was observed to the sizes of both pools. Pure: it keeps what it learns in the state that it returns.
+
+A planner is called once an interval. `Plan.state` goes into the next call; `PlannerState()` begins anew. The way of a plan:
+
+    observations -> demand -> need -> correction -> hysteresis -> limits -> what may be started now
+
+Each part is a file of this room. docs/autoscaling.md explains it to operators, docs/design/0034-planner.md says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pdserve.core.worker import Role
+from pdserve.planner.budget import startable, within_limits
+from pdserve.planner.checks import faults
+from pdserve.planner.correction import NO_CORRECTIONS, Corrections, corrected
+from pdserve.planner.demand import NO_TRAFFIC, Traffic, output_demand, prompt_demand
+from pdserve.planner.hysteresis import PoolMemory, begun, decided, given, held
+from pdserve.planner.limits import Limits, PoolLimits, PoolSizes, Targets
+from pdserve.planner.need import NO_WORKERS, Need, Workers, decode_need, prefill_need
+from pdserve.planner.observations import Observations, PoolObserved
+from pdserve.planner.policy import PolicySize
+from pdserve.planner.reasons import (
+    flip_sentence,
+    held_sentence,
+    need_sentence,
+    policy_sentence,
+    size_sentences,
+    waiting_sentence,
+)
+from pdserve.planner.settings import PlannerSettings
+
+__all__ = ["Plan", "PlannerSettings", "PlannerState", "PoolNeed", "plan"]
+
+_GAP: Final = 3.0
+"""A planner that saw nothing for so many intervals knows nothing about the time between: the sizes count as needed then."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNeed:
+    """The way from the demand to the size of one pool. None: not known."""
+
+    role: Role
+    demand_tokens_per_s: float | None = None
+    """Prompt tokens without cached KV, or output tokens, that the pool should compute in a second."""
+    worker_tokens_per_s: float | None = None
+    """The rate of one worker at which requests still meet their targets."""
+    correction: float = 1.0
+    """The factor that makes up for missed targets."""
+    raw_workers: float | None = None
+    """The workers that the demand needs, with the correction, before rounding and limits."""
+    wanted: int = 0
+    """The size after hysteresis and cool-down, before the limits."""
+    size: int = 0
+    """The size in the plan."""
+    limits: tuple[str, ...] = ()
+    """The limits that changed the size, such as "decode.max_workers" or "max_gpus". "leaving": workers that drain use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerState:
+    """The memory of a planner from one interval to the next. Its size is bounded."""
+
+    now_s: float | None = None
+    """The end of the last interval of which everything was known. None: there was none."""
+    sizes: PoolSizes | None = None
+    """The sizes of the last plan."""
+    traffic: Traffic = NO_TRAFFIC
+    workers: Workers = NO_WORKERS
+    corrections: Corrections = NO_CORRECTIONS
+    memories: tuple[PoolMemory, PoolMemory] | None = None
+    """What is remembered of the sizes of prefill and of decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sizes that the pools should have: workers that take requests, start, or change into the role."""
+
+    prefill: int
+    decode: int
+    reasons: tuple[str, ...]
+    """Sentences that say why, with numbers."""
+    state: PlannerState
+    pools: tuple[PoolNeed, PoolNeed]
+    """The numbers behind the sizes, of prefill and of decode."""
+
+
+_DEFAULTS: Final = PlannerSettings()
+Policies = Mapping[Role, PolicySize]
+"""The answers of policies of the operator's own. A pool that has one follows it, and the planner decides the other one."""
+NO_POLICIES: Final[Policies] = {}
+
+
+def plan(
+    observations: Observations,
+    targets: Targets,
+    limits: Limits,
+    state: PlannerState,
+    settings: PlannerSettings = _DEFAULTS,
+    policies: Policies = NO_POLICIES,
+) -> Plan:
+    """Return the sizes of both pools for the next interval. The planner holds them where the observations are missing or
+    broken. The limits are applied to what policies want as well."""
+    found = faults(observations)
+    if not found and state.now_s is not None and observations.now_s <= state.now_s:
+        found = (f"now_s went from {state.now_s:g} to {observations.now_s:g}",)
+    if found:
+        return _held(observations, limits, state, settings, found, policies)
+    now_s = observations.now_s
+    traffic = state.traffic.add(observations, settings)
+    workers = state.workers.add(observations, settings)
+    needs = (
+        prefill_need(workers, prompt_demand(traffic, observations, settings), targets, settings),
+        decode_need(workers, output_demand(traffic, observations, settings), targets, settings),
+    )
+    corrections = corrected(state.corrections, observations, targets, _most(observations, needs, state, settings), settings)
+    factors = (corrections.prefill, corrections.decode)
+    before = _ordered(_memories(observations, limits, state, settings), policies, now_s)
+    memories = _sized(before, needs, factors, limits, state, now_s, settings, policies)
+    sentences = [
+        policy_sentence(role, policies[role], memory.wanted)
+        if role in policies
+        else need_sentence(role, need, factor, targets, settings)
+        for role, need, factor, memory in zip(_ROLES, needs, factors, memories, strict=True)
+    ]
+    after = replace(state, now_s=now_s, traffic=traffic, workers=workers, corrections=corrections, memories=memories)
+    return _placed(observations, limits, after, memories, _pools(needs, factors, policies), sentences, settings)
+
+
+_ROLES: Final = (Role.PREFILL, Role.DECODE)
+
+
+def _held(
+    observed: Observations,
+    limits: Limits,
+    state: PlannerState,
+    settings: PlannerSettings,
+    found: tuple[str, ...],
+    policies: Policies,
+) -> Plan:
+    """Return the plan without new knowledge: the sizes that the planner wants stay, within the limits as they are now."""
+    memories = _ordered(_memories(observed, limits, state, settings), policies, observed.now_s)
+    state = replace(state, memories=memories) if math.isfinite(observed.now_s) else state
+    sentences = [
+        policy_sentence(role, policies[role], memory.wanted)
+        for role, memory in zip(_ROLES, memories, strict=True)
+        if role in policies
+    ]
+    if len(sentences) < len(_ROLES):
+        sentences.append(held_sentence(found))
+    return _placed(observed, limits, state, memories, (PoolNeed(_ROLES[0]), PoolNeed(_ROLES[1])), sentences, settings)
+
+
+def _ordered(memories: tuple[PoolMemory, PoolMemory], policies: Policies, now_s: float) -> tuple[PoolMemory, PoolMemory]:
+    """Return the memories with the sizes that policies want. One that gives none keeps the size that the pool has."""
+    prefill, decode = (
+        begun(memory.wanted if (size := policies[role].workers) is None else size, now_s) if role in policies else memory
+        for role, memory in zip(_ROLES, memories, strict=True)
+    )
+    return prefill, decode
+
+
+def _most(
+    observed: Observations, needs: tuple[Need, Need], state: PlannerState, settings: PlannerSettings
+) -> tuple[float, float]:
+    """Return the corrections with which each pool asks for one worker more than it has. 0: its correction may not grow.
+
+    It may not while workers are on the way to the pool, are missing, or would exceed a limit.
+    """
+    if state.sizes is None or state.memories is None:
+        return 0.0, 0.0
+
+    def most(pool: PoolObserved, need: Need, size: int, memory: PoolMemory) -> float:
+        if not need.workers or pool.coming > 0 or not pool.ready >= size >= memory.wanted:
+            return 0.0
+        return (pool.ready * (1 + settings.tolerance) + 1) / need.workers
+
+    prefill, decode = state.memories
+    return (
+        most(observed.prefill, needs[0], state.sizes.prefill, prefill),
+        most(observed.decode, needs[1], state.sizes.decode, decode),
+    )
+
+
+def _memories(
+    observed: Observations, limits: Limits, state: PlannerState, settings: PlannerSettings
+) -> tuple[PoolMemory, PoolMemory]:
+    """Return the memories of both pools before this interval. The first one begins with the present sizes."""
+    now_s = observed.now_s
+    if state.memories is None:
+        sizes = PoolSizes(_present(observed.prefill, limits.prefill), _present(observed.decode, limits.decode))
+        return begun(sizes.prefill, now_s), begun(sizes.decode, now_s)
+    prefill, decode = state.memories
+    if state.now_s is not None and now_s - state.now_s > _GAP * observed.interval_s:
+        return held(prefill, now_s, settings), held(decode, now_s, settings)
+    return prefill, decode
+
+
+def _present(observed: PoolObserved, limits: PoolLimits) -> int:
+    """Return the present size of a pool within its own limits."""
+    return min(max(observed.ready + observed.coming, limits.min_workers), limits.max_workers)
+
+
+def _sized(
+    memories: tuple[PoolMemory, PoolMemory],
+    needs: tuple[Need, Need],
+    factors: tuple[float, float],
+    limits: Limits,
+    state: PlannerState,
+    now_s: float,
+    settings: PlannerSettings,
+    policies: Policies,
+) -> tuple[PoolMemory, PoolMemory]:
+    """Return the memories with the sizes that both pools want now. Where one lacks workers, the other gives those to spare.
+    A pool with a policy gives none of its own accord."""
+    prefill, decode = (
+        memory if role in policies else _decided(memory, need, factor, now_s, settings)
+        for role, memory, need, factor in zip(_ROLES, memories, needs, factors, strict=True)
+    )
+    if limits.can_flip and state.sizes is not None:
+        lack = min(prefill.wanted, limits.prefill.max_workers) - state.sizes.prefill
+        decode = decode if Role.DECODE in policies else given(decode, lack, now_s, settings)
+        lack = min(decode.wanted, limits.decode.max_workers) - state.sizes.decode
+        prefill = prefill if Role.PREFILL in policies else given(prefill, lack, now_s, settings)
+    return prefill, decode
+
+
+def _decided(memory: PoolMemory, need: Need, factor: float, now_s: float, settings: PlannerSettings) -> PoolMemory:
+    """Return the memory with the size that the pool wants now. While a worker's rate is unknown, it stays: at 1 or more."""
+    if need.workers is not None:
+        return decided(memory, need.workers * factor, now_s, settings)
+    return held(replace(memory, wanted=max(memory.wanted, 1)), now_s, settings)
+
+
+def _pools(needs: tuple[Need, Need], factors: tuple[float, float], policies: Policies) -> tuple[PoolNeed, PoolNeed]:
+    """Return the numbers of both pools up to the need. A pool with a policy has none."""
+    prefill, decode = (
+        PoolNeed(role)
+        if role in policies
+        else PoolNeed(
+            role,
+            need.demand.total,
+            need.worker_tokens_per_s,
+            factor,
+            None if need.workers is None else need.workers * factor,
+        )
+        for role, need, factor in zip(_ROLES, needs, factors, strict=True)
+    )
+    return prefill, decode
+
+
+def _placed(
+    observed: Observations,
+    limits: Limits,
+    state: PlannerState,
+    memories: tuple[PoolMemory, PoolMemory],
+    pools: tuple[PoolNeed, PoolNeed],
+    sentences: list[str],
+    settings: PlannerSettings,
+) -> Plan:
+    """Return the plan with the wanted sizes within all limits, and its reasons."""
+    wanted = PoolSizes(memories[0].wanted, memories[1].wanted)
+    goal, *names = within_limits(wanted, limits)
+    sizes = startable(goal, wanted, observed.prefill, observed.decode, limits)
+    names = [
+        found + (("leaving",) if now < then else ())
+        for found, now, then in zip(names, (sizes.prefill, sizes.decode), (goal.prefill, goal.decode), strict=True)
+    ]
+    before = state.sizes or sizes
+    for role, memory, old, new, found in zip(
+        _ROLES, memories, (before.prefill, before.decode), (sizes.prefill, sizes.decode), names, strict=True
+    ):
+        sentences += size_sentences(role, old, memory, new, found, limits)
+        sentences += waiting_sentence(role, memory, observed.now_s, settings)
+    if limits.can_flip:
+        sentences += flip_sentence(before, sizes)
+    prefill, decode = (
+        replace(pool, wanted=memory.wanted, size=size, limits=found)
+        for pool, memory, size, found in zip(pools, memories, (sizes.prefill, sizes.decode), names, strict=True)
+    )
+    return Plan(sizes.prefill, sizes.decode, tuple(sentences), replace(state, sizes=sizes), (prefill, decode))

@@ -1,0 +1,126 @@
+"""The reasons of a plan, as sentences with numbers for operators."""
+
+from __future__ import annotations
+
+from pdserve.core.worker import Role
+from pdserve.planner.demand import PhaseDemand
+from pdserve.planner.hysteresis import PoolMemory
+from pdserve.planner.limits import Limits, PoolSizes, Targets
+from pdserve.planner.need import Need
+from pdserve.planner.policy import PolicySize
+from pdserve.planner.settings import PlannerSettings
+
+
+def need_sentence(role: Role, need: Need, correction: float, targets: Targets, settings: PlannerSettings) -> str:
+    """Return why a pool needs so many workers."""
+    what = "prompts" if role is Role.PREFILL else "outputs"
+    demand = need.demand
+    if need.workers is None:
+        return f"The rate of a {role.value} worker is not known yet, so the {role.value} pool keeps its size."
+    if demand.total <= 0:
+        return f"The {what} need no {role.value} worker: nothing comes and nothing waits."
+    count = need.workers * correction
+    corrected = (
+        f", {correction:.2f} times as many as computed because requests missed their targets" if correction > 1.005 else ""
+    )
+    begin = f"The {what} need {count:.1f} {role.value} {'worker' if count == 1 else 'workers'}{corrected}: "
+    served = _served(role, need, targets)
+    if served and need.measured_workers >= need.workers > 0:
+        measure = f"are busy for {settings.max_utilisation:.0%} of the time" if role is Role.PREFILL else "hold their KV"
+        return f"{begin}so many, with room to spare, {measure} at the load that was measured."
+    return f"{begin}{_demanded(demand, settings)}{served}."
+
+
+def policy_sentence(role: Role, answer: PolicySize, wanted: int) -> str:
+    """Return what a policy of the operator's own wants, or why its pool keeps its size."""
+    if answer.workers is not None:
+        return f"The policy {answer.name} wants {wanted} {role.value} {'worker' if wanted == 1 else 'workers'}."
+    why = answer.fault or "it was not asked yet"
+    return f"The policy {answer.name} gives no size, so the {role.value} pool keeps its {wanted}: {why}."
+
+
+def _demanded(demand: PhaseDemand, settings: PlannerSettings) -> str:
+    """Return the demand, and where it comes from."""
+    text = f"{_number(demand.total)} tokens/s"
+    backlog = demand.backlog_tokens / settings.horizon_s
+    if demand.total > demand.measured + backlog:
+        source = "of the same time in the last season" if demand.season >= demand.trend else "of the trend"
+        return f"{text} {source} for {settings.start_s:g} s ahead, and {_number(demand.measured)} now"
+    if backlog > 0.01 * demand.total:
+        return f"{text}, of which {_number(backlog)} serve what waits within {settings.horizon_s:g} s"
+    return text
+
+
+def _served(role: Role, need: Need, targets: Targets) -> str:
+    """Return what one worker may serve."""
+    if need.worker_tokens_per_s is None:
+        return ""
+    rate = _number(need.worker_tokens_per_s)
+    if role is Role.PREFILL:
+        within = f" within TTFT {targets.ttft_s:g} s" if targets.ttft_s is not None else ""
+        return f"; each may serve {rate} of its {_number(need.busy_tokens_per_s or 0.0)} tokens/s{within}"
+    if need.room is None:
+        return ""
+    step = f"{need.room.sequences:.0f} sequences in steps of {need.room.step_s * 1e3:.1f} ms"
+    return f"; each may serve {rate} tokens/s with {step}, bounded by {need.room.bound}"
+
+
+def size_sentences(role: Role, before: int, memory: PoolMemory, size: int, names: tuple[str, ...], limits: Limits) -> list[str]:
+    """Return what becomes of a pool's size, and which limits changed it."""
+    found = []
+    if size != before:
+        found.append(f"The {role.value} pool {'grows' if size > before else 'shrinks'} from {before} to {_workers(size)}.")
+    if names and size != memory.wanted:
+        values = ", ".join(_limit(name, limits) for name in names)
+        found.append(f"The {role.value} pool would have {_workers(memory.wanted)} and gets {size}: {values}.")
+    return found
+
+
+def _limit(name: str, limits: Limits) -> str:
+    """Return a limit with its value, under the name of its setting."""
+    if name == "leaving":
+        return "workers that drain still use the room"
+    pool, _, field = name.rpartition(".")
+    return f"{setting_of(name)} is {getattr(getattr(limits, pool) if pool else limits, field):g}"
+
+
+def setting_of(name: str) -> str:
+    """Return the name of the setting behind a limit, as operators know it."""
+    if name == "leaving":
+        return "workers that drain"
+    return name.replace("_workers", "_replicas") if "." in name else f"autoscaling.{name}"
+
+
+def waiting_sentence(role: Role, memory: PoolMemory, now_s: float, settings: PlannerSettings) -> list[str]:
+    """Return why a pool that is too large does not shrink yet."""
+    need = memory.needs[-1][1] if memory.needs else memory.wanted
+    if need >= memory.wanted:
+        return []
+    largest = memory.largest(now_s - settings.downscale_delay_s)
+    rule = f"the largest need of the last {settings.downscale_delay_s:g} s counts, and it was {largest}"
+    return [f"The {role.value} pool of {_workers(memory.wanted)} would do with {need}, but {rule}."]
+
+
+def flip_sentence(before: PoolSizes, after: PoolSizes) -> list[str]:
+    """Return that workers change their roles, where one pool shrinks and the other one grows."""
+    count = min(after.prefill - before.prefill, before.decode - after.decode)
+    back = min(before.prefill - after.prefill, after.decode - before.decode)
+    if count <= 0 and back <= 0:
+        return []
+    who = "A worker changes its role" if max(count, back) == 1 else f"{max(count, back)} workers change their roles"
+    return [f"{who} from {'decode to prefill' if count > 0 else 'prefill to decode'}."]
+
+
+def held_sentence(faults: tuple[str, ...]) -> str:
+    """Return why the sizes are held."""
+    return f"The sizes are held, because the state of the cluster is not known: {', '.join(faults)}."
+
+
+def _workers(count: int) -> str:
+    """Return a number of workers in words."""
+    return f"{count} worker" if count == 1 else f"{count} workers"
+
+
+def _number(value: float) -> str:
+    """Return a number for reading."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

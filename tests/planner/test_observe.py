@@ -1,0 +1,194 @@
+"""Observations from two readings: nothing negative or huge comes out, whatever restarts and whatever a worker says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from pdserve.cluster.reading import reading_of
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.slo import DemandCounts
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from pdserve.planner.observations import Observations
+from pdserve.planner.observe import ClusterReading, WorkerReading, observe
+from router.grpc.cluster_state import cluster_state_to_wire
+
+SHARES = {"utilisation", "kv_used", "cached_share", "ttft_met", "tpot_met"}
+IDLE = WorkerLoad(BlockCounts(100, 100, 0, 0, 0))
+
+
+def worker(name: str, role: Role = Role.PREFILL, incarnation: int = 1, **load: object) -> WorkerReading:
+    hello = WorkerHello(WorkerId(name), role, Incarnation(incarnation), "h:1", "m", 16, 100, 64, 8, "bfloat16", 8)
+    return WorkerReading(hello, replace(IDLE, **load), ready=True, draining=False)  # type: ignore[arg-type]
+
+
+def reading(at_s: float, *workers: WorkerReading, router: int = 1, **demand: float) -> ClusterReading:
+    return ClusterReading(at_s, router, 0, DemandCounts(**demand), workers)  # type: ignore[arg-type]
+
+
+def numbers(observed: Observations) -> Iterator[tuple[str, float | None]]:
+    for name, value in asdict(observed).items():
+        yield from value.items() if isinstance(value, dict) else [(name, value)]
+
+
+def test_rates_and_shares_of_an_interval() -> None:
+    before = reading(
+        10.0,
+        worker("p0", computed_prompt_tokens=100, prompt_busy_s=1.0, uptime_s=5.0, prefix_queried_tokens=10),
+        worker("d0", Role.DECODE, output_tokens=10, decode_busy_s=1.0, uptime_s=7.0),
+        uptime_s=100.0, requests=5, prompt_tokens=50, output_tokens=5, refused=1, ttft_met=2, ttft_missed=2,
+    )  # fmt: skip
+    load = {"prompt_tokens_per_s": 50.0, "max_num_batched_tokens": 25, "queued_tokens": 40}
+    decodes = {"decode_step_s": 0.02, "running_sequences": 6, "blocks": BlockCounts(100, 40, 0, 50, 10)}
+    after = reading(
+        20.0,
+        worker("p0", computed_prompt_tokens=400, prompt_busy_s=6.0, uptime_s=15.0, prefix_queried_tokens=410,
+               prefix_hit_tokens=100, **load),  # type: ignore[arg-type]
+        worker("d0", Role.DECODE, output_tokens=210, decode_busy_s=5.0, prompt_busy_s=0.5, uptime_s=17.0, **decodes),
+        uptime_s=110.0, requests=25, prompt_tokens=450, output_tokens=205, refused=6, queued_prompt_tokens=7,
+        longest_wait_s=1.5, ttft_met=11, ttft_missed=3,
+    )  # fmt: skip
+    seen = observe(before, after)
+    assert (seen.now_s, seen.interval_s) == (20.0, 10.0)
+    demand = seen.demand
+    assert (demand.requests_per_s, demand.prompt_tokens_per_s, demand.output_tokens_per_s) == (2.5, 40.0, 20.0)
+    assert (demand.queued_requests, demand.queued_prompt_tokens, demand.longest_wait_s) == (0, 7, 1.5)
+    assert (seen.ttft_met, seen.tpot_met) == (0.9, None)
+    prefill, decode = seen.prefill, seen.decode
+    assert (prefill.ready, prefill.coming, prefill.leaving) == (1, 0, 0)
+    assert (prefill.tokens_per_s, prefill.busy_tokens_per_s, prefill.utilisation) == (30.0, 60.0, 0.5)
+    assert (prefill.step_s, prefill.queued_tokens, prefill.cached_share) == (0.5, 40.0, 0.25)
+    assert (decode.tokens_per_s, decode.utilisation, decode.step_s) == (20.0, 0.45, 0.02)
+    assert decode.busy_tokens_per_s == pytest.approx(200 / 4.5)
+    assert (decode.sequences, decode.max_sequences, decode.kv_used, decode.cached_share) == (6.0, 8.0, 0.6, None)
+
+
+def test_the_first_reading_has_no_rates_and_still_counts_workers() -> None:
+    seen = observe(None, reading(3.0, worker("p0", queued_tokens=5), uptime_s=9.0, requests=4))
+    assert (seen.interval_s, seen.demand.requests_per_s, seen.prefill.tokens_per_s) == (0.0, None, None)
+    assert (seen.prefill.ready, seen.prefill.queued_tokens, seen.decode.ready, seen.decode.kv_used) == (1, 5.0, 0, None)
+
+
+@pytest.mark.parametrize("at_s", [1.0, 0.5, math.inf, math.nan])
+def test_readings_without_an_interval_between_them_have_no_rates(at_s: float) -> None:
+    old, new = worker("p0", uptime_s=1.0), worker("p0", uptime_s=2.0, computed_prompt_tokens=9)
+    seen = observe(reading(1.0, old, uptime_s=1.0), reading(at_s, new, uptime_s=2.0, requests=5))
+    assert (seen.interval_s, seen.demand.requests_per_s, seen.prefill.tokens_per_s) == (0.0, None, None)
+
+
+def test_a_new_incarnation_is_left_out_and_the_others_count() -> None:
+    old = [worker("p0", computed_prompt_tokens=10, uptime_s=1.0), worker("p1", computed_prompt_tokens=900, uptime_s=1.0)]
+    new = [worker("p0", computed_prompt_tokens=30, uptime_s=2.0), worker("p1", Role.PREFILL, 2, uptime_s=2.0)]
+    assert observe(reading(1.0, *old), reading(2.0, *new)).prefill.tokens_per_s == 20.0
+    assert observe(reading(1.0, *old), reading(2.0, new[1])).prefill.tokens_per_s is None
+
+
+def test_a_new_incarnation_that_has_computed_more_than_the_old_one_is_left_out_too() -> None:
+    old, new = worker("p0", computed_prompt_tokens=5, uptime_s=1.0), worker("p0", Role.PREFILL, 2, uptime_s=9.0)
+    new = replace(new, load=replace(new.load, computed_prompt_tokens=5000))
+    assert observe(reading(1.0, old), reading(11.0, new)).prefill.tokens_per_s is None
+
+
+def test_rates_are_over_the_workers_own_clock_and_no_engine_is_more_than_busy() -> None:
+    """The reader waited for 10 s, and the worker's heartbeats are 5 s apart."""
+    old = worker("d0", Role.DECODE, uptime_s=1.0)
+    new = worker("d0", Role.DECODE, uptime_s=6.0, output_tokens=100, decode_busy_s=5.5)
+    pool = observe(reading(1.0, old), reading(11.0, new)).decode
+    assert (pool.tokens_per_s, pool.utilisation) == (20.0, 1.0)
+
+
+def test_a_restarted_router_has_no_demand_yet_and_its_workers_have_rates() -> None:
+    before = reading(1.0, worker("p0", uptime_s=1.0), router=1, uptime_s=50.0, requests=3)
+    after = reading(11.0, worker("p0", uptime_s=11.0, computed_prompt_tokens=50), router=2, uptime_s=60.0, requests=9)
+    seen = observe(before, after)
+    assert (seen.demand.requests_per_s, seen.ttft_met, seen.prefill.tokens_per_s) == (None, None, 5.0)
+
+
+def test_a_worker_whose_clock_stands_is_left_out() -> None:
+    old, new = worker("p0", uptime_s=4.0), worker("p0", uptime_s=4.0, computed_prompt_tokens=10)
+    assert observe(reading(1.0, old), reading(2.0, new)).prefill.tokens_per_s is None
+
+
+def test_who_comes_and_who_leaves() -> None:
+    """p2 becomes a decode worker, so it comes there and leaves nowhere; p3 ends."""
+    loads = replace(worker("p1"), ready=False)
+    leaves = [replace(worker(name), ready=False, draining=True) for name in ("p2", "p3")]
+    members = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d7": Role.DECODE, "p2": Role.DECODE}
+    seen = observe(None, reading(1.0, worker("p0"), loads, *leaves), {WorkerId(name): role for name, role in members.items()})
+    assert (seen.prefill.ready, seen.prefill.coming, seen.prefill.leaving) == (1, 1, 1)
+    assert (seen.decode.ready, seen.decode.coming, seen.decode.leaving) == (0, 2, 0)
+
+
+def test_the_wire_carries_a_reading() -> None:
+    one = worker("p0", computed_prompt_tokens=7, uptime_s=2.5)
+    snapshot = WorkerSnapshot(one.hello, one.load, 0.5, 3)
+    demand = DemandCounts(3.0, 1, 2, 3, 4, 5, 6.0, 7, 8, 9, 10)
+    wire = cluster_state_to_wire(ClusterSnapshot(9, 4, 0, (snapshot,), demand=demand), 16)
+    assert reading_of(wire, at_s=2.0) == ClusterReading(2.0, 9, 4, demand, (one,))
+
+
+COUNTS = st.integers(-5, 1 << 40)
+SECONDS = st.floats(0, 1e6) | st.sampled_from([math.nan, math.inf, -1.0])
+LOADS = st.builds(
+    WorkerLoad,
+    blocks=st.lists(st.integers(0, 50), min_size=4, max_size=4).map(lambda n: BlockCounts(sum(n), *n)),
+    queued_tokens=COUNTS,
+    running_sequences=COUNTS,
+    prefix_queried_tokens=COUNTS,
+    prefix_hit_tokens=COUNTS,
+    computed_prompt_tokens=COUNTS,
+    output_tokens=COUNTS,
+    prompt_tokens_per_s=SECONDS,
+    max_num_batched_tokens=COUNTS,
+    decode_step_s=SECONDS,
+    prompt_busy_s=SECONDS,
+    decode_busy_s=SECONDS,
+    uptime_s=SECONDS,
+)
+WORKERS = st.lists(
+    st.builds(
+        lambda name, role, incarnation, load, ready, draining: WorkerReading(
+            worker(name, role, incarnation).hello, load, ready, draining
+        ),
+        st.sampled_from(["a", "b", "c"]), st.sampled_from(Role), st.integers(1, 2), LOADS, st.booleans(), st.booleans(),
+    ),
+    max_size=3,
+    unique_by=lambda w: w.hello.worker_id,
+)  # fmt: skip
+DEMANDS = st.builds(
+    DemandCounts, uptime_s=SECONDS, requests=COUNTS, prompt_tokens=COUNTS, output_tokens=COUNTS, refused=COUNTS,
+    ttft_met=COUNTS, ttft_missed=COUNTS, tpot_met=COUNTS, tpot_missed=COUNTS, longest_wait_s=SECONDS,
+)  # fmt: skip
+READINGS = st.builds(ClusterReading, SECONDS, st.integers(1, 2), st.integers(0, 9), DEMANDS, WORKERS.map(tuple))
+
+
+@given(st.none() | READINGS, READINGS, st.dictionaries(st.sampled_from("abcd").map(WorkerId), st.sampled_from(Role)))
+def test_whatever_is_told_nothing_negative_or_endless_comes_out(
+    before: ClusterReading | None, after: ClusterReading, members: dict[WorkerId, Role]
+) -> None:
+    seen = observe(before, after, members)
+    for name, value in numbers(seen):
+        if value is not None and name != "now_s":
+            assert 0.0 <= value < math.inf, name
+            assert name not in SHARES or value <= 1.0, name
+    if seen.interval_s == 0.0:
+        assert seen.prefill.tokens_per_s is seen.decode.utilisation is seen.demand.requests_per_s is seen.ttft_met is None
+    assert seen.prefill.ready + seen.decode.ready == sum(w.ready and not w.draining for w in after.workers)
+    linked = {w.hello.worker_id: w for w in after.workers}
+    twice = {name for name, w in linked.items() if not w.draining and members.get(name, w.hello.role) is not w.hello.role}
+    counted = sum(pool.ready + pool.coming + pool.leaving for pool in (seen.prefill, seen.decode))
+    assert counted == len(linked.keys() | members.keys()) + len(twice), "a worker that changes its role counts once"
+
+
+@given(READINGS, READINGS, st.randoms(use_true_random=False))
+def test_the_order_of_workers_changes_nothing(before: ClusterReading, after: ClusterReading, random: Random) -> None:
+    mixed = [replace(one, workers=tuple(random.sample(one.workers, len(one.workers)))) for one in (before, after)]
+    assert repr(observe(*mixed)) == repr(observe(before, after))
