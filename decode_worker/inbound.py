@@ -14,7 +14,7 @@ from kvtransfer.reads.block_read import BlockSource, PoolSource
 from kvtransfer.reads.pull import PrefillStalled, Pull, PullResult
 from kvtransfer.staging.staging import BlockTransfer, Staging
 from pdserve.config import WorkerConfig
-from pdserve.core.block_pools import BlockTables
+from pdserve.core.block_pools import BlockTables, count_blocks
 from pdserve.core.errors import IncompatiblePeer, KvCorrupt, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import LeaseId, ReaderId
 from pdserve.core.kv_layout import KvSpec
@@ -106,8 +106,8 @@ class InboundBlocks:
         ticket.check_checksums(self._host.config.lease.kv_checksum)
         sources = [self._source_for(ticket, group) for group in range(len(ticket.block_tables))]
         needed = len(self._block_tables[0])
-        if ticket.num_blocks != needed:
-            raise TransferFailed(f"the ticket has {ticket.num_blocks} blocks, but the prompt has {needed}")
+        if ticket.num_blocks != needed or count_blocks(ticket.block_tables) != count_blocks(self._block_tables):
+            raise TransferFailed(f"the ticket is of {ticket.prompt_len} tokens, but the prompt has {needed} blocks")
         self._lease = await self._leases.attach(lease_id, ticket, deadline_s=self._wait_s)
         config = self._host.config.lease
         self._pull = Pull(

@@ -21,6 +21,7 @@ from kvtransfer.lease.client import LeaseClient
 from kvtransfer.lease.peer_link import PeerLink
 from kvtransfer.reads.pull import PullResult
 from pdserve.core.block_hash import prompt_hash
+from pdserve.core.block_pools import count_blocks
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
 from pdserve.engine.schedule.outcome import OutputToken
@@ -30,7 +31,7 @@ from pdserve.rpc.v1 import decode_pb2, link_pb2
 from pdserve.worker.host import Host, KvDamage
 from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import failed, no_numbers, read_request
+from pdserve.worker.refuse import fail_foreign, failed, no_numbers, read_request, refuse
 from pdserve.worker.stories import WorkKind
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class DecodeRole:
         return not self._by_handle and not self._clean_ups
 
     def on_command(self, message: link_pb2.RouterMessage) -> None:
-        """Handle Bind, Attach or Cancel; log any other command."""
+        """Handle Bind, Attach or Cancel. A command of the other role fails its request, which is served elsewhere."""
         body = message.WhichOneof("body")
         if body == "bind":
             self._bind(message.bind)
@@ -96,7 +97,7 @@ class DecodeRole:
         elif body == "cancel":
             self._cancel(Handle(message.cancel.handle))
         else:
-            log.error("a decode worker was sent %s; ignored", body)
+            fail_foreign(self._host, message, "decode")
 
     def on_step(self, events: StepEvents) -> None:
         """Answer reservations, send the rows of all tokens in one message, and report failed sequences."""
@@ -142,6 +143,8 @@ class DecodeRole:
 
     def _bind(self, command: decode_pb2.Bind) -> None:
         handle = Handle(command.handle)
+        if refuse(self._host, handle, command.request_id):
+            return
         try:
             spec, resumed = read_request(command, self._host)
             prompt_len = len(spec.prompt_ids) + len(resumed)
@@ -174,7 +177,7 @@ class DecodeRole:
             self._forget(request)
             self._no_room(request.handle, request.request_id, request.prompt_len)
             return
-        self._note(request, WorkKind.RESERVED, blocks=sum(map(len, result.block_tables)), cached_blocks=result.hits)
+        self._note(request, WorkKind.RESERVED, blocks=count_blocks(result.block_tables), cached_blocks=result.hits)
         if not request.local_prefill:
             blocks = self._host.kv_spec.blocks_for(request.prompt_len)
             tables = tuple(table[:blocks] for table in result.block_tables)
@@ -193,7 +196,7 @@ class DecodeRole:
         self._host.stories.note(request.request_id, kind, **fields)
 
     def _no_room(self, handle: Handle, request_id: str, prompt_len: int) -> None:
-        """Send NoRoom, also while draining: the router then asks another worker, and counts no failure."""
+        """Send NoRoom, also while draining to a router without `Refused`: it then asks another worker, and counts no loss."""
         needed = (self._host.kv_spec.blocks_for(prompt_len) + 1) * len(self._host.kv_spec.groups)
         self._host.stories.note(
             request_id, WorkKind.NO_ROOM, blocks_needed=needed, requests=len(self._by_handle), draining=int(self._host.draining)

@@ -7,11 +7,13 @@ The traffic that pods send is not restricted. A cluster whose network plugin enf
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 Manifest = dict[str, Any]
 
 CLIENT_LABEL: Final = "pdserve/client"
+COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 RAY_CLUSTER_LABEL: Final = "ray.io/cluster"
 """KubeRay gives this label to every pod of a RayCluster; its value is the cluster's name."""
 
@@ -30,6 +32,25 @@ def router_policy(metadata: Manifest, name: str, router_labels: Manifest) -> Man
         "ports": [{"protocol": "TCP", "port": port} for port in ("http", "grpc")],
     }
     return _policy(metadata, {"matchLabels": router_labels}, [{"from": _own_pods(name, router_labels)}, clients])
+
+
+def standalone_policies(
+    name: str, router_labels: Manifest, metadata: Callable[[str, str, str], Manifest], roles: Sequence[str]
+) -> list[Manifest]:
+    """Return the same policies for pods without Ray: workers are the pods with the labels of a role."""
+    own = [{"podSelector": {"matchLabels": {**router_labels, COMPONENT_LABEL: each}}} for each in ("router", *roles)]
+    clients = {
+        "from": [{"podSelector": {"matchLabels": {CLIENT_LABEL: name}}}],
+        "ports": [{"protocol": "TCP", "port": port} for port in ("http", "grpc")],
+    }
+    router = _policy(metadata(f"{name}-router", name, "router"), {"matchLabels": router_labels}, [{"from": own}, clients])
+    return [
+        router,
+        *(
+            _policy(metadata(f"{name}-{role}", name, role), pods["podSelector"], [{"from": own}])
+            for role, pods in zip(roles, own[1:], strict=True)
+        ),
+    ]
 
 
 def _own_pods(name: str, router_labels: Manifest) -> list[Manifest]:

@@ -34,13 +34,13 @@ _SECURITY: Final = {"allowPrivilegeEscalation": False, "capabilities": {"drop": 
 _POD_SECURITY: Final = {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-def head_template(image: str) -> Manifest:
+def head_template(image: str, *, autoscaling: bool = False) -> Manifest:
     """Return the pod of Ray's head, which only controls the cluster. It offers no resources, so Ray places nothing of ours on
-    it.
+    it. autoscaling: KubeRay adds Ray's autoscaler to the pod, which needs the account that KubeRay makes for it.
     """
     ports = [{"containerPort": GCS_PORT, "name": "gcs"}]
     container = _container("ray-head", image, _resources(cpus=1, memory_mib=HEAD_MEMORY_MIB))
-    return _template([{**container, "ports": ports, **_tcp_probes(GCS_PORT)}])
+    return _template([{**container, "ports": ports, **_tcp_probes(GCS_PORT)}], automountServiceAccountToken=autoscaling)
 
 
 def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, router: str, token_secret: str) -> Manifest:
@@ -111,6 +111,52 @@ def router_template(image: str, *, head: str, token_secret: str, ports: dict[str
         **_router_probes(),
     }
     return _template([container], volumes=[{"name": "config", "configMap": {"name": config_map}}])
+
+
+def standalone_router_template(image: str, *, token_secret: str, ports: dict[str, int], config_map: str) -> Manifest:
+    """Return the pod of a router that no `pdserve up` runs. Workers of other pods dial it."""
+    container = {
+        **_container("router", image, _resources(cpus=1, memory_mib=ROUTER_MEMORY_MIB)),
+        "command": ["/bin/sh", "-c", _with_secret("router", [], "router")],
+        "env": [_cluster_token(token_secret)],
+        "ports": [{"containerPort": port, "name": name} for name, port in ports.items()],
+        "volumeMounts": [{"name": "config", "mountPath": "/etc/pdserve", "readOnly": True}],
+        **_router_probes(),
+    }
+    return _template([container], volumes=[{"name": "config", "configMap": {"name": config_map}}])
+
+
+def standalone_worker_template(
+    image: str, role: str, pool: PoolConfig, engine: EngineConfig, *, token_secret: str, config_map: str
+) -> Manifest:
+    """Return the pod of one worker without Ray. Its process is the container's first one, so that the pod's SIGTERM drains it;
+    the grace period is longer than a drain may take. A worker that gave itself up ends, and is started again.
+    """
+    kv_mib = 0 if pool.num_gpus else math.ceil(engine.cpu_kv_bytes / MIB)  # on a GPU it is the device's memory
+    resources = _resources(
+        cpus=cpus_of(pool, engine), memory_mib=WORKER_BASE_MEMORY_MIB + kv_mib, gpus=math.ceil(pool.num_gpus)
+    )
+    own = ['worker_id: "$POD_NAME"', 'host: "$POD_IP"', 'advertise_host: "$POD_IP"']
+    fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    container = {
+        **_container("worker", image, resources),
+        "command": ["/bin/sh", "-c", _with_secret(role, own, f"{role}_worker")],
+        "env": [
+            *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
+            _cluster_token(token_secret),
+        ],
+        "volumeMounts": [{"name": "config", "mountPath": "/etc/pdserve", "readOnly": True}],
+    }
+    volumes = [{"name": "config", "configMap": {"name": config_map}}]
+    return _template([container], terminationGracePeriodSeconds=DRAIN_GRACE_S, volumes=volumes)
+
+
+def _with_secret(file: str, lines: list[str], module: str) -> str:
+    """Return a script that adds what only the pod knows to a file of settings, and becomes the process of the module."""
+    added = "\n".join([*lines, 'cluster_token: "$PDSERVE_CLUSTER_TOKEN"'])
+    made = f"/tmp/{file}.yaml"
+    copied = f"umask 077\ncat /etc/pdserve/{file}.yaml > {made}\ncat >> {made} <<END\n{added}\nEND"
+    return f"set -eu\n{copied}\nexec python -m {module} --config {made}"
 
 
 def _router_probes() -> Manifest:

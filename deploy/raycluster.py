@@ -13,7 +13,8 @@
                               label pdserve/client: NAME, reach http and grpc
 
 KubeRay 1.5.1 or newer makes the token (Secret NAME) by which Ray's processes authenticate, and ours as well. Workers
-are Ray actors, started by the driver: changing a pool means applying a new manifest, which replaces the router's pod.
+are Ray actors, started by the driver: changing a pool means applying a new manifest, which replaces the router's pod. With
+`autoscaling.enabled`, Ray's autoscaler adds pods for the workers that `pdserve up` asks for, and removes empty ones.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ from pdserve.core.errors import ConfigError
 Manifest = dict[str, Any]
 
 DEFAULT_NAME: Final = "pdserve"
+AUTOSCALER: Final = {
+    "enableInTreeAutoscaling": True,
+    # A pod without a worker is removed after the time. A worker that died is started again within a minute and finds its pod.
+    # Version 2 asks each node itself whether it is idle.
+    "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": 120, "upscalingMode": "Default"},
+}
 FIXED_PORTS: Final = {
     "http": 8000,
     "grpc": 50051,
@@ -49,24 +56,29 @@ MAX_NAME: Final = 40  # KubeRay makes longer names from it, and a label has at m
 
 def render(config: ClusterConfig, *, image: str, name: str) -> list[Manifest]:
     """Return all objects, in an order that can be applied. Raises `ConfigError` for a name or labels that fit no pod."""
-    if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
-        raise ConfigError(f"--name must be lower-case letters, digits and dashes, at most {MAX_NAME}, got {name!r}")
+    check_name(name)
     config = on_kubernetes(config, name)
     text = yaml.safe_dump(changed(config), sort_keys=False)
     return [
         _config_map(name, text),
         _ray_cluster(config, image, name),
         _router(config, image, name, text),
-        _service(name, name, {"http": config.router.http_port, "grpc": config.router.grpc_port}),
-        _service(
+        service(name, name, {"http": config.router.http_port, "grpc": config.router.grpc_port}),
+        service(
             f"{name}-link",
             name,
             {"link": config.router.link_port, "admin": config.router.admin_port_or_default},
             publishNotReadyAddresses=True,
         ),
-        network.worker_policy(_metadata(f"{name}-workers", name, "ray"), name, _labels(name, "router")),
-        network.router_policy(_metadata(f"{name}-router", name, "router"), name, _labels(name, "router")),
+        network.worker_policy(metadata(f"{name}-workers", name, "ray"), name, labels(name, "router")),
+        network.router_policy(metadata(f"{name}-router", name, "router"), name, labels(name, "router")),
     ]
+
+
+def check_name(name: str) -> None:
+    """Check that objects may have names that begin with this one. Raises `ConfigError`."""
+    if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+        raise ConfigError(f"--name must be lower-case letters, digits and dashes, at most {MAX_NAME}, got {name!r}")
 
 
 def on_kubernetes(config: ClusterConfig, name: str) -> ClusterConfig:
@@ -134,28 +146,40 @@ def _ray_cluster(config: ClusterConfig, image: str, name: str) -> Manifest:
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
-        "metadata": _metadata(name, name, "ray"),
+        "metadata": metadata(name, name, "ray"),
         "spec": {
             "rayVersion": ray_version(),
             "authOptions": {"mode": "token"},
+            **(AUTOSCALER if config.autoscaling.enabled else {}),
             "headGroupSpec": {
                 "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
-                "template": pods.head_template(image),
+                "template": pods.head_template(image, autoscaling=config.autoscaling.enabled),
             },
             "workerGroupSpecs": [
-                _group(role, pool, config, image, name, router) for role, pool in roles.items() if pool.replicas
+                _group(role, pool, config, image, name, router) for role, pool in roles.items() if sizes_of(config, pool)[2]
             ],
         },
     }
 
 
+def sizes_of(config: ClusterConfig, pool: PoolConfig) -> tuple[int, int, int]:
+    """Return the least, the first and the largest number of the pool's pods. They differ only where the sizes may change by
+    themselves: Ray's autoscaler then adds pods for workers that wait, and removes those without one.
+    """
+    if not config.autoscaling.enabled:
+        return pool.replicas, pool.replicas, pool.replicas
+    limit = config.autoscaling.max_workers
+    return pool.least, pool.replicas, pool.most if limit is None else min(pool.most, limit)
+
+
 def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str, name: str, router: str) -> Manifest:
     """Return a group with one pod for each worker. Each pod offers exactly what one worker of the pool asks Ray for."""
+    least, replicas, most = sizes_of(config, pool)
     return {
         "groupName": role,
-        "replicas": pool.replicas,
-        "minReplicas": pool.replicas,
-        "maxReplicas": pool.replicas,
+        "replicas": replicas,
+        "minReplicas": least,
+        "maxReplicas": most,
         "rayStartParams": pods.ray_start_params(pool),
         "template": pods.worker_template(image, pool, config.engine_for(pool), router=router, token_secret=name),
     }
@@ -170,43 +194,46 @@ def _router(config: ClusterConfig, image: str, name: str, config_text: str) -> M
     }
     template = pods.router_template(image, head=f"{name}-head-svc", token_secret=name, ports=ports, config_map=f"{name}-config")
     digest = hashlib.sha256(config_text.encode()).hexdigest()[:16]
-    template["metadata"] = {"labels": _labels(name, "router"), "annotations": {"pdserve/config": digest}}
+    template["metadata"] = {"labels": labels(name, "router"), "annotations": {"pdserve/config": digest}}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _metadata(f"{name}-router", name, "router"),
+        "metadata": metadata(f"{name}-router", name, "router"),
         "spec": {
             "replicas": 1,
             "strategy": {"type": "Recreate"},  # two drivers would both ask Ray for every worker
-            "selector": {"matchLabels": _labels(name, "router")},
+            "selector": {"matchLabels": labels(name, "router")},
             "template": template,
         },
     }
 
 
 def _config_map(name: str, text: str) -> Manifest:
-    metadata = _metadata(f"{name}-config", name, "config")
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"cluster.yaml": text}}
+    own = metadata(f"{name}-config", name, "config")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": own, "data": {"cluster.yaml": text}}
 
 
-def _service(service: str, name: str, ports: dict[str, int], **spec: Any) -> Manifest:
+def service(own: str, name: str, ports: dict[str, int], **spec: Any) -> Manifest:
+    """Return a Service of the cluster's router under a name of its own."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(service, name, "router"),
+        "metadata": metadata(own, name, "router"),
         "spec": {
-            "selector": _labels(name, "router"),
+            "selector": labels(name, "router"),
             "ports": [{"name": port, "port": number, "targetPort": port} for port, number in ports.items()],
             **spec,
         },
     }
 
 
-def _metadata(own: str, name: str, component: str) -> Manifest:
-    return {"name": own, "labels": _labels(name, component)}
+def metadata(own: str, name: str, component: str) -> Manifest:
+    """Return the name and the labels of an object of the cluster."""
+    return {"name": own, "labels": labels(name, component)}
 
 
-def _labels(name: str, component: str) -> dict[str, str]:
+def labels(name: str, component: str) -> dict[str, str]:
+    """Return the labels of one part of the cluster."""
     return {
         "app.kubernetes.io/name": "pdserve",
         "app.kubernetes.io/instance": name,

@@ -14,7 +14,7 @@ import grpc
 
 from pdserve.core.errors import PdserveError
 from pdserve.rpc import status
-from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, story_pb2
+from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, scaling_pb2, story_pb2
 
 Message = TypeVar("Message")
 Metadata = tuple[tuple[str, str], ...]
@@ -117,19 +117,57 @@ class AdminClient(_Client):
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
         self._metadata: Metadata = ((status.CLUSTER_TOKEN_METADATA, cluster_token),) if cluster_token else ()
 
-    def drain(self, worker_id: str) -> Stream[inference_pb2.DrainProgress]:
-        """Start to drain a worker and stream the progress. Ending the stream does not end the drain."""
-        request = inference_pb2.DrainRequest(worker_id=worker_id)
-        return Stream(self._stub.Drain(request, metadata=self._metadata), self.address, self._hint)
+    def drain(
+        self, worker_id: str, *, incarnation: int = 0, term: int = 0, timeout_s: float | None = None
+    ) -> Stream[inference_pb2.DrainProgress]:
+        """Start to drain a worker and stream the progress. Ending the stream, also by `timeout_s`, does not end the drain.
+
+        incarnation: the worker must have it; 0 accepts any. term: of the actuator that calls; 0 for an operator.
+        """
+        request = inference_pb2.DrainRequest(worker_id=worker_id, incarnation=incarnation, term=term)
+        call = self._stub.Drain(request, metadata=self._metadata, timeout=timeout_s)
+        return Stream(call, self.address, self._hint)
+
+    def flip(
+        self,
+        worker_id: str,
+        role: common_pb2.Role,
+        *,
+        incarnation: int = 0,
+        term: int = 0,
+        timeout_s: float | None = None,
+    ) -> Stream[inference_pb2.DrainProgress]:
+        """Let a worker change its role and stream the progress. Ending the stream does not end the flip. See `drain`."""
+        request = scaling_pb2.FlipRequest(worker_id=worker_id, role=role, incarnation=incarnation, term=term)
+        call = self._stub.Flip(request, metadata=self._metadata, timeout=timeout_s)
+        return Stream(call, self.address, self._hint)
+
+    def scale(self, sizes: scaling_pb2.ScaleRequest, timeout_s: float = CALL_TIMEOUT_S) -> int:
+        """Leave an order about the sizes of the pools and return its number. Raises `CallFailed`."""
+        return int(self._look_up(self._stub.Scale, sizes, timeout_s, self._metadata).order)
+
+    def actuate(self, request: scaling_pb2.ActuateRequest, timeout_s: float = CALL_TIMEOUT_S) -> scaling_pb2.ActuateResponse:
+        """Report what the actuator does, and ask for the last order. Raises `CallFailed`."""
+        response: scaling_pb2.ActuateResponse = self._look_up(self._stub.Actuate, request, timeout_s, self._metadata)
+        return response
 
     def set_budget(
-        self, worker_ids: Sequence[str], role: common_pb2.Role, tokens: int, timeout_s: float = CALL_TIMEOUT_S
+        self,
+        worker_ids: Sequence[str],
+        role: common_pb2.Role,
+        tokens: int = 0,
+        *,
+        max_num_seqs: int = 0,
+        timeout_s: float = CALL_TIMEOUT_S,
     ) -> list[str]:
-        """Let each step of these workers, or of all workers of a role, have at most `tokens` tokens.
+        """Let each step of these workers, or of all workers of a role, have at most `tokens` tokens, and at most `max_num_seqs`
+        of their sequences run. 0: the limit stays as it is, but not both.
 
         `worker_ids` empty: those of `role`. Return the workers that were told. Raises `CallFailed`.
         """
-        request = admin_pb2.SetBudgetRequest(worker_ids=worker_ids, role=role, max_num_batched_tokens=tokens)
+        request = admin_pb2.SetBudgetRequest(
+            worker_ids=worker_ids, role=role, max_num_batched_tokens=tokens, max_num_seqs=max_num_seqs
+        )
         return list(self._look_up(self._stub.SetBudget, request, timeout_s, self._metadata).worker_ids)
 
     def explain(self, request_id: str, timeout_s: float = CALL_TIMEOUT_S) -> story_pb2.ExplainRequestResponse:

@@ -17,6 +17,11 @@ _NAME: Final = r"[^\W\d]\w*"
 _PATH: Final = re.compile(rf"{_NAME}(?:\.{_NAME})*:{_NAME}")
 
 
+def is_path(name: str) -> bool:
+    """Tell whether a name has the form `module:function`. Nothing is imported."""
+    return _PATH.fullmatch(name) is not None
+
+
 def resolve(name: str, builtins: Mapping[str, str], setting: str) -> Callable[..., Any]:
     """Return the function that a setting names. `name` is a key of `builtins` or `module:function`.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from pdserve.checkpoint.progress import Progress, silent
 from pdserve.config import WorkerConfig
 from pdserve.rpc.v1 import common_pb2
 from pdserve.worker.runtime import RunningWorker
-from prefill_worker.role import PrefillRole
 
 
-def start(config: WorkerConfig) -> RunningWorker:
+def start(config: WorkerConfig, progress: Progress = silent) -> RunningWorker:
     """Start a prefill worker. Return when its model is loaded and its services are up; raises what went wrong."""
-    return RunningWorker(config, common_pb2.ROLE_PREFILL, PrefillRole).start()
+    return RunningWorker(config, common_pb2.ROLE_PREFILL, progress).start()

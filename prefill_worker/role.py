@@ -20,6 +20,7 @@ from typing import TypeVar
 from kvtransfer.lease.service import LeaseService, PeerService
 from kvtransfer.lease.ticket import Ticket
 from pdserve.core.block_hash import prompt_hash
+from pdserve.core.block_pools import count_blocks
 from pdserve.core.errors import InternalBug, PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
@@ -30,7 +31,7 @@ from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
 from pdserve.worker.host import Host, KvDamage
 from pdserve.worker.messages import Abort, AddLent, Lent, Rehash, Rehashed, ReturnLease, Sealed, StepEvents
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import failed, no_numbers, read_request
+from pdserve.worker.refuse import fail_foreign, failed, no_numbers, read_request, refuse
 from pdserve.worker.stories import WorkKind
 
 log = logging.getLogger(__name__)
@@ -86,14 +87,14 @@ class PrefillRole:
         return not self._by_seq and self._table.num_held == 0
 
     def on_command(self, message: link_pb2.RouterMessage) -> None:
-        """Handle Prefill or Cancel; log any other command."""
+        """Handle Prefill or Cancel. A command of the other role fails its request, which is served elsewhere."""
         body = message.WhichOneof("body")
         if body == "prefill":
             self._prefill(message.prefill)
         elif body == "cancel":
             self._cancel(Handle(message.cancel.handle))
         else:
-            log.error("a prefill worker was sent %s; ignored", body)
+            fail_foreign(self._host, message, "prefill")
 
     def on_step(self, events: StepEvents) -> None:
         """Grant leases, advance watermarks, send token 0 to the router, and pass checksums on."""
@@ -151,8 +152,10 @@ class PrefillRole:
 
     def _prefill(self, command: prefill_pb2.Prefill) -> None:
         handle = Handle(command.handle)
+        if refuse(self._host, handle, command.request_id):
+            return
         try:
-            if self._host.draining:
+            if self._host.draining:  # a router without `Refused` takes this for a failure
                 raise Unavailable("this worker is draining")
             spec, resumed = read_request(command, self._host)
             seq_id = self._host.next_seq_id(handle)
@@ -207,7 +210,7 @@ class PrefillRole:
             ticket=ticket.encode(),
         )
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
-        self._note(request, WorkKind.GRANTED, lease=request.lease_id, blocks=sum(map(len, lent.block_tables)))
+        self._note(request, WorkKind.GRANTED, lease=request.lease_id, blocks=count_blocks(lent.block_tables))
 
     def _ticket(self, lease_id: LeaseId, lent: Lent, request: LentRequest) -> Ticket:
         host = self._host

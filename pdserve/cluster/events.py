@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from pdserve.worker.load_progress import LoadState
+
 
 class Part(Enum):
     """One part of a cluster that is started separately. `WORKERS` is ready when all workers have joined the router."""
@@ -26,6 +28,20 @@ class WorkerPhase(Enum):
     RESTARTING = "restarting"  # its process died; another is started after a delay
     DRAINED = "drained and left"  # an operator drained it, so it is not started again
     DEAD = "dead"  # it died too often and is not started again
+    CANCELLED = "cancelled"  # it served nobody yet, and its pool needs it no more
+    DRAINING = "draining"  # its pool needs it no more; it finishes what it has
+    FLIPPING = "changing its role"  # it drains, and then serves in the other role with the weights that it has
+
+
+class PolicyFault(Enum):
+    """The ways in which a scaling policy of the operator's own fails. All keep the size of its pool."""
+
+    RAISED = "raised"
+    NOT_A_SIZE = "not_a_size"
+    LATE = "late"  # this one and those below end its process, and another one is started
+    ENDED = "ended"  # the process is gone, or wrote what no policy's process writes
+    CANNOT_START = "cannot_start"
+    NO_PROCESS = "no_process"  # the machine has no room for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,14 @@ class WorkerChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLoads:
+    """A worker that loads its model has come so far."""
+
+    worker_id: str
+    state: LoadState
+
+
+@dataclass(frozen=True, slots=True)
 class RouterLost:
     """The router's process died. It is started again at the same addresses after `delay_s`."""
 
@@ -74,7 +98,42 @@ class LogsKept:
     folder: str
 
 
-Event = PartStarted | PartReady | WorkerChanged | RouterLost | RouterBack | LogsKept
+@dataclass(frozen=True, slots=True)
+class PoolsResized:
+    """The wanted sizes of the pools have changed, or an order to change them was refused. `text` says why."""
+
+    text: str
+    prefill: int
+    decode: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActuatorReplaced:
+    """Another process changes the sizes of the pools from now on, so this one keeps its workers and changes nothing more."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChanged:
+    """A scaling policy of the operator's own fails in a new way, or (None) gives sizes again. `text` says which one and why."""
+
+    text: str
+    fault: PolicyFault | None
+
+
+Event = (
+    PartStarted
+    | PartReady
+    | WorkerChanged
+    | WorkerLoads
+    | RouterLost
+    | RouterBack
+    | LogsKept
+    | PoolsResized
+    | ActuatorReplaced
+    | PolicyChanged
+)
 Listener = Callable[[Event], None]
 
 

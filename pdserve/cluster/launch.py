@@ -20,6 +20,7 @@ from pdserve.cluster.actor import WorkerReport
 from pdserve.cluster.backoff import Backoff
 from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.cluster.events import (
+    Event,
     Listener,
     LogsKept,
     Part,
@@ -35,9 +36,15 @@ from pdserve.cluster.folders import Folders
 from pdserve.cluster.ray_pool import WorkerPool
 from pdserve.cluster.ray_session import LOCAL_HOST, RaySession
 from pdserve.cluster.router_process import Endpoints, RouterProcess
+from pdserve.cluster.scaling.actuator import Actuator
+from pdserve.cluster.scaling.limits import planner_settings
+from pdserve.cluster.scaling.planning import policies_of, policy_log
+from pdserve.cluster.scaling.policy import check_policy
+from pdserve.cluster.scaling.port import RouterPort
 from pdserve.config import ClusterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.settings.types import is_loopback
+from pdserve.core.worker import Role
 
 JOIN_TIMEOUT_S: Final = 60.0  # a loaded worker dials the router at once, so joining takes about one round trip
 JOIN_LOOK_S: Final = 0.1
@@ -67,6 +74,7 @@ class Cluster:
                 f"router.admin_host {config.router.admin_host!r} is reached by others, who must send the cluster's secret: "
                 "give one with --cluster-token or PDSERVE_CLUSTER_TOKEN"
             )
+        planner_settings(config)  # a wrong one is an error before anything starts
         self.config = config
         self._stop = stop
         self._listener = listener
@@ -77,6 +85,7 @@ class Cluster:
         self._router: RouterProcess | None = None
         self._ray: RaySession | None = None
         self._pool: WorkerPool | None = None
+        self._actuator: Actuator | None = None
         self._began: dict[Part, float] = {}
         self.endpoints: Endpoints | None = None
 
@@ -104,6 +113,8 @@ class Cluster:
         Raises `Interrupted`, `ConfigError` or `ClusterError`. The caller then calls `close`.
         """
         self._folders = Folders.create(self.config.log_dir)
+        for role, setting, name in policies_of(self.config):
+            check_policy(setting, name, policy_log(self._folders.logs, role), self._stop)
         if self.config.address == "local":
             router = self._start_router(LOCAL_HOST)
             session = self._connect_ray()
@@ -134,20 +145,28 @@ class Cluster:
         return self._ray
 
     def _start_workers(self, session: RaySession, endpoints: Endpoints, settings: RouterProcessConfig) -> None:
-        plans = plan.plan_workers(
+        blueprint = plan.Blueprint(
             self.config,
-            router_address=plan.dial_address(endpoints.link, settings.router, session.node_host),
-            cluster_token=self._token,
-            log_dir=self.folders.logs,
-            nodes=session.nodes(),
-            entries=self._entries,
+            plan.dial_address(endpoints.link, settings.router, session.node_host),
+            self._token,
+            self.folders.logs,
+            self._entries,
         )
+        plans = blueprint.plan_all(session.nodes())
         self._begin(Part.WORKERS)
-        self._pool = WorkerPool(plans, self._listener, look=session.look)
+        self._pool = WorkerPool(plans, self._hear, look=session.look)
+        port = RouterPort(reachable(endpoints.admin), self._token, f"pdserve up, pid {os.getpid()} at {session.node_host}")
+        self._actuator = Actuator(blueprint, self._pool, port, self._listener)
         self._pool.launch()
         self._pool.wait_loaded(self._stop)
         self._wait_joined(endpoints.admin, [item.worker_id for item in plans])
         self._listener(PartReady(Part.WORKERS, time.monotonic() - self._began[Part.WORKERS]))
+
+    def _hear(self, event: Event) -> None:
+        """Pass an event of the workers on, to the actuator as well."""
+        if self._actuator is not None:
+            self._actuator.hear(event)
+        self._listener(event)
 
     def _wait_joined(self, address: str, expected: Sequence[str]) -> None:
         """Wait until the router reports every worker ready. Raises `ClusterError` after `JOIN_TIMEOUT_S`."""
@@ -160,21 +179,26 @@ class Cluster:
                 ready = _ready_workers(client)
                 for worker_id in [name for name in waiting if name in ready]:
                     waiting.remove(worker_id)
-                    self._listener(WorkerChanged(worker_id, WorkerPhase.READY))
+                    self._hear(WorkerChanged(worker_id, WorkerPhase.READY))
                 if waiting and self._stop.wait(JOIN_LOOK_S):
                     raise Interrupted
 
     def supervise(self) -> None:
-        """Keep the cluster up until `stop` is set. Raises `ClusterError` when it cannot be kept up any more."""
+        """Keep the cluster up until `stop` is set, and its pools at their wanted sizes.
+
+        Raises `ClusterError` when the cluster cannot be kept up any more.
+        """
         assert self._router is not None
         assert self._pool is not None
+        assert self._actuator is not None
         backoff = Backoff()
         while not self._stop.wait(TICK_S):
             status = self._router.exit_status()
             if status is not None:
                 self._restart_router(self._router, status, backoff)
             self._pool.check()
-            if plan.DECODE in self._pool.all_gone:
+            self._actuator.tick(time.monotonic())
+            if not self._pool.serves(plan.DECODE) and self._actuator.hopeless(Role.DECODE):
                 raise ClusterError(f"no decode worker is left, so nothing can be served; see {self.folders.logs}")
 
     def _restart_router(self, router: RouterProcess, status: int, backoff: Backoff) -> None:
@@ -208,6 +232,8 @@ class Cluster:
         pool, session, router = self._pool, self._ray, self._router
         self._pool = self._ray = None  # the router stays known: `kill` may come while it is being stopped
         try:
+            if self._actuator:
+                self._actuator.close()
             if pool:
                 pool.stop()
         finally:

@@ -47,12 +47,17 @@ class Member:
     """One worker of a pool. All times are seconds of a monotonic clock that the caller passes in."""
 
     plan: WorkerPlan
+    added: bool = False  # it was asked for while the cluster ran, so the cluster does not end if it cannot start
     state: State = State.NEW
     actor: Any = None
     pending: Any = None  # reference of the one open call; None while there is no process
+    progress: Any = None  # reference of an open call that asks how far the loading is; None: none is open
+    asked_progress_s: float = 0.0  # the time of the last such call
     node_id: str | None = None
     report: WorkerReport | None = None  # the report of the process that runs
     first_start: bool = True  # False once it has loaded
+    drained: bool = False  # True once it has drained, and so is GONE because somebody wanted that
+    asked_s: float = 0.0  # the time at which its first process was asked for
     since_s: float = 0.0  # the time at which the state was entered
     again_s: float = 0.0  # the time of the next start, in BACKING_OFF
     waits_for: str | None = None  # the reason why it had no place at the last look; None: no reason was found
@@ -77,9 +82,15 @@ class Member:
 
     def asked(self, actor: Any, node_id: str | None, now_s: float) -> None:
         """Enter PLACING: Ray was asked for `actor`. `node_id` None lets Ray choose the node."""
+        self.asked_s = now_s if self.state is State.NEW else self.asked_s
         self._to(State.PLACING, now_s)
         self.actor, self.node_id, self.waits_for, self.said = actor, node_id, None, None
         self.pending = actor.place.remote()
+
+    def replan(self, plan: WorkerPlan) -> None:
+        """Let the next process start by another plan, whose limit of restarts holds from now on."""
+        self.plan = plan
+        self._backoff.tries = plan.max_restarts_per_hour
 
     def waits_for_now(self, why: str | None) -> bool:
         """Note why the worker has no place (None: no reason), and tell whether the operator should hear it now.
@@ -94,14 +105,18 @@ class Member:
     def placed(self, place: Place, now_s: float) -> None:
         """Enter LOADING: the process runs at `place`. Its actor is asked to start the worker."""
         self._to(State.LOADING, now_s)
-        self.node_id = place.node_id
+        self.node_id, self.asked_progress_s = place.node_id, now_s
         self.pending = self._named(self.actor.load)
 
     def loaded(self, report: WorkerReport, now_s: float) -> None:
         """Enter RUNNING: the worker has started. Its actor is asked to watch it."""
         self._to(State.RUNNING, now_s)
-        self.report, self.first_start = report, False
+        self.report, self.first_start, self.progress = report, False, None
         self.pending = self._named(self.actor.watch)
+
+    def ask_progress(self, now_s: float) -> None:
+        """Ask how far the loading is."""
+        self.progress, self.asked_progress_s = self.actor.progress.remote(), now_s
 
     def ask_again(self) -> None:
         """Repeat the open call after a lost connection, since the process may still live.
@@ -122,6 +137,7 @@ class Member:
 
     def gone(self, now_s: float) -> None:
         """Enter GONE: the worker has drained."""
+        self.drained = True
         self._without_process(State.GONE, now_s)
 
     def _named(self, method: Any) -> Any:
@@ -134,7 +150,7 @@ class Member:
 
     def _without_process(self, state: State, now_s: float) -> None:
         self._to(state, now_s)
-        self.actor = self.pending = self.report = self.node_id = None
+        self.actor = self.pending = self.progress = self.report = self.node_id = None
 
     def _to(self, state: State, now_s: float) -> None:
         assert state in _NEXT[self.state], f"{self.worker_id}: {self.state.value} -> {state.value}"

@@ -12,7 +12,7 @@ from typing import Final
 
 from pdserve.checkpoint.card import resolve_kv_dtype
 from pdserve.cluster.nodes import CPU, GPU, Needs, Node, spread
-from pdserve.config import ClusterConfig, EngineConfig, RouterConfig, RouterProcessConfig, WorkerConfig
+from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, RouterProcessConfig, WorkerConfig
 from pdserve.core.kv_layout import DTYPE_BITS
 from pdserve.core.settings.labels import LabelSelector
 
@@ -23,6 +23,10 @@ WORKER_ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """MODULE:FUNCTION that starts a worker from its `WorkerConfig`. Only the worker's own process imports the module."""
 
+PLACE: Final = ("num_cpus", "num_gpus", "resources", "labels")
+"""The settings of a pool that say which node has room for its workers. A worker that changes its role stays on its node."""
+PASSIVE: Final[Mapping[str, str]] = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE"})
+"""Threads of OpenMP that wait passively leave the core to other workers."""
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 WILDCARD_HOSTS: Final = ("", "0.0.0.0", "::", "[::]")
 
@@ -39,7 +43,7 @@ class WorkerPlan:
     num_gpus: float
     resources: dict[str, float]
     labels: dict[str, str]  # selectors of the node's labels; empty for a private Ray, which has one node
-    env: dict[str, str]
+    env: dict[str, str]  # variables of its process; empty for a private Ray, whose processes inherit them
     log_dir: str
     node_address: bool  # bind and advertise the node's own address, which only the worker's process can know
     share: int  # the number of workers on its node, which divide the cores
@@ -56,6 +60,55 @@ class WorkerPlan:
         return Needs({name: amount for name, amount in amounts.items() if amount}, self.labels)
 
 
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """The facts from which the plan of any worker is made, at the start of the cluster or later."""
+
+    config: ClusterConfig
+    router_address: str
+    cluster_token: str
+    log_dir: Path
+    entries: Mapping[str, str]
+
+    def plan(self, role: str, worker_id: str, share: int = 1) -> WorkerPlan:
+        """Plan one worker of the role. `share` is the number of workers on its node, itself included."""
+        config, local = self.config, self.config.address == "local"
+        pool = config.prefill if role == PREFILL else config.decode
+        worker = WorkerConfig(
+            worker_id=worker_id,
+            router_address=self.router_address,
+            engine=config.engine_for(pool),
+            lease=config.lease,
+            transfer=config.transfer,
+            cluster_token=self.cluster_token,
+            advertise_host=config.advertise_host,
+            heartbeat_interval_s=config.router.heartbeat_interval_s,
+            router_lost_s=config.router.heartbeat_lost_s,
+            flip_obstacle=flip_obstacle(config),
+        )
+        return WorkerPlan(
+            role=role,
+            entry=self.entries[role],
+            config=worker,
+            max_restarts_per_hour=pool.max_restarts_per_hour,
+            num_cpus=pool.num_cpus,
+            num_gpus=pool.num_gpus,
+            resources=dict(pool.resources),
+            labels={} if local else {name: str(LabelSelector.parse(text)) for name, text in pool.labels.items()},
+            env={} if local else dict(PASSIVE),
+            log_dir=str(self.log_dir),
+            node_address=not local,
+            share=share,
+        )
+
+    def plan_all(self, nodes: Sequence[Node] = ()) -> tuple[WorkerPlan, ...]:
+        """Plan every worker that is configured, prefill first. They spread over `nodes`; empty: a private Ray has one node."""
+        pools = ((PREFILL, self.config.prefill), (DECODE, self.config.decode))
+        plans = [self.plan(role, f"{role}-{index}") for role, pool in pools for index in range(pool.replicas)]
+        shares = shares_of([plan.needs for plan in plans], nodes)
+        return tuple(dataclasses.replace(plan, share=share) for plan, share in zip(plans, shares, strict=True))
+
+
 def plan_workers(
     config: ClusterConfig,
     *,
@@ -66,39 +119,32 @@ def plan_workers(
     entries: Mapping[str, str] = WORKER_ENTRIES,
 ) -> tuple[WorkerPlan, ...]:
     """Plan every worker of both pools, prefill first. They spread over `nodes`; empty stands for the one of a private Ray."""
-    local = config.address == "local"
-    plans = []
-    for role, pool in ((PREFILL, config.prefill), (DECODE, config.decode)):
-        for index in range(pool.replicas):
-            worker = WorkerConfig(
-                worker_id=f"{role}-{index}",
-                router_address=router_address,
-                engine=config.engine_for(pool),
-                lease=config.lease,
-                transfer=config.transfer,
-                cluster_token=cluster_token,
-                advertise_host=config.advertise_host,
-                heartbeat_interval_s=config.router.heartbeat_interval_s,
-                router_lost_s=config.router.heartbeat_lost_s,
-            )
-            plans.append(
-                WorkerPlan(
-                    role=role,
-                    entry=entries[role],
-                    config=worker,
-                    max_restarts_per_hour=pool.max_restarts_per_hour,
-                    num_cpus=pool.num_cpus,
-                    num_gpus=pool.num_gpus,
-                    resources=dict(pool.resources),
-                    labels={} if local else {name: str(LabelSelector.parse(text)) for name, text in pool.labels.items()},
-                    env=_environment(local),
-                    log_dir=str(log_dir),
-                    node_address=not local,
-                    share=1,
-                )
-            )
-    shares = shares_of([plan.needs for plan in plans], nodes)
-    return tuple(dataclasses.replace(plan, share=share) for plan, share in zip(plans, shares, strict=True))
+    return Blueprint(config, router_address, cluster_token, log_dir, entries).plan_all(nodes)
+
+
+def flip_obstacle(config: ClusterConfig) -> str:
+    """Return the reason why a worker of one pool cannot serve in the other one, in words. Empty: nothing prevents it.
+
+    A flip keeps the process, its engine and its place, so the pools must not differ in their settings or in what they need of a
+    node.
+    """
+    prefill, decode = _flip_facts(config, config.prefill), _flip_facts(config, config.decode)
+    for setting, ours in prefill.items():
+        if ours != decode[setting]:
+            return f"prefill.{setting} {_shown(ours)} and decode.{setting} {_shown(decode[setting])} differ"
+    return ""
+
+
+def _flip_facts(config: ClusterConfig, pool: PoolConfig) -> dict[str, object]:
+    """Return the settings of a pool in which it must be like the other one. A private Ray has one node and ignores labels."""
+    engine = config.engine_for(pool)
+    facts = {f"engine.{field.name}": getattr(engine, field.name) for field in dataclasses.fields(EngineConfig)}
+    place = PLACE if config.address != "local" else PLACE[:-1]
+    return facts | {name: getattr(pool, name) for name in place}
+
+
+def _shown(value: object) -> str:
+    return "unset" if value in (None, {}) else str(value)
 
 
 def shares_of(workers: Sequence[Needs], nodes: Sequence[Node]) -> list[int]:
@@ -116,7 +162,7 @@ def local_resources(config: ClusterConfig) -> dict[str, float]:
     total: dict[str, float] = {}
     for pool in (config.prefill, config.decode):
         for name, amount in pool.resources.items():
-            total[name] = total.get(name, 0.0) + amount * pool.replicas
+            total[name] = total.get(name, 0.0) + amount * pool.offered
     return {name: amount for name, amount in total.items() if amount > 0}
 
 
@@ -131,7 +177,7 @@ def router_config(config: ClusterConfig, cluster_token: str, node_host: str) -> 
     if config.address != "local" and router.link_host is None and router.host in LOOPBACK_HOSTS:
         router = dataclasses.replace(router, link_host=node_host)
     engine = config.engine_for(config.decode)
-    if config.prefill.replicas:
+    if config.prefill.most:
         small = min(engine, config.engine_for(config.prefill), key=_kv_numbers)
         engine = dataclasses.replace(engine, kv_cache_memory=small.known_kv_bytes, kv_cache_dtype=small.kv_cache_dtype)
     return RouterProcessConfig(router, engine, cluster_token)
@@ -184,14 +230,11 @@ def on_this_node(plan: WorkerPlan, node_host: str) -> WorkerConfig:
     return dataclasses.replace(plan.config, engine=engine, host=node_host, advertise_host=advertise, allow_public_bind=True)
 
 
-def _environment(local: bool) -> dict[str, str]:
-    """Return the environment of a worker's process. Threads of OpenMP that wait passively leave the core to other workers.
+def local_environment() -> dict[str, str]:
+    """Return the variables that the processes of a private Ray inherit. The workers import the same code as this process does.
 
-    In a private Ray the workers import the same code as this process does.
+    Variables that each worker asks for would keep Ray from starting it before its agent for environments runs, seconds later.
     """
-    env = {"OMP_WAIT_POLICY": "PASSIVE"}
-    if local:
-        root = str(Path(__file__).resolve().parents[2])
-        known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
-        env["PYTHONPATH"] = os.pathsep.join([root, *known])
-    return env
+    root = str(Path(__file__).resolve().parents[2])
+    known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
+    return {**PASSIVE, "PYTHONPATH": os.pathsep.join([root, *known])}

@@ -11,6 +11,7 @@ life. Here each worker has a number of restarts an hour, with delays that double
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 import time
@@ -23,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pdserve.cluster.actor import Place, WorkerActor, WorkerReport
 from pdserve.cluster.errors import ClusterError, Interrupted
-from pdserve.cluster.events import Listener, WorkerChanged, WorkerPhase
+from pdserve.cluster.events import Listener, WorkerChanged, WorkerLoads, WorkerPhase
 from pdserve.cluster.member import Member, State
 from pdserve.cluster.nodes import View, spread, waits_for, without_node
 from pdserve.cluster.plan import WorkerPlan
@@ -33,6 +34,7 @@ START_TIMEOUT_S: Final = 300.0  # a first start may convert or download a model
 PLACE_TIMEOUT_S: Final = 900.0  # a machine with GPUs takes minutes to be rented and to start
 LOOK_S: Final = 0.2  # a wait notices the wish to stop this soon
 EXPLAIN_S: Final = 1.0  # the pause between looks at the nodes while a worker has no place
+PROGRESS_S: Final = 1.0  # the pause between questions to a worker that loads
 STOP_TIMEOUT_S: Final = 3.0
 
 
@@ -61,23 +63,62 @@ class WorkerPool:
             if stop.is_set():
                 raise Interrupted
             for member in waiting:
-                _check_time(member)
+                if late := _late(member):
+                    raise ClusterError(late)
             self._look_once(LOOK_S)
 
     def check(self) -> None:
         """Look once, without waiting, whether a worker died, came back or left, and tell the listener."""
         self._look_once(0.0)
+        for member in self._members:
+            if member.added and member.first_start and (late := _late(member)):
+                self._again(member, late, counts=True)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All workers, those that are gone and were not forgotten included. The caller changes nothing in them."""
+        return tuple(self._members)
+
+    def add(self, plan: WorkerPlan) -> None:
+        """Ask Ray for one more worker, without waiting for it. If it cannot start, the cluster goes on without it.
+
+        Its share of a node's cores is that of an even spread. Workers that run keep the threads that they have.
+        """
+        assert all(member.worker_id != plan.worker_id for member in self._members), plan.worker_id
+        view = self._look() if self._look is not None else None
+        nodes = max(1, len(view.nodes)) if view is not None else 1
+        member = Member(dataclasses.replace(plan, share=-(-(len(self._members) + 1) // nodes)), added=True)
+        self._members.append(member)
+        self._ask(member, *self._nodes_of([member]))
+
+    def cancel(self, worker_id: str) -> None:
+        """End a worker that serves nobody: it has no place yet, loads, or waits for a restart. It is then forgotten."""
+        member = self._named(worker_id)
+        _end(member)
+        self._members.remove(member)
+        self._tell(member, WorkerPhase.CANCELLED)
+
+    def forget(self, worker_id: str) -> None:
+        """Forget a worker that is gone, so that its id is free."""
+        member = self._named(worker_id)
+        assert member.state is State.GONE, member.state
+        self._members.remove(member)
+
+    def move(self, worker_id: str, plan: WorkerPlan) -> None:
+        """Let the next process of a worker start by another plan, since its present one changes its role or has done so."""
+        self._named(worker_id).replan(plan)
+
+    def _named(self, worker_id: str) -> Member:
+        return next(member for member in self._members if member.worker_id == worker_id)
 
     @property
     def reports(self) -> tuple[WorkerReport, ...]:
         """The reports of the workers that run, in the order of their plans."""
         return tuple(member.report for member in self._members if member.report is not None)
 
-    @property
-    def all_gone(self) -> tuple[str, ...]:
-        """The roles of which every worker is gone for good."""
-        roles = dict.fromkeys(member.plan.role for member in self._members)
-        return tuple(role for role in roles if all(m.state is State.GONE for m in self._members if m.plan.role == role))
+    def serves(self, role: str) -> bool:
+        """Tell whether the role has a worker that is not gone for good."""
+        return any(member.plan.role == role and member.state is not State.GONE for member in self._members)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop all workers at the same time, within `timeout_s`, then end their processes for good. Idempotent."""
@@ -95,6 +136,8 @@ class WorkerPool:
                 self._ask(member, *self._nodes_of([member]))
         for member in self._answered([member for member in self._members if member.pending is not None], timeout_s):
             self._heard(member)
+        for member in [member for member in self._members if member.state is State.LOADING]:
+            self._follow(member, now)
         if now - self._explained_s >= EXPLAIN_S:
             self._explained_s = now
             self._explain([member for member in self._members if member.state is State.PLACING])
@@ -134,6 +177,22 @@ class WorkerPool:
         else:
             self._said(member, answer)
 
+    def _follow(self, member: Member, now: float) -> None:
+        """Ask a worker that loads how far it is, and tell the listener what it answered."""
+        if member.progress is None:
+            if now - member.asked_progress_s >= PROGRESS_S:
+                member.ask_progress(now)
+            return
+        if not ray.wait([member.progress], timeout=0)[0]:
+            return
+        answered, member.progress = member.progress, None
+        try:
+            state = ray.get(answered)
+        except RayError:  # the open call fails as well, and `_heard` deals with that
+            return
+        if state is not None:
+            self._listener(WorkerLoads(member.worker_id, state))
+
     def _said(self, member: Member, answer: Place | WorkerReport | bool) -> None:
         if isinstance(answer, Place):
             member.placed(answer, time.monotonic())
@@ -149,20 +208,25 @@ class WorkerPool:
     def _lost(self, member: Member, exc: RayError) -> None:
         """Plan the restart of a worker whose process died, or give it up.
 
-        A worker that has never started has a wrong setting or machine, which a restart would not mend. It raises
+        A worker of the start that has never started has a wrong setting or machine, which a restart would not mend. It raises
         `ConfigError` or `ClusterError`, unless its node left.
         """
         node_left = isinstance(exc, ActorUnschedulableError) or (isinstance(exc, RayActorError) and exc.preempted)
-        if member.first_start and not node_left:
-            raise _failed_start(member.plan, exc) from exc
-        _end(member)
+        failed = _failed_start(member.plan, exc) if member.first_start and not node_left else None
+        if failed and not member.added:
+            raise failed from exc
         log = f"see {member.plan.log_dir}/{member.worker_id}.log"
-        delay_s = member.died(time.monotonic(), counts=not node_left)
+        self._again(member, failed.message if failed else log, counts=not node_left)
+
+    def _again(self, member: Member, detail: str, *, counts: bool) -> None:
+        """End the process if it still runs, and plan the next one, or give the worker up. `counts`: a restart is used up."""
+        _end(member)
+        delay_s = member.died(time.monotonic(), counts=counts)
         if delay_s is None:
-            self._tell(member, WorkerPhase.DEAD, f"given up, {member.restarts_used}; {log}")
+            self._tell(member, WorkerPhase.DEAD, f"given up, {member.restarts_used}; {detail}")
         else:
-            why = "its node left" if node_left else member.restarts_used
-            self._tell(member, WorkerPhase.RESTARTING, f"in {delay_s:g} s, {why}; {log}")
+            why = member.restarts_used if counts else "its node left"
+            self._tell(member, WorkerPhase.RESTARTING, f"in {delay_s:g} s, {why}; {detail}")
 
     def _explain(self, placing: Sequence[Member]) -> None:
         """Tell the listener why workers have no place, whenever a reason changes."""
@@ -193,7 +257,7 @@ def _options(plan: WorkerPlan, node_id: str | None, *, spread: bool) -> dict[str
         "max_restarts": 0,
         "max_task_retries": 0,  # a retried `watch` would hide the death that it waits for
         "max_concurrency": WorkerActor.CONCURRENCY,
-        "runtime_env": {"env_vars": plan.env},
+        **({"runtime_env": {"env_vars": plan.env}} if plan.env else {}),
     }
 
 
@@ -203,12 +267,14 @@ def _end(member: Member) -> None:
         ray.kill(member.actor, no_restart=True)
 
 
-def _check_time(member: Member) -> None:
-    """Raise `ClusterError` for a worker that waits too long for a place, or loads for too long."""
+def _late(member: Member) -> str:
+    """Return the failure of a worker that waits too long for a place, or loads for too long. Empty: it does not."""
+    if member.state not in (State.PLACING, State.LOADING):
+        return ""
     limit_s = PLACE_TIMEOUT_S if member.state is State.PLACING else START_TIMEOUT_S
-    if time.monotonic() - member.since_s > limit_s:
-        why = member.waits_for or f"see {member.plan.log_dir}"
-        raise ClusterError(f"{member.worker_id}: not started after {limit_s:.0f} s; {why}")
+    if time.monotonic() - member.since_s <= limit_s:
+        return ""
+    return f"{member.worker_id}: not started after {limit_s:.0f} s; {member.waits_for or f'see {member.plan.log_dir}'}"
 
 
 def _failed_start(plan: WorkerPlan, exc: RayError) -> ConfigError | ClusterError:

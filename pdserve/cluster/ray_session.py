@@ -25,7 +25,7 @@ from ray._private import services
 from pdserve.cluster import processes, ray_nodes
 from pdserve.cluster.errors import ClusterError
 from pdserve.cluster.nodes import Node, View
-from pdserve.cluster.plan import local_resources
+from pdserve.cluster.plan import local_environment, local_resources
 from pdserve.cluster.ray_token import send_token_if_asked
 from pdserve.config import ClusterConfig
 
@@ -63,13 +63,14 @@ class RaySession:
         """Set the environment variables that Ray reads. `close` restores them, but for the token.
 
         They turn usage statistics off. A private Ray also gets a token of its own, since Ray would otherwise leave one in
-        the home folder, and its workers get the niceness of ordinary processes, unless the operator has set another.
+        the home folder, its workers get the niceness of ordinary processes, unless the operator has set another, and they
+        inherit the variables of `local_environment`.
         Ray reads its token once in a process, so the token stays until the process ends. RAY_AUTH_MODE, which Ray itself
         writes into the environment, is restored.
         """
         wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         if local:
-            wanted[NICENESS] = os.environ.get(NICENESS, "0")
+            wanted |= {NICENESS: os.environ.get(NICENESS, "0"), **local_environment()}
         if local and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         for name in (*wanted, "RAY_AUTH_MODE"):
@@ -123,8 +124,8 @@ def _own(config: ClusterConfig, private: Path) -> dict[str, Any]:
     Ray starts an idle process for each CPU that it offers, so it offers no more CPUs than that.
     """
     pools = (config.prefill, config.decode)
-    cpus = math.ceil(sum(pool.num_cpus * pool.replicas for pool in pools))
-    gpus = math.ceil(sum(pool.num_gpus * pool.replicas for pool in pools))
+    cpus = math.ceil(sum(pool.num_cpus * pool.offered for pool in pools))
+    gpus = math.ceil(sum(pool.num_gpus * pool.offered for pool in pools))
     return {
         "address": "local",
         "include_dashboard": False,

@@ -77,7 +77,7 @@ class RouterProcess:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     start_new_session=True,
-                    env=_environment(),
+                    env=environment(),
                 )
             except OSError as exc:
                 raise ClusterError(f"cannot run the router: {exc.strerror}") from exc
@@ -178,7 +178,7 @@ def _at_ports(router: config.RouterConfig, endpoints: Endpoints) -> config.Route
     return dataclasses.replace(router, **ports)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return our environment, extended so that the child imports this very pdserve from any working directory."""
     root = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}

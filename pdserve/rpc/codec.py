@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from array import array
 from collections.abc import Sequence
@@ -13,10 +14,13 @@ from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_keys import KEY_BYTES, MAX_DELTA_KEYS, PrefixDelta
 from pdserve.core.request_spec import RequestSpec
+from pdserve.core.roofline.expert_load import MOST_HOT, ExpertLoad, HotExpert
+from pdserve.core.roofline.utilisation import Utilisation
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
+from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.rpc.fields import FieldCodec
-from pdserve.rpc.v1 import common_pb2, link_pb2, peer_pb2
+from pdserve.rpc.v1 import common_pb2, inference_pb2, link_pb2, peer_pb2
 
 _FINISH_TO_WIRE = {reason: cast(common_pb2.FinishReason, number) for number, reason in FINISH_BY_NUMBER.items()}
 
@@ -125,27 +129,51 @@ _ROLES: Final = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.
 _ROLES_FROM_WIRE: Final = {wire: role for role, wire in _ROLES.items()}
 
 
+def role_to_wire(role: Role) -> common_pb2.Role:
+    """Return the number of a role."""
+    return _ROLES[role]
+
+
 def role_from_wire(wire: int) -> Role:
     """Return the role of a number. Raises KeyError for a number that is not in the enum, and for UNSPECIFIED."""
     return _ROLES_FROM_WIRE[wire]  # type: ignore[index]
 
 
-def _counts_to_wire(counts: BlockCounts) -> common_pb2.BlockCounts:
-    unaccounted = max(0, counts.unaccounted)
-    return common_pb2.BlockCounts(**counts._asdict(), unaccounted=unaccounted)
+def _counts_to_fields(counts: BlockCounts) -> dict[str, int]:
+    return {**counts._asdict(), "unaccounted": max(0, counts.unaccounted)}
 
 
 def _counts_from_wire(wire: common_pb2.BlockCounts) -> BlockCounts:
     return BlockCounts(wire.total, wire.free, wire.cached, wire.held, wire.quarantined)
 
 
+def _experts_to_fields(load: ExpertLoad) -> dict[str, Any]:
+    return dataclasses.asdict(load)
+
+
+def _experts_from_wire(wire: common_pb2.ExpertLoad) -> ExpertLoad:
+    """Read the spread of tokens. More than `MOST_HOT` experts are dropped."""
+    hottest = tuple([HotExpert(one.layer, one.expert, one.imbalance) for one in wire.hottest[:MOST_HOT]])
+    return ExpertLoad(wire.choices, wire.imbalance, wire.worst_imbalance, hottest)
+
+
 _HELLO: Final = FieldCodec(WorkerHello, common_pb2.WorkerHello, role=(_ROLES.__getitem__, role_from_wire))
-_LOAD: Final = FieldCodec(WorkerLoad, common_pb2.WorkerLoad, blocks=(_counts_to_wire, _counts_from_wire))
+_LOAD: Final = FieldCodec(
+    WorkerLoad,
+    common_pb2.WorkerLoad,
+    blocks=(_counts_to_fields, _counts_from_wire),
+    experts=(_experts_to_fields, _experts_from_wire),
+)
 
 
 def hello_to_wire(hello: WorkerHello) -> common_pb2.WorkerHello:
     """Write the state of a worker that does not change as a message."""
     return _HELLO.to_wire(hello)
+
+
+def hello_to_fields(hello: WorkerHello) -> dict[str, Any]:
+    """Write the state of a worker that does not change as the fields of its message, for a message around it."""
+    return _HELLO.to_fields(hello)
 
 
 def hello_from_wire(wire: common_pb2.WorkerHello) -> WorkerHello:
@@ -158,9 +186,32 @@ def load_to_wire(load: WorkerLoad) -> common_pb2.WorkerLoad:
     return _LOAD.to_wire(load)
 
 
+def load_to_fields(load: WorkerLoad) -> dict[str, Any]:
+    """Write the present state of a worker as the fields of its message, for a message around it."""
+    return _LOAD.to_fields(load)
+
+
 def load_from_wire(wire: common_pb2.WorkerLoad) -> WorkerLoad:
     """Read the present state of a worker."""
     return _LOAD.from_wire(wire)
+
+
+_DEMAND: Final = FieldCodec(DemandCounts, inference_pb2.Demand)
+
+
+def demand_to_wire(demand: DemandCounts) -> inference_pb2.Demand:
+    """Write the load of clients as a message."""
+    return _DEMAND.to_wire(demand)
+
+
+def demand_from_wire(wire: inference_pb2.Demand) -> DemandCounts:
+    """Read the load of clients."""
+    return _DEMAND.from_wire(wire)
+
+
+def utilisation_to_fields(one: Utilisation) -> dict[str, float | None]:
+    """Write the utilisation of a worker as the fields of its message. None: the field is not set."""
+    return {"busy": one.busy, "mfu": one.mfu, "mbu": one.mbu}
 
 
 def logprobs_to_wire(tokens: Sequence[TokenLogprobs]) -> common_pb2.Logprobs | None:

@@ -6,13 +6,15 @@ became final. The engine thread launches and awaits the step between `begin` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from itertools import chain, islice
+from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Final
 
 from pdserve.core.block_pools import BlockPools
-from pdserve.core.blocks import Holder, HolderKind
-from pdserve.core.ids import BlockId, BlockSum, SeqId
+from pdserve.core.blocks import Holder, HolderKind, SumBlocks
+from pdserve.core.errors import InternalBug
+from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockId, BlockSum, SeqId
+from pdserve.core.roofline.step_counts import StepCounts
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.outcome import Final as FinalBlocks
@@ -33,11 +35,9 @@ from pdserve.worker.messages import (
     ReturnLease,
     Sealed,
     SetBudget,
+    SetLending,
     StepEvents,
 )
-
-SumBlocks = Callable[[Sequence[BlockId]], tuple[BlockSum, ...]]
-"""A function that returns the checksum over all stored bytes of each of these blocks of one KV group, in order."""
 
 CHECK_STEPS: Final = 512
 """The invariants of the pool are checked when the engine goes idle, at most once in so many steps, because the check walks over
@@ -47,9 +47,20 @@ all blocks."""
 class EngineSteps:
     """The steps of one engine over its scheduler and pool."""
 
-    def __init__(self, scheduler: Scheduler, pool: BlockPools, sum_blocks: Sequence[SumBlocks] | None = None) -> None:
-        """`sum_blocks` has a function for each KV group. None: no block is summed."""
-        self._sum_blocks = sum_blocks
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: BlockPools,
+        sum_blocks: Sequence[SumBlocks] | None = None,
+        counts: StepCounts | None = None,
+    ) -> None:
+        """`sum_blocks` has a function for each KV group. None: no block is summed. The engine lends until `SetLending`.
+
+        `counts` knows the operations and bytes of the model's steps. None: only tokens and seconds are counted.
+        """
+        self._counts = counts or StepCounts()
+        self._plan = StepPlan(())
+        self._sum_if_lent = self._sum_blocks = sum_blocks
         self._final: tuple[FinalBlocks, ...] = ()
         self._scheduler = scheduler
         self._pool = pool
@@ -72,8 +83,9 @@ class EngineSteps:
         results = [result for command in commands if (result := self._apply(command)) is not None]
         reserved = tuple([result for result in results if isinstance(result, ReserveResult)])
         rehashed = tuple([result for result in results if isinstance(result, Rehashed)])
-        plan = self._scheduler.plan()
-        lent = tuple([Lent(seq_id, tables, self._sums_of(seq_id)) for seq_id, tables in self._scheduler.take_admitted()])
+        plan = self._plan = self._scheduler.plan()
+        admitted = self._scheduler.take_admitted()
+        lent = tuple([Lent(seq_id, tables, self._sums_of(seq_id, hits)) for seq_id, tables, hits in admitted])
         if not plan.slices:
             self._check()
             return plan, StepEvents(lent=lent, reserved=reserved, rehashed=rehashed, snapshot=self._snapshot())
@@ -89,6 +101,8 @@ class EngineSteps:
         self._final = outcome.final
         self._unchecked += 1
         self._numerical_errors += len(outcome.failed)
+        prompt_tokens, drawn, idle = self._scheduler.step_tokens[0], len(outcome.tokens), not self._scheduler.has_work
+        self._counts.add(self._plan, prompt_tokens=prompt_tokens, output_tokens=drawn, step_s=step_s, idle=idle)
         return StepEvents(
             advanced=outcome.advanced,
             tokens=outcome.tokens,
@@ -100,8 +114,8 @@ class EngineSteps:
     def seal(self) -> StepEvents | None:
         """Sum the blocks that the last step has completed. Return None when no block is summed.
 
-        Call it after the step's events went to the loop, so that nobody waits for a sum, and before the next `begin`, because
-        the lease's references must still be there.
+        Call it after the step's events went to the loop, so that nobody waits for a sum, and before the next `begin`, which
+        may give a block that died behind the window to somebody else.
         """
         final, self._final = self._final, ()
         if self._sum_blocks is None or not any(done.block_tables[0] for done in final):
@@ -111,21 +125,22 @@ class EngineSteps:
         return StepEvents(sealed=tuple([self._seal(done, of_done) for done, of_done in zip(final, sums, strict=True)]))
 
     def _summed(self, group: int, parts: Sequence[tuple[BlockId, ...]]) -> list[tuple[BlockSum, ...]]:
-        """Return the checksums of the blocks of each of `parts`, which are summed in one call."""
+        """Return the checksums of the blocks of each of `parts`, which are summed in one call. A null entry has `NULL_SUM`."""
         assert self._sum_blocks is not None
-        sums = iter(self._sum_blocks[group](list(chain.from_iterable(parts))))
-        return [tuple(islice(sums, len(part))) for part in parts]
+        sums = iter(self._sum_blocks[group]([block for block in chain.from_iterable(parts) if block != NULL_BLOCK]))
+        return [tuple([NULL_SUM if block == NULL_BLOCK else next(sums) for block in part]) for part in parts]
 
     def _seal(self, done: FinalBlocks, sums: tuple[tuple[BlockSum, ...], ...]) -> Sealed:
-        for position, of_block in enumerate(zip(*sums, strict=True), done.first):
-            self._pool.seal(_lent(done.seq_id), position, of_block)
+        for block_ids, of_block in zip(zip(*done.block_tables, strict=True), zip(*sums, strict=True), strict=True):
+            self._pool.seal(block_ids, of_block)
         return Sealed(done.seq_id, done.first, sums)
 
-    def _sums_of(self, seq_id: SeqId) -> tuple[tuple[BlockSum, ...], ...] | None:
+    def _sums_of(self, seq_id: SeqId, hits: int) -> tuple[tuple[BlockSum, ...], ...] | None:
+        """Return the checksums of the lease's first `hits` blocks. None: nothing is summed."""
         if self._sum_blocks is None:
             return None
         sums = self._pool.sums_of(_lent(seq_id))
-        return tuple([tuple([block_sum for block_sum in group if block_sum is not None]) for group in sums])
+        return tuple([tuple([block_sum for block_sum in group[:hits] if block_sum is not None]) for group in sums])
 
     def _rehash(self, seq_id: SeqId) -> Rehashed:
         """Sum the lent blocks of a sequence again. Withdraw changed blocks and those that may have been computed from them."""
@@ -135,8 +150,8 @@ class EngineSteps:
         if not tables[0]:
             return Rehashed(seq_id, ())
         rotted: list[tuple[int, tuple[int, BlockId]]] = []
-        for group, (blocks, known, summed) in enumerate(zip(tables, self._pool.sums_of(holder), self._sum_blocks, strict=True)):
-            now = zip(blocks, known, summed(blocks), strict=True)
+        for group, (blocks, known) in enumerate(zip(tables, self._pool.sums_of(holder), strict=True)):
+            now = zip(blocks, known, self._summed(group, (blocks,))[0], strict=True)
             rotted += [(i, (group, block)) for i, (block, was, is_now) in enumerate(now) if was is not None and was != is_now]
         if rotted:
             self._pool.withdraw(holder, min(position for position, _ in rotted))
@@ -160,11 +175,28 @@ class EngineSteps:
                 scheduler.end_quarantine(seq_id)
             case ReturnLease(seq_id):
                 scheduler.return_lease(seq_id)
-            case SetBudget(tokens):
-                scheduler.set_budget(tokens)
+            case SetBudget(tokens, seqs):
+                if tokens:
+                    scheduler.set_budget(tokens)
+                if seqs:
+                    scheduler.set_max_num_seqs(seqs)
             case Rehash(seq_id):
                 return self._rehash(seq_id)
+            case SetLending(lends):
+                self._set_lending(lends)
         return None
+
+    def _set_lending(self, lends: bool) -> None:
+        """Begin or stop to sum blocks. A lease inherits the checksums of cached blocks, so a lender has those of all.
+
+        Raises `InternalBug` when a block is held or quarantined: it may still be written.
+        """
+        counts = self._pool.counts()
+        if counts.held or counts.quarantined:
+            raise InternalBug(f"the role cannot change: {counts.held} blocks are held, {counts.quarantined} quarantined")
+        self._sum_blocks = self._sum_if_lent if lends else None
+        if self._sum_blocks is not None:
+            self._pool.seal_cached(self._sum_blocks)
 
     def _check(self) -> None:
         """Check the invariants if `CHECK_STEPS` steps have passed since the last check.
@@ -176,7 +208,7 @@ class EngineSteps:
             self._scheduler.check_invariants()
 
     def _snapshot(self) -> EngineSnapshot:
-        scheduler = self._scheduler
+        scheduler, counts = self._scheduler, self._counts
         load = WorkerLoad(
             blocks=self._pool.counts(),
             queued_requests=scheduler.num_waiting,
@@ -188,6 +220,14 @@ class EngineSteps:
             prompt_tokens_per_s=scheduler.rates.prompt_tokens_per_s,
             decode_step_s=scheduler.rates.decode_step_s,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            computed_prompt_tokens=counts.computed_prompt_tokens,
+            output_tokens=counts.output_tokens,
+            prompt_busy_s=counts.prompt_busy_s,
+            decode_busy_s=counts.decode_busy_s,
+            prompt_flops=counts.prompt_flops,
+            decode_read_bytes=counts.decode_read_bytes,
+            experts=counts.experts,
         )
         keys = self._pool.published.take()
         return EngineSnapshot(load, self._commands_taken, scheduler.has_work, self._last_seq_id, keys)

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from pdserve.core.block_pools import BlockPools
+from pdserve.core.blocks import SumBlocks
 from pdserve.core.errors import InternalBug, Overloaded
+from pdserve.core.roofline.step_counts import StepCounts
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.worker.engine_steps import EngineSteps, SumBlocks
+from pdserve.worker.engine_steps import EngineSteps
 from pdserve.worker.messages import Command, StepEvents
 
 MAX_COMMANDS: Final = 65536
@@ -43,9 +45,11 @@ class EngineThread:
         publish: Callable[[StepEvents], None],
         on_death: Callable[[BaseException], None],
         sums_of: Callable[[], Sequence[SumBlocks] | None] = lambda: None,
+        counts_of: Callable[[], StepCounts] = StepCounts,
     ) -> None:
         """`sums_of` is called after `build` and returns a function for each KV group that sums its blocks. None: no block is
-        summed."""
+        summed. `counts_of` is called then as well, and returns what counts the steps."""
+        self._counts_of = counts_of
         self._build = build
         self._sums_of = sums_of
         self._publish = publish
@@ -87,7 +91,7 @@ class EngineThread:
             return
         self._ready.set()
         try:
-            steps = EngineSteps(scheduler, pool, self._sums_of())
+            steps = EngineSteps(scheduler, pool, self._sums_of(), self._counts_of())
             while not self._stopping:
                 self._step(runner, steps)
         except BaseException as exc:  # noqa: BLE001 - the thread's last act is to report its death

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -102,14 +103,16 @@ class Host:
     """The key with which this incarnation seals its tickets. It never leaves the process."""
     draining: bool = False
     """True when the worker takes no new request and only finishes those that it has."""
+    link_version: int = 0
+    """The version of the link's protocol that this worker and its router speak. 0: that of a router without versions."""
     counted: CountedCommands = field(default_factory=CountedCommands)
     stories: WorkStories = field(default_factory=WorkStories)
-    _last_seq_id: int = 0
+    seq_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """The ids of new sequences. An engine that has served another role goes on with its own ids."""
 
     def next_seq_id(self, handle: Handle) -> SeqId:
         """Return a new id for the sequence that this command starts in the engine."""
-        self._last_seq_id += 1
-        seq_id = SeqId(self._last_seq_id)
+        seq_id = SeqId(next(self.seq_ids))
         self.counted.give(seq_id, handle)
         return seq_id
 
@@ -117,12 +120,16 @@ class Host:
 CLOSE_TIMEOUT_S: Final = 10.0
 
 
-async def close_role(role: Role, transfer: TransferThread) -> None:
+async def close_role(role: Role, transfer: TransferThread) -> bool:
     """Close role and transport at the same time: the role waits until its reads have stopped, and a read that does not stop by
-    itself stops with the transport. The wait for the role ends after `CLOSE_TIMEOUT_S`."""
+    itself stops with the transport. The wait for the role ends after `CLOSE_TIMEOUT_S`. Return True if both have closed."""
     results = await asyncio.gather(_close_in_time(role), transfer.close(), return_exceptions=True)
-    if isinstance(results[0], TimeoutError):
-        log.error("the role was not closed within %.0f s: a read may still write", CLOSE_TIMEOUT_S)
+    for part, result in zip(("role", "transport"), results, strict=True):
+        if isinstance(result, TimeoutError):
+            log.error("the %s was not closed within %.0f s: a read may still write", part, CLOSE_TIMEOUT_S)
+        elif isinstance(result, Exception):
+            log.error("the %s was not closed", part, exc_info=result)
+    return all(result is None for result in results)
 
 
 async def _close_in_time(role: Role) -> None:

@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 import grpc
 
 from pdserve.core.errors import ReplicaLost
+from pdserve.core.worker import LINK_VERSIONS
 from pdserve.rpc.bundle import Outbound, unbundled
 from pdserve.rpc.channel import open_channel, token_metadata
 from pdserve.rpc.numbering import Incoming
@@ -33,7 +34,8 @@ REDIAL_MAX_S: Final = 2.0  # a restarted router is found again within two heartb
 
 class Link:
     """The link of one worker, which its loop owns. `on_command` gets each message of the router except Welcome and Alive.
-    `on_lost` is called after each loss of a stream that had been welcomed, and `after_beat` after each heartbeat."""
+    `on_lost` is called after each loss of a stream that had been welcomed, and `after_beat` after each heartbeat. `on_welcome`
+    gets the version of the link's protocol that both sides speak on the new stream."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Link:
         on_command: Callable[[link_pb2.RouterMessage], None],
         on_lost: Callable[[], None],
         after_beat: Callable[[], None] = lambda: None,
+        on_welcome: Callable[[int], None] = lambda version: None,
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         self._router_address = router_address
@@ -59,6 +62,8 @@ class Link:
         self._on_command = on_command
         self._on_lost = on_lost
         self._after_beat = after_beat
+        self._on_welcome = on_welcome
+        self._told_unknown = False  # on this stream
         self._open_channel = open_channel
         self._outbound: Outbound[link_pb2.WorkerMessage] | None = None
         self._overflow = asyncio.Event()
@@ -120,6 +125,7 @@ class Link:
         self._overflow.clear()
         self._heard_s = None
         self._beats = self._answers = 0
+        self._told_unknown = False
         self._outbound.put(link_pb2.WorkerMessage(hello=self._hello(), takes_bundles=True))
         try:
             async with self._open_channel(self._router_address) as channel:
@@ -159,10 +165,34 @@ class Link:
             self._answers += 1
             self._answered.set()
         elif body == "welcome":
-            log.info("linked to router %s, incarnation %016x", self._router_address, message.welcome.router_incarnation)
-            self.connected.set()
+            self._take_welcome(message.welcome)
+        elif body is None:
+            self._take_unknown()
         else:
             self._on_command(message)
+
+    def _take_welcome(self, welcome: link_pb2.Welcome) -> None:
+        """Begin to serve. Raises ConnectionError if this worker does not speak the router's version of the link's protocol."""
+        if not LINK_VERSIONS.oldest <= welcome.link_version <= LINK_VERSIONS.newest:
+            raise ConnectionError(
+                f"the router speaks version {welcome.link_version} of the link's protocol, this worker speaks {LINK_VERSIONS}: "
+                "upgrade the older one of the two"
+            )
+        router = f"{self._router_address}, incarnation {welcome.router_incarnation:016x}"
+        log.info("linked to router %s, version %d of the link's protocol", router, welcome.link_version)
+        self._on_welcome(welcome.link_version)
+        self.connected.set()
+
+    def _take_unknown(self) -> None:
+        """Log, once for each stream, that the router sent a message that this release does not know."""
+        if not self._told_unknown:
+            self._told_unknown = True
+            log.error(
+                "router %s sent a message that this worker does not know, which speaks version %s of the link's protocol: "
+                "nothing was done; upgrade this worker",
+                self._router_address,
+                LINK_VERSIONS,
+            )
 
     async def _write(self, call: Stream, outbound: Outbound[link_pb2.WorkerMessage]) -> None:
         """Write queued messages until the stream ends. The task that reads the stream raises the reason of its end."""

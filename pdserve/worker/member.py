@@ -14,17 +14,18 @@ from typing import Final
 import grpc
 
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import InvalidRequest, ReplicaLost
 from pdserve.core.ids import WorkerId
-from pdserve.core.worker import WorkerHello, check_step_tokens
+from pdserve.core.roofline.step_counts import since
+from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, WorkerHello, check_budget
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import common_pb2, link_pb2
-from pdserve.worker.engine_watch import LOOK_S, EngineWatch
-from pdserve.worker.host import Host, Role, RoleFactory
+from pdserve.worker.engine_view import LOOK_S, EngineView
+from pdserve.worker.host import CLOSE_TIMEOUT_S, Host, Role, RoleFactory
 from pdserve.worker.link import Link
-from pdserve.worker.messages import Command, EngineSnapshot, SetBudget, StepEvents
-from pdserve.worker.prefix_log import PrefixCursor, PrefixLog
+from pdserve.worker.messages import SetBudget, StepEvents
+from pdserve.worker.prefix_log import PrefixCursor
 
 log = logging.getLogger(__name__)
 
@@ -39,28 +40,28 @@ class Member:
         self,
         config: WorkerConfig,
         role_number: common_pb2.Role,
-        snapshot: EngineSnapshot,
-        submit: Callable[[Command], None],
+        engine: EngineView,
         *,
-        step_timeout_s: float,
         pid: int = 0,
         niceness: int = 0,
+        flips: int = 0,
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
+        """`engine` is the view that the member before had, if the process served another role. `flips` counts these members."""
         self.role: Role | None = None
         self.loop_lag_ms = 0.0
         self._config = config
         self._role_number = role_number
-        self._snapshot = snapshot
-        self._largest_step = snapshot.load.max_num_batched_tokens  # in tokens; the engine has memory for it
-        self._submit = submit
-        self._watch = EngineWatch(step_timeout_s)
+        self._engine = engine
+        self._base = engine.snapshot.load  # the engine counts on through a flip; this member's counts begin here
+        self._began_s: float | None = None
         self._pid = pid
         self._niceness = niceness
+        self._flips = flips
         self._host: Host | None = None
         self._drain_asked = asyncio.Event()
-        self._prefixes = PrefixLog() if config.engine.enable_prefix_caching else None
-        self._cursor = None if self._prefixes is None else PrefixCursor(self._prefixes)
+        self._next_role: common_pb2.Role | None = None
+        self._cursor = self._new_cursor()
         self.link = Link(
             config.router_address,
             config.cluster_token,
@@ -71,6 +72,7 @@ class Member:
             on_command=self._on_command,
             on_lost=self._on_link_lost,
             after_beat=self._tell_prefixes,
+            on_welcome=self._on_welcome,
             open_channel=open_channel,
         )
 
@@ -79,46 +81,86 @@ class Member:
         self._host = host
         self.role = make_role(host)
 
-    def submit(self, command: Command) -> None:
-        """Give a command to the engine. Raises `Overloaded` when its queue is full."""
-        self._submit(command)
-        self._watch.submitted()
-
     def on_step(self, events: StepEvents) -> None:
         """Take the events of an engine step, and give them to the role."""
-        self._watch.heard(events)
-        if events.snapshot is not None:
-            self._snapshot = events.snapshot
-            if events.snapshot.keys is not None and self._prefixes is not None:
-                self._prefixes.note(events.snapshot.keys)
+        self._engine.on_step(events)
         if self.role is not None:
             self.role.on_step(events)
 
     def drain(self) -> None:
-        """Take no new request from now on; `drained` returns when none is left. Idempotent."""
+        """Take no new request from now on; `drained` returns None when none is left. It ends a flip. Idempotent."""
+        self._next_role = None
+        self._start_to_drain("drains")
+
+    def flip(self, role: common_pb2.Role) -> None:
+        """Take no new request from now on; `drained` returns `role` when none is left. Idempotent.
+
+        Raises `InvalidRequest` when the worker cannot take this role, and when it drains in order to end.
+        """
+        if self._config.flip_obstacle:
+            raise InvalidRequest(f"the worker cannot change its role: {self._config.flip_obstacle}", field="role")
+        if role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE) or role == self._role_number:
+            raise InvalidRequest(f"{role} is not the other role", field="role")
+        if self._host is None or (self._host.draining and self._next_role is None):
+            raise InvalidRequest("the worker is about to end", field="role")
+        self._next_role = role
+        self._start_to_drain("changes its role")
+
+    def _start_to_drain(self, what: str) -> None:
         if self._host is not None and not self._host.draining:
-            log.info("%s drains: it takes no new request", self._config.worker_id)
+            log.info("%s %s: it takes no new request", self._config.worker_id, what)
             self._host.draining = True
             self._drain_asked.set()
             self.link.beat_now()  # the router hears of it before any refusal that follows
 
-    async def drained(self) -> None:
-        """Return when a drain was asked for, and no request, lease, read, block or unsent message is left.
+    @property
+    def next_role(self) -> common_pb2.Role | None:
+        """The role of the next life. None: there is none, as far as was asked until now."""
+        return self._next_role
 
-        Return also after `drain_timeout_s`.
+    async def drained(self) -> common_pb2.Role | None:
+        """Wait until a drain or a flip was asked for, and no request, lease, read, block or unsent message is left.
+
+        Return the role to take on, or None when the worker must end. After `drain_timeout_s` a drain returns with what is left.
+        A flip gives up what is left, which the router replays. Raises `ReplicaLost` when that does not end: one of our reads
+        may still write into the pool, so the process must end.
         """
         await self._drain_asked.wait()
-        loop, limit_s = asyncio.get_running_loop(), self._config.drain_timeout_s
-        end_s = loop.time() + limit_s
-        while not self.empty:
-            if loop.time() >= end_s:
-                log.warning(
-                    "%s has not drained within %.0f s; it ends with %s", self._config.worker_id, limit_s, self._snapshot
-                )
-                return
-            await asyncio.sleep(DRAIN_LOOK_S)
+        if not await self._emptied(self._config.drain_timeout_s):
+            limit_s, left = self._config.drain_timeout_s, self._engine.snapshot
+            log.warning("%s has not drained within %.0f s; it ends with %s", self._config.worker_id, limit_s, left)
+            if self._next_role is None:
+                return None
+            await self._give_up_rest()
         await self.link.settle()
         log.info("%s has drained", self._config.worker_id)
+        return self._next_role
+
+    async def _emptied(self, limit_s: float) -> bool:
+        """Return True once nothing was left at two looks in a row, and False after `limit_s`.
+
+        A reader's commit empties a lender before the reader has told the router of it. If the lender's link ended in between,
+        the router would take the KV for lost and replay the request.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + limit_s
+        was_empty = False
+        while not (self.empty and was_empty):
+            was_empty = self.empty
+            if loop.time() >= end_s and not was_empty:
+                return False
+            await asyncio.sleep(DRAIN_LOOK_S)
+        return True
+
+    async def _give_up_rest(self) -> None:
+        """Drop all requests and end their leases. The router hears first, and replays them. Raises `ReplicaLost` if something
+        stays."""
+        _, role = self._started()
+        message = f"it changes its role and has not drained within {self._config.drain_timeout_s:.0f} s"
+        self.link.send(link_pb2.WorkerMessage(worker_lost=link_pb2.WorkerLost(message=message)))
+        role.on_link_lost()
+        if not await self._emptied(CLOSE_TIMEOUT_S):
+            raise ReplicaLost(f"{message}; {CLOSE_TIMEOUT_S:.0f} s after all requests were dropped something is left")
 
     async def broken(self) -> str:
         """Wait until the engine or the transfer thread is stuck, tell the router, and return the reason.
@@ -144,8 +186,8 @@ class Member:
         while True:
             await asyncio.sleep(LOOK_S)
             last_s, looked_s = looked_s, loop.time()
-            if self._watch.look(looked_s - last_s):
-                return self._watch.reason
+            if self._engine.watch.look(looked_s - last_s):
+                return self._engine.watch.reason
 
     async def _transfer_unhealthy(self) -> str:
         transfer = self._started()[0].transfer
@@ -155,9 +197,9 @@ class Member:
     @property
     def empty(self) -> bool:
         """True when no request, lease, read or block is left."""
-        load, (_, role) = self._snapshot.load, self._started()
-        blocks = load.blocks
-        return role.idle and load.running_sequences == load.queued_requests == blocks.held == blocks.quarantined == 0
+        host, role = self._started()
+        reads_ended = host.transfer.num_unstopped == 0 and (host.staging is None or host.staging.idle)
+        return role.idle and reads_ended and self._engine.empty
 
     def _started(self) -> tuple[Host, Role]:
         assert self._host is not None
@@ -168,30 +210,45 @@ class Member:
         body, (host, role) = message.WhichOneof("body"), self._started()
         if body == "drain":
             self.drain()
+        elif body == "flip":
+            self._flip(message.flip.role)
         elif body == "explain_work":
             self.link.send(host.stories.answer(message.explain_work))
         elif body == "prefix_resync":
             if self._cursor is not None:
                 self._cursor.ask_full()
         elif body == "set_budget":
-            self._set_budget(message.set_budget.max_num_batched_tokens)
+            self._set_budget(message.set_budget)
         else:
             role.on_command(message)
 
-    def _set_budget(self, tokens: int) -> None:
-        """Give the step's budget to the engine. The next heartbeat after the engine has taken it tells it."""
+    def _flip(self, role: common_pb2.Role) -> None:
         try:
-            check_step_tokens(codec.hello_from_wire(self._hello()), tokens)
+            self.flip(role)
+        except InvalidRequest as exc:  # the router checks the same, so it did not know yet what this worker knows
+            log.error("the router's flip is refused: %s", exc)
+
+    def _set_budget(self, asked: link_pb2.SetBudget) -> None:
+        """Give the step's budget to the engine. The next heartbeat after the engine has taken it tells it."""
+        budget = SetBudget(asked.max_num_batched_tokens, asked.max_num_seqs)
+        try:
+            check_budget(codec.hello_from_wire(self._hello()), budget.max_num_batched_tokens, budget.max_num_seqs)
         except InvalidRequest as exc:  # the router checks the same, so its version differs from ours
             log.error("the router's budget is refused: %s", exc)
         else:
-            self.submit(SetBudget(tokens))
+            self._engine.submit(budget)
+
+    def _on_welcome(self, link_version: int) -> None:
+        self._started()[0].link_version = link_version
 
     def _on_link_lost(self) -> None:
         host, role = self._started()
         role.on_link_lost()
         host.counted.forget()
-        self._cursor = None if self._prefixes is None else PrefixCursor(self._prefixes)
+        self._cursor = self._new_cursor()
+
+    def _new_cursor(self) -> PrefixCursor | None:
+        return None if self._engine.prefixes is None else PrefixCursor(self._engine.prefixes)
 
     def _tell_prefixes(self) -> None:
         """Send what has changed among the keys of the pool. A heartbeat has just gone out, with the counts of the same
@@ -213,29 +270,47 @@ class Member:
             block_size=spec.block_size,
             num_blocks=min(region.num_blocks for region in host.regions),
             max_model_len=host.max_model_len,
-            max_num_seqs=min(engine.max_num_seqs, self._largest_step or engine.max_num_seqs),  # a token each a step
+            max_num_seqs=min(engine.max_num_seqs, self._engine.largest_step or engine.max_num_seqs),  # a token each a step
             dtype=spec.dtype,
             kv_bytes_per_token=spec.bytes_per_token,
             pid=self._pid,
-            step_timeout_s=self._watch.timeout_s,
+            step_timeout_s=self._engine.watch.timeout_s,
             niceness=self._niceness,
             quantization=engine.quantization or "",
-            max_num_batched_tokens=self._largest_step,
+            max_num_batched_tokens=self._engine.largest_step,
+            peak_flops_per_s=self._engine.peak_flops_per_s,
+            peak_bytes_per_s=self._engine.peak_bytes_per_s,
+            draining=host.draining,
+            flips=self._flips,
+            flip_obstacle=self._config.flip_obstacle,
+            oldest_link_version=LINK_VERSIONS.oldest,
+            link_version=LINK_VERSIONS.newest,
+            oldest_peer_version=PEER_VERSIONS.oldest,
+            peer_version=PEER_VERSIONS.newest,
         )
         return codec.hello_to_wire(hello)
+
+    def _uptime_s(self) -> float:
+        """Return the time since the first heartbeat."""
+        now_s = asyncio.get_running_loop().time()
+        if self._began_s is None:
+            self._began_s = now_s
+        return now_s - self._began_s
 
     def _heartbeat(self) -> common_pb2.WorkerLoad:
         """Return the engine's part of the load, completed with what the role, the link and the loop know."""
         host, role = self._started()
         role.on_tick()
         load = replace(
-            self._snapshot.load,
+            self._engine.snapshot.load,
             leases_held=role.leases_held,
             loop_lag_ms=self.loop_lag_ms,
             draining=host.draining,
-            engine_stalled_s=self._watch.stalled_s,
-            last_handle=host.counted.last_handle(self._snapshot.last_seq_id),
+            engine_stalled_s=self._engine.watch.stalled_s,
+            last_handle=host.counted.last_handle(self._engine.snapshot.last_seq_id),
             kv_corrupt_blocks=role.damage.corrupt_blocks,
             kv_rotted_blocks=role.damage.rotted_blocks,
+            uptime_s=self._uptime_s(),
+            **since(self._engine.snapshot.load, self._base),
         )
         return codec.load_to_wire(load)

@@ -72,12 +72,21 @@ class Rehash:
 
 @dataclass(frozen=True, slots=True)
 class SetBudget:
-    """Let a step have at most so many tokens from now on."""
+    """Let a step have at most so many tokens, and at most so many sequences run, from now on. 0: it stays as it is."""
 
     max_num_batched_tokens: int
+    max_num_seqs: int = 0
 
 
-Command = AddLent | Reserve | Activate | Abort | EndQuarantine | ReturnLease | Rehash | SetBudget
+@dataclass(frozen=True, slots=True)
+class SetLending:
+    """Sum each block once it is final, and the cached blocks now, because the worker lends from now on. False: it lends
+    nothing any more. No block may be held or quarantined."""
+
+    lends: bool
+
+
+Command = AddLent | Reserve | Activate | Abort | EndQuarantine | ReturnLease | Rehash | SetBudget | SetLending
 
 
 @dataclass(frozen=True, slots=True)

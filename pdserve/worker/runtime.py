@@ -1,52 +1,48 @@
 """The life of a worker process: it loads, starts three threads, serves and stops.
 
-The role, prefill or decode, is an object that gets the router's commands and the engine's events. It runs on the loop
-thread.
+The loop thread lives one life after the other: a role flip ends a life, and the next one has the other role. The engine thread,
+the weights and the KV pool stay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
 from kvtransfer.backends.registry import prepare
-from kvtransfer.reads.thread import TransferThread
-from kvtransfer.staging.staging import Staging
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.progress import Progress, silent
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig, WorkerConfig
 from pdserve.core.block_pools import BlockPools
-from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
-from pdserve.core.ids import Incarnation, WorkerId
-from pdserve.core.kv_layout import KvGroup
+from pdserve.core.errors import ReplicaLost
+from pdserve.core.ids import Incarnation
+from pdserve.core.roofline.flops import StepFlops
+from pdserve.core.roofline.shape import ModelShape
+from pdserve.core.roofline.step_counts import StepCounts
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.block_sums import BlockSums
-from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.memory.host import resident_bytes
+from pdserve.engine.peaks import Peaks, peaks_of
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.warm_up import check_before_loading, settle
-from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
-from pdserve.worker.engine_watch import step_timeout_s
-from pdserve.worker.host import Host, RoleFactory, close_role, region_of
-from pdserve.worker.kv_staging import StagedKv, most_staged_bytes
+from pdserve.worker.engine_view import EngineView, step_timeout_s
+from pdserve.worker.kv_staging import most_staged_bytes
+from pdserve.worker.life import Lasting, Life
 from pdserve.worker.mailbox import Mailbox
 from pdserve.worker.member import Member
 from pdserve.worker.memory_report import MemoryReport
@@ -67,23 +63,29 @@ LAG_PERIOD_S: Final = 0.5
 class RunningWorker:
     """One worker, which `start` brings up. `wait` returns its exit status; `stop` ends it and is idempotent."""
 
-    def __init__(self, config: WorkerConfig, role: common_pb2.Role, make_role: RoleFactory) -> None:
+    def __init__(self, config: WorkerConfig, role: common_pb2.Role, progress: Progress = silent) -> None:
+        """`role` is the role of the first life. `progress` is told how far the loading is."""
         self._config = config
-        self._role_number = role
-        self._make_role = make_role
-        self.incarnation = Incarnation(secrets.randbits(64))
+        self._progress = progress
+        self._role = role
+        self._ends = False
+        """True: a drain was asked for, so no further life begins."""
         self._exit: Future[int] = Future()
         self._first_snapshot: EngineSnapshot | None = None
         self._stop_requested: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._view: EngineView | None = None
         self._member: Member | None = None
         self._started: Future[None] = Future()
+        self.incarnation = Incarnation(0)
+        """The incarnation of the present life; 0 before the first one. The address is that of the same life."""
         self.address = ""
         self.memory = MemoryReport()
         self.computes = ""
         """A description, in words, of how steps are computed. It is empty until the worker has started."""
         self._step_bytes = 0
         self._step_timeout_s = config.engine.step_timeout_s
+        self._peaks = Peaks()
         self.load_s = 0.0
 
     def start(self) -> RunningWorker:
@@ -92,12 +94,13 @@ class RunningWorker:
         transport, host = self._config.transfer.transport, self._config.host
         self._make_transport = prepare(transport, host, allow_public=self._config.allow_public_bind)
         began_s = time.monotonic()
-        directory = resolve(self._config.engine.model)
-        self._card = ModelCard.load(directory, self._config.engine.model_family)
+        engine = self._config.engine
+        directory = resolve(engine.model, progress=self._progress, load_format=engine.load_format)
+        self._card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format)
         self._tokenizer = Tokenizer.load(directory)
         self._runner: ModelRunner | None = None
         self._events: Mailbox[StepEvents] = Mailbox(self._on_step)
-        self._engine = EngineThread(lambda: self._build(directory), self._events.put, self._die, self._sums_of)
+        self._engine = EngineThread(lambda: self._build(directory), self._events.put, self._die, self._sums_of, self._counts_of)
         try:
             self._engine.start(LOAD_TIMEOUT_S)
         except BaseException:
@@ -179,9 +182,11 @@ class RunningWorker:
         return MemoryReport(weights, step, kv.nbytes, rest, kv.num_blocks, kv.spec.block_size, runner.max_model_len)
 
     def _converts(self, engine: EngineConfig) -> int:
-        """Return the bytes that staging may take. Only decode workers stage: they read from peers of any dtype."""
+        """Return the bytes that staging may take. Decode workers stage, and those that may become one: they read from peers of
+        any dtype."""
         spec = self._card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
-        return sum(map(most_staged_bytes, spec.groups)) if self._role_number == common_pb2.ROLE_DECODE else 0
+        decodes = self._role == common_pb2.ROLE_DECODE or not self._config.flip_obstacle
+        return sum(map(most_staged_bytes, spec.groups)) if decodes else 0
 
     # Engine thread.
 
@@ -189,11 +194,15 @@ class RunningWorker:
         engine = self._config.engine
         check_before_loading(self._card, engine)
         later = self._converts(engine)
-        runner = ModelRunner.load(directory, self._card, engine, later=later)
+        runner = ModelRunner.load(directory, self._card, engine, later=later, progress=self._progress)
         settled = settle(runner, engine, later=later)
         self._step_bytes = settled.step_bytes
         self._step_timeout_s = step_timeout_s(engine.step_timeout_s, settled.slowest_s)
-        pool = BlockPools(*[cache.num_blocks for cache in runner.kv.caches])
+        flops = StepFlops.of(ModelShape.of(self._card.spec)).chunk(0, settled.prompt_tokens)
+        seen_flops_per_s = flops / settled.prompt_s
+        self._peaks = peaks_of(runner.kv, engine, rate=runner.product_rate, seen_flops_per_s=seen_flops_per_s)
+        caches = runner.kv.caches
+        pool = BlockPools(*[cache.num_blocks for cache in caches], layouts=[cache.layout for cache in caches])
         scheduler = Scheduler(
             pool,
             engine.block_size,
@@ -216,10 +225,15 @@ class RunningWorker:
         return runner, scheduler, pool
 
     def _sums_of(self) -> tuple[BlockSums, ...] | None:
-        """Return a function for each KV group that sums its blocks. None: this worker lends no blocks, or checksums are off."""
-        if self._role_number != common_pb2.ROLE_PREFILL or not self._config.lease.kv_checksum:
+        """Return a function for each KV group that sums its blocks. None: checksums are off."""
+        if not self._config.lease.kv_checksum:
             return None
         return tuple(BlockSums(cache.blocks) for cache in self.kv.caches)
+
+    def _counts_of(self) -> StepCounts:
+        assert self._runner is not None
+        shape = ModelShape.of(self._card.spec)
+        return StepCounts(StepFlops.of(shape), self._runner.traffic(shape), self._runner.expert_load)
 
     def _die(self, exc: BaseException) -> None:
         """Set exit status 1, because a thread died of a bug. The state of this process cannot be trusted, so it ends and is
@@ -231,10 +245,12 @@ class RunningWorker:
     # Loop thread.
 
     def _on_step(self, events: StepEvents) -> None:
-        if self._member is not None:
-            self._member.on_step(events)
+        taker = self._member or self._view
+        if taker is not None:
+            taker.on_step(events)
 
     def _drain(self) -> None:
+        self._ends = True
         if self._member is not None:
             self._member.drain()
 
@@ -251,106 +267,52 @@ class RunningWorker:
                 self._exit.set_result(0)  # stopped, or drained; the engine thread is ended by `stop` or with the process
 
     async def _serve(self) -> None:
-        self._stop_requested = asyncio.Event()
+        """Live one life after the other, until the worker ends."""
+        self._stop_requested = stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        assert self._runner is not None
-        assert self._first_snapshot is not None
-        runner, config = self._runner, self._config
-        caches = runner.kv.caches
-        regions = tuple(map(region_of, caches))
-        sums = {region: BlockSums(cache.blocks, beside=True) for region, cache in zip(regions, caches, strict=True)}
-        worker_id = WorkerId(config.worker_id)
-        transfer = TransferThread(
-            lambda: self._make_transport(worker_id, self.incarnation, regions),
-            sum_blocks=sums if config.lease.kv_checksum else None,
-        )
-        staging = Staging(transfer, lambda layout, count: StagedKv(layout, count, _cache_for(layout, caches)))
-        server = grpc.aio.server(options=server_options())
+        lasting = self._make_lasting()
+        self._view = lasting.engine
+        self._events.attach()
         try:
-            agent_metadata = await transfer.start()
-            self.address = self._bind(server)
-            member = Member(
-                config,
-                self._role_number,
-                self._first_snapshot,
-                self._engine.submit,
-                step_timeout_s=self._step_timeout_s,
-                pid=os.getpid(),
-                niceness=os.getpriority(os.PRIO_PROCESS, 0),
-            )
-            host = Host(
-                config=config,
-                card=self._card,
-                kv_spec=runner.kv.spec,
-                regions=regions,
-                tokenizer=self._tokenizer,
-                max_model_len=runner.max_model_len,
-                incarnation=self.incarnation,
-                transfer=transfer,
-                agent_metadata=agent_metadata,
-                address=self.address,
-                server=server,
-                submit=member.submit,
-                send=member.link.send,
-                staging=staging,
-            )
-            member.start(host, self._make_role)
-            self._member = member
-            self._events.attach()
-            await self._run_services(server, member)
+            role: common_pb2.Role | None = self._role
+            for flips in itertools.count():
+                if role is None or stop.is_set() or self._ends:
+                    return
+                role = await self._live(Life(lasting, role, flips), stop)
         finally:
             self._events.detach()
-            if self._member is not None and self._member.role is not None:
-                await close_role(self._member.role, transfer)
-            await server.stop(grace=None)
-            await transfer.close()
-            staging.close()
 
-    async def _run_services(self, server: grpc.aio.Server, member: Member) -> None:
-        """Run link and services until a stop is asked for, the worker has drained, or a needed part has ended.
-
-        Raises `ReplicaLost` when a part is stuck, and otherwise what ended the part.
-        """
-        assert self._stop_requested is not None
-        servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-        await server.start()
-        tasks = [
-            asyncio.create_task(member.link.run(), name="link"),
-            asyncio.create_task(_watch_lag(member), name="lag"),
-        ]
-        broken = asyncio.create_task(member.broken(), name="watch")
-        drained = asyncio.create_task(member.drained(), name="drain")
-        stop = asyncio.create_task(self._stop_requested.wait())
-        self._started.set_result(None)
+    async def _live(self, life: Life, stop: asyncio.Event) -> common_pb2.Role | None:
+        """Live one life, and return the role of the next one. Raises `ReplicaLost` instead when this one may still write."""
+        next_role, clean = None, False
         try:
-            done, _ = await asyncio.wait([*tasks, broken, stop, drained], return_when=asyncio.FIRST_COMPLETED)
-            if broken in done:
-                raise ReplicaLost(broken.result())
-            for task in done - {stop, drained}:
-                task.result()  # raises the error that ended it
-                raise InternalBug(f"{task.get_name()} ended")
+            await life.open()
+            self.address, self.incarnation, self._member = life.address, life.incarnation, life.member
+            if self._ends:
+                life.member.drain()
+            if not self._started.done():
+                self._started.set_result(None)
+            next_role = await life.run(stop)
         finally:
-            for task in [*tasks, broken, stop, drained]:
-                task.cancel()
-            await asyncio.gather(*tasks, broken, stop, drained, return_exceptions=True)
+            clean = await life.close()
+        if next_role is not None and not clean:
+            raise ReplicaLost("the role cannot change: a read of this process may still write into the KV pool")
+        return next_role
 
-    def _bind(self, server: grpc.aio.Server) -> str:
-        """Open the port and return the address that peers use. Raises `ConfigError`, which names the settings."""
-        host, port = self._config.host, self._config.port
-        try:
-            bound = server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as exc:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: set host to an address of this machine, port to a free one"
-            ) from exc
-        return f"{self._config.advertise_host or host}:{bound}"
-
-
-def _cache_for(layout: KvGroup, caches: Sequence[KvCache]) -> KvCache:
-    """Return the memory of our KV group that holds the same as blocks of `layout`. The ticket was checked, so there is one."""
-    return next(cache for cache in caches if cache.layout.holds_the_same_as(layout))
+    def _make_lasting(self) -> Lasting:
+        assert self._runner is not None
+        assert self._first_snapshot is not None
+        engine = EngineView(
+            self._first_snapshot,
+            self._engine.submit,
+            step_timeout_s=self._step_timeout_s,
+            prefix_caching=self._config.engine.enable_prefix_caching,
+            peak_flops_per_s=self._peaks.flops_per_s,
+            peak_bytes_per_s=self._peaks.bytes_per_s,
+        )
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        make_transport = self._make_transport
+        return Lasting(self._config, self._card, self._tokenizer, self._runner, engine, make_transport, niceness)
 
 
 def _spare_garbage_collector() -> None:
@@ -361,11 +323,3 @@ def _spare_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
-
-
-async def _watch_lag(member: Member) -> None:
-    loop = asyncio.get_running_loop()
-    while True:
-        due_s = loop.time() + LAG_PERIOD_S
-        await asyncio.sleep(LAG_PERIOD_S)
-        member.loop_lag_ms = max(0.0, (loop.time() - due_s) * 1000)

@@ -25,6 +25,7 @@ class WorkKind(Enum):
     RECEIVED = "received"
     RESERVED = "reserved"
     NO_ROOM = "no_room"
+    REFUSED = "refused"
     GRANTED = "granted"
     COMPUTED = "computed"
     FIRST_TOKEN = "first_token"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.core.worker import Role
 from pdserve.observe.snapshot import ClusterSnapshot
 from router.api.answer import Generation
 from router.api.explanation import Explanation
@@ -90,9 +91,15 @@ class AdminApi(Protocol):
         """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
         `UnknownWorker`."""
 
-    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int) -> None:
-        """Let each step of these workers have at most so many tokens, until they restart. All of them or, after an error, none.
-        Raises `UnknownWorker`, and `InvalidRequest` for a number that one of them cannot have."""
+    def flip(self, worker_id: str, role: Role, incarnation: int) -> None:
+        """Let a worker finish its work and come back in the other role. `incarnation` 0: the worker may have any.
+
+        Raises `UnknownWorker`, `StaleOrder` for a worker of another incarnation, and `CannotFlip`."""
+
+    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int, max_num_seqs: int = 0) -> None:
+        """Let each step of these workers have at most so many tokens, and at most so many of their sequences run, until they
+        restart. 0: the limit stays as it is. All of them or, after an error, none. Raises `UnknownWorker`, and
+        `InvalidRequest` for a number that one of them cannot have."""
 
     async def explain(self, name: str) -> Explanation:
         """Explain the newest request with this request id or correlation id. Raises `UnknownRequest` and `Overloaded`."""

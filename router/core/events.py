@@ -14,13 +14,13 @@ from typing import NewType, Protocol, TypeVar
 import msgspec
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.ids import Handle, LeaseId, RequestId, WorkerId
+from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.logprobs import PackedLogprobs
 from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
-from pdserve.core.worker import WorkerHello, WorkerLoad
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from router.api.answer import Delta, Report
 
 LinkId = NewType("LinkId", int)
@@ -101,10 +101,11 @@ class PrefixSeen:
 
 @dataclass(frozen=True, slots=True)
 class BudgetAsked:
-    """An operator sets how many tokens a step of this worker may have."""
+    """An operator sets how many tokens a step of this worker may have, and how many sequences may run. 0: as it is."""
 
     worker_id: WorkerId
     max_num_batched_tokens: int
+    max_num_seqs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,16 @@ class DrainAsked:
     """An operator takes this worker out of service. The worker gets nothing new and finishes the work that it has."""
 
     worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class FlipAsked:
+    """This worker shall change into the other role. It gets nothing new, finishes its work, and comes back in the new role.
+    `incarnation` None: the worker may have any."""
+
+    worker_id: WorkerId
+    role: Role
+    incarnation: Incarnation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,14 @@ class NoRoom:
     link: LinkId
     handle: Handle
     blocks_needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A worker refused work because it drains. It has not begun the work."""
+
+    link: LinkId
+    handle: Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +229,7 @@ WorkerEvent = (
     | PrefixSeen
     | Reserved
     | NoRoom
+    | Refused
     | PrefillStarted
     | KvCommitted
     | RequestFailed
@@ -217,7 +237,7 @@ WorkerEvent = (
 )
 """The events that a link may deliver."""
 
-Event = Submit | ClientGone | Tick | DrainAsked | BudgetAsked | WorkerEvent
+Event = Submit | ClientGone | Tick | DrainAsked | FlipAsked | BudgetAsked | WorkerEvent
 
 # Effects -----------------------------------------------------------------------------------------------------------
 
@@ -272,9 +292,10 @@ class SendCancel:
 
 @dataclass(frozen=True, slots=True)
 class SendWelcome:
-    """Tell a worker that it was accepted."""
+    """Tell a worker that it was accepted. `link_version` is the version of the link's protocol that both will speak."""
 
     link: LinkId
+    link_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,11 +320,21 @@ class SendDrain:
 
 
 @dataclass(frozen=True, slots=True)
+class SendFlip:
+    """Tell a worker to finish its work and to come back in this role."""
+
+    link: LinkId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
 class SendBudget:
-    """Tell a worker how many tokens its steps may have from now on. Its heartbeats then tell this number."""
+    """Tell a worker how many tokens its steps may have from now on, and how many sequences may run. Its heartbeats then tell
+    these numbers. 0: the number stays as it is."""
 
     link: LinkId
     max_num_batched_tokens: int
+    max_num_seqs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +379,7 @@ class ReportBug:
 
 _T = TypeVar("_T")
 
-Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendPrefixResync | SendDrain | SendBudget
+Command = SendBind | SendPrefill | SendAttach | SendCancel | SendAlive | SendPrefixResync | SendDrain | SendFlip | SendBudget
 Effect = SendWelcome | Command | CloseLink | EmitDelta | EmitDone | EmitFailed | ReportBug
 
 EffectsThen = Generator[Effect, None, _T]

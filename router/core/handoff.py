@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pdserve.core.errors import ReplicaLost
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, SendAttach
 from router.core.forecast.transfers import Transfers
@@ -56,8 +57,13 @@ class Handoff:
             yield from self._attach(request, now_s)
         elif request.placement is Placement.COLOCATED:
             request.machine.move(_E.RESERVED_LOCAL)
-        elif (yield from self._dispatcher.prefill(request, now_s)):
-            request.machine.move(_E.RESERVED)
+        else:
+            yield from self._prefill(request, _E.RESERVED, now_s)
+
+    def _prefill(self, request: LiveRequest, event: RequestEvent, now_s: float) -> Effects:
+        """Start the prefill, which is `event`. Without a prefill worker the bind is given back and the request waits again."""
+        if (yield from self._dispatcher.prefill(request, now_s)):
+            request.machine.move(event)
         elif request.probe is not None:
             yield from self._recovery.retry(request, ReplicaLost("its prefill worker has left or is leaving"), now_s)
         else:
@@ -78,6 +84,28 @@ class Handoff:
             yield from self._dispatcher.requeue(request, _E.NO_ROOM)
         else:  # a rebind without room gives the lease back; `Probes` repeats a probe
             yield from self._recovery.retry(request, loss or ReplicaLost(f"{request.decode_worker} has no room"), now_s)
+
+    def place_elsewhere(self, work: RemoteWork, now_s: float) -> Effects:
+        """Place work elsewhere that a draining worker has refused. This is no failure: no attempt, retry or pair is charged.
+
+        After a refused prefill the reservation on the decode worker stays. A refused rebind goes to the next decode worker. If
+        none has room, the loss that made the rebind necessary decides.
+        """
+        request = work.request
+        work.machine.move(_W.DRAINING)
+        worker = self._requests.drop(work)
+        assert worker is not None
+        worker.draining = True  # also if its heartbeat has not said so yet: nobody asks it again
+        worker.touch()
+        request.story.note(now_s, StoryKind.REFUSED, role=work.role, worker=worker.hello.worker_id, why=_E.DRAINING)
+        if work.role is Role.PREFILL:
+            yield from self._prefill(request, _E.DRAINING, now_s)
+        elif request.probe is not None:
+            yield from self._recovery.retry(request, ReplicaLost(f"{worker.name} drains"), now_s)
+        elif request.machine.state is _S.BINDING:
+            yield from self._dispatcher.requeue(request, _E.DRAINING)
+        else:
+            yield from self._recovery.rebind(request, request.loss or ReplicaLost(f"{worker.name} drains"), now_s)
 
     def prefill_started(self, work: RemoteWork, event: PrefillStarted, now_s: float) -> Effects:
         """Keep the granted lease, and attach it if the decode worker has reserved."""

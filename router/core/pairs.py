@@ -1,5 +1,5 @@
 """Pairs of a prefill worker and a decode worker between which KV does not pass. Pure. The router keeps this record itself,
-because it sees all handoffs.
+because it sees all handoffs. Workers whose versions differ too much need no record: what they have said of themselves tells it.
 
 A pair that fails is set aside, longer after each further failure, and is tried again when that time is over. A success clears
 it. A pair is two processes, not two names: a restarted worker makes a new pair.
@@ -74,7 +74,10 @@ class Pairs:
         self._doubted.pop(_key(prefill, decode), None)
 
     def usable(self, prefill: WorkerHello, decode: WorkerHello, *, now_s: float) -> bool:
-        """Tell whether KV may go from one to the other at `now_s`. An infinite `now_s` asks whether it ever may."""
+        """Tell whether KV may go from one to the other at `now_s`. An infinite `now_s` asks whether it ever may. Workers
+        without a common version of their protocol are never paired."""
+        if not prefill.may_pair(decode):
+            return False
         pair = self._pairs.get(_key(prefill, decode)) if self._pairs else None
         return pair is None or (pair.until_s <= now_s and not math.isinf(pair.until_s))
 

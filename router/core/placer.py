@@ -15,7 +15,7 @@ from typing import Final
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
-from pdserve.core.worker import Role
+from pdserve.core.worker import Role, VersionRange
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
 from router.core.forecast.prediction import Outlook
@@ -109,7 +109,7 @@ class Placer:
     def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
         self.note_silence(now_s=now_s)  # else nobody would notice that a worker is heard again before the next tick
         self._pools.refresh()
-        if not serving or len(self._pairs):
+        if not serving or self.pairs_in_trouble:
             return self._decide_anew(request, now_s, serving=serving)
         mark = request, request.machine.attempt, now_s, self._pools.shifts
         if self._decided is None or self._decided[0] != mark:
@@ -129,21 +129,32 @@ class Placer:
             colocate_below_tokens=self._colocate_below_tokens,
             has_prefill=has_prefill,
             has_pair=has_prefill and self._has_pair(request, now_s, serving=serving),
+            no_pair=self._no_pair,
         )
 
     def _has_pair(self, request: LiveRequest, now_s: float, *, serving: bool) -> bool:
         """Tell whether KV may go from some prefill worker to some decode worker that are long enough for the request."""
-        if not len(self._pairs):
+        if not self._pairs_differ:
             return True
+        reached = self._reach(request, now_s, serving=serving)
         tiers = self._pools.decode.fitting(request.max_len)
         readers = (worker for tier in tiers for worker in (tier.serving if serving else tier.known).values())
-        return any(self._reached(request, reader, now_s, serving=serving) for reader in readers)
+        return any(map(reached, readers))
 
-    def _reached(self, request: LiveRequest, reader: Worker, now_s: float, *, serving: bool = True) -> bool:
-        """Tell whether the KV of some prefill worker that is long enough for the request may go to a decode worker."""
+    def _reach(self, request: LiveRequest, now_s: float, *, serving: bool = True) -> _Usable:
+        """Return a function that tells whether the KV of some prefill worker that is long enough for the request may go to a
+        decode worker. Unless pairs have failed, it looks for a prefill worker only once for each range of versions."""
         paired_s = now_s if serving else math.inf
-        lenders = self._lenders(request, now_s, serving=serving)
-        return any(self._pairs.usable(lender.hello, reader.hello, now_s=paired_s) for lender in lenders)
+        known: dict[VersionRange, bool] = {}
+
+        def reached(reader: Worker) -> bool:
+            versions = reader.hello.peer_versions
+            if versions not in known or len(self._pairs):
+                lenders = self._lenders(request, now_s, serving=serving)
+                known[versions] = any(self._pairs.usable(lender.hello, reader.hello, now_s=paired_s) for lender in lenders)
+            return known[versions]
+
+        return reached
 
     def _lenders(self, request: LiveRequest, now_s: float, *, serving: bool) -> Iterator[Worker]:
         """Yield the prefill workers that could compute the request's prompt."""
@@ -155,6 +166,16 @@ class Placer:
     def need_tokens(self, request: LiveRequest) -> int:
         """Return how many tokens of KV the request will probably take on its decode worker."""
         return request.work_len + self._outputs.expect(request.remaining_tokens)
+
+    @property
+    def _pairs_differ(self) -> bool:
+        """Some prefill worker and some decode worker may not be paired, at present or ever."""
+        return len(self._pairs) > 0 or self._registry.mixed_peers
+
+    @property
+    def _no_pair(self) -> Reason:
+        """The reason why some worker has no partner, if one has none. Pairs that have failed explain it first."""
+        return Reason.PAIRS_SET_ASIDE if len(self._pairs) else Reason.VERSIONS_DIFFER
 
     @property
     def pairs_in_trouble(self) -> bool:
@@ -246,17 +267,14 @@ class Placer:
     ) -> list[tuple[_Usable | None, Placement, Reason]]:
         """Return the ways to place a request, the best one first. Each has a function that tells whether a worker can be used
         in that way, or None where all can."""
-        if placement is not Placement.DISAGGREGATED or not len(self._pairs):
+        if placement is not Placement.DISAGGREGATED or not self._pairs_differ:
             return [(None, placement, reason)]
-
-        def reached(worker: Worker) -> bool:
-            return self._reached(request, worker, now_s)
-
+        reached = self._reach(request, now_s)
         if reason is not Reason.DEFAULT:
             return [(reached, placement, reason)]
         return [
             (reached, placement, reason),
-            (lambda worker: not reached(worker), Placement.COLOCATED, Reason.PAIRS_SET_ASIDE),
+            (lambda worker: not reached(worker), Placement.COLOCATED, self._no_pair),
         ]
 
     def _heard_and(self, usable: _Usable | None, now_s: float) -> _Usable:
@@ -291,7 +309,7 @@ class Placer:
             return None
 
         usable: _Usable | None = None
-        if len(self._pairs):
+        if self._pairs_differ:
             usable = lambda worker: self._pairs.usable(worker.hello, reader.hello, now_s=now_s)  # noqa: E731
         allowed = self._heard_and(usable, now_s)
         picked = self._choose(Role.PREFILL, request, Ask(request.work_len + 1, 0, allowed), now_s)

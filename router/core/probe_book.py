@@ -51,7 +51,8 @@ class ProbeBook:
                 if no_room and not worker.readiness.ready and decode is not None:
                     self.claim(decode, worker)
                 else:
-                    _note(worker, _who(probe, peer), error, now_s)
+                    drains = peer is not None and peer.draining  # this says nothing about the worker
+                    _note(worker, _who(probe, peer), error, now_s, counts=not drains)
 
     def check_invariants(self) -> None:
         """Assert that each worker knows who has claimed it, and that a worker that is not ready says why."""
@@ -61,13 +62,16 @@ class ProbeBook:
             assert worker.claimed_by == self.claims.get(worker.link)
 
 
-def _note(worker: Worker, peer: str, error: PdserveError | None, now_s: float) -> None:
+def _note(worker: Worker, peer: str, error: PdserveError | None, now_s: float, *, counts: bool) -> None:
+    """Note the result of a probe for one of its workers. After an error that does not count, the next probe need not wait."""
     readiness = worker.readiness
     if error is None:
         readiness.ready, readiness.reason, readiness.failures = True, "", 0
         worker.touch()
     elif not readiness.ready:
         readiness.reason = f"KV round trip with {peer} failed: {error.message}"
+        if not counts:
+            return
         readiness.try_after_s = now_s + min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(readiness.failures, 8))
         readiness.failures += 1
 

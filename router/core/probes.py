@@ -95,8 +95,15 @@ class Probes:
             yield from self._start_or_claim(worker, peer, worker, now_s)
         elif peer is not None:
             yield from self._start_or_claim(peer, worker, worker, now_s)
-        elif worker.readiness.reason == NOT_YET_PROBED:
-            worker.readiness.reason = "waiting for a KV round trip: there is no decode worker"
+        elif worker.readiness.reason.startswith(NOT_YET_PROBED):
+            worker.readiness.reason = f"{NOT_YET_PROBED}: {self._no_reader(worker)}"
+
+    def _no_reader(self, prefill: Worker) -> str:
+        """Return why there is no decode worker to probe a prefill worker with."""
+        readers = self._registry.of_role(Role.DECODE)
+        if not readers or any(prefill.hello.may_pair(reader.hello) for reader in readers):
+            return "there is no decode worker"
+        return f"no decode worker speaks a version of its protocol between workers ({prefill.hello.peer_versions})"
 
     def _start_or_claim(self, decode: Worker, prefill: Worker | None, claimant: Worker, now_s: float) -> Effects:
         if decode.has_room:

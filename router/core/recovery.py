@@ -3,6 +3,7 @@
 ```
 decode lost before it reserved              the same attempt waits for another decode worker
 decode lost in the handoff, KV uncommitted  another decode worker with room at once reads the same lease; else a retry
+a worker drains and refuses its part        the same attempt goes on with another worker: no loss (`Handoff.place_elsewhere`)
 any other loss, or an error that the        a retry: the attempt is withdrawn from both workers, and the next one starts
 table of errors lets the cluster retry      from the prompt and the ids that the client has
 ```
@@ -64,11 +65,18 @@ class Recovery:
                 yield from self._dispatcher.requeue(request, _E.DECODE_LOST)
                 return
             uncommitted = request.prefill is not None and work.machine.state is not WorkState.COMMITTED
-            if uncommitted and (yield from self._dispatcher.rebind(request, now_s)):
-                request.loss = error
-                request.rebinds += 1
+            if uncommitted:
+                yield from self.rebind(request, error, now_s)
                 return
         yield from self.retry(request, error, now_s)
+
+    def rebind(self, request: LiveRequest, error: PdserveError, now_s: float) -> Effects:
+        """Let another decode worker read the lease after the loss `error`. If none has room, retry."""
+        if (yield from self._dispatcher.rebind(request, now_s)):
+            request.loss = error
+            request.rebinds += 1
+        else:
+            yield from self.retry(request, error, now_s)
 
     def work_failed(self, work: RemoteWork, event: RequestFailed, now_s: float) -> Effects:
         """Recover a request that a worker gave up. The worker lives on."""

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import IncompatiblePeer, WorkerIdTaken
+from pdserve.core.errors import CannotFlip, IncompatiblePeer, WorkerIdTaken
 from pdserve.core.ids import Handle, WorkerId
-from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.core.roofline.utilisation import START
+from pdserve.core.worker import LINK_VERSIONS, Role, WorkerHello, WorkerLoad
 from router.core.events import LinkId
 from router.core.forecast.backlog import Backlog
 from router.core.live_request import RemoteWork
@@ -19,8 +20,12 @@ from router.core.live_request import RemoteWork
 Turn = tuple[float, int]
 """The time of a waiting request's turn in seconds, and the number of its arrival, which orders equal times."""
 NOT_YET_PROBED: Final = "waiting for a KV round trip"
+FLIP_SINCE: Final = 1
+"""The first version of the link's protocol that has `Flip`."""
 
 
+RECENT_S: Final = 10.0
+"""The shortest time over which the present utilisation is told: many steps, and several heartbeats."""
 STUCK_SHARE: Final = 0.1
 """The share of `step_timeout_s` without an engine step after which a worker gets nothing new: 6 s of 60 s, or three times the
 largest step where that sets the timeout. Work that is placed later would probably wait in vain."""
@@ -66,6 +71,10 @@ class Worker:
     """The worker was found silent, and has not been heard since."""
     picked: int = 0
     """The number of the pick, counted over the pool, that last chose the worker. 0: none did."""
+    before: WorkerLoad = START
+    """The load of `RECENT_S` to twice as long ago, by the worker's own clock. `START`: it is linked for a shorter time."""
+    mark: WorkerLoad = START
+    """The load that will be the one before."""
     changed: dict[LinkId, Role] = field(default_factory=dict)
     """The workers that have changed since the pools were brought up to date. All workers of a registry share it."""
 
@@ -77,6 +86,11 @@ class Worker:
     def name(self) -> str:
         """The worker's role and id, for messages."""
         return f"{self.hello.role.value} worker {self.hello.worker_id}"
+
+    @property
+    def link_version(self) -> int:
+        """The version of the link's protocol that this router and the worker speak with each other."""
+        return min(LINK_VERSIONS.newest, self.hello.link_version)
 
     @property
     def serves(self) -> bool:
@@ -104,9 +118,14 @@ class Worker:
         return self.backlog.tokens
 
     @property
+    def slots(self) -> int:
+        """The sequences that may run on the worker now. An operator may have lowered it below what the worker began with."""
+        return min(self.load.max_num_seqs or self.hello.max_num_seqs, self.hello.max_num_seqs)
+
+    @property
     def has_room(self) -> bool:
         """There is room for one more sequence, as far as this router knows."""
-        return len(self.work) < self.hello.max_num_seqs and self.refused_blocks is None and not self.turned_away
+        return len(self.work) < self.slots and self.refused_blocks is None and not self.turned_away
 
     def sent(self, handle: Handle, tokens: int) -> None:
         """Count a prompt that was sent to the worker, until it is computed."""
@@ -128,6 +147,8 @@ class Worker:
     def saw_heartbeat(self, load: WorkerLoad) -> None:
         """Take over the load of a heartbeat. Refusals that it outdates end."""
         self.load = load
+        if load.uptime_s - self.mark.uptime_s >= RECENT_S:
+            self.before, self.mark = self.mark, load
         self.backlog.heard(load.queued_tokens, load.last_handle)
         self.turned_away = False
         self.draining = self.draining or load.draining
@@ -152,11 +173,18 @@ class Registry:
         self.changed: dict[LinkId, Role] = {}
         """The workers that have changed, joined or left since the pools were brought up to date."""
         self._longest: dict[Role, int] = {}
+        self.mixed_peers = False
+        """True while some linked prefill worker and some linked decode worker have no version of their protocol in common."""
 
     def check(self, hello: WorkerHello) -> None:
         """Check that a worker fits the model and the other workers. Raises `IncompatiblePeer` with the reason when it does
         not."""
         name = f"{hello.role.value} worker {hello.worker_id}"
+        if LINK_VERSIONS.common(hello.link_versions) is None:
+            raise IncompatiblePeer(
+                f"{name} speaks version {hello.link_versions} of the link's protocol, this router speaks {LINK_VERSIONS}: "
+                "upgrade the older one of the two"
+            )
         if hello.model_fingerprint != self._model_fingerprint:
             raise IncompatiblePeer(
                 f"{name} serves model {hello.model_fingerprint or '(none)'}, this router serves {self._model_fingerprint}"
@@ -199,7 +227,7 @@ class Registry:
         """Add a checked worker, without work: a worker whose link broke has dropped the work of that link."""
         assert self.find(hello.worker_id) is None
         idle = WorkerLoad(BlockCounts(hello.num_blocks, hello.num_blocks, 0, 0, 0))
-        worker = Worker(link, hello, now_s, idle, changed=self.changed)
+        worker = Worker(link, hello, now_s, idle, draining=hello.draining, changed=self.changed)
         self._by_link[link] = self._by_role[hello.role][link] = self._by_seen[link] = worker
         self.unready[link] = worker
         worker.touch()
@@ -249,6 +277,31 @@ class Registry:
         """Return the linked worker with this id, or None."""
         return next((w for w in self._by_link.values() if w.hello.worker_id == worker_id), None)
 
+    def check_flip(self, worker: Worker, role: Role, *, needs_prefill: bool) -> None:
+        """Check that a worker may leave its pool for the other one. Raises `CannotFlip`, which names the obstacle.
+
+        A pool that the cluster cannot do without keeps a ready worker: the decode pool, and with `needs_prefill` the other one.
+        """
+        if worker.hello.role is role:
+            raise CannotFlip(f"{worker.name} has this role already", field="worker_id")
+        if worker.hello.flip_obstacle:
+            raise CannotFlip(f"{worker.name} cannot change its role: {worker.hello.flip_obstacle}", field="worker_id")
+        if worker.link_version < FLIP_SINCE:
+            raise CannotFlip(
+                f"{worker.name} speaks version {worker.link_version} of the link's protocol, which has no flips: upgrade it to "
+                f"version {FLIP_SINCE}",
+                field="worker_id",
+            )
+        if worker.draining:
+            raise CannotFlip(f"{worker.name} drains already", field="worker_id")
+        others = [other for other in self.of_role(worker.hello.role) if other is not worker and other.serves]
+        if not others and (worker.hello.role is Role.DECODE or needs_prefill):
+            raise CannotFlip(
+                f"{worker.name} is the last {worker.hello.role.value} worker, and no request is served without one: "
+                "start another one first (`pdserve scale`)",
+                field="worker_id",
+            )
+
     def longest(self, role: Role) -> int | None:
         """Return the token limit of the longest request that some worker of the role takes. While none is linked, the last
         value stays, because workers may come back. None: no worker of the role has joined yet."""
@@ -256,6 +309,8 @@ class Registry:
 
     def _note_change(self, role: Role) -> None:
         self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
+        prefill, decode = ({w.hello.peer_versions for w in self._by_role[one].values()} for one in (Role.PREFILL, Role.DECODE))
+        self.mixed_peers = any(lender.common(reader) is None for lender in prefill for reader in decode)
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
         if lengths:
             self._longest[role] = max(lengths)

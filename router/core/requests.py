@@ -22,6 +22,7 @@ from router.core.machines.work_machine import WorkMachine, WorkState
 from router.core.pools.sessions import Sessions
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
+from router.core.queue.demand import Demand
 from router.core.queue.limits import SHED, QueueLimits
 from router.core.registry import Registry, Turn, Worker
 from router.core.story import RequestStory, Stories, StoryKind
@@ -49,6 +50,7 @@ class Requests:
         self.sessions = Sessions(registry)
         self.stays = StayMean()
         self.stories = Stories()
+        self.demand = Demand()
         self._probe_book = probe_book
         self._by_id: dict[RequestId, LiveRequest] = {}
         self.deadlines = Deadlines(self._by_id)
@@ -66,7 +68,11 @@ class Requests:
 
     def stories_of(self, name: str) -> list[RequestStory]:
         """Return the stories of this request or correlation id, the newest first. Probes have none. Raises `UnknownRequest`."""
-        return self.stories.find(name, [r.story for r in self._by_id.values() if r.probe is None])
+        return self.stories.find(name, [r.story for r in self.of_clients()])
+
+    def of_clients(self) -> list[LiveRequest]:
+        """Return the live requests of clients."""
+        return [r for r in self._by_id.values() if r.probe is None]
 
     def probes(self) -> list[LiveRequest]:
         """Return the live probes."""
@@ -220,12 +226,10 @@ class Requests:
         if request.probe is not None:
             self._probes -= 1
             self._probe_book.ended(request.probe, error, now_s)
-        elif error is None:
-            yield EmitDone(request.request_id, report)
-        else:
-            yield EmitFailed(request.request_id, error, report)
-        if request.probe is None:
-            self._limits.saw_finish(now_s)
+            return
+        yield EmitDone(request.request_id, report) if error is None else EmitFailed(request.request_id, error, report)
+        self.demand.ended(report, cancelled=request.machine.state is _S.CANCELLED)
+        self._limits.saw_finish(now_s)
 
     def _end_story(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:
         """Keep the story. This may be repeated when the end of the request has failed."""

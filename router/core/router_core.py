@@ -10,7 +10,7 @@ Every action of every part returns its effects, so a failed one leaves nothing f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import (
@@ -18,12 +18,15 @@ from pdserve.core.errors import (
     DeadlineExceeded,
     IncompatiblePeer,
     InternalBug,
+    Overloaded,
     ReplicaLost,
+    StaleOrder,
     UnknownWorker,
     WorkerIdTaken,
 )
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
-from pdserve.core.worker import Role, check_step_tokens
+from pdserve.core.slo import DemandCounts
+from pdserve.core.worker import Role, check_budget
 from router.core.dispatcher import Dispatcher
 from router.core.events import (
     BudgetAsked,
@@ -33,18 +36,21 @@ from router.core.events import (
     Effect,
     Effects,
     Event,
+    FlipAsked,
     HeartbeatSeen,
     KvCommitted,
     LinkId,
     NoRoom,
     PrefillStarted,
     PrefixSeen,
+    Refused,
     ReportBug,
     RequestFailed,
     Reserved,
     SendAlive,
     SendBudget,
     SendDrain,
+    SendFlip,
     SendPrefixResync,
     SendWelcome,
     StepRows,
@@ -74,7 +80,14 @@ from router.core.tokens import Tokens
 from router.core.waiting import WaitingRequests
 
 _E = RequestEvent
-_Report = Reserved | NoRoom | PrefillStarted | KvCommitted | RequestFailed
+_Report = Reserved | NoRoom | Refused | PrefillStarted | KvCommitted | RequestFailed
+
+
+class _Leaving(NamedTuple):
+    """An order to an incarnation of a worker: to take `role` when it is empty, or to end if that is None."""
+
+    incarnation: Incarnation
+    role: Role | None
 
 
 class RouterCore:
@@ -114,7 +127,8 @@ class RouterCore:
         )
         self._forecaster = Forecaster(self.placer, self.requests)
         self._lost_s = config.heartbeat_lost_s
-        self._drained: dict[WorkerId, Incarnation] = {}
+        self._needs_prefill = config.placement == "disaggregated"
+        self._leaving: dict[WorkerId, _Leaving] = {}
         self._handlers: dict[type[Any], Callable[[Any, float], Effects]] = {
             Submit: self._submit,
             ClientGone: self._client_gone,
@@ -125,9 +139,11 @@ class RouterCore:
             HeartbeatSeen: self._heartbeat,
             PrefixSeen: self._prefix_seen,
             DrainAsked: self._drain_asked,
+            FlipAsked: self._flip_asked,
             BudgetAsked: self._budget_asked,
             Reserved: self._reserved,
             NoRoom: self._no_room,
+            Refused: self._refused,
             PrefillStarted: self._prefill_started,
             KvCommitted: self._kv_committed,
             RequestFailed: self._request_failed,
@@ -138,6 +154,11 @@ class RouterCore:
     def num_requests(self) -> int:
         """Count the live requests of clients."""
         return len(self.requests)
+
+    def demand(self, *, now_s: float, uptime_s: float) -> DemandCounts:
+        """Return the load since the router's start."""
+        live, waiting = self.requests.of_clients(), self.waiting.unsorted()
+        return self.requests.demand.snapshot(live, waiting, now_s=now_s, uptime_s=uptime_s)
 
     def is_live(self, request_id: RequestId) -> bool:
         """Tell whether the request has been accepted and has not ended."""
@@ -157,8 +178,8 @@ class RouterCore:
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
         """Apply an event and return the effects, in the order in which they are to be performed.
 
-        A Submit, DrainAsked or BudgetAsked that is refused raises its error and changes nothing. A bug is returned as an
-        effect, after those of all that was done.
+        A Submit, DrainAsked, FlipAsked or BudgetAsked that is refused raises its error and changes nothing but the count of
+        refusals. A bug is returned as an effect, after those of all that was done.
         """
         action = self._handlers[type(event)](event, now_s)
         effects: list[Effect] = []
@@ -185,8 +206,12 @@ class RouterCore:
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
         prompt_tokens = len(submit.spec.prompt_ids)
-        self._forecaster.foresee(request, now_s)
-        shed = self._limits.make_room(submit.slo, prompt_tokens, now_s=now_s)
+        try:
+            self._forecaster.foresee(request, now_s)
+            shed = self._limits.make_room(submit.slo, prompt_tokens, now_s=now_s)
+        except Overloaded:
+            self.requests.demand.count_refusal()
+            raise
         waiting = len(self.waiting)
         foreseen = {"predicted_ttft_s": request.predicted_ttft_s} if request.predicted_ttft_s else {}
         request.story.note(
@@ -205,6 +230,7 @@ class RouterCore:
             yield from self.requests.alone(other, self.requests.shed(other, request.slo, now_s), now_s)
         self.recovery.bucket.admitted()
         self.requests.add(request)
+        self.requests.demand.admitted(request)
         yield from self._dispatcher.admit(request, now_s)
 
     def _client_gone(self, event: ClientGone, now_s: float) -> Effects:
@@ -248,11 +274,12 @@ class RouterCore:
             yield from self._lose(before, ReplicaLost(f"worker {hello.worker_id} dialled again"), now_s, close=True)
         worker = self.registry.join(event.link, hello, now_s=now_s)
         self.prefix_index.join(event.link, hello)
-        yield SendWelcome(event.link)
-        if self._drained.get(hello.worker_id) == hello.incarnation:
-            yield from self._drain(worker)  # its last link may have broken before the worker was told
+        yield SendWelcome(event.link, worker.link_version)
+        leaving = self._leaving.get(hello.worker_id)
+        if leaving is not None and leaving.incarnation == hello.incarnation:
+            yield from self._send_away(worker, leaving.role)  # its last link may have broken before the worker was told
         else:
-            self._drained.pop(hello.worker_id, None)
+            self._leaving.pop(hello.worker_id, None)
         yield from self._probes.start_due(now_s)
 
     def _worker_left(self, event: WorkerLeft, now_s: float) -> Effects:
@@ -296,21 +323,30 @@ class RouterCore:
                 yield from self._lose(worker, exc, now_s, close=True)
 
     def _drain_asked(self, event: DrainAsked, now_s: float) -> Effects:
-        return self._drain(self.linked(event.worker_id))
+        return self._send_away(self.linked(event.worker_id), None)
+
+    def _flip_asked(self, event: FlipAsked, now_s: float) -> Effects:
+        worker = self.linked(event.worker_id)
+        now = worker.hello.incarnation
+        if event.incarnation not in (None, now):
+            raise StaleOrder(f"{worker.name} has incarnation {now:x} now, not {event.incarnation:x}")
+        self.registry.check_flip(worker, event.role, needs_prefill=self._needs_prefill)
+        return self._send_away(worker, event.role)
 
     def _budget_asked(self, event: BudgetAsked, now_s: float) -> Effects:
         worker = self.linked(event.worker_id)
-        check_step_tokens(worker.hello, event.max_num_batched_tokens)
-        return self._set_budget(worker, event.max_num_batched_tokens)
+        check_budget(worker.hello, event.max_num_batched_tokens, event.max_num_seqs)
+        return self._set_budget(worker, event)
 
-    def _set_budget(self, worker: Worker, tokens: int) -> Effects:
-        yield SendBudget(worker.link, tokens)
+    def _set_budget(self, worker: Worker, event: BudgetAsked) -> Effects:
+        yield SendBudget(worker.link, event.max_num_batched_tokens, event.max_num_seqs)
 
-    def _drain(self, worker: Worker) -> Effects:
-        self._drained[worker.hello.worker_id] = worker.hello.incarnation
+    def _send_away(self, worker: Worker, role: Role | None) -> Effects:
+        """Let a worker finish its work, and then come back in `role`. None: it ends."""
+        self._leaving[worker.hello.worker_id] = _Leaving(worker.hello.incarnation, role)
         worker.draining = True
         worker.touch()
-        yield SendDrain(worker.link)
+        yield SendDrain(worker.link) if role is None else SendFlip(worker.link, role)
 
     def _seen(self, link: LinkId, now_s: float) -> Worker | None:
         return self.registry.seen(link, now_s=now_s)
@@ -322,6 +358,9 @@ class RouterCore:
 
     def _no_room(self, event: NoRoom, now_s: float) -> Effects:
         return self._about(event, Role.DECODE, lambda work: self._handoff.no_room(work, event, now_s), now_s)
+
+    def _refused(self, event: Refused, now_s: float) -> Effects:
+        return self._about(event, None, lambda work: self._handoff.place_elsewhere(work, now_s), now_s)
 
     def _prefill_started(self, event: PrefillStarted, now_s: float) -> Effects:
         return self._about(event, Role.PREFILL, lambda work: self._handoff.prefill_started(work, event, now_s), now_s)

@@ -33,6 +33,7 @@ class StoryKind(Enum):
     PLACED = "placed"
     RESERVED = "reserved"
     NO_ROOM = "no_room"
+    REFUSED = "refused"
     REQUEUED = "requeued"
     PREFILL_SENT = "prefill_sent"
     LEASE_GRANTED = "lease_granted"

@@ -137,6 +137,10 @@ class WaitingRequests:
         """Return all requests in order of turns. This is a copy: the caller may remove requests while it walks over it."""
         return [request for _, request in sorted((turn, request) for _, turn, request in self._places.values())]
 
+    def unsorted(self) -> list[LiveRequest]:
+        """Return all requests in no order."""
+        return [request for _, _, request in self._places.values()]
+
     def __len__(self) -> int:
         return len(self._places)
 

@@ -1,4 +1,4 @@
-"""The administration of a router, on a port of its own: the state of the cluster, stories of requests, budgets and drains.
+"""The administration of a router, on a port of its own: the state of the cluster, stories, budgets, drains, and pool sizes.
 
 On loopback everybody on the machine may call. On any other address each call must carry the cluster's token.
 """
@@ -6,6 +6,8 @@ On loopback everybody on the machine may call. On any other address each call mu
 from __future__ import annotations
 
 import dataclasses
+import secrets
+import time
 from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest, PdserveError, UnknownWorker
@@ -14,16 +16,17 @@ from pdserve.core.worker import Role
 from pdserve.rpc import status
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.server import bind_port, client_options, make_server, stop_server
-from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, story_pb2
+from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, scaling_pb2, story_pb2
 from router.api.router_api import AdminApi
 from router.grpc.cluster_state import cluster_state_to_wire
-from router.grpc.draining import find, follow
+from router.grpc.draining import find, follow, follow_flip
 from router.grpc.explanation import explanation_to_wire
 from router.grpc.malformed import MalformedGuard
+from router.grpc.scaling import ScalingMailbox
 
 SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 ROLES: Final = {common_pb2.ROLE_PREFILL: Role.PREFILL, common_pb2.ROLE_DECODE: Role.DECODE}
-MAX_REQUEST_BYTES: Final = 64 << 10  # a request is one name, or the names of some workers
+MAX_REQUEST_BYTES: Final = 64 << 10  # a request is one name, the names of some workers, or a report of bounded size
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -33,19 +36,24 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """Each call must carry `token`. None: no token is needed, as on loopback."""
         self._router = router
         self._token = token
+        self._mailbox = ScalingMailbox(1 + secrets.randbits(48))
 
     async def GetClusterState(
         self, request: inference_pb2.GetClusterStateRequest, context: Any
     ) -> inference_pb2.GetClusterStateResponse:
         await self._authorise(context)
-        return cluster_state_to_wire(self._router.snapshot(), self._router.model_info().block_size)
+        state = cluster_state_to_wire(self._router.snapshot(), self._router.model_info().block_size)
+        if (scaling := self._mailbox.state(time.monotonic())) is not None:
+            state.scaling.CopyFrom(scaling)
+        return state
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
         """Start a drain and stream its progress. If the client leaves or its deadline passes, only the stream ends, not the
         drain."""
         await self._authorise(context)
         try:
-            worker = find(self._router.snapshot(), request.worker_id)
+            self._mailbox.check_term(request.term)
+            worker = find(self._router.snapshot(), request.worker_id, request.incarnation)
             self._router.drain(request.worker_id)
         except PdserveError as exc:
             await status.abort(context, exc)
@@ -53,11 +61,43 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         async for progress in follow(self._router.snapshot, worker):
             await context.write(inference_pb2.DrainProgress(**dataclasses.asdict(progress)))
 
+    async def Flip(self, request: scaling_pb2.FlipRequest, context: Any) -> None:
+        """Start a role flip and stream its progress until the worker has joined in its new role. The end of the stream does not
+        end the flip."""
+        await self._authorise(context)
+        try:
+            self._mailbox.check_term(request.term)
+            if request.role not in ROLES:
+                raise InvalidRequest(f"{request.role} is no role", field="role")
+            worker = find(self._router.snapshot(), request.worker_id, request.incarnation)
+            self._router.flip(request.worker_id, ROLES[request.role], request.incarnation)
+            async for progress in follow_flip(self._router.snapshot, worker, ROLES[request.role]):
+                await context.write(inference_pb2.DrainProgress(**dataclasses.asdict(progress)))
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+
+    async def Scale(self, request: scaling_pb2.ScaleRequest, context: Any) -> scaling_pb2.ScaleResponse:
+        await self._authorise(context)
+        try:
+            return scaling_pb2.ScaleResponse(order=self._mailbox.scale(request, time.monotonic()))
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+
+    async def Actuate(self, request: scaling_pb2.ActuateRequest, context: Any) -> scaling_pb2.ActuateResponse:
+        await self._authorise(context)
+        try:
+            return self._mailbox.actuate(request, time.monotonic())
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+
     async def SetBudget(self, request: admin_pb2.SetBudgetRequest, context: Any) -> admin_pb2.SetBudgetResponse:
         await self._authorise(context)
         try:
             worker_ids = self._named(request)
-            self._router.set_budget(worker_ids, request.max_num_batched_tokens)
+            self._router.set_budget(worker_ids, request.max_num_batched_tokens, request.max_num_seqs)
         except PdserveError as exc:
             await status.abort(context, exc)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.observe.snapshot import COUNTS, ClassSnapshot, ClusterSnapshot, PairSnapshot, WorkerSnapshot
-from pdserve.rpc.codec import hello_to_wire, load_to_wire
+from pdserve.rpc.codec import demand_to_wire, hello_to_fields, load_to_fields, utilisation_to_fields
 from pdserve.rpc.v1 import inference_pb2
 
 
@@ -17,6 +17,7 @@ def cluster_state_to_wire(cluster: ClusterSnapshot, block_size: int) -> inferenc
         set_aside_pairs=[_set_aside(pair) for pair in cluster.set_aside],
         block_size=block_size,
         exact=cluster.exact,
+        demand=demand_to_wire(cluster.demand),
         classes=[_class_state(one, cluster.classes_window_s) for one in cluster.classes],
     )
 
@@ -38,11 +39,13 @@ def _set_aside(pair: PairSnapshot) -> inference_pb2.SetAsidePair:
 
 def _worker_state(worker: WorkerSnapshot) -> inference_pb2.WorkerState:
     return inference_pb2.WorkerState(
-        hello=hello_to_wire(worker.hello),
-        load=load_to_wire(worker.load),
+        hello=hello_to_fields(worker.hello),
+        load=load_to_fields(worker.load),
         ready=worker.ready,
         not_ready_reason=worker.not_ready_reason,
         draining=worker.draining,
         heartbeat_age_s=worker.heartbeat_age_s,
         requests_placed=worker.requests_placed,
+        recent=utilisation_to_fields(worker.recent),
+        since_start=utilisation_to_fields(worker.since_start),
     )

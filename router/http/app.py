@@ -147,7 +147,9 @@ class _Info:
         return _json({"service": "pdserve", "version": __version__, "model": self._api.model_name})
 
     def _model_card(self) -> dict[str, object]:
-        return {"id": self._api.model_name, "object": "model", "created": 0, "owned_by": "pdserve"}
+        told = self._api.model_info()
+        limits = {"max_model_len": told.max_model_len, "vocab_size": told.vocab_size}  # the first one is vLLM's name
+        return {"id": self._api.model_name, "object": "model", "created": 0, "owned_by": "pdserve", **limits}
 
 
 def _json(payload: object, status: int = 200) -> Response:

@@ -25,8 +25,8 @@ class ServedModel:
     @classmethod
     def load(cls, engine: EngineConfig) -> ServedModel:
         """Resolve and read the model. This blocks, for seconds when the model has to be converted. Raises `ConfigError`."""
-        directory = resolve(engine.model)
-        card = ModelCard.load(directory, engine.model_family)
+        directory = resolve(engine.model, load_format=engine.load_format)
+        card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format)
         kv_spec = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
         kv_bytes = engine.known_kv_bytes
         pool_tokens = card.max_position if kv_bytes is None else kv_bytes // kv_spec.block_bytes * engine.block_size

@@ -18,7 +18,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT, Placement
-from pdserve.core.worker import Role, check_step_tokens
+from pdserve.core.worker import Role, check_budget
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
@@ -84,6 +84,7 @@ class RouterService:
         self._needed_roles = (Role.DECODE, Role.PREFILL) if apart else (Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
         self._clock = clock
+        self._started_s = clock()
         self._notes = notes
         self._attainment = Attainment()
         self._metrics = Metrics(self.snapshot)
@@ -130,10 +131,17 @@ class RouterService:
         """Implements `RouterApi.submit`. A refused request is counted in the metrics."""
         arrived_s = self._clock()
         try:
-            submit = await self._admission.admit(request, arrived_s=arrived_s)
+            submit = await self._admit(request, arrived_s)
             return self._start(submit)
         except PdserveError as exc:
             self._refused(request, exc)
+            raise
+
+    async def _admit(self, request: GenerateInput, arrived_s: float) -> ev.Submit:
+        try:
+            return await self._admission.admit(request, arrived_s=arrived_s)
+        except Overloaded:
+            self._core.requests.demand.count_refusal()  # the core counts those that it refuses itself
             raise
 
     def _refused(self, request: GenerateInput, exc: PdserveError) -> None:
@@ -156,12 +164,16 @@ class RouterService:
         """Implements `AdminApi.drain`."""
         self.tell(ev.DrainAsked(WorkerId(worker_id)))
 
-    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int) -> None:
+    def flip(self, worker_id: str, role: Role, incarnation: int) -> None:
+        """Implements `AdminApi.flip`."""
+        self.tell(ev.FlipAsked(WorkerId(worker_id), role, Incarnation(incarnation) if incarnation else None))
+
+    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int, max_num_seqs: int = 0) -> None:
         """Implements `AdminApi.set_budget`."""
         for worker_id in worker_ids:  # all are checked before one is told
-            check_step_tokens(self._core.linked(WorkerId(worker_id)).hello, max_num_batched_tokens)
+            check_budget(self._core.linked(WorkerId(worker_id)).hello, max_num_batched_tokens, max_num_seqs)
         for worker_id in worker_ids:
-            self.tell(ev.BudgetAsked(WorkerId(worker_id), max_num_batched_tokens))
+            self.tell(ev.BudgetAsked(WorkerId(worker_id), max_num_batched_tokens, max_num_seqs))
 
     async def explain(self, name: str) -> Explanation:
         """Implements `AdminApi.explain`."""
@@ -244,6 +256,7 @@ class RouterService:
             picks=self._picks(),
             classes=self._attainment.classes(now_s),
             classes_window_s=WINDOW_S,
+            demand=self._core.demand(now_s=now_s, uptime_s=now_s - self._started_s),
         )
 
     def _picks(self) -> tuple[PickSnapshot, ...]:
@@ -306,7 +319,7 @@ class RouterService:
             if isinstance(effect, ev.EmitDelta):
                 self._live[effect.request_id].push(effect.delta)
             elif isinstance(effect, ev.SendWelcome):
-                self.links.send(effect.link, welcome(self.incarnation))
+                self.links.send(effect.link, welcome(self.incarnation, effect.link_version))
             elif isinstance(effect, ev.CloseLink):
                 self.links.hang_up(effect.link, effect.error)
             elif isinstance(effect, ev.EmitDone):
@@ -397,6 +410,7 @@ class RouterService:
             requests_placed=worker.requests_placed,
             draining=worker.draining,
             not_ready_reason=self._core.placer.not_ready_reason(worker, now_s=now_s),
+            before=worker.before,
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import grpc.aio
 
 from pdserve.core.errors import InternalBug, Overloaded, PdserveError, ReplicaLost
-from pdserve.core.worker import WorkerHello
+from pdserve.core.worker import LINK_VERSIONS, WorkerHello
 from pdserve.rpc import status
 from pdserve.rpc.bundle import Outbound, unbundled
 from pdserve.rpc.numbering import Incoming
@@ -57,6 +57,7 @@ class Link:
         self._outbound.bundles = bundles
         self._numbers_in = numbers_in
         self._closed = asyncio.Event()
+        self._told_unknown = False
 
     def send(self, message: link_pb2.RouterMessage) -> None:
         """Queue a command. A full queue closes the link, because its worker does not read."""
@@ -93,10 +94,24 @@ class Link:
 
     def _hear(self, message: link_pb2.WorkerMessage, deliver: Deliver, answers: Callable[[], bool]) -> None:
         event = event_from_wire(self.link_id, message)
-        if event is not None and not self._closed.is_set():
+        if event is None:
+            self._hear_unknown()
+        elif not self._closed.is_set():
             deliver(event)
         if type(event) is ev.HeartbeatSeen and answers():
             self.send(link_pb2.RouterMessage(alive=link_pb2.Alive()))
+
+    def _hear_unknown(self) -> None:
+        """Log, once for each link, that the worker sent a message that this release does not know."""
+        if not self._told_unknown:
+            self._told_unknown = True
+            logger.error(
+                "link %d: %s sent a message that this router does not know, which speaks version %s of the link's protocol: "
+                "nothing was done; upgrade this router",
+                self.link_id,
+                self.worker,
+                LINK_VERSIONS,
+            )
 
     async def _write(self, context: Any) -> None:
         while True:

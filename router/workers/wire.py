@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
-from pdserve.core.ids import Handle, Incarnation, RequestId
+from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
 from pdserve.core.limits import field_types
 from pdserve.core.worker import WorkerHello, WorkerLoad
 from pdserve.observe.story import MAX_ENTRIES, Entry, Shown, cut
@@ -21,6 +21,8 @@ from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2, story_
 from router.core import events as ev
 
 MAX_WORKER_ID_CHARS: Final = 253  # that of names in Kubernetes
+MAX_TEXT_CHARS: Final = 1_000
+"""The most characters of each other text of a hello. Those of our workers have up to 300."""
 MAX_FIELDS: Final = 16
 """An entry of a worker's story has at most so many fields. Those of our workers have up to 4."""
 
@@ -35,6 +37,8 @@ class WorkExplained:
     left_out: int
 
 
+_TEXTS: Final = tuple(name for name, kind in field_types(WorkerHello).items() if kind in (str, WorkerId))
+_NUMBERS: Final = tuple(name for name, kind in field_types(WorkerHello).items() if kind is float)
 _MEASURED: Final = tuple(name for name, kind in field_types(WorkerLoad).items() if kind is float)
 _MEASURES: Final[Callable[[WorkerLoad], tuple[float, ...]]] = attrgetter(*_MEASURED)
 """The numbers of a heartbeat that a worker measures."""
@@ -44,8 +48,8 @@ Heard = ev.WorkerEvent | WorkExplained
 
 
 def hello_from_wire(hello: common_pb2.WorkerHello) -> WorkerHello:
-    """Return the core's form of a hello. Raises `InternalBug` for one without a role or worker id, or with a long id: metrics,
-    stories and errors repeat it."""
+    """Return the core's form of a hello. Raises `InternalBug` for one without a role or worker id, for a text that is long or
+    not printable, and for a number that is negative or not finite: metrics, stories, tables and errors repeat them."""
     try:
         read = codec.hello_from_wire(hello)
     except KeyError:
@@ -57,6 +61,13 @@ def hello_from_wire(hello: common_pb2.WorkerHello) -> WorkerHello:
         raise InternalBug(
             f"worker_id {read.worker_id[:32]!r}... has {size} characters; at most {MAX_WORKER_ID_CHARS} are allowed"
         )
+    for name in _TEXTS:
+        text = getattr(read, name)
+        if len(text) > MAX_TEXT_CHARS or not text.isprintable():
+            raise InternalBug(f"Hello.{name}: at most {MAX_TEXT_CHARS} printable characters are allowed, got {text[:32]!r}")
+    for name in _NUMBERS:
+        if not 0.0 <= getattr(read, name) < math.inf:
+            raise InternalBug(f"Hello.{name}: must be from 0 to a finite number, got {getattr(read, name)}")
     return read
 
 
@@ -105,6 +116,10 @@ def _no_room(link: ev.LinkId, m: decode_pb2.NoRoom) -> ev.WorkerEvent:
     return ev.NoRoom(link, Handle(m.handle), m.blocks_needed)
 
 
+def _refused(link: ev.LinkId, m: link_pb2.Refused) -> ev.WorkerEvent:
+    return ev.Refused(link, Handle(m.handle))
+
+
 def _kv_committed(link: ev.LinkId, m: decode_pb2.KvCommitted) -> ev.WorkerEvent:
     return ev.KvCommitted(link, Handle(m.handle), m.kv_bytes, m.transfer_s, m.commit_s, m.exposed_transfer_s)
 
@@ -130,6 +145,7 @@ _READERS: Final[dict[str, Callable[[ev.LinkId, Any], Heard]]] = {
     "prefill_started": _prefill_started,
     "reserved": _reserved,
     "no_room": _no_room,
+    "refused": _refused,
     "kv_committed": _kv_committed,
     "request_failed": _request_failed,
     "worker_lost": _worker_lost,
@@ -144,9 +160,10 @@ def _error(reason: int, message: str) -> PdserveError:
         return InternalBug(f"worker failed with unknown reason {reason}: {message}")
 
 
-def welcome(incarnation: Incarnation) -> link_pb2.RouterMessage:
+def welcome(incarnation: Incarnation, link_version: int = 0) -> link_pb2.RouterMessage:
     """Return the message that accepts a worker."""
-    return link_pb2.RouterMessage(welcome=link_pb2.Welcome(router_incarnation=incarnation), takes_bundles=True)
+    body = link_pb2.Welcome(router_incarnation=incarnation, link_version=link_version)
+    return link_pb2.RouterMessage(welcome=body, takes_bundles=True)
 
 
 def question_to_wire(question: int, request_id: RequestId) -> link_pb2.RouterMessage:
@@ -173,8 +190,10 @@ def command_to_wire(effect: ev.Command) -> link_pb2.RouterMessage:
             return link_pb2.RouterMessage(prefix_resync=link_pb2.PrefixResync())
         case ev.SendDrain():
             return link_pb2.RouterMessage(drain=link_pb2.Drain())
-        case ev.SendBudget(max_num_batched_tokens=tokens):
-            return link_pb2.RouterMessage(set_budget=link_pb2.SetBudget(max_num_batched_tokens=tokens))
+        case ev.SendFlip(role=role):
+            return link_pb2.RouterMessage(flip=link_pb2.Flip(role=codec.role_to_wire(role)))
+        case ev.SendBudget(max_num_batched_tokens=tokens, max_num_seqs=seqs):
+            return link_pb2.RouterMessage(set_budget=link_pb2.SetBudget(max_num_batched_tokens=tokens, max_num_seqs=seqs))
 
 
 def _work(work: ev.Work) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pdserve import cli  # noqa: E402
 from pdserve.cluster import launch, plan  # noqa: E402
 
 ROUTER = (sys.executable, str(HERE / "standin_router.py"))
-ENTRIES = {plan.PREFILL: "standin_worker:start", plan.DECODE: "standin_worker:start"}
+ENTRIES = {plan.PREFILL: "standin_worker:start_prefill", plan.DECODE: "standin_worker:start_decode"}
 
 if __name__ == "__main__":
     launch.Cluster.__init__.__kwdefaults__.update(router_command=ROUTER, entries=ENTRIES)

@@ -7,6 +7,7 @@ Run as `python standin_router.py --config FILE --exit-with-parent`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -16,12 +17,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from pdserve import config
-from pdserve.rpc.v1 import admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
+from pdserve.core.errors import PdserveError
+from pdserve.rpc.status import TABLE
+from pdserve.rpc.v1 import admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, scaling_pb2
+from router.grpc.scaling import ScalingMailbox
 
 WORDS = ("two ", "pools ", "share ", "one ", "cache")
 KV_BYTES = 360 << 10
@@ -49,26 +54,71 @@ class Registry:
                 del self.workers[hello["worker_id"]]
 
 
+def _role(name: str, hello: dict[str, Any]) -> common_pb2.Role:
+    role = hello.get("role") or name.partition("-")[0]
+    return common_pb2.ROLE_PREFILL if role == "prefill" else common_pb2.ROLE_DECODE
+
+
+def _demand() -> inference_pb2.Demand:
+    """As many prompt tokens wait as a file says."""
+    file = os.environ.get("STANDIN_QUEUED_TOKENS")
+    queued = int(Path(file).read_text()) if file else 0
+    return inference_pb2.Demand(uptime_s=time.monotonic(), queued_prompt_tokens=queued)
+
+
+@contextlib.contextmanager
+def _errors(context: Any) -> Iterator[None]:
+    try:
+        yield
+    except PdserveError as exc:
+        context.set_trailing_metadata((("pdserve-error-reason", exc.code.value),))
+        context.abort(grpc.StatusCode[TABLE[exc.code].grpc], exc.message)
+
+
 class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServicer):
     def __init__(self, registry: Registry, settings: config.RouterProcessConfig) -> None:
         self.registry = registry
         self.settings = settings
+        self.mailbox = ScalingMailbox(os.getpid())
+        self.lock = threading.Lock()
 
     def GetClusterState(self, request: Any, context: Any) -> inference_pb2.GetClusterStateResponse:
         workers = [
             inference_pb2.WorkerState(
                 hello=common_pb2.WorkerHello(
                     worker_id=name,
-                    role=common_pb2.ROLE_PREFILL if name.startswith("prefill") else common_pb2.ROLE_DECODE,
+                    role=_role(name, hello),
                     address=hello["address"],
                     pid=hello["pid"],
+                    incarnation=hello.get("incarnation", hello["pid"]),
                 ),
                 load=common_pb2.WorkerLoad(blocks=common_pb2.BlockCounts(total=100, free=60, held=30, cached=10)),
                 ready=True,
+                draining=hello.get("draining", False),
             )
             for name, hello in sorted(self.registry.workers.items())
         ]
-        return inference_pb2.GetClusterStateResponse(workers=workers, block_size=16)
+        with self.lock:
+            scaling = self.mailbox.state(time.monotonic())
+        return inference_pb2.GetClusterStateResponse(
+            router_incarnation=os.getpid(), workers=workers, block_size=16, scaling=scaling, demand=_demand()
+        )
+
+    def Actuate(self, request: scaling_pb2.ActuateRequest, context: Any) -> scaling_pb2.ActuateResponse:
+        with self.lock, _errors(context):
+            return self.mailbox.actuate(request, time.monotonic())
+        raise AssertionError
+
+    def Scale(self, request: scaling_pb2.ScaleRequest, context: Any) -> scaling_pb2.ScaleResponse:
+        with self.lock, _errors(context):
+            return scaling_pb2.ScaleResponse(order=self.mailbox.scale(request, time.monotonic()))
+        raise AssertionError
+
+    def Flip(self, request: scaling_pb2.FlipRequest, context: Any) -> Iterator[inference_pb2.DrainProgress]:
+        hello = self.registry.workers[request.worker_id]
+        hello["draining"] = True
+        yield inference_pb2.DrainProgress(requests_placed=2, blocks_held=30)
+        hello["link"].sendall(b"f")
 
     def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:
         return inference_pb2.GetModelInfoResponse(model="scripted", block_size=16, max_model_len=1600, dtype="bfloat16")
@@ -79,6 +129,7 @@ class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServic
             context.set_trailing_metadata((("pdserve-error-reason", "unknown_worker"),))
             context.abort(grpc.StatusCode.NOT_FOUND, f"worker_id: {request.worker_id!r} is not linked; linked: decode-0")
         yield inference_pb2.DrainProgress(requests_placed=2, blocks_held=30)
+        hello["draining"] = True
         hello["link"].sendall(b"d")
         while self.registry.workers.get(request.worker_id) is hello:
             time.sleep(0.01)

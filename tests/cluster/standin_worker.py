@@ -1,4 +1,4 @@
-"""A worker as its actor sees one: `start(config)` and a `RunningWorker`. It dials the stand-in router and waits."""
+"""A worker as its actor sees one: `start(config, progress)` and a `RunningWorker`. It dials the stand-in router and waits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import threading
 import time
 from pathlib import Path
 
+from pdserve.checkpoint.progress import Progress
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.worker.memory_report import MemoryReport
 
+LOAD_TIMEOUT_S = 20.0
+
 
 class Worker:
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, role: str) -> None:
+        self._roles = [role, "decode" if role == "prefill" else "prefill"]
         self._listener = socket.create_server((config.host, 0))
         self.address = f"{config.host}:{self._listener.getsockname()[1]}"
         self.computes = "nothing"
@@ -27,14 +31,19 @@ class Worker:
 
     def _dial_for_ever(self) -> None:
         host, _, port = self._config.router_address.rpartition(":")
-        hello = {"worker_id": self._config.worker_id, "address": self.address, "pid": os.getpid()}
+        hello = {"worker_id": self._config.worker_id, "address": self.address, "pid": os.getpid(), "incarnation": os.getpid()}
+        hello["role"] = self._roles[0]
         while not self._ended.wait(0.05):
             try:
                 with socket.create_connection((host, int(port)), 1.0) as link:
                     link.settimeout(None)
                     link.sendall(json.dumps(hello).encode() + b"\n")
-                    if link.recv(1):  # else the router is gone
-                        self._ended.set()  # it was told to drain, and has nothing to finish
+                    told = link.recv(1)  # nothing: the router is gone
+                    if told == b"f":  # it has nothing to finish, and comes back in the other role
+                        self._roles.reverse()
+                        hello |= {"role": self._roles[0], "incarnation": hello["incarnation"] + 1}
+                    elif told:
+                        self._ended.set()  # it was told to drain
             except OSError:
                 continue
 
@@ -47,12 +56,23 @@ class Worker:
         return 0
 
 
-def start(config: WorkerConfig) -> Worker:
+def start_prefill(config: WorkerConfig, progress: Progress) -> Worker:
+    return _start(config, "prefill", progress)
+
+
+def start_decode(config: WorkerConfig, progress: Progress) -> Worker:
+    return _start(config, "decode", progress)
+
+
+def _start(config: WorkerConfig, role: str, progress: Progress) -> Worker:
     if config.engine.model == "missing":
         raise ConfigError("model: nothing is called 'missing'; give a directory")
     if config.engine.model == "broken":
         raise OSError("broken")
     if Path(os.environ.get("STANDIN_BROKEN", "/nowhere")).exists():
         raise OSError("broken meanwhile")
-    time.sleep(float(os.environ.get("STANDIN_LOAD_S", "0")))
-    return Worker(config)
+    progress("loading weights", 30, 100)
+    gate, until_s = Path(os.environ.get("STANDIN_LOADS_UNTIL", "/")), time.monotonic() + LOAD_TIMEOUT_S
+    while not gate.exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return Worker(config, role)

@@ -16,10 +16,21 @@ import psutil
 import pytest
 
 from pdserve.client import AdminClient
-from pdserve.cluster import plan, processes
-from pdserve.cluster.events import Event, Part, PartReady, RouterBack, RouterLost, WorkerChanged, WorkerPhase
+from pdserve.cluster import plan, processes, ray_pool
+from pdserve.cluster.events import (
+    Event,
+    Part,
+    PartReady,
+    PoolsResized,
+    RouterBack,
+    RouterLost,
+    WorkerChanged,
+    WorkerLoads,
+    WorkerPhase,
+)
 from pdserve.cluster.launch import Cluster
 from pdserve.config import ClusterConfig, PoolConfig, RouterConfig
+from pdserve.rpc.v1 import inference_pb2, scaling_pb2
 
 pytestmark = pytest.mark.ray
 HERE = Path(__file__).resolve().parent
@@ -57,25 +68,32 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(broken: Path) -> Iterator[Running]:
     """A supervised cluster of one prefill worker, which may restart twice an hour, and one decode worker."""
     router = RouterConfig(http_port=0, grpc_port=0)
-    twice, never = PoolConfig(max_restarts_per_hour=2), PoolConfig(max_restarts_per_hour=0)
+    twice, never = PoolConfig(max_restarts_per_hour=2, min_replicas=0), PoolConfig(max_restarts_per_hour=0)
     config = ClusterConfig(router=router, prefill=twice, decode=never)
     stop = threading.Event()
     started = threading.Event()
     holder: list[Running] = []
     outcome: list[BaseException] = []
 
+    def hear(event: Event) -> None:
+        holder[0].events.append(event)
+        if isinstance(event, WorkerLoads):
+            broken.with_name("followed").touch()  # workers load until one of them was followed
+
     def serve() -> None:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("PYTHONPATH", str(HERE))
                 patch.setenv("STANDIN_BROKEN", str(broken))
+                patch.setenv("STANDIN_LOADS_UNTIL", str(broken.with_name("followed")))
+                patch.setattr(ray_pool, "PROGRESS_S", 0.0)
                 patch.setenv("RAY_ADDRESS", "192.0.2.1:1")  # address: local must not look at it
                 cluster = Cluster(
                     config,
                     stop=stop,
-                    listener=lambda event: holder[0].events.append(event),
+                    listener=hear,
                     router_command=(sys.executable, str(HERE / "standin_router.py")),
-                    entries={plan.PREFILL: "standin_worker:start", plan.DECODE: "standin_worker:start"},
+                    entries={plan.PREFILL: "standin_worker:start_prefill", plan.DECODE: "standin_worker:start_decode"},
                 )
                 holder.append(Running(cluster))
                 with cluster:
@@ -106,6 +124,19 @@ def test_every_part_and_worker_reports(running: Running) -> None:
     assert [report.worker_id for report in running.cluster.reports] == ["prefill-0", "decode-0"]
     assert all(report.memory.kv_bytes for report in running.cluster.reports)
     assert {path.name for path in running.cluster.folders.logs.iterdir()} >= {"prefill-0.log", "decode-0.log", "router.log"}
+
+
+def test_a_worker_that_loads_tells_how_far_it_is(running: Running) -> None:
+    told = [event for event in running.events if isinstance(event, WorkerLoads)]
+    assert {event.worker_id for event in told} <= {"prefill-0", "decode-0"}
+    assert {(event.state.what, event.state.done, event.state.total) for event in told} == {("loading weights", 30, 100)}
+
+
+def test_workers_inherit_what_a_private_ray_was_given(running: Running) -> None:
+    for worker_id in ("prefill-0", "decode-0"):
+        environment = psutil.Process(running.pid(worker_id)).environ()
+        assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(HERE.parents[1])
 
 
 def test_workers_ran_behind_every_ordinary_process(running: Running) -> None:
@@ -157,3 +188,47 @@ def test_dead_router_comes_back_at_the_same_addresses(running: Running) -> None:
         while not client.cluster_state().workers and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [worker.hello.worker_id for worker in client.cluster_state().workers] == ["decode-0"]
+
+
+def scaled(client: AdminClient, running: Running, **sizes: int) -> inference_pb2.GetClusterStateResponse:
+    """Order sizes, and wait until the router knows just the workers that they stand for."""
+    deadline = time.monotonic() + WAIT_S
+    while not client.cluster_state().scaling.term:  # the actuator polls a new router within a second
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    number = client.scale(scaling_pb2.ScaleRequest(**sizes))
+    while time.monotonic() < deadline:
+        state = client.cluster_state()
+        roles = [worker.hello.role for worker in state.workers if not worker.draining]
+        report = state.scaling.report
+        if (
+            report.order == number
+            and not report.members
+            and (roles.count(1), roles.count(2)) == (report.prefill, report.decode)
+        ):
+            return state
+        time.sleep(0.05)
+    raise AssertionError(f"not reached: {state}; {running.events[-5:]}")
+
+
+def test_orders_change_the_pools_of_a_running_cluster(running: Running, broken: Path) -> None:
+    """(1) A second decode worker comes. (2) It becomes a prefill worker, in the same process. (3) It leaves, and its process
+    ends. (4) A worker that cannot start is said to be one, and the cluster goes on."""
+    assert running.cluster.endpoints is not None
+    with AdminClient(running.cluster.endpoints.admin) as client:
+        state = scaled(client, running, decode=2)
+        pids = {worker.hello.worker_id: worker.hello.pid for worker in state.workers}
+        assert list(pids) == ["decode-0", "decode-1"]
+        state = scaled(client, running, prefill=1, decode=1)
+        moved = next(worker.hello for worker in state.workers if worker.hello.role == 1)
+        assert moved.pid == pids[moved.worker_id]
+        running.wait_worker(moved.worker_id, WorkerPhase.FLIPPING)
+        left = [process for process in actors() if process.pid == moved.pid]
+        scaled(client, running, prefill=0)
+        assert not processes.wait_gone(left, WAIT_S)
+        broken.touch()
+        number = client.scale(scaling_pb2.ScaleRequest(decode=2))
+        running.wait_event(lambda event: isinstance(event, PoolsResized) and "decode 2 -> 1: decode-1 is dead" in event.text)
+        broken.unlink()
+        assert client.cluster_state().scaling.report.order == number
+        assert [worker.hello.worker_id for worker in client.cluster_state().workers] == list({*pids} - {moved.worker_id})

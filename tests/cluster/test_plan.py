@@ -82,8 +82,8 @@ def test_only_workers_of_a_real_cluster_use_their_nodes_address() -> None:
     assert not plan.on_this_node(local, "10.0.0.7").allow_public_bind
     named = workers(ClusterConfig(address="auto", advertise_host="w.example"))[0]
     assert plan.on_this_node(named, "10.0.0.7").advertise_host == "w.example"
-    assert "PYTHONPATH" in local.env
-    assert "PYTHONPATH" not in spread.env
+    assert local.env == {}  # it inherits what it needs
+    assert spread.env == {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,28 @@ def test_an_admin_port_for_others_needs_a_secret_that_they_know() -> None:
     with pytest.raises(ConfigError, match=r"router\.admin_host .* --cluster-token"):
         Cluster(config, stop=threading.Event())
     Cluster(config, stop=threading.Event(), cluster_token="known")
+
+
+ALIKE = {"num_cpus": 1.0, "engine": {"max_num_seqs": 8}}
+
+
+def test_workers_of_pools_that_are_alike_may_change_their_role() -> None:
+    config = ClusterConfig(prefill=PoolConfig(replicas=1, **ALIKE), decode=PoolConfig(replicas=3, labels={"a": "b"}, **ALIKE))
+    assert {worker.config.flip_obstacle for worker in workers(config)} == {""}
+
+
+@pytest.mark.parametrize(
+    ("change", "obstacle"),
+    [
+        (
+            {"engine": {"kv_cache_dtype": "int8"}},
+            "prefill.engine.kv_cache_dtype auto and decode.engine.kv_cache_dtype int8 differ",
+        ),
+        ({"num_gpus": 1.0}, "prefill.num_gpus 0.0 and decode.num_gpus 1.0 differ"),
+        ({"resources": {"big": 1.0}}, "prefill.resources unset and decode.resources {'big': 1.0} differ"),
+        ({"labels": {"zone": "a"}}, "prefill.labels unset and decode.labels {'zone': 'a'} differ"),
+    ],
+)
+def test_a_worker_names_the_first_setting_in_which_the_pools_differ(change: dict[str, object], obstacle: str) -> None:
+    config = ClusterConfig(address="auto", decode=PoolConfig(**change))  # type: ignore[arg-type]
+    assert {worker.config.flip_obstacle for worker in workers(config)} == {obstacle}

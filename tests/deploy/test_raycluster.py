@@ -16,7 +16,7 @@ from jsonschema import Draft7Validator
 
 from deploy.raycluster import MAX_NAME, main, on_kubernetes, ray_version, render, to_yaml
 from pdserve.cluster.guard import NODE_LEAVING
-from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, WorkerConfig, load
+from pdserve.config import AutoscalingConfig, ClusterConfig, EngineConfig, PoolConfig, RouterConfig, WorkerConfig, load
 from pdserve.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +35,12 @@ CONFIGS = {
         decode=PoolConfig(replicas=5, num_gpus=2, engine={"max_num_seqs": 256}),
     ),
 }
+
+CONFIGS["autoscaling"] = ClusterConfig(
+    prefill=PoolConfig(replicas=2, min_replicas=0, max_replicas=20),
+    decode=PoolConfig(replicas=2, max_replicas=6),
+    autoscaling=AutoscalingConfig(enabled=True, max_workers=12),
+)
 
 
 def objects(config: ClusterConfig, name: str = "pd") -> dict[str, Any]:
@@ -147,6 +153,19 @@ def test_each_pool_is_a_group_that_offers_what_its_workers_ask_for() -> None:
     assert [group["groupName"] for group in objects(CONFIGS["colocated"])["RayCluster/pd"]["spec"]["workerGroupSpecs"]] == [
         "decode"
     ]
+
+
+def test_rays_autoscaler_adds_pods_within_the_limits_of_the_pools() -> None:
+    """And only where the sizes may change by themselves. Its container in the head's pod has an account."""
+    spec = objects(CONFIGS["autoscaling"])["RayCluster/pd"]["spec"]
+    assert (spec["enableInTreeAutoscaling"], spec["autoscalerOptions"]["version"]) == (True, "v2")
+    assert spec["headGroupSpec"]["template"]["spec"]["automountServiceAccountToken"] is True
+    sizes = [(group["minReplicas"], group["replicas"], group["maxReplicas"]) for group in spec["workerGroupSpecs"]]
+    assert sizes == [(0, 2, 12), (1, 2, 6)]
+    assert all(group["template"]["spec"]["automountServiceAccountToken"] is False for group in spec["workerGroupSpecs"])
+    fixed = objects(ClusterConfig())["RayCluster/pd"]["spec"]
+    assert "enableInTreeAutoscaling" not in fixed
+    assert fixed["headGroupSpec"]["template"]["spec"]["automountServiceAccountToken"] is False
 
 
 def test_the_configuration_asks_for_what_the_pods_offer() -> None:

@@ -13,7 +13,7 @@ from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
-from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, Role, WorkerHello, WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.api.answer import Report
 from router.core import events as ev
@@ -37,6 +37,8 @@ def hello(worker_id: str, role: Role, **changes: object) -> WorkerHello:
         "max_num_batched_tokens": 64,
         "dtype": "bfloat16",
         "kv_bytes_per_token": 8,
+        "link_version": LINK_VERSIONS.newest,
+        "peer_version": PEER_VERSIONS.newest,
     }
     return WorkerHello(**(values | changes))  # type: ignore[arg-type]
 
@@ -65,23 +67,35 @@ class Peer:
     upward: deque[ev.Event] = field(default_factory=deque)
     past: list[Handle] = field(default_factory=list)
     refuse: int = 0
+    slots: int = 0
+    """The sequences that it runs at most, once an operator has said so. 0: as in its hello."""
     unreadable: set[Incarnation] = field(default_factory=set)
     """Prefill workers whose KV does not reach this one."""
     draining: bool = False
+    next_role: Role | None = None
+    """The role in which it comes back when it has drained. None: it ends."""
+    refused: list[Handle] = field(default_factory=list)
     attached_to: list[Incarnation] = field(default_factory=list)
     """Whose KV it was sent to read."""
 
     def obey(self, effect: ev.Effect) -> None:
         match effect:
+            case ev.SendBudget(max_num_seqs=seqs):
+                self.slots = seqs or self.slots
             case ev.SendDrain():
-                self.draining = True
+                self.draining, self.next_role = True, None
+            case ev.SendFlip(role=role):
+                self.draining, self.next_role = True, role
+            case ev.SendBind(work=work) | ev.SendPrefill(work=work) if self.draining and self.hello.link_version:
+                self.refused.append(work.handle)
+                self.upward.append(ev.Refused(self.link, work.handle))
             case ev.SendBind(work=work) | ev.SendPrefill(work=work) if self.draining:
                 self.upward.append(ev.RequestFailed(self.link, work.handle, Unavailable("draining")))
             case ev.SendBind(work=work, local_prefill=local):
                 self.past.append(work.handle)
                 longest = len(work.spec.prompt_ids) + work.spec.sampling.max_tokens
                 assert longest <= self.hello.max_model_len, "its answer would be cut short"
-                if self.refuse or len(self.jobs) >= self.hello.max_num_seqs:
+                if self.refuse or len(self.jobs) >= (self.slots or self.hello.max_num_seqs):
                     self.refuse = max(0, self.refuse - 1)
                     self.upward.append(ev.NoRoom(self.link, work.handle, 1))
                 else:
@@ -152,6 +166,7 @@ class Stage:
         self.placed: dict[Handle, tuple[RequestId, int]] = {}
         """Request and attempt that each Bind and Prefill was sent for."""
         self._links = 0
+        self._hellos: dict[Incarnation, WorkerHello] = {}
         self._prefills: dict[tuple[Incarnation, int], ev.Work] = {}
 
     def tell(self, event: ev.Event) -> list[ev.Effect]:
@@ -217,7 +232,9 @@ class Stage:
                     self.peers[effect.link].obey(effect)
 
     def _check_attach(self, peer: Peer, handle: Handle, lease_id: LeaseId) -> None:
-        """Nobody is sent to read the KV of another request or attempt."""
+        """Nobody is sent to read the KV of another request or attempt, or of a worker whose protocol it does not speak."""
+        lender = self._hellos[lease_id.incarnation]
+        assert lender.peer_versions.common(peer.hello.peer_versions) is not None, "paired without a common version"
         job, lent = peer.jobs.get(handle), self._prefills.get((lease_id.incarnation, lease_id.counter))
         if job is not None and lent is not None:
             assert self.placed[handle] == self.placed[lent.handle]
@@ -236,6 +253,8 @@ class Stage:
         link = ev.LinkId(self._links)
         changes.setdefault("incarnation", Incarnation(1_000_000 + self._links))
         peer = self.peers[link] = Peer(link, hello(worker_id, role, **changes))
+        peer.draining = peer.hello.draining
+        self._hellos[peer.hello.incarnation] = peer.hello
         self.tell(ev.WorkerJoined(link, peer.hello))
         return peer
 
@@ -243,11 +262,19 @@ class Stage:
         self.peers.pop(peer.link, None)
         self.tell(ev.WorkerLeft(peer.link))
 
+    def flipped(self, peer: Peer) -> Peer:
+        """A worker that has drained ends its life and begins the next one."""
+        assert peer.next_role is not None
+        assert not peer.jobs, "a flip is over when nothing is left"
+        self.leave(peer)
+        return self.join(peer.hello.worker_id, peer.next_role, flips=peer.hello.flips + 1)
+
     def heartbeat(self, peer: Peer, *, free: int = 16, queued_tokens: int = 0, last: Handle | None = None) -> None:
         """`last`: the last command that its counts include; without it, all that it was sent."""
         counts = BlockCounts(16, free, 0, 16 - free, 0)
         last = Handle(max(peer.past, default=0)) if last is None else last
-        self.tell(ev.HeartbeatSeen(peer.link, WorkerLoad(counts, queued_tokens=queued_tokens, last_handle=last)))
+        load = WorkerLoad(counts, queued_tokens=queued_tokens, last_handle=last, max_num_seqs=peer.slots)
+        self.tell(ev.HeartbeatSeen(peer.link, load))
 
     def submit(
         self,

@@ -13,6 +13,7 @@ from pdserve.client import AdminClient, CallFailed
 from pdserve.config import RouterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.settings.types import is_loopback
+from pdserve.core.worker import LINK_VERSIONS
 from pdserve.rpc.v1 import admin_pb2, common_pb2, inference_pb2, story_pb2
 from router.grpc import admin as grpc_admin
 from router.grpc.admin import AdminServer
@@ -83,14 +84,17 @@ def _ask(address: str) -> None:
 
 def test_a_budget_goes_to_workers_or_pools_and_to_all_of_them_or_none() -> None:
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        newest = {"link_version": LINK_VERSIONS.newest}
+        async with asyncio.timeout(30), local_cluster(worker=lambda: newest) as cluster:
             more = cluster.worker(DECODE, max_num_batched_tokens=128)
             await more.start()
             await asyncio.to_thread(_set_budgets, f"127.0.0.1:{cluster.admin_port}")
             await cluster.decode.wait_for(lambda: cluster.decode.budget == 100)
             await more.wait_for(lambda: more.budget == 100)
             await cluster.prefill.wait_for(lambda: cluster.prefill.budget == 500)
-            assert sum(worker.commands.count("set_budget") for worker in cluster.workers) == 4
+            assert sum(worker.commands.count("set_budget") for worker in cluster.workers) == 5
+            await cluster.prefill.wait_for(lambda: cluster.prefill.seqs == 3)
+            assert cluster.prefill.budget == 500
 
     asyncio.run(story())
 
@@ -115,8 +119,20 @@ def _set_budgets(address: str) -> None:
     refused = CliRunner().invoke(main, ["set-budget", "999", "--pool", "prefill", "--address", address])
     assert refused.exit_code == 1
     assert "max_num_batched_tokens: 999 is out of range; worker 'prefill-0'" in refused.stderr
-    for arguments in ((), ("--worker", "decode-0", "--pool", "decode")):
-        assert CliRunner().invoke(main, ["set-budget", "100", *arguments]).exit_code == 2
+    for arguments in (
+        ("100",),
+        ("100", "--worker", "decode-0", "--pool", "decode"),
+        ("--pool", "decode"),
+        ("0", "--pool", "decode"),
+    ):
+        assert CliRunner().invoke(main, ["set-budget", *arguments]).exit_code == 2
+    fewer = CliRunner().invoke(main, ["set-budget", "--max-num-seqs", "3", "--pool", "prefill", "--address", address])
+    assert (fewer.exit_code, fewer.stdout) == (0, "prefill-0: at most 3 sequences until the next restart\n")
+    both = CliRunner().invoke(
+        main, ["set-budget", "400", "--max-num-seqs", "65", "--worker", "prefill-0", "--address", address]
+    )
+    assert both.exit_code == 1
+    assert "max_num_seqs: 65 is out of range; worker 'prefill-0' takes from 1 to 64" in both.stderr
 
 
 def test_an_admin_port_for_others_needs_a_token_and_a_port_of_its_own() -> None:

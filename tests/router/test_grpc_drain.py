@@ -1,4 +1,5 @@
-"""The Drain call over a scripted cluster: progress while something changes, an end when the worker has left."""
+"""The Drain and Flip calls over a scripted cluster: progress while something changes, and an end when the worker has left or is
+back."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from pdserve.rpc.status import REASON_METADATA
-from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
+from pdserve.rpc.v1 import admin_pb2_grpc, common_pb2, inference_pb2, scaling_pb2
 from router.grpc.admin import AdminServer
 
 TIMEOUT_S = 30.0
@@ -33,12 +34,16 @@ class ScriptedRouter:
             dataclasses.replace(BUSY, hello=dataclasses.replace(HELLO, worker_id="decode-2")),
         )
         self.drained: list[str] = []
+        self.flipped: list[tuple[str, Role, int]] = []
 
     def snapshot(self) -> ClusterSnapshot:
         return ClusterSnapshot(1, 0, 0, self.workers)
 
     def drain(self, worker_id: str) -> None:
         self.drained.append(worker_id)
+
+    def flip(self, worker_id: str, role: Role, incarnation: int) -> None:
+        self.flipped.append((worker_id, role, incarnation))
 
 
 @asynccontextmanager
@@ -127,5 +132,64 @@ def test_a_call_with_a_deadline_ends_there_and_leaves_nothing_behind() -> None:
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert cluster.drained == ["decode-1"]
         assert len(asyncio.all_tasks()) <= before
+
+    run(story())
+
+
+FLIP = scaling_pb2.FlipRequest(worker_id="decode-1", role=common_pb2.ROLE_PREFILL)
+
+
+def back_as(role: Role, incarnation: int) -> WorkerSnapshot:
+    return dataclasses.replace(BUSY, hello=dataclasses.replace(HELLO, role=role, incarnation=Incarnation(incarnation)))
+
+
+def test_a_flip_is_told_until_the_worker_is_back_in_its_new_role() -> None:
+    """(1) The work that is left is told. (2) The worker leaves, which is no end. (3) It joins again, and the last message has
+    its new incarnation."""
+
+    async def story() -> None:
+        async with served() as (cluster, stub):
+            said = aiter(stub.Flip(FLIP))
+            assert (await anext(said)).blocks_held == 5
+            assert cluster.flipped == [("decode-1", Role.PREFILL, 0)]
+            cluster.workers, both = cluster.workers[1:], cluster.workers
+            while (await anext(said)).blocks_held:
+                pass
+            cluster.workers = (back_as(Role.PREFILL, 8), both[1])
+            rest = [progress async for progress in said]
+            assert (rest[-1].done, rest[-1].incarnation) == (True, 8)
+
+    run(story())
+
+
+@pytest.mark.parametrize("lost", ["started anew", "not back"])
+def test_a_flip_whose_process_ends_is_told_as_a_loss(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        async with served() as (cluster, stub):
+            said = aiter(stub.Flip(FLIP))
+            await anext(said)
+            monkeypatch.setattr(router.grpc.draining, "JOIN_TIMEOUT_S", 0.0)
+            cluster.workers = (back_as(Role.DECODE, 8),) if lost == "started anew" else ()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in said:
+                    pass
+            assert dict(caught.value.trailing_metadata() or ())[REASON_METADATA] == "replica_lost"
+            assert ("started anew" if lost == "started anew" else "not come back") in (caught.value.details() or "")
+
+    run(story())
+
+
+def test_a_flip_of_a_stale_actuator_or_to_no_role_is_refused() -> None:
+    async def story() -> None:
+        async with served() as (cluster, stub):
+            for request, reason in (
+                (scaling_pb2.FlipRequest(worker_id="decode-1", role=common_pb2.ROLE_PREFILL, term=9), "stale_order"),
+                (scaling_pb2.FlipRequest(worker_id="decode-1", role=common_pb2.ROLE_PREFILL, incarnation=6), "stale_order"),
+                (scaling_pb2.FlipRequest(worker_id="decode-1"), "invalid_request"),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await anext(aiter(stub.Flip(request)))
+                assert dict(caught.value.trailing_metadata() or ())[REASON_METADATA] == reason
+            assert cluster.flipped == []
 
     run(story())

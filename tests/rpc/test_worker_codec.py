@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.limits import field_types
+from pdserve.core.roofline.expert_load import MOST_HOT, ExpertLoad, HotExpert
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
@@ -19,12 +20,21 @@ from pdserve.rpc.v1 import common_pb2, inference_pb2, link_pb2
 from router.grpc.cluster_state import cluster_state_to_wire
 
 NUMBERS = st.integers(0, (1 << 31) - 1)
+FLOATS = st.floats(0, 1e9)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     int: NUMBERS,
-    float: st.floats(0, 1e9),
+    float: FLOATS,
     str: st.text(st.characters(codec="utf-8"), min_size=1),
     Role: st.sampled_from(Role),
+    ExpertLoad | None: st.none()
+    | st.builds(
+        ExpertLoad,
+        NUMBERS,
+        FLOATS,
+        FLOATS,
+        st.lists(st.builds(HotExpert, NUMBERS, NUMBERS, FLOATS), max_size=MOST_HOT).map(tuple),
+    ),
     BlockCounts: st.lists(st.integers(0, 1 << 20), min_size=4, max_size=4).map(lambda n: BlockCounts(sum(n), *n)),
 }
 
@@ -59,6 +69,12 @@ def test_operators_see_the_same_messages_that_the_worker_sent(hello: WorkerHello
 def test_a_negative_count_of_lost_blocks_is_told_as_none() -> None:
     """More blocks than there are is a bug of ours as well, but uint32 cannot hold it, and a worker must go on beating."""
     assert codec.load_to_wire(WorkerLoad(BlockCounts(4, 5, 0, 0, 0))).blocks.unaccounted == 0
+
+
+def test_a_worker_that_names_more_hot_experts_than_it_may_is_cut() -> None:
+    many = ExpertLoad(1, 1.0, 1.0, (HotExpert(1, 2, 3.0),) * (MOST_HOT + 5))
+    wire = codec.load_to_wire(WorkerLoad(BlockCounts(4, 4, 0, 0, 0), experts=many))
+    assert codec.load_from_wire(wire).experts == ExpertLoad(1, 1.0, 1.0, many.hottest[:MOST_HOT])
 
 
 @pytest.mark.parametrize("message", [common_pb2.WorkerLoad, inference_pb2.WorkerState])

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import Cancelled, InternalBug, UnknownRequest, UnknownWorker
+from pdserve.core.errors import Cancelled, CannotFlip, InternalBug, UnknownRequest, UnknownWorker
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import FinishReason, Placement
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
@@ -133,9 +133,13 @@ class EchoRouter:
         """Keep no stories."""
         raise UnknownRequest(f"no story of {name!r} is kept", field="request_id")
 
-    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int) -> None:
+    def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int, max_num_seqs: int = 0) -> None:
         """Know no worker."""
         raise UnknownWorker(f"{worker_ids[0]!r} is not linked to this router", field="worker_id")
+
+    def flip(self, worker_id: str, role: Role, incarnation: int) -> None:
+        """Know no worker that could change its role."""
+        raise CannotFlip(f"{worker_id!r} only echoes", field="worker_id")
 
     def drain(self, worker_id: str) -> None:
         """Let the worker go at once."""

@@ -1,7 +1,7 @@
 """A handoff of two KV groups of different layouts: real pools, staging, checksums and lease table; the link is a plain call.
 
-Group 0 has the same dtype on both sides. Group 1 may have another one at the reader: then it passes staging blocks, while
-group 0 is read straight into the pool.
+Group 0 has K and V, of the same dtype on both sides, and is read straight into the pool. Group 1 has one latent plane, and may
+have another dtype at the reader: then it passes staging blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtransfer.staging.staging import Staging
 from pdserve.config import LeaseConfig
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import KvCorrupt, LeaseGone, TransferFailed
-from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
+from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
 from pdserve.core.kv_layout import KvGroup, KvSpec
 from pdserve.core.lease import FirstToken, LeaseTable, LeaseView
 from pdserve.core.reader import Reader, SendCommit
@@ -36,7 +36,7 @@ from pdserve.worker.host import region_of
 from pdserve.worker.kv_staging import StagedKv
 
 SIZE = 4
-SPEC = KvSpec((KvGroup((0, 2), ((2, 16), (2, 16)), SIZE, "float32"), KvGroup((1,), ((1, 32), (1, 32)), SIZE, "bfloat16")))
+SPEC = KvSpec((KvGroup((0, 2), ((2, 16), (2, 16)), SIZE, "float32"), KvGroup((1,), ((1, 40),), SIZE, "bfloat16")))
 LENDER, READER = Incarnation(1), Incarnation(2)
 NUM_BLOCKS = 24
 PROMPT_LEN = 5 * SIZE + 1
@@ -79,6 +79,7 @@ class World:
     ticket: Ticket
     lease: FollowedLease
     pull: Pull
+    ours_tables: tuple[tuple[int, ...], ...] = OURS
 
     def final(self, tokens: int) -> None:
         first = FIRST if tokens == PROMPT_LEN else None
@@ -96,20 +97,30 @@ class World:
     def arrived(self) -> list[bool]:
         """Group by group: our blocks hold what the lender's hold, in our own form."""
         found = []
-        for theirs, ours, source, target in zip(THEIRS, OURS, self.theirs.caches, self.ours.caches, strict=True):
-            blocks = source.blocks[list(theirs)]
-            expected = (
-                blocks if source.layout == target.layout else convert_blocks(blocks, source.layout, target.layout, PROMPT_LEN)
-            )
-            found.append(torch.equal(target.blocks[list(ours)], expected))
+        caches = zip(self.theirs.caches, self.ours.caches, strict=True)
+        for theirs, ours, (source, target) in zip(self.ticket.block_tables, self.ours_tables, caches, strict=True):
+            dead = ours.count(NULL_BLOCK)
+            expected, tokens = source.blocks[list(theirs[dead:])], PROMPT_LEN - dead * SIZE
+            if source.layout != target.layout:
+                expected = convert_blocks(expected, source.layout, target.layout, tokens)
+            found.append(torch.equal(target.blocks[list(ours[dead:])], expected))
         return found
 
 
 @asynccontextmanager
-async def world(second: str = "bfloat16", *, damage: Callable[[KvPool], None] = lambda _: None) -> AsyncIterator[World]:
-    """`second`: the dtype of our second group. `damage` may change our pool before what was read is summed."""
-    fabric, theirs = FakeFabric(), pool_of(SPEC, seed=1)
-    ours = pool_of(KvSpec((SPEC.groups[0], replace(SPEC.groups[1], dtype=second))), seed=None)
+async def world(
+    second: str = "bfloat16", *, damage: Callable[[KvPool], None] = lambda _: None, window: int | None = None
+) -> AsyncIterator[World]:
+    """`second`: the dtype of our second group. `damage` may change our pool before what was read is summed. `window`: that
+    of the second group, in tokens."""
+    spec = KvSpec((SPEC.groups[0], replace(SPEC.groups[1], window=window)))
+    dead = [group.first_live(PROMPT_LEN) for group in spec.groups]
+    their_tables, our_tables = [
+        tuple((NULL_BLOCK,) * n + tuple(map(BlockId, table[n:])) for n, table in zip(dead, tables, strict=True))
+        for tables in (THEIRS, OURS)
+    ]
+    fabric, theirs = FakeFabric(), pool_of(spec, seed=1)
+    ours = pool_of(KvSpec((spec.groups[0], replace(spec.groups[1], dtype=second))), seed=None)
     lent, regions = tuple(map(region_of, theirs.caches)), tuple(map(region_of, ours.caches))
     metadata = FakeTransport(fabric, LENDER, lent).metadata()
 
@@ -127,9 +138,9 @@ async def world(second: str = "bfloat16", *, damage: Callable[[KvPool], None] = 
     staging = Staging(thread, lambda layout, count: StagedKv(layout, count, ours.caches[1]), num_blocks=4, chunk_blocks=2)
     link = Link()
     sealed = tuple(BlockSums(cache.blocks)(table) for cache, table in zip(theirs.caches, THEIRS, strict=True))
-    lease_id = link.table.grant(SeqId(1), THEIRS, PROMPT_LEN, sums=((), ()), now_s=0)
+    lease_id = link.table.grant(SeqId(1), their_tables, PROMPT_LEN, sums=((), ()), now_s=0)
     link.table.seal(lease_id, 0, sealed, now_s=0)
-    ticket = Ticket(LENDER, lease_id.counter, "host:1", SPEC, lent, THEIRS, PROMPT_LEN, prompt_hash(b"", ""), True)
+    ticket = Ticket(LENDER, lease_id.counter, "host:1", spec, lent, their_tables, PROMPT_LEN, prompt_hash(b"", ""), True)
     ticket = Ticket.decode(ticket.with_mac(b"secret").encode())
     link.table.expect(lease_id, ticket.proof)
     lease = FollowedLease(lease_id, PROMPT_LEN, ticket.proof, link)
@@ -140,8 +151,8 @@ async def world(second: str = "bfloat16", *, damage: Callable[[KvPool], None] = 
             PoolSource(thread, regions[group]) if theirs_ == ours_ else staging.source_for(ticket, group)
             for group, (theirs_, ours_) in enumerate(zip(ticket.kv_spec.groups, ours.spec.groups, strict=True))
         ]
-        pull = Pull(lease, ticket, OURS, ReaderId(READER, 1), sources, LeaseConfig())
-        yield World(fabric, theirs, ours, link, ticket, lease, pull)
+        pull = Pull(lease, ticket, our_tables, ReaderId(READER, 1), sources, LeaseConfig())
+        yield World(fabric, theirs, ours, link, ticket, lease, pull, our_tables)
         assert staging.idle
         assert thread.num_unstopped == 0
     finally:
@@ -163,6 +174,37 @@ def test_every_group_arrives_and_only_in_its_own_blocks(second: str) -> None:
                 others = [block for block in range(NUM_BLOCKS) if block not in table]
                 assert not cache.blocks[others].any()
             assert w.link.table.num_held == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("second", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("window", "live"), [(1, 1), (6, 2), (14, 4)])
+def test_dead_blocks_of_a_group_are_neither_read_nor_compared(second: str, window: int, live: int) -> None:
+    """The first reads have no block of the second group, and still its live blocks are compared."""
+
+    async def test() -> None:
+        async with world(second, window=window) as w:
+            await w.run()
+            assert w.arrived() == [True, True]
+            others = [block for block in range(NUM_BLOCKS) if block not in w.ours_tables[1]]
+            assert len(others) == NUM_BLOCKS - live
+            assert not w.ours.caches[1].blocks[others].any()
+            theirs = w.theirs.spec.groups
+            assert w.pull._pulled().kv_bytes == 6 * theirs[0].block_bytes + live * theirs[1].block_bytes == w.ticket.kv_bytes
+            assert w.link.table.num_held == 0
+
+    run(test)
+
+
+def test_one_wrong_bit_of_a_live_block_behind_dead_ones_is_corrupt() -> None:
+    async def test() -> None:
+        def flip(ours: KvPool) -> None:
+            ours.caches[1].blocks[OURS[1][5], 5] ^= 1
+
+        async with world(damage=flip, window=6) as w:
+            with pytest.raises(KvCorrupt):
+                await w.run()
 
     run(test)
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from pdserve.core.worker import LINK_VERSIONS
 from pdserve.rpc.bundle import unbundled
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2, link_pb2, link_pb2_grpc
@@ -49,6 +50,7 @@ class Side:
 
     def __init__(self) -> None:
         self.taken: list[int] = []
+        self.versions: list[int] = []
         self.lost = 0
         self.link: Link
 
@@ -75,6 +77,7 @@ async def linked(router: Router) -> AsyncIterator[Side]:
         router_lost_s=LOST_S,
         on_command=side.on_command,
         on_lost=side.on_lost,
+        on_welcome=side.versions.append,
     )
     task = asyncio.create_task(side.link.run())
     try:
@@ -241,3 +244,46 @@ def test_messages_of_one_moment_are_a_bundle_for_a_router_that_takes_bundles(tak
             assert any(m.bundle for m in router.said) == takes_bundles
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_both_sides_speak_the_version_that_the_router_names(version):
+    async def story() -> None:
+        named = link_pb2.RouterMessage(welcome=link_pb2.Welcome(link_version=version), number=1)
+        router = Router(lambda _: [named, cancel(1, 2)], answer=0)
+        async with linked(router) as side:
+            await until(lambda: bool(side.taken))
+            assert side.versions == [version]
+
+    asyncio.run(story())
+
+
+def test_a_router_of_another_age_is_dialled_again_and_never_served(caplog):
+    """The worker says which side must be upgraded. It waits for that, since routers are upgraded while workers run."""
+
+    async def story() -> None:
+        too_new = link_pb2.RouterMessage(welcome=link_pb2.Welcome(link_version=99), number=1)
+        router = Router(lambda dialled: [too_new if dialled <= 2 else welcome(), cancel(dialled, 2)], answer=0)
+        async with linked(router) as side:
+            await until(lambda: bool(side.taken))
+            assert side.taken == [3]
+            assert side.lost == 0
+
+    asyncio.run(story())
+    said = f"the router speaks version 99 of the link's protocol, this worker speaks {LINK_VERSIONS}: upgrade the older one"
+    assert caplog.text.count(said) == 2
+
+
+def test_a_message_of_a_newer_router_is_told_once_and_ends_nothing(caplog):
+    async def story() -> None:
+        newer = link_pb2.RouterMessage.FromString(bytes((0xFA, 0x3F, 0x00)))  # field 1023, of length 0
+        first, second = (link_pb2.RouterMessage.FromString(newer.SerializeToString()) for _ in range(2))
+        first.number, second.number = 2, 3
+        router = Router(lambda _: [welcome(), first, second, cancel(5, 4)], answer=0)
+        async with linked(router) as side:
+            await until(lambda: bool(side.taken))
+            assert (side.taken, side.lost) == ([5], 0)
+
+    asyncio.run(story())
+    assert caplog.text.count("a message that this worker does not know") == 1
+    assert "upgrade this worker" in caplog.text

@@ -232,3 +232,55 @@ def test_a_grant_that_fails_before_there_is_a_lease_returns_the_references_too(m
         await lender.role.close()
 
     run(story)
+
+
+def attach(handle: int) -> link_pb2.RouterMessage:
+    return link_pb2.RouterMessage(attach=decode_pb2.Attach(handle=handle))
+
+
+FOREIGN = [(PrefillRole, bind), (PrefillRole, attach), (DecodeRole, prefill)]
+
+
+@pytest.mark.parametrize(("role", "command"), FOREIGN, ids=lambda item: item.__name__)
+def test_a_command_of_the_other_role_fails_its_request_and_touches_nothing(role, command):
+    """A router that knows a worker by its last role must hear of it: a request without an answer would wait for ever."""
+
+    async def story() -> None:
+        made = bench(role)
+        made.role.on_command(command(FIRST))
+        assert made.failures() == [(FIRST, common_pb2.ERROR_REASON_UNAVAILABLE)]
+        assert made.commands == []
+        assert made.role.idle
+        await made.role.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("role", [PrefillRole, DecodeRole])
+def test_a_command_of_a_newer_router_is_no_request(role):
+    async def story() -> None:
+        made = bench(role)
+        made.role.on_command(link_pb2.RouterMessage())
+        assert made.said == []
+        await made.role.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("command", [bind, prefill])
+def test_a_worker_that_drains_refuses_and_begins_nothing(command):
+    """A router that knows no `Refused` is told in the way that it knows."""
+
+    async def story() -> None:
+        for link_version, answer in ((0, "no_room" if command is bind else "request_failed"), (1, "refused")):
+            worker = bench(DecodeRole if command is bind else PrefillRole)
+            host = cast(Any, worker.role)._host
+            host.draining, host.link_version = True, link_version
+            worker.role.on_command(command(FIRST))
+            (said,) = worker.said
+            assert said.WhichOneof("body") == answer
+            assert getattr(said, answer).handle == FIRST
+            assert not worker.commands
+            assert worker.role.idle
+
+    run(story)

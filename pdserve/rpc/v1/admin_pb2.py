@@ -24,20 +24,21 @@ _sym_db = _symbol_database.Default()
 
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 from pdserve.rpc.v1 import inference_pb2 as pdserve_dot_rpc_dot_v1_dot_inference__pb2
+from pdserve.rpc.v1 import scaling_pb2 as pdserve_dot_rpc_dot_v1_dot_scaling__pb2
 from pdserve.rpc.v1 import story_pb2 as pdserve_dot_rpc_dot_v1_dot_story__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/rpc/v1/admin.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\x1a\x1epdserve/rpc/v1/inference.proto\x1a\x1apdserve/rpc/v1/story.proto\"j\n\x10SetBudgetRequest\x12\x12\n\nworker_ids\x18\x01 \x03(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.pdserve.rpc.v1.Role\x12\x1e\n\x16max_num_batched_tokens\x18\x03 \x01(\r\"\'\n\x11SetBudgetResponse\x12\x12\n\nworker_ids\x18\x01 \x03(\t2\xe6\x02\n\x05\x41\x64min\x12\x62\n\x0fGetClusterState\x12&.pdserve.rpc.v1.GetClusterStateRequest\x1a\'.pdserve.rpc.v1.GetClusterStateResponse\x12\x46\n\x05\x44rain\x12\x1c.pdserve.rpc.v1.DrainRequest\x1a\x1d.pdserve.rpc.v1.DrainProgress0\x01\x12P\n\tSetBudget\x12 .pdserve.rpc.v1.SetBudgetRequest\x1a!.pdserve.rpc.v1.SetBudgetResponse\x12_\n\x0e\x45xplainRequest\x12%.pdserve.rpc.v1.ExplainRequestRequest\x1a&.pdserve.rpc.v1.ExplainRequestResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/rpc/v1/admin.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\x1a\x1epdserve/rpc/v1/inference.proto\x1a\x1cpdserve/rpc/v1/scaling.proto\x1a\x1apdserve/rpc/v1/story.proto\"\x80\x01\n\x10SetBudgetRequest\x12\x12\n\nworker_ids\x18\x01 \x03(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.pdserve.rpc.v1.Role\x12\x1e\n\x16max_num_batched_tokens\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\"\'\n\x11SetBudgetResponse\x12\x12\n\nworker_ids\x18\x01 \x03(\t2\xbe\x04\n\x05\x41\x64min\x12\x62\n\x0fGetClusterState\x12&.pdserve.rpc.v1.GetClusterStateRequest\x1a\'.pdserve.rpc.v1.GetClusterStateResponse\x12\x46\n\x05\x44rain\x12\x1c.pdserve.rpc.v1.DrainRequest\x1a\x1d.pdserve.rpc.v1.DrainProgress0\x01\x12\x44\n\x04\x46lip\x12\x1b.pdserve.rpc.v1.FlipRequest\x1a\x1d.pdserve.rpc.v1.DrainProgress0\x01\x12\x44\n\x05Scale\x12\x1c.pdserve.rpc.v1.ScaleRequest\x1a\x1d.pdserve.rpc.v1.ScaleResponse\x12J\n\x07\x41\x63tuate\x12\x1e.pdserve.rpc.v1.ActuateRequest\x1a\x1f.pdserve.rpc.v1.ActuateResponse\x12P\n\tSetBudget\x12 .pdserve.rpc.v1.SetBudgetRequest\x1a!.pdserve.rpc.v1.SetBudgetResponse\x12_\n\x0e\x45xplainRequest\x12%.pdserve.rpc.v1.ExplainRequestRequest\x1a&.pdserve.rpc.v1.ExplainRequestResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SETBUDGETREQUEST']._serialized_start=135
-  _globals['_SETBUDGETREQUEST']._serialized_end=241
-  _globals['_SETBUDGETRESPONSE']._serialized_start=243
-  _globals['_SETBUDGETRESPONSE']._serialized_end=282
-  _globals['_ADMIN']._serialized_start=285
-  _globals['_ADMIN']._serialized_end=643
+  _globals['_SETBUDGETREQUEST']._serialized_start=166
+  _globals['_SETBUDGETREQUEST']._serialized_end=294
+  _globals['_SETBUDGETRESPONSE']._serialized_start=296
+  _globals['_SETBUDGETRESPONSE']._serialized_end=335
+  _globals['_ADMIN']._serialized_start=338
+  _globals['_ADMIN']._serialized_end=912
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ import warnings
 
 from pdserve.rpc.v1 import admin_pb2 as pdserve_dot_rpc_dot_v1_dot_admin__pb2
 from pdserve.rpc.v1 import inference_pb2 as pdserve_dot_rpc_dot_v1_dot_inference__pb2
+from pdserve.rpc.v1 import scaling_pb2 as pdserve_dot_rpc_dot_v1_dot_scaling__pb2
 from pdserve.rpc.v1 import story_pb2 as pdserve_dot_rpc_dot_v1_dot_story__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -46,6 +47,21 @@ class AdminStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
                 _registered_method=True)
+        self.Flip = channel.unary_stream(
+                '/pdserve.rpc.v1.Admin/Flip',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.FlipRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/pdserve.rpc.v1.Admin/Scale',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.Actuate = channel.unary_unary(
+                '/pdserve.rpc.v1.Admin/Actuate',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ActuateRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ActuateResponse.FromString,
+                _registered_method=True)
         self.SetBudget = channel.unary_unary(
                 '/pdserve.rpc.v1.Admin/SetBudget',
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_admin__pb2.SetBudgetRequest.SerializeToString,
@@ -76,9 +92,31 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Flip(self, request, context):
+        """Lets a worker change its role without loading its weights again. Ending the call does not end the flip. The reason why a
+        worker cannot flip is FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Leaves an order about the sizes of the pools for the actuator. UNAVAILABLE: no actuator polls this router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Actuate(self, request, context):
+        """The poll of the actuator. A term that has ended is FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetBudget(self, request, context):
-        """Lets each step of some workers have at most so many tokens, until they restart: all of them or, after an error, none. It
-        returns when the workers are told; GetClusterState shows the number that they have. An unknown worker is NOT_FOUND.
+        """Lets each step of some workers have at most so many tokens, or at most so many of their sequences run, until they restart:
+        all of them or, after an error, none. It returns when the workers are told; GetClusterState shows the numbers that they have. An unknown worker is NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,6 +142,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.SerializeToString,
+            ),
+            'Flip': grpc.unary_stream_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.FlipRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ScaleRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Actuate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Actuate,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ActuateRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ActuateResponse.SerializeToString,
             ),
             'SetBudget': grpc.unary_unary_rpc_method_handler(
                     servicer.SetBudget,
@@ -170,6 +223,87 @@ class Admin:
             '/pdserve.rpc.v1.Admin/Drain',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.rpc.v1.Admin/Flip',
+            pdserve_dot_rpc_dot_v1_dot_scaling__pb2.FlipRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.Admin/Scale',
+            pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ScaleRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Actuate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.rpc.v1.Admin/Actuate',
+            pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ActuateRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_scaling__pb2.ActuateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_KV_CORRUPT: _ClassVar[ErrorReason]
     ERROR_REASON_KV_ROTTED: _ClassVar[ErrorReason]
     ERROR_REASON_UNKNOWN_REQUEST: _ClassVar[ErrorReason]
+    ERROR_REASON_STALE_ORDER: _ClassVar[ErrorReason]
+    ERROR_REASON_CANNOT_FLIP: _ClassVar[ErrorReason]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -71,6 +73,8 @@ ERROR_REASON_REQUEST_TIMEOUT: ErrorReason
 ERROR_REASON_KV_CORRUPT: ErrorReason
 ERROR_REASON_KV_ROTTED: ErrorReason
 ERROR_REASON_UNKNOWN_REQUEST: ErrorReason
+ERROR_REASON_STALE_ORDER: ErrorReason
+ERROR_REASON_CANNOT_FLIP: ErrorReason
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -177,7 +181,7 @@ class BlockCounts(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., quarantined: _Optional[int] = ..., unaccounted: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s", "niceness", "quantization", "max_num_batched_tokens")
+    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s", "niceness", "quantization", "max_num_batched_tokens", "draining", "flips", "flip_obstacle", "oldest_link_version", "link_version", "oldest_peer_version", "peer_version", "peak_flops_per_s", "peak_bytes_per_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +198,15 @@ class WorkerHello(_message.Message):
     NICENESS_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    FLIPS_FIELD_NUMBER: _ClassVar[int]
+    FLIP_OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_LINK_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LINK_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEAK_FLOPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PEAK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: Role
     incarnation: int
@@ -210,10 +223,19 @@ class WorkerHello(_message.Message):
     niceness: int
     quantization: str
     max_num_batched_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
+    draining: bool
+    flips: int
+    flip_obstacle: str
+    oldest_link_version: int
+    link_version: int
+    oldest_peer_version: int
+    peer_version: int
+    peak_flops_per_s: float
+    peak_bytes_per_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., flips: _Optional[int] = ..., flip_obstacle: _Optional[str] = ..., oldest_link_version: _Optional[int] = ..., link_version: _Optional[int] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ..., peak_flops_per_s: _Optional[float] = ..., peak_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "numerical_errors", "last_handle", "kv_corrupt_blocks", "kv_rotted_blocks", "prompt_tokens_per_s", "decode_step_s", "max_num_batched_tokens")
+    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "numerical_errors", "last_handle", "kv_corrupt_blocks", "kv_rotted_blocks", "prompt_tokens_per_s", "decode_step_s", "max_num_batched_tokens", "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_flops", "decode_read_bytes", "max_num_seqs", "uptime_s", "experts")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +253,15 @@ class WorkerLoad(_message.Message):
     PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FLOPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     blocks: BlockCounts
     queued_requests: int
     queued_tokens: int
@@ -248,4 +279,35 @@ class WorkerLoad(_message.Message):
     prompt_tokens_per_s: float
     decode_step_s: float
     max_num_batched_tokens: int
-    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., numerical_errors: _Optional[int] = ..., last_handle: _Optional[int] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
+    computed_prompt_tokens: int
+    output_tokens: int
+    prompt_busy_s: float
+    decode_busy_s: float
+    prompt_flops: float
+    decode_read_bytes: float
+    max_num_seqs: int
+    uptime_s: float
+    experts: ExpertLoad
+    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., numerical_errors: _Optional[int] = ..., last_handle: _Optional[int] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., max_num_batched_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prompt_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., prompt_flops: _Optional[float] = ..., decode_read_bytes: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., uptime_s: _Optional[float] = ..., experts: _Optional[_Union[ExpertLoad, _Mapping]] = ...) -> None: ...
+
+class ExpertLoad(_message.Message):
+    __slots__ = ("choices", "imbalance", "worst_imbalance", "hottest")
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    WORST_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    HOTTEST_FIELD_NUMBER: _ClassVar[int]
+    choices: int
+    imbalance: float
+    worst_imbalance: float
+    hottest: _containers.RepeatedCompositeFieldContainer[HotExpert]
+    def __init__(self, choices: _Optional[int] = ..., imbalance: _Optional[float] = ..., worst_imbalance: _Optional[float] = ..., hottest: _Optional[_Iterable[_Union[HotExpert, _Mapping]]] = ...) -> None: ...
+
+class HotExpert(_message.Message):
+    __slots__ = ("layer", "expert", "imbalance")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    expert: int
+    imbalance: float
+    def __init__(self, layer: _Optional[int] = ..., expert: _Optional[int] = ..., imbalance: _Optional[float] = ...) -> None: ...

@@ -23,55 +23,60 @@ _sym_db = _symbol_database.Default()
 
 
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
+from pdserve.rpc.v1 import scaling_pb2 as pdserve_dot_rpc_dot_v1_dot_scaling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/rpc/v1/inference.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\nChatPrompt\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfe\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\x06tokens\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.TokenPromptH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParams\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12,\n\tplacement\x18\t \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x11\n\tslo_class\x18x \x01(\t\x12\x12\n\nsession_id\x18y \x01(\tB\x08\n\x06promptB\r\n\x0b_deadline_s\"\x86\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12$\n\x05usage\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12-\n\x06report\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RequestReport\x12*\n\x08logprobs\x18\x08 \x01(\x0b\x32\x18.pdserve.rpc.v1.Logprobs\"5\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\"\xf3\x04\n\rRequestReport\x12,\n\tplacement\x18\x01 \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x18\n\x10placement_reason\x18\x02 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\treserve_s\x18\x06 \x01(\x01\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x0e\n\x06tpot_s\x18\t \x01(\x01\x12\x0f\n\x07total_s\x18\n \x01(\x01\x12\x10\n\x08kv_bytes\x18\x0b \x01(\x04\x12\x12\n\ntransfer_s\x18\x0c \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\r \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x0e \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05\x62inds\x18\x10 \x01(\r\x12\x17\n\x0fprefill_start_s\x18\x11 \x01(\x01\x12\x15\n\rprefill_end_s\x18\x12 \x01(\x01\x12\x16\n\x0ekv_committed_s\x18\x13 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x14 \x01(\x01\x12\x12\n\nrequest_id\x18\x32 \x01(\t\x12\x16\n\x0e\x63orrelation_id\x18\x33 \x01(\t\x12\r\n\x05\x65xact\x18< \x01(\x08\x12\x11\n\tslo_class\x18x \x01(\t\x12\x15\n\x08ttft_met\x18y \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08tpot_met\x18z \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10predicted_ttft_s\x18} \x01(\x01\x42\x0b\n\t_ttft_metB\x0b\n\t_tpot_met\"9\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61ncel_token\x18\x32 \x01(\t\"1\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x10\n\x08not_here\x18\x32 \x01(\x08\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x15\n\x13GetModelInfoRequest\"\xef\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\x04\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12\x16\n\x0ekv_cache_dtype\x18\n \x01(\t\"\x18\n\x16GetClusterStateRequest\"\x9d\x02\n\x17GetClusterStateResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12,\n\x07workers\x18\x04 \x03(\x0b\x32\x1b.pdserve.rpc.v1.WorkerState\x12\x35\n\x0fset_aside_pairs\x18\x05 \x03(\x0b\x32\x1c.pdserve.rpc.v1.SetAsidePair\x12\x12\n\nblock_size\x18\x32 \x01(\r\x12\r\n\x05\x65xact\x18< \x01(\x08\x12+\n\x07\x63lasses\x18x \x03(\x0b\x32\x1a.pdserve.rpc.v1.ClassState\"\xbe\x01\n\nClassState\x12\x11\n\tslo_class\x18\x01 \x01(\t\x12\x10\n\x08window_s\x18\x02 \x01(\x01\x12\x10\n\x08requests\x18\x03 \x01(\r\x12\x0c\n\x04good\x18\x04 \x01(\r\x12\x10\n\x08ttft_met\x18\x05 \x01(\r\x12\x13\n\x0bttft_missed\x18\x06 \x01(\r\x12\x10\n\x08tpot_met\x18\x07 \x01(\r\x12\x13\n\x0btpot_missed\x18\x08 \x01(\r\x12\x0f\n\x07refused\x18\t \x01(\r\x12\x0c\n\x04shed\x18\n \x01(\r\"t\n\x0cSetAsidePair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bremaining_s\x18\x04 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\r\"\xf4\x03\n\x0bWorkerState\x12*\n\x05hello\x18\x13 \x01(\x0b\x32\x1b.pdserve.rpc.v1.WorkerHello\x12(\n\x04load\x18\x14 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x10 \x01(\t\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x17\n\x0frequests_placed\x18\x0c \x01(\rJ\x04\x08\x01\x10\x05J\x04\x08\x06\x10\x0bJ\x04\x08\r\x10\x0eJ\x04\x08\x0e\x10\x0fJ\x04\x08\x11\x10\x12J\x04\x08\x12\x10\x13J\x04\x08(\x10)J\x04\x08)\x10*J\x04\x08<\x10=J\x04\x08P\x10QR\tworker_idR\x04roleR\x0bincarnationR\x07\x61\x64\x64ressR\x06\x62locksR\x0fqueued_requestsR\rqueued_tokensR\x11running_sequencesR\x0bleases_heldR\x0bloop_lag_msR\x03pidR\x15prefix_queried_tokensR\x11prefix_hit_tokensR\x11kv_corrupt_blocksR\x10kv_rotted_blocksR\x0cquantizationR\x08niceness\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x8e\x01\n\rDrainProgress\x12\x17\n\x0frequests_placed\x18\x01 \x01(\r\x12\x19\n\x11running_sequences\x18\x02 \x01(\r\x12\x13\n\x0bleases_held\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x04 \x01(\r\x12\x11\n\telapsed_s\x18\x05 \x01(\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x32\xcf\x02\n\tInference\x12O\n\x08Generate\x12\x1f.pdserve.rpc.v1.GenerateRequest\x1a .pdserve.rpc.v1.GenerateResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.pdserve.rpc.v1.CancelRequest\x1a\x1e.pdserve.rpc.v1.CancelResponse\x12M\n\x08Tokenize\x12\x1f.pdserve.rpc.v1.TokenizeRequest\x1a .pdserve.rpc.v1.TokenizeResponse\x12Y\n\x0cGetModelInfo\x12#.pdserve.rpc.v1.GetModelInfoRequest\x1a$.pdserve.rpc.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/rpc/v1/inference.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\x1a\x1cpdserve/rpc/v1/scaling.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\nChatPrompt\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfe\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\x06tokens\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.TokenPromptH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParams\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12,\n\tplacement\x18\t \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x11\n\tslo_class\x18x \x01(\t\x12\x12\n\nsession_id\x18y \x01(\tB\x08\n\x06promptB\r\n\x0b_deadline_s\"\x86\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12$\n\x05usage\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12-\n\x06report\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RequestReport\x12*\n\x08logprobs\x18\x08 \x01(\x0b\x32\x18.pdserve.rpc.v1.Logprobs\"5\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\"\xf3\x04\n\rRequestReport\x12,\n\tplacement\x18\x01 \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x18\n\x10placement_reason\x18\x02 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\treserve_s\x18\x06 \x01(\x01\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x0e\n\x06tpot_s\x18\t \x01(\x01\x12\x0f\n\x07total_s\x18\n \x01(\x01\x12\x10\n\x08kv_bytes\x18\x0b \x01(\x04\x12\x12\n\ntransfer_s\x18\x0c \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\r \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x0e \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05\x62inds\x18\x10 \x01(\r\x12\x17\n\x0fprefill_start_s\x18\x11 \x01(\x01\x12\x15\n\rprefill_end_s\x18\x12 \x01(\x01\x12\x16\n\x0ekv_committed_s\x18\x13 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x14 \x01(\x01\x12\x12\n\nrequest_id\x18\x32 \x01(\t\x12\x16\n\x0e\x63orrelation_id\x18\x33 \x01(\t\x12\r\n\x05\x65xact\x18< \x01(\x08\x12\x11\n\tslo_class\x18x \x01(\t\x12\x15\n\x08ttft_met\x18y \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08tpot_met\x18z \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10predicted_ttft_s\x18} \x01(\x01\x42\x0b\n\t_ttft_metB\x0b\n\t_tpot_met\"9\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61ncel_token\x18\x32 \x01(\t\"1\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x10\n\x08not_here\x18\x32 \x01(\x08\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x15\n\x13GetModelInfoRequest\"\xef\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\x04\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12\x16\n\x0ekv_cache_dtype\x18\n \x01(\t\"\x18\n\x16GetClusterStateRequest\"\xf4\x02\n\x17GetClusterStateResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12,\n\x07workers\x18\x04 \x03(\x0b\x32\x1b.pdserve.rpc.v1.WorkerState\x12\x35\n\x0fset_aside_pairs\x18\x05 \x03(\x0b\x32\x1c.pdserve.rpc.v1.SetAsidePair\x12\x12\n\nblock_size\x18\x32 \x01(\r\x12\r\n\x05\x65xact\x18< \x01(\x08\x12+\n\x07\x63lasses\x18x \x03(\x0b\x32\x1a.pdserve.rpc.v1.ClassState\x12&\n\x06\x64\x65mand\x18y \x01(\x0b\x32\x16.pdserve.rpc.v1.Demand\x12-\n\x07scaling\x18z \x01(\x0b\x32\x1c.pdserve.rpc.v1.ScalingState\"\xef\x01\n\x06\x44\x65mand\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07refused\x18\x05 \x01(\x04\x12\x1c\n\x14queued_prompt_tokens\x18\x06 \x01(\x04\x12\x16\n\x0elongest_wait_s\x18\x07 \x01(\x01\x12\x10\n\x08ttft_met\x18\x08 \x01(\x04\x12\x13\n\x0bttft_missed\x18\t \x01(\x04\x12\x10\n\x08tpot_met\x18\n \x01(\x04\x12\x13\n\x0btpot_missed\x18\x0b \x01(\x04\"\xbe\x01\n\nClassState\x12\x11\n\tslo_class\x18\x01 \x01(\t\x12\x10\n\x08window_s\x18\x02 \x01(\x01\x12\x10\n\x08requests\x18\x03 \x01(\r\x12\x0c\n\x04good\x18\x04 \x01(\r\x12\x10\n\x08ttft_met\x18\x05 \x01(\r\x12\x13\n\x0bttft_missed\x18\x06 \x01(\r\x12\x10\n\x08tpot_met\x18\x07 \x01(\r\x12\x13\n\x0btpot_missed\x18\x08 \x01(\r\x12\x0f\n\x07refused\x18\t \x01(\r\x12\x0c\n\x04shed\x18\n \x01(\r\"t\n\x0cSetAsidePair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bremaining_s\x18\x04 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\r\"\xd3\x04\n\x0bWorkerState\x12*\n\x05hello\x18\x13 \x01(\x0b\x32\x1b.pdserve.rpc.v1.WorkerHello\x12(\n\x04load\x18\x14 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x10 \x01(\t\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x17\n\x0frequests_placed\x18\x0c \x01(\r\x12+\n\x06recent\x18x \x01(\x0b\x32\x1b.pdserve.rpc.v1.Utilisation\x12\x30\n\x0bsince_start\x18y \x01(\x0b\x32\x1b.pdserve.rpc.v1.UtilisationJ\x04\x08\x01\x10\x05J\x04\x08\x06\x10\x0bJ\x04\x08\r\x10\x0eJ\x04\x08\x0e\x10\x0fJ\x04\x08\x11\x10\x12J\x04\x08\x12\x10\x13J\x04\x08(\x10)J\x04\x08)\x10*J\x04\x08<\x10=J\x04\x08P\x10QR\tworker_idR\x04roleR\x0bincarnationR\x07\x61\x64\x64ressR\x06\x62locksR\x0fqueued_requestsR\rqueued_tokensR\x11running_sequencesR\x0bleases_heldR\x0bloop_lag_msR\x03pidR\x15prefix_queried_tokensR\x11prefix_hit_tokensR\x11kv_corrupt_blocksR\x10kv_rotted_blocksR\x0cquantizationR\x08niceness\"]\n\x0bUtilisation\x12\x11\n\x04\x62usy\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03mfu\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x03mbu\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\x07\n\x05_busyB\x06\n\x04_mfuB\x06\n\x04_mbu\"D\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18x \x01(\x06\x12\x0c\n\x04term\x18y \x01(\x04\"\xa3\x01\n\rDrainProgress\x12\x17\n\x0frequests_placed\x18\x01 \x01(\r\x12\x19\n\x11running_sequences\x18\x02 \x01(\r\x12\x13\n\x0bleases_held\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x04 \x01(\r\x12\x11\n\telapsed_s\x18\x05 \x01(\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x13\n\x0bincarnation\x18x \x01(\x06\x32\xcf\x02\n\tInference\x12O\n\x08Generate\x12\x1f.pdserve.rpc.v1.GenerateRequest\x1a .pdserve.rpc.v1.GenerateResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.pdserve.rpc.v1.CancelRequest\x1a\x1e.pdserve.rpc.v1.CancelResponse\x12M\n\x08Tokenize\x12\x1f.pdserve.rpc.v1.TokenizeRequest\x1a .pdserve.rpc.v1.TokenizeResponse\x12Y\n\x0cGetModelInfo\x12#.pdserve.rpc.v1.GetModelInfoRequest\x1a$.pdserve.rpc.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHATMESSAGE']._serialized_start=79
-  _globals['_CHATMESSAGE']._serialized_end=123
-  _globals['_CHATPROMPT']._serialized_start=125
-  _globals['_CHATPROMPT']._serialized_end=184
-  _globals['_TOKENPROMPT']._serialized_start=186
-  _globals['_TOKENPROMPT']._serialized_end=212
-  _globals['_GENERATEREQUEST']._serialized_start=215
-  _globals['_GENERATEREQUEST']._serialized_end=597
-  _globals['_GENERATERESPONSE']._serialized_start=600
-  _globals['_GENERATERESPONSE']._serialized_end=862
-  _globals['_USAGE']._serialized_start=864
-  _globals['_USAGE']._serialized_end=917
-  _globals['_REQUESTREPORT']._serialized_start=920
-  _globals['_REQUESTREPORT']._serialized_end=1547
-  _globals['_CANCELREQUEST']._serialized_start=1549
-  _globals['_CANCELREQUEST']._serialized_end=1606
-  _globals['_CANCELRESPONSE']._serialized_start=1608
-  _globals['_CANCELRESPONSE']._serialized_end=1657
-  _globals['_TOKENIZEREQUEST']._serialized_start=1659
-  _globals['_TOKENIZEREQUEST']._serialized_end=1761
-  _globals['_TOKENIZERESPONSE']._serialized_start=1763
-  _globals['_TOKENIZERESPONSE']._serialized_end=1794
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1796
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1817
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1820
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2059
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=2061
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=2085
-  _globals['_GETCLUSTERSTATERESPONSE']._serialized_start=2088
-  _globals['_GETCLUSTERSTATERESPONSE']._serialized_end=2373
-  _globals['_CLASSSTATE']._serialized_start=2376
-  _globals['_CLASSSTATE']._serialized_end=2566
-  _globals['_SETASIDEPAIR']._serialized_start=2568
-  _globals['_SETASIDEPAIR']._serialized_end=2684
-  _globals['_WORKERSTATE']._serialized_start=2687
-  _globals['_WORKERSTATE']._serialized_end=3187
-  _globals['_DRAINREQUEST']._serialized_start=3189
-  _globals['_DRAINREQUEST']._serialized_end=3222
-  _globals['_DRAINPROGRESS']._serialized_start=3225
-  _globals['_DRAINPROGRESS']._serialized_end=3367
-  _globals['_INFERENCE']._serialized_start=3370
-  _globals['_INFERENCE']._serialized_end=3705
+  _globals['_CHATMESSAGE']._serialized_start=109
+  _globals['_CHATMESSAGE']._serialized_end=153
+  _globals['_CHATPROMPT']._serialized_start=155
+  _globals['_CHATPROMPT']._serialized_end=214
+  _globals['_TOKENPROMPT']._serialized_start=216
+  _globals['_TOKENPROMPT']._serialized_end=242
+  _globals['_GENERATEREQUEST']._serialized_start=245
+  _globals['_GENERATEREQUEST']._serialized_end=627
+  _globals['_GENERATERESPONSE']._serialized_start=630
+  _globals['_GENERATERESPONSE']._serialized_end=892
+  _globals['_USAGE']._serialized_start=894
+  _globals['_USAGE']._serialized_end=947
+  _globals['_REQUESTREPORT']._serialized_start=950
+  _globals['_REQUESTREPORT']._serialized_end=1577
+  _globals['_CANCELREQUEST']._serialized_start=1579
+  _globals['_CANCELREQUEST']._serialized_end=1636
+  _globals['_CANCELRESPONSE']._serialized_start=1638
+  _globals['_CANCELRESPONSE']._serialized_end=1687
+  _globals['_TOKENIZEREQUEST']._serialized_start=1689
+  _globals['_TOKENIZEREQUEST']._serialized_end=1791
+  _globals['_TOKENIZERESPONSE']._serialized_start=1793
+  _globals['_TOKENIZERESPONSE']._serialized_end=1824
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1826
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1847
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1850
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2089
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=2091
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=2115
+  _globals['_GETCLUSTERSTATERESPONSE']._serialized_start=2118
+  _globals['_GETCLUSTERSTATERESPONSE']._serialized_end=2490
+  _globals['_DEMAND']._serialized_start=2493
+  _globals['_DEMAND']._serialized_end=2732
+  _globals['_CLASSSTATE']._serialized_start=2735
+  _globals['_CLASSSTATE']._serialized_end=2925
+  _globals['_SETASIDEPAIR']._serialized_start=2927
+  _globals['_SETASIDEPAIR']._serialized_end=3043
+  _globals['_WORKERSTATE']._serialized_start=3046
+  _globals['_WORKERSTATE']._serialized_end=3641
+  _globals['_UTILISATION']._serialized_start=3643
+  _globals['_UTILISATION']._serialized_end=3736
+  _globals['_DRAINREQUEST']._serialized_start=3738
+  _globals['_DRAINREQUEST']._serialized_end=3806
+  _globals['_DRAINPROGRESS']._serialized_start=3809
+  _globals['_DRAINPROGRESS']._serialized_end=3972
+  _globals['_INFERENCE']._serialized_start=3975
+  _globals['_INFERENCE']._serialized_end=4310
 # @@protoc_insertion_point(module_scope)

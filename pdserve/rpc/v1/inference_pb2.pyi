@@ -1,4 +1,5 @@
 from pdserve.rpc.v1 import common_pb2 as _common_pb2
+from pdserve.rpc.v1 import scaling_pb2 as _scaling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -206,7 +207,7 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers", "set_aside_pairs", "block_size", "exact", "classes")
+    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers", "set_aside_pairs", "block_size", "exact", "classes", "demand", "scaling")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +216,8 @@ class GetClusterStateResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
     CLASSES_FIELD_NUMBER: _ClassVar[int]
+    DEMAND_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     queued_requests: int
     running_requests: int
@@ -223,7 +226,35 @@ class GetClusterStateResponse(_message.Message):
     block_size: int
     exact: bool
     classes: _containers.RepeatedCompositeFieldContainer[ClassState]
-    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., set_aside_pairs: _Optional[_Iterable[_Union[SetAsidePair, _Mapping]]] = ..., block_size: _Optional[int] = ..., exact: _Optional[bool] = ..., classes: _Optional[_Iterable[_Union[ClassState, _Mapping]]] = ...) -> None: ...
+    demand: Demand
+    scaling: _scaling_pb2.ScalingState
+    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., set_aside_pairs: _Optional[_Iterable[_Union[SetAsidePair, _Mapping]]] = ..., block_size: _Optional[int] = ..., exact: _Optional[bool] = ..., classes: _Optional[_Iterable[_Union[ClassState, _Mapping]]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., scaling: _Optional[_Union[_scaling_pb2.ScalingState, _Mapping]] = ...) -> None: ...
+
+class Demand(_message.Message):
+    __slots__ = ("uptime_s", "requests", "prompt_tokens", "output_tokens", "refused", "queued_prompt_tokens", "longest_wait_s", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed")
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MET_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MISSED_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MET_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MISSED_FIELD_NUMBER: _ClassVar[int]
+    uptime_s: float
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    refused: int
+    queued_prompt_tokens: int
+    longest_wait_s: float
+    ttft_met: int
+    ttft_missed: int
+    tpot_met: int
+    tpot_missed: int
+    def __init__(self, uptime_s: _Optional[float] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., refused: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., longest_wait_s: _Optional[float] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., tpot_met: _Optional[int] = ..., tpot_missed: _Optional[int] = ...) -> None: ...
 
 class ClassState(_message.Message):
     __slots__ = ("slo_class", "window_s", "requests", "good", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed", "refused", "shed")
@@ -264,7 +295,7 @@ class SetAsidePair(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ..., remaining_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("hello", "load", "ready", "not_ready_reason", "draining", "heartbeat_age_s", "requests_placed")
+    __slots__ = ("hello", "load", "ready", "not_ready_reason", "draining", "heartbeat_age_s", "requests_placed", "recent", "since_start")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +303,8 @@ class WorkerState(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PLACED_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_START_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.WorkerHello
     load: _common_pb2.WorkerLoad
     ready: bool
@@ -279,26 +312,44 @@ class WorkerState(_message.Message):
     draining: bool
     heartbeat_age_s: float
     requests_placed: int
-    def __init__(self, hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., ready: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ..., draining: _Optional[bool] = ..., heartbeat_age_s: _Optional[float] = ..., requests_placed: _Optional[int] = ...) -> None: ...
+    recent: Utilisation
+    since_start: Utilisation
+    def __init__(self, hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., ready: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ..., draining: _Optional[bool] = ..., heartbeat_age_s: _Optional[float] = ..., requests_placed: _Optional[int] = ..., recent: _Optional[_Union[Utilisation, _Mapping]] = ..., since_start: _Optional[_Union[Utilisation, _Mapping]] = ...) -> None: ...
+
+class Utilisation(_message.Message):
+    __slots__ = ("busy", "mfu", "mbu")
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    MFU_FIELD_NUMBER: _ClassVar[int]
+    MBU_FIELD_NUMBER: _ClassVar[int]
+    busy: float
+    mfu: float
+    mbu: float
+    def __init__(self, busy: _Optional[float] = ..., mfu: _Optional[float] = ..., mbu: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("worker_id",)
+    __slots__ = ("worker_id", "incarnation", "term")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+    incarnation: int
+    term: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class DrainProgress(_message.Message):
-    __slots__ = ("requests_placed", "running_sequences", "leases_held", "blocks_held", "elapsed_s", "done")
+    __slots__ = ("requests_placed", "running_sequences", "leases_held", "blocks_held", "elapsed_s", "done", "incarnation")
     REQUESTS_PLACED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     LEASES_HELD_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     requests_placed: int
     running_sequences: int
     leases_held: int
     blocks_held: int
     elapsed_s: float
     done: bool
-    def __init__(self, requests_placed: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., blocks_held: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., done: _Optional[bool] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, requests_placed: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., blocks_held: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., done: _Optional[bool] = ..., incarnation: _Optional[int] = ...) -> None: ...

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("number", "takes_bundles", "bundle", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed", "worker_lost", "work_explained", "prefix_delta")
+    __slots__ = ("number", "takes_bundles", "bundle", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed", "worker_lost", "work_explained", "prefix_delta", "refused")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TAKES_BUNDLES_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class WorkerMessage(_message.Message):
     WORKER_LOST_FIELD_NUMBER: _ClassVar[int]
     WORK_EXPLAINED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DELTA_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     number: int
     takes_bundles: bool
     bundle: _containers.RepeatedScalarFieldContainer[bytes]
@@ -40,10 +41,11 @@ class WorkerMessage(_message.Message):
     worker_lost: WorkerLost
     work_explained: _story_pb2.WorkExplained
     prefix_delta: PrefixDelta
-    def __init__(self, number: _Optional[int] = ..., takes_bundles: _Optional[bool] = ..., bundle: _Optional[_Iterable[bytes]] = ..., hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ..., work_explained: _Optional[_Union[_story_pb2.WorkExplained, _Mapping]] = ..., prefix_delta: _Optional[_Union[PrefixDelta, _Mapping]] = ...) -> None: ...
+    refused: Refused
+    def __init__(self, number: _Optional[int] = ..., takes_bundles: _Optional[bool] = ..., bundle: _Optional[_Iterable[bytes]] = ..., hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ..., work_explained: _Optional[_Union[_story_pb2.WorkExplained, _Mapping]] = ..., prefix_delta: _Optional[_Union[PrefixDelta, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("number", "takes_bundles", "bundle", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive", "explain_work", "prefix_resync", "set_budget")
+    __slots__ = ("number", "takes_bundles", "bundle", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive", "explain_work", "prefix_resync", "set_budget", "flip")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TAKES_BUNDLES_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +59,7 @@ class RouterMessage(_message.Message):
     EXPLAIN_WORK_FIELD_NUMBER: _ClassVar[int]
     PREFIX_RESYNC_FIELD_NUMBER: _ClassVar[int]
     SET_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    FLIP_FIELD_NUMBER: _ClassVar[int]
     number: int
     takes_bundles: bool
     bundle: _containers.RepeatedScalarFieldContainer[bytes]
@@ -70,13 +73,16 @@ class RouterMessage(_message.Message):
     explain_work: _story_pb2.ExplainWork
     prefix_resync: PrefixResync
     set_budget: SetBudget
-    def __init__(self, number: _Optional[int] = ..., takes_bundles: _Optional[bool] = ..., bundle: _Optional[_Iterable[bytes]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[_prefill_pb2.Prefill, _Mapping]] = ..., bind: _Optional[_Union[_decode_pb2.Bind, _Mapping]] = ..., attach: _Optional[_Union[_decode_pb2.Attach, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., explain_work: _Optional[_Union[_story_pb2.ExplainWork, _Mapping]] = ..., prefix_resync: _Optional[_Union[PrefixResync, _Mapping]] = ..., set_budget: _Optional[_Union[SetBudget, _Mapping]] = ...) -> None: ...
+    flip: Flip
+    def __init__(self, number: _Optional[int] = ..., takes_bundles: _Optional[bool] = ..., bundle: _Optional[_Iterable[bytes]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[_prefill_pb2.Prefill, _Mapping]] = ..., bind: _Optional[_Union[_decode_pb2.Bind, _Mapping]] = ..., attach: _Optional[_Union[_decode_pb2.Attach, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., explain_work: _Optional[_Union[_story_pb2.ExplainWork, _Mapping]] = ..., prefix_resync: _Optional[_Union[PrefixResync, _Mapping]] = ..., set_budget: _Optional[_Union[SetBudget, _Mapping]] = ..., flip: _Optional[_Union[Flip, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("router_incarnation",)
+    __slots__ = ("router_incarnation", "link_version")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LINK_VERSION_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
-    def __init__(self, router_incarnation: _Optional[int] = ...) -> None: ...
+    link_version: int
+    def __init__(self, router_incarnation: _Optional[int] = ..., link_version: _Optional[int] = ...) -> None: ...
 
 class Alive(_message.Message):
     __slots__ = ()
@@ -85,6 +91,18 @@ class Alive(_message.Message):
 class Drain(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Flip(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: _common_pb2.Role
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("rows",)
@@ -145,10 +163,12 @@ class PrefixResync(_message.Message):
     def __init__(self) -> None: ...
 
 class SetBudget(_message.Message):
-    __slots__ = ("max_num_batched_tokens",)
+    __slots__ = ("max_num_batched_tokens", "max_num_seqs")
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     max_num_batched_tokens: int
-    def __init__(self, max_num_batched_tokens: _Optional[int] = ...) -> None: ...
+    max_num_seqs: int
+    def __init__(self, max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)

@@ -3,7 +3,9 @@
 ```
 QUEUED -> BINDING -> PREFILLING -> HANDOFF -> DECODING -> FINISHED         disaggregated
 QUEUED -> BINDING ------------------------> DECODING -> FINISHED           colocated
-BINDING -> QUEUED                            no room, or its worker was lost: nothing was computed yet
+BINDING -> QUEUED                            no room, its worker was lost, or drains: nothing was computed yet
+PREFILLING -> the same, DRAINING             the prefill worker drains: another one computes, and the reservation stays
+PREFILLING -> QUEUED                         the prefill worker drains, and there is no other one
 PREFILLING, HANDOFF -> the same, REBOUND     the decode worker was lost: another one reads the same lease
 any that is placed -> QUEUED, RETRIED        anything else was lost: the next attempt starts from prompt and emitted ids
 any that runs -> CANCELLED (client gone) | FAILED (deadline, no retry left, no worker left)
@@ -52,6 +54,8 @@ class RequestEvent(Enum):
     NO_ROOM = "no_room"
     PREFILL_POOL_EMPTY = "prefill_pool_empty"
     """No prefill worker is left after decode has reserved: the bind is given back and placement is decided again."""
+    DRAINING = "draining"
+    """A worker that drains has refused its part, which is placed elsewhere."""
     FIRST_TOKEN = "first_token"
     FINAL_FIRST_TOKEN = "final_first_token"
     """Token 0 ends the request, so no KV is handed off."""
@@ -89,7 +93,9 @@ TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
     (_S.QUEUED, _E.SHED): _S.FAILED,
     (_S.BINDING, _E.RESERVED): _S.PREFILLING,
     (_S.BINDING, _E.RESERVED_LOCAL): _S.DECODING,
-    **{(_S.BINDING, e): _S.QUEUED for e in (_E.NO_ROOM, _E.PREFILL_POOL_EMPTY, _E.DECODE_LOST)},
+    **{(_S.BINDING, e): _S.QUEUED for e in (_E.NO_ROOM, _E.PREFILL_POOL_EMPTY, _E.DECODE_LOST, _E.DRAINING)},
+    (_S.PREFILLING, _E.DRAINING): _S.PREFILLING,
+    (_S.PREFILLING, _E.PREFILL_POOL_EMPTY): _S.QUEUED,
     (_S.PREFILLING, _E.TOKEN_OUT): _S.PREFILLING,
     (_S.PREFILLING, _E.FIRST_TOKEN): _S.HANDOFF,
     (_S.PREFILLING, _E.FINAL_FIRST_TOKEN): _S.FINISHED,

@@ -3,7 +3,7 @@
 ```
 SENT -> RESERVED -> ATTACHED -> COMMITTED     a bind: blocks are reserved, the lease to read is named, the KV is there
 SENT -> RESERVED                              a bind of a worker that also computes the prompt
-SENT -> REFUSED                               a bind without room
+SENT -> REFUSED                               a bind without room, or the worker drains
 SENT -> LENDING -> PREFILLED                  a prefill: a lease is granted, the first token is drawn
 ```
 The machine knows nothing about the request that the work serves. A rebind makes new work, which starts at SENT again. Work may
@@ -41,6 +41,8 @@ class WorkEvent(Enum):
 
     RESERVED = "reserved"
     NO_ROOM = "no_room"
+    DRAINING = "draining"
+    """The worker drains and has not begun the work."""
     ATTACHED = "attached"
     """The router tells the decode worker which lease it reads."""
     KV_COMMITTED = "kv_committed"
@@ -53,6 +55,7 @@ _S, _E = WorkState, WorkEvent
 TRANSITIONS: Final[dict[tuple[WorkState, WorkEvent], WorkState]] = {
     (_S.SENT, _E.RESERVED): _S.RESERVED,
     (_S.SENT, _E.NO_ROOM): _S.REFUSED,
+    (_S.SENT, _E.DRAINING): _S.REFUSED,
     (_S.RESERVED, _E.ATTACHED): _S.ATTACHED,
     (_S.ATTACHED, _E.KV_COMMITTED): _S.COMMITTED,
     (_S.SENT, _E.PREFILL_STARTED): _S.LENDING,

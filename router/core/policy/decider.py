@@ -26,6 +26,8 @@ class Reason(Enum):
     CONFIGURED = "configured"
     PREFILL_POOL_EMPTY = "prefill_pool_empty"
     PAIRS_SET_ASIDE = "pairs_set_aside"
+    VERSIONS_DIFFER = "versions_differ"
+    """No two workers speak a common version of the protocol between workers."""
     SHORT_PROMPT = "short_prompt"
     PREFILL_QUEUE = "prefill_queue"
     """The prompt would wait too long on the prefill worker."""
@@ -38,6 +40,12 @@ class Reason(Enum):
     DEFAULT = "default"
 
 
+_NO_PAIR: Final = {
+    Reason.PAIRS_SET_ASIDE: "every pair of workers is set aside",
+    Reason.VERSIONS_DIFFER: "no prefill worker and decode worker speak a common version (`pdserve status` shows the versions)",
+}
+
+
 def decide(
     asked: Placement | None,
     configured: Placement,
@@ -46,8 +54,10 @@ def decide(
     colocate_below_tokens: int,
     has_prefill: bool,
     has_pair: bool = True,
+    no_pair: Reason = Reason.PAIRS_SET_ASIDE,
 ) -> tuple[Placement, Reason]:
     """Return disaggregated or colocated, never AUTO. `has_pair`: KV may go from some prefill worker to some decode worker.
+    `no_pair` is the reason if it may not.
 
     Raises `Unavailable` when disaggregation is demanded and there is no prefill worker or no pair.
     """
@@ -60,14 +70,14 @@ def decide(
         if not has_prefill:
             raise Unavailable(f"placement is disaggregated ({why.value}) and no prefill worker is ready")
         if not has_pair:
-            raise Unavailable(f"placement is disaggregated ({why.value}) and every pair of workers is set aside")
+            raise Unavailable(f"placement is disaggregated ({why.value}) and {_NO_PAIR[no_pair]}")
         return Placement.DISAGGREGATED, why
     if not has_prefill:
         return Placement.COLOCATED, Reason.PREFILL_POOL_EMPTY
     if prompt_tokens < colocate_below_tokens:
         return Placement.COLOCATED, Reason.SHORT_PROMPT
     if not has_pair:
-        return Placement.COLOCATED, Reason.PAIRS_SET_ASIDE
+        return Placement.COLOCATED, no_pair
     return Placement.DISAGGREGATED, Reason.DEFAULT
 
 

@@ -328,13 +328,13 @@ def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float) -> State
     willing = not prefills or not (refused or suspect)
     serving = worker.readiness.ready and not worker.draining and willing
     alive = serving and not suspect
-    space = not refused and (prefills or placed < hello.max_num_seqs)
+    space = not refused and (prefills or placed < worker.slots)
     claimed = worker.claimed_by is not None
     free = alive and not claimed and worker.kept_for is None
     if prefills:
         load = prompt_s(worker.queued_tokens, tokens_per_s)
     else:
-        load = decode_share(promised_tokens, hello.kv_tokens, placed, hello.max_num_seqs)
+        load = decode_share(promised_tokens, hello.kv_tokens, placed, worker.slots)
     return State(
         hello.max_model_len,
         not worker.draining and willing,
@@ -357,7 +357,7 @@ def row_of(worker: Worker, promised_tokens: int, state: State, tokens_per_s: flo
         worker.link,
         hello.kv_tokens,
         promised_tokens,
-        hello.max_num_seqs - placed,
+        max(0, worker.slots - placed),
         worker.queued_tokens,
         hello.max_model_len,
         worker.silent or worker.stalled,

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.core.errors import (
+    CannotFlip,
     IncompatiblePeer,
     InvalidRequest,
     LeaseGone,
@@ -22,10 +23,12 @@ from pdserve.core.ids import Handle, LeaseId, RequestId
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role
+from router.api.answer import Report
 from router.core import events as ev
 
 from ..core_peers import Peer, Stage, row
 
+OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 PICK = st.integers(0, 1 << 16)
 ERRORS = (ReplicaLost, LeaseGone, TransferFailed, IncompatiblePeer, Unavailable)
 RECOVERY_WAIT_S = 8.0
@@ -61,14 +64,17 @@ class CoreMachine(RuleBasedStateMachine):
         peers = list(self.stage.peers.values())
         return peers[pick % len(peers)]
 
-    @rule(role=st.sampled_from(Role), number=st.integers(0, 1), restarted=st.booleans())
-    def join(self, role: Role, number: int, restarted: bool) -> None:
-        """A worker dials, perhaps again while its last link still stands."""
+    @rule(role=st.sampled_from(Role), number=st.integers(0, 1), restarted=st.booleans(), newer=st.integers(0, 5))
+    def join(self, role: Role, number: int, restarted: bool, newer: int = 0) -> None:
+        """A worker dials, perhaps again while its last link still stands. At times it is of a release that only workers of its
+        own release read."""
         worker_id = f"{role.value}-{number}"
         before = next((p for p in self.stage.peers.values() if p.hello.worker_id == worker_id), None)
         self.incarnations += 1
         incarnation = self.incarnations if before is None or restarted else before.hello.incarnation
-        self.stage.join(worker_id, role, incarnation=incarnation)  # without jobs: losing a link, a worker drops its work
+        versions = {"oldest_peer_version": 7, "peer_version": 8} if newer == 5 else {}
+        # It has no jobs: a worker that loses its link drops its work.
+        self.stage.join(worker_id, role, incarnation=incarnation, **versions)
 
     @precondition(lambda self: self.stage.peers)
     @rule(pick=PICK)
@@ -191,6 +197,36 @@ class CoreMachine(RuleBasedStateMachine):
         assert isinstance(self.stage.effects[placed], ev.SendDrain)
 
     @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK)
+    def flip(self, pick: int) -> None:
+        """A worker is told to change its role, or the core says why it cannot and changes nothing."""
+        hello, placed = self._peer(pick).hello, len(self.stage.effects)
+        worker = self.stage.core.linked(hello.worker_id)
+        pool = self.stage.core.registry.of_role(hello.role)
+        last = hello.role is Role.DECODE and not any(w.serves for w in pool if w is not worker)
+        ask = ev.FlipAsked(hello.worker_id, OTHER[hello.role], hello.incarnation)
+        if last or worker.draining:
+            with pytest.raises(CannotFlip):
+                self.stage.tell(ask)
+            assert len(self.stage.effects) == placed
+        else:
+            self.stage.tell(ask)
+            assert self.stage.effects[placed] == ev.SendFlip(worker.link, OTHER[hello.role])
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK)
+    def flip_ends(self, pick: int) -> None:
+        ready = [p for p in self.stage.peers.values() if p.next_role and not p.jobs and not p.upward]
+        if ready:
+            self.stage.flipped(ready[pick % len(ready)])
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK)
+    def leave_in_order(self, pick: int) -> None:
+        """A worker drains by itself, and the router hears of it by a refusal."""
+        self._peer(pick).draining = True
+
+    @precondition(lambda self: self.stage.peers)
     @rule(pick=PICK, tokens=st.integers(0, 80))
     def set_budget(self, pick: int, tokens: int) -> None:
         peer = self._peer(pick)
@@ -203,6 +239,19 @@ class CoreMachine(RuleBasedStateMachine):
             with pytest.raises(InvalidRequest, match=f"max_num_batched_tokens: {tokens} .* from {least} to 64"):
                 self.stage.tell(ev.BudgetAsked(peer.hello.worker_id, tokens))
             assert len(self.stage.effects) == placed
+
+    @precondition(lambda self: self.stage.peers)
+    @rule(pick=PICK, seqs=st.integers(1, 6))
+    def set_max_num_seqs(self, pick: int, seqs: int) -> None:
+        """The router hears of it by a heartbeat, and until then the worker may have no room where the router sees some."""
+        peer = self._peer(pick)
+        placed = len(self.stage.effects)
+        if seqs <= peer.hello.max_num_seqs:
+            self.stage.tell(ev.BudgetAsked(peer.hello.worker_id, 0, seqs))
+            assert self.stage.effects[placed] == ev.SendBudget(peer.link, 0, seqs)
+        else:
+            with pytest.raises(InvalidRequest, match=f"max_num_seqs: {seqs} .* from 1 to {peer.hello.max_num_seqs}"):
+                self.stage.tell(ev.BudgetAsked(peer.hello.worker_id, 0, seqs))
 
     @rule(seconds=st.floats(0.01, 4.0))
     def time_passes(self, seconds: float) -> None:
@@ -222,6 +271,20 @@ class CoreMachine(RuleBasedStateMachine):
                 assert outcome.report is not None
                 assert outcome.report.output_tokens == len(outcome.emitted)
 
+    @invariant()
+    def demand_is_what_clients_saw(self) -> None:
+        stage, waiting = self.stage, self.stage.core.waiting.all()
+        demand = stage.core.demand(now_s=stage.now_s, uptime_s=stage.now_s)
+        assert (demand.requests, demand.refused) == (len(stage.outcomes), len(self.hints))
+        assert demand.output_tokens >= sum(len(o.emitted) for o in stage.outcomes.values())
+        assert self.bugs_allowed or demand.output_tokens == sum(len(o.emitted) for o in stage.outcomes.values())
+        assert demand.queued_prompt_tokens == sum(len(r.spec.prompt_ids) for r in waiting)
+        assert demand.longest_wait_s == max([stage.now_s - r.times.arrived_s for r in waiting if not r.replay], default=0.0)
+        ended = [(o.report, o.ended) for o in stage.outcomes.values() if o.report is not None]
+        told = [r for r, how in ended if how != ["cancelled"] or False in (r.ttft_met, r.tpot_met)]
+        assert (demand.ttft_met, demand.ttft_missed) == (sum(r.ttft_met is True for r in told), missed(told, "ttft_met"))
+        assert (demand.tpot_met, demand.tpot_missed) == (sum(r.tpot_met is True for r in told), missed(told, "tpot_met"))
+
     def teardown(self) -> None:
         """Faults stop, all work, time goes on: within its bounds every request ends, and nothing is left."""
         for peer in self.stage.peers.values():
@@ -240,6 +303,10 @@ class CoreMachine(RuleBasedStateMachine):
             assert worker.draining or worker.readiness.ready or worker.hello.role is Role.PREFILL
 
 
+def missed(reports: list[Report], target: str) -> int:
+    return sum(getattr(report, target) is False for report in reports)
+
+
 class ProbingCoreMachine(CoreMachine):
     """The same, with workers that must show first that KV passes."""
 
@@ -256,7 +323,7 @@ def chaos(machine: CoreMachine, random: Random) -> None:
     """One weighted random event; the state machine above shrinks better, this goes deeper."""
     pick = random.randrange(1 << 16)
     if not machine.stage.peers or random.random() < 0.03:
-        machine.join(random.choice(list(Role)), random.randrange(2), random.random() < 0.5)
+        machine.join(random.choice(list(Role)), random.randrange(2), random.random() < 0.5, random.randrange(40) // 7)
         return
     rules = {
         lambda: machine.submit(
@@ -278,6 +345,7 @@ def chaos(machine: CoreMachine, random: Random) -> None:
         lambda: machine.leave(pick): 1,
         lambda: machine.partition(pick, random.randrange(8)): 1,
         lambda: machine.drain(pick) if random.random() < 0.2 else None: 1,
+        lambda: machine.leave_in_order(pick) if random.random() < 0.4 else None: 1,
         lambda: machine.time_passes(random.uniform(0.01, 1.0)): 5,
     }
     random.choices(list(rules), list(rules.values()))[0]()

@@ -9,6 +9,7 @@ import pytest
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId
 from pdserve.core.sampling import Placement
+from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.machines.request_machine import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
@@ -361,3 +362,23 @@ def test_a_handle_of_another_link_is_stale() -> None:
     stage.run()
     assert outcome.ended == ["done"]
     stage.assert_empty()
+
+
+def test_a_client_that_leaves_says_nothing_about_a_target_unless_it_was_missed_before() -> None:
+    """(1) One client leaves after its first token, which was in time; (2) another one leaves after waiting for too long."""
+    stage = pools()
+    tight = SloClass("tight", ttft_s=1.0)
+    stage.submit("a", max_tokens=6, slo=tight, placement=Placement.COLOCATED)
+    for peer in stage.peers.values():
+        peer.progress()
+        stage.deliver(peer, 2)
+    stage.run(steps=2)
+    assert stage.outcomes[RequestId("a")].emitted
+    stage.tell(ev.ClientGone(RequestId("a")))
+    before = stage.core.demand(now_s=stage.now_s, uptime_s=0.0)
+    assert (before.requests, before.ttft_met, before.ttft_missed) == (1, 0, 0)
+    stage.submit("b", slo=tight)
+    stage.now_s += 2.0
+    stage.tell(ev.ClientGone(RequestId("b")))
+    after = stage.core.demand(now_s=stage.now_s, uptime_s=0.0)
+    assert (after.ttft_met, after.ttft_missed, after.output_tokens) == (0, 1, before.output_tokens)

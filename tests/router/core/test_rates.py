@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Handle
+from pdserve.core.roofline.utilisation import START
 from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role, WorkerLoad
 from router.core import events as ev
@@ -19,6 +20,18 @@ from router.core.pools.load import DRIFT_SHARE, NOISE_SHARE, Rates
 from ..core_peers import Peer, Stage
 
 CHAT = SloClass("chat", ttft_s=5.0)
+
+
+def test_the_load_before_is_of_ten_to_twenty_seconds_ago_by_the_workers_clock() -> None:
+    stage = Stage()
+    peer = stage.join("decode-0", Role.DECODE)
+    worker = stage.core.registry.get(peer.link)
+    assert worker is not None
+    for uptime_s in range(1, 61):
+        load = WorkerLoad(BlockCounts(16, 16, 0, 0, 0), uptime_s=float(uptime_s))
+        stage.tell(ev.HeartbeatSeen(peer.link, load))
+        span_s = load.uptime_s - worker.before.uptime_s
+        assert 10.0 <= span_s < 20.0 or (worker.before is START and uptime_s < 20)
 
 
 def told(rates: list[float]) -> Rates:

@@ -78,6 +78,26 @@ def test_the_state_names_who_drains_who_is_not_ready_and_which_pairs_rest() -> N
     asyncio.run(story())
 
 
+def test_the_demand_is_told_with_refusals_of_the_service_and_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        async with asyncio.timeout(20), local_cluster() as cluster:
+            await cluster.generate((1, 2), 3)
+            await cluster.generate((1, 2, 3), 4)
+
+            async def full(prompt: object) -> tuple[int, ...]:
+                raise Overloaded("too many long prompts", retry_after_s=1.0)
+
+            monkeypatch.setattr(cluster.service._encoder, "encode", full)
+            with pytest.raises(Exception, match="too many long prompts"):
+                await cluster.generate((1, 2), 3)
+            demand = cluster_state_to_wire(cluster.service.snapshot(), 16).demand
+            told = (demand.requests, demand.prompt_tokens, demand.output_tokens, demand.refused, demand.queued_prompt_tokens)
+            assert told == (2, 5, 7, 1, 0)
+            assert demand.uptime_s > 0
+
+    asyncio.run(story())
+
+
 def test_a_heartbeat_that_says_draining_takes_the_worker_out() -> None:
     """SIGTERM at the worker: the router hears of it by the heartbeat alone."""
 

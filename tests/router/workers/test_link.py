@@ -196,3 +196,37 @@ def test_a_worker_id_that_every_metric_would_repeat_is_refused(worker_id: str, s
     wire = common_pb2.WorkerHello(worker_id=worker_id, role=common_pb2.ROLE_DECODE)
     with pytest.raises(InternalBug, match=said):
         hello_from_wire(wire)
+
+
+@pytest.mark.parametrize("text", ["evil\x1b[31m", "\x9b31m", "two\nlines", "x" * 1001])
+@pytest.mark.parametrize("name", ["worker_id", "address", "model_fingerprint", "dtype", "quantization", "flip_obstacle"])
+def test_a_text_that_would_command_or_fill_an_operators_terminal_is_refused(name: str, text: str):
+    wire = common_pb2.WorkerHello(**{"worker_id": "d", "role": common_pb2.ROLE_DECODE, name: text})
+    with pytest.raises(InternalBug, match=name) as caught:
+        hello_from_wire(wire)
+    assert caught.value.message.isprintable()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("name", ["step_timeout_s", "peak_flops_per_s", "peak_bytes_per_s"])
+def test_a_hello_with_a_broken_number_is_refused(name: str, number: float):
+    wire = common_pb2.WorkerHello(**{"worker_id": "d", "role": common_pb2.ROLE_DECODE, name: number})
+    with pytest.raises(InternalBug, match=f"Hello.{name}: must be from 0 to a finite number"):
+        hello_from_wire(wire)
+
+
+def test_a_message_of_a_newer_worker_is_told_once_and_ends_nothing(caplog):
+    async def story() -> None:
+        async with dialled() as (core, call):
+            newer = link_pb2.WorkerMessage.FromString(bytes((0xFA, 0x3F, 0x00)))  # field 1023, of length 0
+            for number in (2, 3):
+                newer.number = number
+                await call.write(newer)
+            await call.write(reserved(7, 4))
+            while not core.reserved:  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.01)
+            assert not core.left.is_set()
+
+    asyncio.run(story())
+    assert caplog.text.count("decode worker d sent a message that this router does not know") == 1
+    assert "upgrade this router" in caplog.text

@@ -1,0 +1,1 @@
+"""The actuator: it starts, drains and moves workers so that both pools have their wanted sizes."""
