@@ -141,6 +141,17 @@ def unlike_keys(world: World) -> list[str]:
     return found
 
 
+def unlike_roles(world: World) -> list[str]:
+    """Return the workers that the router takes for another role, or another life, than they have. Empty: it knows all."""
+    found = []
+    for worker in world.router.core.registry:
+        ours = world.workers[worker.hello.worker_id]
+        theirs = (worker.hello.role.value, worker.hello.incarnation, worker.hello.flips)
+        if theirs != (ours.process.role, ours.incarnation, ours.lives - 1):
+            found.append(f"router: {worker.name} is {theirs} there, and has role {ours.process.role} in life {ours.lives}")
+    return found
+
+
 def false_alarms(world: World) -> list[str]:
     """Return the workers that report damaged KV without cause: memory never rots here, and reads flip bits only if the plan
     says so."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from faultsim.oracle import CARD, EOS, chain, draw
 from pdserve.core.block_pools import BlockPools
-from pdserve.core.ids import BlockId, BlockSum
+from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SequenceSlice, StepPlan
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -53,11 +53,15 @@ class SimMemory:
 
 class SimKv:
     """The memory of a KV pool, by KV group. A token has a tag in each group, which differs from group to group, so that neither
-    a block of another group nor a group that was forgotten goes unnoticed: the tokens that are drawn depend on all tags."""
+    a block of another group nor a group that was forgotten goes unnoticed: the tokens that are drawn depend on all tags.
 
-    def __init__(self, num_blocks: Sequence[int], rng: random.Random, *, poison: bool) -> None:
-        """Make the memory of a group for each number of blocks."""
+    In a group with a sliding window, each token of a slice depends on the tags that it sees there, and on no others.
+    """
+
+    def __init__(self, num_blocks: Sequence[int], windows: Sequence[int | None], rng: random.Random, *, poison: bool) -> None:
+        """Make the memory of a group for each number of blocks. windows: that of each group in tokens; None: it has none."""
         self.groups = tuple(SimMemory(count, rng, poison=poison) for count in num_blocks)
+        self._windows = windows
         self.no_numbers = False
         """True: the logits of every step are not finite numbers."""
 
@@ -67,31 +71,48 @@ class SimKv:
 
     def _slice(self, piece: SequenceSlice) -> list[Sampled]:
         position = piece.start
-        before = self._tags(piece, position)[-1:]
+        before = self._tags(piece, position, position)[-1:]
         tag = before[0] if before else None
         for token_id in piece.token_ids:
             tag = chain(tag, token_id)
             for group, (memory, table) in enumerate(zip(self.groups, piece.block_tables, strict=True)):
-                memory.blocks[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = tag + group
+                memory.blocks[_not_null(table[position // BLOCK_SIZE])][position % BLOCK_SIZE] = tag + group
             position += 1
         if self.no_numbers or not piece.samples:
             return [(NO_TOKEN, None)] * len(piece.samples)
-        tags = self._tags(piece, position)
         ends = range(position - len(piece.samples) + 1, position + 1)
         return [
-            (draw(tags[:end], s.params, s.output_index, s.banned_ids), None) for end, s in zip(ends, piece.samples, strict=True)
+            (draw(self._tags(piece, end, end - 1), s.params, s.output_index, s.banned_ids), None)
+            for end, s in zip(ends, piece.samples, strict=True)
         ]
 
-    def _tags(self, piece: SequenceSlice, end: int) -> list[int]:
-        """Return the tags of tokens [0, end) without what differs between groups. Where groups disagree, the tag is wrong."""
-        used = -(-end // BLOCK_SIZE)
-        found = [
-            [tag - group for block in table[:used] for tag in memory.blocks[block]][:end]
-            for group, (memory, table) in enumerate(zip(self.groups, piece.block_tables, strict=True))
-        ]
-        if all(tags == found[0] for tags in found):
-            return found[0]
-        return [tags[0] if len(set(tags)) == 1 else hash(tags) & _MASK for tags in zip(*found, strict=True)]
+    def _tags(self, piece: SequenceSlice, end: int, query: int) -> list[int]:
+        """Return the tags of tokens [0, end), as the token at position `query` sees them, without what differs between groups.
+
+        Where groups disagree, the tag is wrong, and with it the last one. Every model has a group without a window, which is
+        the first one. Raises AssertionError when the token would see a null entry.
+        """
+        found = self._of_group(piece, 0, 0, end)
+        for group, window in enumerate(self._windows[1:], start=1):
+            first = 0 if window is None else min(end, max(0, query - window + 1))
+            seen = self._of_group(piece, group, first, end)
+            if seen != found[first:]:
+                found[first:] = [a if a == b else hash((a, b)) & _MASK for a, b in zip(found[first:], seen, strict=True)]
+                found[-1] = hash(tuple(found)) & _MASK
+        return found
+
+    def _of_group(self, piece: SequenceSlice, group: int, first: int, end: int) -> list[int]:
+        """Return the tags of tokens [first, end) in one group."""
+        memory, table, start = self.groups[group], piece.block_tables[group], first // BLOCK_SIZE
+        blocks = map(_not_null, table[start : -(-end // BLOCK_SIZE)])
+        tags = [tag - group for block in blocks for tag in memory.blocks[block]]
+        return tags[first - start * BLOCK_SIZE : end - start * BLOCK_SIZE]
+
+
+def _not_null(block: BlockId) -> BlockId:
+    """Return the block. Raises AssertionError for a null entry, which a model would read as any other block's KV."""
+    assert block != NULL_BLOCK, "a block behind the window is read or written"
+    return block
 
 
 class SimEngine:
@@ -141,7 +162,9 @@ class SimEngine:
         scheduler = self.scheduler
         counts = (scheduler.num_waiting, scheduler.queued_tokens, scheduler.num_running)
         budget = scheduler.max_num_batched_tokens
-        return EngineSnapshot(WorkerLoad(self.pool.counts(), *counts, max_num_batched_tokens=budget))
+        return EngineSnapshot(
+            WorkerLoad(self.pool.counts(), *counts, max_num_batched_tokens=budget, max_num_seqs=scheduler.max_num_seqs)
+        )
 
     def submit(self, command: Command) -> None:
         """Queue a command for the next step. The loop thread calls it."""

@@ -33,6 +33,10 @@ class FaultKind(Enum):
     DUPLICATE = "duplicate"  # for `lasts_s` a second process runs under the target's worker_id
     WRONG_KEYS = "wrong_keys"  # the target's next delta of its prefix keys is wrong; `other` says in what
     DRAIN = "drain"  # the worker ends when it is empty, and is restarted; `other` "router" asks for it, "" is a signal
+    FLIP = "flip"  # the target takes its other role: `other` "router" asks for it, "again" repeats that, "" is a signal
+    UPGRADE = (
+        "upgrade"  # an actuator restarts all workers, one by one; its orders come `lasts_s` late; `other` "back": last first
+    )
     BUDGET = "budget"  # an operator lets a step of the target have at most `other` tokens, as digits
 
 
@@ -145,6 +149,20 @@ def with_budgets(plan: FaultPlan, rng: random.Random) -> FaultPlan:
         )
         for _ in range(count)
     ]
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def with_role_flips(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """Add, to half of the plans, role flips. Some are asked for twice, and some are turned back. All workers of a role may have
+    flipped away for some time."""
+    count = rng.choice((0, 0, 0, 1, 2, 5))
+    faults = []
+    for _ in range(count):
+        at_s, name, other = rng.uniform(0.3, plan.until_s * 0.8), rng.choice(WORKERS), rng.choice(("", "router"))
+        flip = Fault(at_s, FaultKind.FLIP, name, other=other)
+        again_s = at_s + rng.choice((0.0, 0.01, 0.2, 1.0, 3.0))
+        again = replace(flip, at_s=again_s, other="again" if other else "")
+        faults += [flip, *(again for _ in range(rng.choice((0, 0, 1))))]
     return replace(plan, faults=(*plan.faults, *faults))
 
 

@@ -1,5 +1,5 @@
-"""The matrix of directed faults. At each step of the protocol each actor is killed or stalled, or its message is dropped or
-repeated.
+"""The matrix of directed faults. At each step of the protocol each actor is killed or stalled, its message is dropped or
+repeated, or a worker is asked for its other role.
 
 A first run without faults counts the steps. Each cell is then a run of its own, with the same few requests, in which one
 fault happens once. All requests of a calm cell must succeed, but for those that lose the router, which nothing can hide.
@@ -107,10 +107,15 @@ def _steps(*, rough: bool) -> dict[tuple[str, str], tuple[Act, ...]]:
     report = _run(census, rough=rough)
     assert not report.problems, report.problems
     messages = {step for step, _ in census.arrived}
-    ends = (Act.KILL, Act.STALL, Act.LONG_STALL)
+    ends = (Act.KILL, Act.STALL, Act.LONG_STALL, Act.FLIP)
     found = {key: tuple(Act) if key[0] in messages else ends for key in census.sent}
     found.update({key: ends for key in census.arrived if key not in found})
-    return {key: acts for key, acts in found.items() if key[0] not in NOT_A_STEP}
+    return {key: _possible(key[1], acts) for key, acts in found.items() if key[0] not in NOT_A_STEP}
+
+
+def _possible(actor: str, acts: tuple[Act, ...]) -> tuple[Act, ...]:
+    """Leave out the role flips of a router."""
+    return tuple(act for act in acts if act is not Act.FLIP or actor != "router")
 
 
 def run_cell(cell: Cell) -> CellReport:

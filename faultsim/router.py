@@ -16,6 +16,7 @@ from pdserve.sim.network import Network
 from pdserve.sim.process import Process
 from pdserve.sim.server import FakeServer
 from router.core.router_core import RouterCore
+from router.grpc.admin import AdminService
 from router.service.model import ServedModel
 from router.service.service import RouterService
 from router.workers.link import LinkService
@@ -58,3 +59,4 @@ class SimRouter:
         self._network.servers[ADDRESS] = (self.process, server)
         service.start()
         self.service = service
+        self.admin = AdminService(service, token=None)

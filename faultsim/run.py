@@ -10,10 +10,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from faultsim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers, unlike_keys
+from faultsim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers, unlike_keys, unlike_roles
 from faultsim.client import CALM_DEADLINE_S, Ask, draw_ask
 from faultsim.engine import BLOCK_SIZE
 from faultsim.faults import (
+    WORKERS,
     Fault,
     FaultKind,
     FaultPlan,
@@ -22,6 +23,7 @@ from faultsim.faults import (
     with_duplicates,
     with_hung_engines,
     with_lost_numbers,
+    with_role_flips,
     with_wrong_keys,
 )
 from faultsim.oracle import VOCAB_SIZE
@@ -39,11 +41,15 @@ NOTICED_S: Final = 0.5
 """A deadline may be noticed this much too late: after one tick, on a clock that may be slow."""
 REDO_S: Final = 7.0
 """A request starts over within this time, whatever it waits for: a silent link, a lease, a read, or a worker."""
+FLIP_S: Final = 22.0
+"""A worker has taken its other role within this time: the limits of a drain and of closing the old role, and probes."""
 FRESH_DEADLINE_S: Final = 10.0
 _ONE, _OTHER, _TWO, _MIXED = ("float32",), ("bfloat16",), ("float32", "float32"), ("float32", "bfloat16")
 KV_DTYPES: Final = ((_ONE, _ONE), (_OTHER, _ONE), (_TWO, _TWO), (_MIXED, _TWO))
 """The dtypes of the KV groups of the prefill and the decode pool. Groups of equal ones are read straight into the pool, others
 use staging blocks."""
+WINDOWS: Final = (None, 6, 21)
+"""The sliding window of the second KV group, in tokens. None: it has none. Prompts have up to a hundred tokens."""
 
 
 @dataclass(slots=True)
@@ -57,6 +63,7 @@ class RunReport:
     callbacks: int = 0
     messages: int = 0
     virtual_s: float = 0.0
+    flips: int = 0
     attempts: int = 0
     """The number of further attempts, after the first, of requests that ended well."""
 
@@ -69,9 +76,11 @@ def run_seed(seed: int) -> RunReport:
     plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
     plan = with_budgets(plan, random.Random(f"{seed} budgets"))
     plan = with_wrong_keys(plan, random.Random(f"{seed} keys"))
-    plan = _with_flips(plan, random.Random(f"{seed} flips").choice((0.0, 0.0, 0.002, 0.02)))
+    plan = with_role_flips(plan, random.Random(f"{seed} role flips"))
+    plan = _with_wrong_bits(plan, random.Random(f"{seed} flips").choice((0.0, 0.0, 0.002, 0.02)))
     shape = with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
     shape = _with_kv_dtypes(shape, *random.Random(f"{seed} dtypes").choice(KV_DTYPES))
+    shape = _with_window(shape, random.Random(f"{seed} window").choice(WINDOWS))
     shape = _with_unequal_workers(shape, random.Random(f"{seed} unequal"))
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
     return simulate(seed, shape, plan, _with_priorities(asks, random.Random(f"{seed} priorities")), Census())
@@ -85,7 +94,22 @@ def run_with_slow_reads(seed: int) -> RunReport:
     slow = 1 - 0.3 ** (1 / len(dtypes[0]))  # of 10 reads of all groups, 7 are slow
     plan = FaultPlan(cuts, Weather(), ReadFaults(slow=slow, slow_s=6.0, own_network=True), rates, FAULTS_S)
     asks = draw_asks(random.Random(f"{seed} workload"), 32, until_s=FAULTS_S, unruly=False)
-    shape = _with_kv_dtypes(_with_patient_reads(Shape()), *dtypes)
+    shape = _with_window(_with_kv_dtypes(_with_patient_reads(Shape()), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)])
+    return simulate(seed, shape, plan, asks, Census())
+
+
+def run_with_role_flips(seed: int) -> RunReport:
+    """Make a run in which workers take their other role all the time, while reads are slow, fail, or are lost sight of."""
+    rng = random.Random(f"{seed} role flips all the time")
+    flips = tuple(Fault(rng.uniform(0.3, FAULTS_S), FaultKind.FLIP, rng.choice(WORKERS)) for _ in range(24))
+    drains = (Fault(rng.uniform(0.3, FAULTS_S), FaultKind.DRAIN, rng.choice(WORKERS), other="router"),)
+    reads = ReadFaults(slow=0.3, slow_s=1.0, failed=0.05, adrift=0.01)
+    plan = FaultPlan(flips + drains, Weather(delay_s=0.005), reads, {}, FAULTS_S)
+    asks = draw_asks(random.Random(f"{seed} workload"), 48, until_s=FAULTS_S, unruly=True)
+    dtypes = KV_DTYPES[seed % len(KV_DTYPES)]
+    shape = _with_window(
+        _with_kv_dtypes(with_prefix_caching(Shape(), True), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
+    )
     return simulate(seed, shape, plan, asks, Census())
 
 
@@ -117,12 +141,16 @@ def with_prefix_caching(shape: Shape, on: bool) -> Shape:
     return replace(shape, prefill=replace(shape.prefill, prefix_caching=on), decode=replace(shape.decode, prefix_caching=on))
 
 
-def _with_flips(plan: FaultPlan, share: float) -> FaultPlan:
+def _with_wrong_bits(plan: FaultPlan, share: float) -> FaultPlan:
     return replace(plan, reads=replace(plan.reads, flipped=share))
 
 
 def _with_kv_dtypes(shape: Shape, prefill: tuple[str, ...], decode: tuple[str, ...]) -> Shape:
     return replace(shape, prefill=replace(shape.prefill, kv_dtypes=prefill), decode=replace(shape.decode, kv_dtypes=decode))
+
+
+def _with_window(shape: Shape, window: int | None) -> Shape:
+    return replace(shape, prefill=replace(shape.prefill, window=window), decode=replace(shape.decode, window=window))
 
 
 def _with_patient_reads(shape: Shape) -> Shape:
@@ -167,6 +195,7 @@ def simulate(seed: int, shape: Shape, plan: FaultPlan, asks: list[Ask], census: 
     report.callbacks = world.timeline.callbacks
     report.messages = world.network.messages
     report.virtual_s = world.timeline.now_s
+    report.flips = world.num_flips
     return report
 
 
@@ -182,7 +211,7 @@ def _drive(world: World, asks: list[Ask], report: RunReport) -> None:
             outcome,
             bound_s=_bound_s(world, outcome.ask),
             had_time=_had_time(world, outcome.ask),
-            unequal=bool(world.shape.unequal),
+            unequal=bool(world.shape.unequal) or world.flips,
         )
         report.outcomes["ok" if outcome.ok else outcome.error.code.value if outcome.error else "never ended"] += 1
         if outcome.ok and outcome.report is not None:
@@ -209,7 +238,8 @@ def _bound_s(world: World, ask: Ask) -> float:
 
 def _had_time(world: World, ask: Ask) -> bool:
     """Tell whether a request that the last fault hit can be done again before its deadline."""
-    return _deadline_s(world, ask) > world.plan.until_s + REDO_S
+    redo_s = REDO_S + (FLIP_S if world.lacked_a_role else 0.0)
+    return _deadline_s(world, ask) > world.plan.until_s + redo_s
 
 
 def _deadline_s(world: World, ask: Ask) -> float:
@@ -225,14 +255,16 @@ def _settle(world: World, report: RunReport) -> None:
         if process.hung:
             process.kill()
     quiet = world.timeline.run(
-        lambda: world.everybody_up() and not leftovers(world) and _all_pairs_usable(world) and not unlike_keys(world),
+        lambda: world.everybody_up() and not _held(world) and _all_pairs_usable(world),
         until_s=world.timeline.now_s + SETTLE_S,
     )
     if not quiet:
         up = [name for name, process in world.processes.items() if process.alive]
-        report.problems += (
-            leftovers(world) or unlike_keys(world) or [f"not everybody is back: {up}, {len(world.router.core.registry)} linked"]
-        )
+        report.problems += _held(world) or [f"not everybody is back: {up}, {len(world.router.core.registry)} linked"]
+
+
+def _held(world: World) -> list[str]:
+    return leftovers(world) or unlike_keys(world) or unlike_roles(world)
 
 
 def _wait_for_tasks(world: World) -> None:

@@ -24,6 +24,7 @@ class SwarmReport:
     callbacks: int = 0
     messages: int = 0
     virtual_s: float = 0.0
+    flips: int = 0
     retried: int = 0
     wall_s: float = 0.0
     last_seed: int = -1
@@ -36,6 +37,7 @@ class SwarmReport:
         self.callbacks += report.callbacks
         self.messages += report.messages
         self.virtual_s += report.virtual_s
+        self.flips += report.flips
         self.retried += report.attempts
         if report.problems:
             self.failed.append(report)
@@ -48,7 +50,7 @@ class SwarmReport:
         return [
             f"{self.runs} seeds in {self.wall_s:.0f} s ({self.wall_s / max(1, self.runs):.2f} s each): "
             f"{self.virtual_s / 3600:.1f} virtual hours, {self.messages} messages, {self.callbacks / wall_s:.0f} events/s",
-            f"{total} requests: {ended}; {self.retried} retries among those that ended well",
+            f"{total} requests: {ended}; {self.retried} retries among those that ended well; {self.flips} role flips",
             *(line for report in self.failed for line in failure_lines(report)),
             f"{len(self.failed)} seeds failed",
         ]

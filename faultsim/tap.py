@@ -27,6 +27,7 @@ class Act(Enum):
     LONG_STALL = "long stall"
     DROP = "drop"
     DUPLICATE = "duplicate"
+    FLIP = "flip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Cell:
     """One cell of the matrix: at occurrence `nth` (from 0) of `step`, the fault `act` hits the `actor` (a role).
 
     For a message, a fault hits the sender before it sends and the receiver before it handles the message. DROP and
-    DUPLICATE hit the message itself, on its way from `actor`.
+    DUPLICATE hit the message itself, on its way from `actor`. FLIP lets a worker drain and take its other role.
     """
 
     step: str
@@ -95,10 +96,18 @@ class Census:
             return None
         self.hits += 1
         self.victim = actor.name
-        if cell.act is Act.KILL:
+        if cell.act is Act.FLIP:
+            self._flip(actor)
+        elif cell.act is Act.KILL:
             actor.kill()
         elif cell.act is Act.STALL:
             actor.stop(STALL_S)
         elif cell.act is Act.LONG_STALL:
             actor.stop(LONG_STALL_S)
         return cell.act
+
+    def _flip(self, actor: Process) -> None:
+        """Ask a worker for its other role, as the router or an operator would at this moment."""
+        assert self.world is not None
+        worker = next(worker for worker in self.world.workers.values() if worker.process is actor)
+        actor.loop.post(0.0, worker.flip)

@@ -45,6 +45,10 @@ class Pools:
     by_incarnation: dict[Incarnation, tuple[Process, dict[RemoteRegion, SimMemory]]] = field(default_factory=dict)
     faults: ReadFaults = field(default_factory=ReadFaults)
 
+    def forget(self, incarnation: Incarnation) -> None:
+        """Let reads from this incarnation fail from now on."""
+        self.by_incarnation.pop(incarnation, None)
+
 
 class SimTransfer(TransferThread):
     """The transfer thread of one worker. `reached` is called for each step of a read, at the reader and at the peer."""
@@ -69,6 +73,7 @@ class SimTransfer(TransferThread):
         self._reached = reached
         self._commands = cast(Any, _Inbox(process, self._on_command))
         self._stopped = False
+        self._adrift = 0  # the reads that go on writing although they have failed
         self.memory = dict(memory)
         """The memory of each region into which reads go: the pool, and staging blocks."""
 
@@ -91,7 +96,7 @@ class SimTransfer(TransferThread):
                 self._post(command)
             case Stop():
                 self._stopped = True
-                self._process.loop.call_soon_threadsafe(self._on_ended, None, True)
+                self._process.loop.call_soon_threadsafe(self._on_ended, None, not self._adrift)
 
     def _connect(self, incarnation: Incarnation, patience_s: float) -> None:
         peer = self._peer(incarnation)
@@ -121,6 +126,7 @@ class SimTransfer(TransferThread):
         elif roll < faults.slow + faults.failed + faults.adrift:
             self._later(span_s / 2, self._emit, ReadFailed(post.read_id, ReadAdrift("lost sight of the read"), stopped=False))
             span_s += self._rng.random() * 2
+            self._adrift += 1
             self._copy(post, pairs, self._spread(span_s, len(pairs)), None)
             return
         elif roll < faults.slow + faults.failed + faults.adrift + faults.stuck:
@@ -133,29 +139,34 @@ class SimTransfer(TransferThread):
         return [(b - a) * span_s for a, b in zip([0.0, *cuts], [*cuts, 1.0], strict=True)]
 
     def _copy(self, post: Post, pairs: list[tuple[int, int]], waits_s: list[float], end: Event | None) -> None:
-        """Copy one block after the other, then emit `end`; None: emit nothing."""
+        """Copy one block after the other, then emit `end`. None: the read is adrift, so nothing is emitted, and it goes on
+        after the transport has stopped."""
         if not pairs:
-            if end is not None:
+            if end is None:
+                self._adrift -= 1
+            else:
                 self._reached("read_done", self._process)
                 if isinstance(end, ReadDone) and post.sum_blocks is not None:
                     end = replace(end, sums=post.sum_blocks(post.local_blocks))
                 self._emit(end)
             return
-        self._later(waits_s[0], self._copy_block, post, pairs, waits_s, end, GIVE_UP_S)
+        self._later(waits_s[0], self._copy_block, post, pairs, waits_s, end, GIVE_UP_S, adrift=end is None)
 
     def _copy_block(
         self, post: Post, pairs: list[tuple[int, int]], waits_s: list[float], end: Event | None, patience_s: float
     ) -> None:
+        if self._stopped and end is not None:
+            return
         peer = self._peer(post.peer)
         if peer is None:
-            if end is not None:
-                self._fail(post.read_id, "the peer disconnected")
+            self._lost(post.read_id, end, "the peer disconnected")
             return
         if not self._joined(peer[0]):
             if patience_s > 0:
-                self._later(LOOK_AGAIN_S, self._copy_block, post, pairs, waits_s, end, patience_s - LOOK_AGAIN_S)
-            elif end is not None:
-                self._fail(post.read_id, "the peer was not reached")
+                left_s = patience_s - LOOK_AGAIN_S
+                self._later(LOOK_AGAIN_S, self._copy_block, post, pairs, waits_s, end, left_s, adrift=end is None)
+            else:
+                self._lost(post.read_id, end, "the peer was not reached")
             return
         remote, local = pairs[0]
         into = self.memory[post.into]
@@ -165,15 +176,18 @@ class SimTransfer(TransferThread):
         into.copy_in(local, tags)
         self._copy(post, pairs[1:], waits_s[1:], end)
 
-    def _fail(self, read_id: ReadId, reason: str) -> None:
-        self._emit(ReadFailed(read_id, TransferFailed(reason), stopped=True))
+    def _lost(self, read_id: ReadId, end: Event | None, reason: str) -> None:
+        if end is None:
+            self._adrift -= 1
+        else:
+            self._emit(ReadFailed(read_id, TransferFailed(reason), stopped=True))
 
     def _emit(self, event: Event) -> None:
         if not self._stopped:
             self._process.loop.call_soon_threadsafe(self._on_event, event)
 
-    def _later(self, delay_s: float, callback: Callable[..., None], *args: Any) -> None:
-        if not self._stopped:
+    def _later(self, delay_s: float, callback: Callable[..., None], *args: Any, adrift: bool = False) -> None:
+        if adrift or not self._stopped:
             self._process.transfer_loop.call_later(delay_s, callback, *args)
 
     def _joined(self, peer: Process) -> bool:

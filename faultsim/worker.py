@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, cast
 
 from decode_worker.role import DecodeRole
@@ -19,6 +21,7 @@ from faultsim.transfer import Pools, SimTransfer
 from kvtransfer.api import Region
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.block_pools import BlockPools
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation
 from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
 from pdserve.core.prefix_keys import KEY_BYTES
@@ -27,8 +30,10 @@ from pdserve.sim.channel import FakeChannel
 from pdserve.sim.network import Network
 from pdserve.sim.process import Process
 from pdserve.sim.server import FakeServer
+from pdserve.worker.engine_view import EngineView
 from pdserve.worker.host import TICKET_SECRET_BYTES, Host, Role, close_role
 from pdserve.worker.member import Member
+from pdserve.worker.messages import AddLent, Command, Reserve, SetLending
 from prefill_worker.role import PrefillRole
 
 GROUPS: Final = (
@@ -59,10 +64,13 @@ class WorkerShape:
     kv_dtypes: tuple[str, ...] = ("float32",)
     """The dtype of each KV group, of which there are as many as dtypes. A worker with other ones converts the groups that it
     reads from this worker and whose dtypes differ."""
+    window: int | None = None
+    """The sliding window of the second group in tokens, if there is one. None: it has no window."""
 
 
 class SimWorker:
-    """One incarnation of a worker. `run` runs on the loop of its process."""
+    """One process of a worker, with one life after the other: a role flip ends a life and begins the next one, as in
+    `pdserve.worker.life`. The engine and the KV pool stay. `run` runs on the loop of the process."""
 
     def __init__(
         self,
@@ -76,48 +84,80 @@ class SimWorker:
         poison: bool,
         check_steps: bool,
         worker_id: str = "",
+        flipped: Callable[[], None] = lambda: None,
     ) -> None:
-        """Build the worker and make it known to the network. `worker_id` empty: the name of the process.
+        """Build the worker and make it known to the network. `worker_id` empty: the name of the process. `flipped` is called
+        when a life with another role begins.
 
         `reached` is called at each step that is not a message, with the step's name and the process.
         """
         self.process = process
         self.worker_id = worker_id or process.name
         self.shape = shape
+        self._port = 1
+        self.lives = 0
+        """The lives that have begun."""
         self.incarnation = Incarnation(rng.getrandbits(64))
-        self.server = FakeServer()
-        groups = [replace(group, dtype=dtype) for group, dtype in zip(GROUPS, shape.kv_dtypes, strict=False)]
+        windows = (None, shape.window)
+        made = zip(GROUPS, shape.kv_dtypes, windows, strict=False)
+        groups = [replace(group, dtype=dtype, window=window) for group, dtype, window in made]
         self.spec = KvSpec(tuple(groups))
         sizes = [shape.num_blocks + more * MORE_BLOCKS for more in reversed(range(len(groups)))]
-        self.kv = SimKv(sizes, rng, poison=poison)
+        self.kv = SimKv(sizes, [group.window for group in groups], rng, poison=poison)
+        self._rng = rng
+        self._reached = reached
+        self._poison = poison
+        self._flipped = flipped
+        self._pools = pools
+        self._network = network
         self.engine = self._make_engine(sizes, rng, reached, check_steps=check_steps)
         self.regions = tuple(
             Region((1 + number) << 20, size, group.block_bytes)
             for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
         )
-        memory = dict(zip(self.regions, self.kv.groups, strict=True))
-        self.transfer = SimTransfer(
-            process, memory, pools, network, rng, reached, stuck_after_s=STUCK_S, summed=shape.lease.kv_checksum
-        )
-        converter = SimConverter(process, rng)
-        self.staging = make_staging(process, self.transfer, self.spec, self.kv, converter, rng, poison=poison)
-        self._ticket_secret = rng.randbytes(TICKET_SECRET_BYTES)
-        self._network = network
         self._config = self._make_config()
-        self.member = Member(
-            self._config,
-            ROLES[process.role],
-            self.engine.snapshot(),
-            self.engine.submit,
-            step_timeout_s=STEP_TIMEOUT_S,
-            open_channel=self._open_channel,
+        self.view = EngineView(
+            self.engine.snapshot(), self.engine.submit, step_timeout_s=STEP_TIMEOUT_S, prefix_caching=shape.prefix_caching
         )
         self.wrong_delta = ""
         """The fault of the next delta of prefix keys, one of `WRONG_DELTAS`. Empty: it has none."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the parts that end with a life, and make them known to the network and to readers."""
+        self.server = FakeServer()
+        memory = dict(zip(self.regions, self.kv.groups, strict=True))
+        process, network, rng = self.process, self._network, self._rng
+        summed = self.shape.lease.kv_checksum
+        self.transfer = SimTransfer(
+            process, memory, self._pools, network, rng, self._reached, stuck_after_s=STUCK_S, summed=summed
+        )
+        converter = SimConverter(process, rng)
+        self.staging = make_staging(process, self.transfer, self.spec, self.kv, converter, rng, poison=self._poison)
+        self._ticket_secret = rng.randbytes(TICKET_SECRET_BYTES)
+        self.member = Member(self._config, ROLES[process.role], self.view, flips=self.lives, open_channel=self._open_channel)
         self._tell = self.member.link.send
         self.member.link.send = self._send  # type: ignore[method-assign]  # a fault of this worker, above its link
         network.servers[self.address] = (process, self.server)
-        pools.by_incarnation[self.incarnation] = (process, memory)
+        self._pools.by_incarnation[self.incarnation] = (process, memory)
+        self.lives += 1
+
+    def flip(self) -> None:
+        """Drain, and then take the other role. A worker that is about to end refuses."""
+        with suppress(InvalidRequest):
+            self.member.flip(next(number for name, number in ROLES.items() if name != self.process.role))
+
+    def _begin_again(self, role: common_pb2.Role) -> None:
+        """Begin the next life: a new incarnation, and the old address or a new one. A peer that still reads learns a little
+        later that the old one has ended, and until then reads what lies there by now."""
+        old = self.incarnation
+        self._network.later(self._rng.random(), partial(self._pools.forget, old))
+        self._flipped()
+        self.process.role = next(name for name, number in ROLES.items() if number == role)
+        self.incarnation = Incarnation(self._rng.getrandbits(64))
+        if self._rng.random() < 0.5:
+            self._port += 1
+        self._begin()
 
     def _make_engine(
         self, sizes: list[int], rng: random.Random, reached: Callable[[str, Process], None], *, check_steps: bool
@@ -126,7 +166,7 @@ class SimWorker:
         return SimEngine(
             process,
             self.kv,
-            BlockPools(*sizes),
+            BlockPools(*sizes, layouts=self.spec.groups),
             lambda events: self.member.on_step(events),
             lambda step: reached(f"{step}_{process.role}", process),
             rng,
@@ -135,8 +175,14 @@ class SimWorker:
             max_model_len=shape.max_model_len,
             prefix_caching=shape.prefix_caching,
             check_steps=check_steps,
-            checksums=shape.lease.kv_checksum and process.role == "prefill",
+            checksums=shape.lease.kv_checksum,
         )
+
+    def _submit(self, command: Command) -> None:
+        """Give a command to the engine. A draining worker must begin nothing new."""
+        if self.member._drain_asked.is_set() and isinstance(command, AddLent | Reserve):
+            self.process.timeline.errors.append(f"{self.worker_id} drains and begins {command}")
+        self.view.submit(command)
 
     def _send(self, message: link_pb2.WorkerMessage) -> None:
         """Send a message to the router. The next delta with added keys may go wrong."""
@@ -153,23 +199,34 @@ class SimWorker:
 
     @property
     def address(self) -> str:
-        """The address of the worker's services."""
-        return f"{self.process.name}:1"
+        """The address of the services of the present life."""
+        return f"{self.process.name}:{self._port}"
 
     async def run(self, ended: Callable[[], None]) -> None:
-        """Run the worker until it has drained or is unhealthy, or its link ends; then call `ended`."""
+        """Run one life after the other, until one has drained or is unhealthy, or its link ends; then call `ended`."""
+        while (role := await self._live()) is not None:
+            self._begin_again(role)
+        ended()
+
+    async def _live(self) -> common_pb2.Role | None:
+        """Live one life. Return the role of the next one, or None when the process must end."""
         host = self._make_host(await self.transfer.start())
-        self.member.start(host, PrefillRole if self.process.role == "prefill" else DecodeRole)
+        is_prefill = self.process.role == "prefill"
+        self.member.start(host, PrefillRole if is_prefill else DecodeRole)
         assert self.member.role is not None
-        jobs = [self.member.link.run(), self.member.drained(), self.member.broken()]
-        tasks = [asyncio.create_task(cast(Any, job)) for job in jobs]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        self.view.submit(SetLending(is_prefill))
+        drained = asyncio.create_task(self.member.drained())
+        tasks: list[asyncio.Task[Any]] = [drained]
+        tasks += [asyncio.create_task(cast(Any, job)) for job in (self.member.link.run(), self.member.broken())]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        next_role = drained.result() if done == {drained} and drained.exception() is None else None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await close_role(self.member.role, self.transfer)
+        clean = await close_role(self.member.role, self.transfer)
+        self.server.stop()
         self.staging.close()
-        ended()
+        return next_role if clean and not self.transfer.num_unstopped else None
 
     @property
     def role(self) -> Role | None:
@@ -189,11 +246,12 @@ class SimWorker:
             agent_metadata=agent_metadata,
             address=self.address,
             server=cast(Any, self.server),
-            submit=self.member.submit,
+            submit=self._submit,
             send=self.member.link.send,
             open_channel=self._open_channel,
             staging=self.staging,
             ticket_secret=self._ticket_secret,
+            seq_ids=self.view.seq_ids,
         )
 
     def _make_config(self) -> WorkerConfig:

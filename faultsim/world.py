@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from faultsim.actuator import RollingUpgrade, UpgradeWatch
 from faultsim.client import Ask, Client
 from faultsim.faults import ALL, WORKERS, Fault, FaultKind, FaultPlan
 from faultsim.recorded import MemoryNotes
@@ -15,7 +16,8 @@ from faultsim.router import SimRouter
 from faultsim.transfer import Pools, ReadFaults
 from faultsim.worker import SimWorker, WorkerShape
 from pdserve.config import LeaseConfig, RouterConfig
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import CannotFlip, InvalidRequest, StaleOrder, UnknownWorker
+from pdserve.core.worker import Role
 from pdserve.sim.clock import Timeline, bury
 from pdserve.sim.network import Network, Tap, Weather
 from pdserve.sim.process import Process, Waker
@@ -23,6 +25,8 @@ from pdserve.sim.process import Process, Waker
 RESTART_S: Final = 0.5  # the delay before the restart of a process that ended without a planned kill
 CLIENT_DELAY_S: Final = 0.001  # clients are on the router's machine
 CHECK_EVERY_S: Final = 0.2
+LOOK_AT_ROLES_S: Final = 0.5
+LOOK_AT_UPGRADES_S: Final = 0.004
 
 LEASE: Final = LeaseConfig(
     ttl_s=3.0,
@@ -56,6 +60,11 @@ class Shape:
         return self.unequal.get(name) or (self.prefill if role == "prefill" else self.decode)
 
 
+def role_of(name: str) -> str:
+    """Return the role with which a process of this name starts."""
+    return name.rstrip("0123456789")
+
+
 @dataclass(eq=False)
 class World:
     """One cluster with its network, clients and faults. `tap` and `reached` see every step of the protocol."""
@@ -72,8 +81,15 @@ class World:
     recorded: list[MemoryNotes] = field(default_factory=list)
     """The events of each incarnation of the router."""
     restarts: int = 0
+    num_flips: int = 0
+    """The lives that began with a role flip."""
+    lacked_a_role: bool = False
+    """True: after the faults some requests had to wait for a worker that takes its old role again."""
+
+    upgrade: UpgradeWatch | None = None
 
     def __post_init__(self) -> None:
+        self._orders: dict[str, tuple[Role, int]] = {}  # the last flip that the router was asked for, by worker
         self.network = Network(self.timeline, self._rng("network"), self.plan.weather, self.tap)
         self.pools = Pools(faults=self.plan.reads)
         self._world = Waker(self.timeline)
@@ -94,7 +110,7 @@ class World:
         """Start a new incarnation of the process `name`."""
         self._incarnations += 1
         rng = self._rng(f"{name} {self._incarnations}")
-        role = name.rstrip("0123456789")
+        role = role_of(name)
         rate = self.plan.clock_rates.get(name, 1.0)
         process = Process(self.timeline, name, role, rate=rate, offset_s=rng.uniform(0, 1e4))
         process.on_death[self] = lambda: self._died(process)
@@ -117,9 +133,13 @@ class World:
             poison=self.shape.poison,
             check_steps=self.shape.check_steps,
             worker_id=worker_id,
+            flipped=self._flipped,
         )
         self._spawn(process, worker.run(process.kill))
         return worker
+
+    def _flipped(self) -> None:
+        self.num_flips += 1
 
     def _died(self, process: Process) -> None:
         """Plan the restart of a process that died, under the same name and address."""
@@ -186,6 +206,10 @@ class World:
                 self.workers[fault.target].wrong_delta = fault.other
             case FaultKind.DRAIN:
                 self._drain(fault)
+            case FaultKind.FLIP:
+                self._flip(fault)
+            case FaultKind.UPGRADE:
+                self._upgrade(fault)
             case FaultKind.BUDGET:
                 self.router.process.loop.post(0.0, self._set_budget, fault)
 
@@ -210,6 +234,53 @@ class World:
         else:
             self.processes[fault.target].loop.post(0.0, self.workers[fault.target].member.drain)
 
+    def _flip(self, fault: Fault) -> None:
+        """Ask for the target's other role. The router may refuse it, and so may the worker."""
+        worker = self.workers[fault.target]
+        if fault.other == "":
+            worker.process.loop.post(0.0, worker.flip)
+            return
+        if fault.other == "router":
+            role = Role.DECODE if worker.process.role == "prefill" else Role.PREFILL
+            self._orders[fault.target] = (role, worker.incarnation)
+        if fault.target in self._orders:
+            self.router.process.loop.post(0.0, self._ask_to_flip, fault.target, *self._orders[fault.target])
+
+    def _ask_to_flip(self, name: str, role: Role, incarnation: int) -> None:
+        if self.router.service is not None:
+            with suppress(CannotFlip, StaleOrder, UnknownWorker):
+                self.router.service.flip(name, role, incarnation)
+
+    def _upgrade(self, fault: Fault) -> None:
+        if self.upgrade is None:
+            self.upgrade = UpgradeWatch({name: worker.incarnation for name, worker in self.workers.items()})
+            self._watch_upgrade(self.upgrade)
+        old = self.upgrade.old
+        order = {name: old[name] for name in (reversed(old) if fault.other else old)}
+        actuator = RollingUpgrade(self.router.admin, f"actuator at {fault.at_s} s", order, fault.lasts_s)
+        self._spawn(self.router.process, actuator.run())
+
+    def _watch_upgrade(self, upgrade: UpgradeWatch) -> None:
+        if self.router.service is not None:
+            serving: dict[str, int] = {w.hello.worker_id: w.hello.incarnation for w in self.router.core.registry if w.serves}
+            self.timeline.errors += upgrade.look(self.workers.values(), serving)
+        self._world.post(LOOK_AT_UPGRADES_S, self._watch_upgrade, upgrade)
+
+    def _give_back_roles(self) -> None:
+        """After the faults, flip a worker to each role that nobody has, as an operator would. Unequal workers all go back to
+        the roles for which their sizes were chosen."""
+        for role, first in (("prefill", "prefill0"), ("decode", "decode0")):
+            if not any(worker.process.role == role for worker in self.workers.values()):
+                self._flip_back(first)
+        for name, worker in self.workers.items():
+            if self.shape.unequal and worker.process.role != role_of(name):
+                self._flip_back(name)
+        self._world.post(LOOK_AT_ROLES_S, self._give_back_roles)
+
+    def _flip_back(self, name: str) -> None:
+        self.lacked_a_role = True
+        self.workers[name].process.loop.post(0.0, self.workers[name].flip)
+
     def _set_budget(self, fault: Fault) -> None:
         """Ask the router for a budget. It refuses what the worker cannot have, and a worker that is not there."""
         service = self.router.service
@@ -227,6 +298,7 @@ class World:
         self.network.weather = Weather()
         self.pools.faults = ReadFaults()
         self.network.heal_all()
+        self._give_back_roles()
 
     # Looking ---------------------------------------------------------------------------------------------------------
 
@@ -243,6 +315,11 @@ class World:
     def router_undisturbed(self) -> bool:
         """True if the router has run since the start, and was neither killed nor stopped."""
         return self.router is self._first_router and not self.router.process.disturbed
+
+    @property
+    def flips(self) -> bool:
+        """True if the plan lets workers change their roles."""
+        return any(fault.kind is FaultKind.FLIP for fault in self.plan.faults)
 
     def everybody_up(self) -> bool:
         """Tell whether all processes live and all workers are linked and take requests, their probes included."""

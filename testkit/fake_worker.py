@@ -90,6 +90,7 @@ class FakeWorker:
     num_blocks: int = 1024
     max_model_len: int = 4096
     max_num_seqs: int = 64
+    link_version: int = 0
     dtype: str = "bfloat16"
     quantization: str = ""
     kv_bytes_per_token: int = 1024
@@ -109,6 +110,7 @@ class FakeWorker:
     engine_stalled_s: float = 0.0  # the value in its heartbeats
     draining: bool = False  # it reports this in heartbeats and refuses new work; Drain sets it
     budget: int = 0  # the tokens of a step, after SetBudget; 0: as at the start
+    seqs: int = 0  # the sequences that may run, likewise
     explains: bool = True  # it answers questions about requests
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # while it is cleared, there are no tokens and no commits
 
@@ -210,6 +212,7 @@ class FakeWorker:
             niceness=15,
             quantization=self.quantization,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            link_version=self.link_version,
         )
 
     def _send(self, **body: Any) -> None:
@@ -246,6 +249,7 @@ class FakeWorker:
             engine_stalled_s=self.engine_stalled_s,
             last_handle=self._last_handle,
             max_num_batched_tokens=self.budget or self.max_num_batched_tokens,
+            max_num_seqs=self.seqs or self.max_num_seqs,
         )
 
     def _blocks(self, sequence: _Sequence) -> int:
@@ -272,7 +276,8 @@ class FakeWorker:
             self.draining = True
             return
         if kind == "set_budget":
-            self.budget = command.max_num_batched_tokens
+            self.budget = command.max_num_batched_tokens or self.budget
+            self.seqs = command.max_num_seqs or self.seqs
             return
         if kind in ("bind", "prefill"):
             self._last_handle = command.handle

@@ -144,6 +144,18 @@ class ScriptedRouter(link_pb2_grpc.WorkerLinkServicer):
             assert self._changed.wait_for(lambda: worker_id in self.workers, WAIT_S), f"{worker_id} never dialled"
             return self.workers[worker_id]
 
+    def flip(self, worker: Worker, role: common_pb2.Role) -> None:
+        """Tell a worker to take another role."""
+        worker.send(link_pb2.RouterMessage(flip=link_pb2.Flip(role=role)))
+
+    def next_life(self, worker: Worker) -> Worker:
+        """Wait until this worker has dialled as another incarnation, and return that. Raises `AssertionError`."""
+        name, before = worker.hello.worker_id, worker.hello.incarnation
+        with self._changed:
+            found = self._changed.wait_for(lambda: self.workers[name].hello.incarnation != before, WAIT_S)
+            assert found, f"{name} did not come back within {WAIT_S} s; {worker.heartbeat}"
+            return self.workers[name]
+
     def next_handle(self) -> int:
         """Return a handle that has not been used yet."""
         self._handle += 1

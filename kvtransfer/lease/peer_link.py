@@ -16,12 +16,13 @@ from typing import Any, Final
 import grpc.aio
 
 from kvtransfer.lease.followed import Committed, FollowedLease
-from kvtransfer.lease.service import MAX_RENEWALS
+from kvtransfer.lease.service import MAX_RENEWALS, versions_differ
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import IncompatiblePeer, InternalBug, LeaseGone, Overloaded, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import CommitAnswer
 from pdserve.core.reader import SendCommit
+from pdserve.core.worker import PEER_VERSIONS, VersionRange
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel, token_metadata, translate
 from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
@@ -80,11 +81,16 @@ class PeerLink:
 
     async def handshake(self) -> bytes:
         """Return the lender's agent metadata. Raises `LeaseGone` when another incarnation answers at this address, and
-        `IncompatiblePeer` when the lender has another transport."""
-        request = peer_pb2.HandshakeRequest(transport=self._transport)
+        `IncompatiblePeer` when the lender has another transport or speaks no common version."""
+        request = peer_pb2.HandshakeRequest(
+            transport=self._transport, oldest_peer_version=PEER_VERSIONS.oldest, peer_version=PEER_VERSIONS.newest
+        )
         response = await self._call(self._peer.Handshake, request, HANDSHAKE_TIMEOUT_S)
         if response.incarnation != self.incarnation:
             raise LeaseGone(f"{self.address} is now {response.incarnation:016x}, the lease was {self.incarnation:016x}'s")
+        versions = VersionRange(response.oldest_peer_version, response.peer_version)
+        if PEER_VERSIONS.common(versions) is None:
+            raise IncompatiblePeer(versions_differ(f"the lender at {self.address}", versions, "this reader", PEER_VERSIONS))
         theirs = response.transport or DEFAULT_TRANSPORT
         if theirs != self._transport:
             raise IncompatiblePeer(

@@ -15,11 +15,12 @@ from typing import Any, Final
 import grpc
 
 from kvtransfer.lease.watchers import TooManyWatched, Watcher, Watchers
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import IncompatiblePeer, PdserveError
 from pdserve.core.ids import BlockSum, Incarnation, LeaseId, SeqId
 from pdserve.core.kv_layout import MAX_KV_GROUPS
 from pdserve.core.lease import CommitAnswer, GroupSums, Lease, LeaseTable, LeaseView
-from pdserve.rpc import codec
+from pdserve.core.worker import PEER_VERSIONS, VersionRange
+from pdserve.rpc import codec, status
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
 
@@ -36,17 +37,34 @@ _RESULTS: Final = {
 }
 
 
+def versions_differ(peer: str, theirs: VersionRange, here: str, ours: VersionRange) -> str:
+    """Return the message that a peer speaks no common version of the protocol between workers, and what to do."""
+    return (
+        f"{peer} speaks version {theirs} of the protocol between workers and {here} speaks {ours}: "
+        "upgrade the older one of the two"
+    )
+
+
 class PeerService(peer_pb2_grpc.PeerServicer):
     """The service that gives this worker's agent metadata to readers. Reads are one-sided, so this worker need not know the
     reader's agent."""
 
     def __init__(self, incarnation: Incarnation, agent_metadata: bytes, *, cluster_token: str, transport: str = "nixl") -> None:
         """`transport` is the name of the transport in the settings, which readers compare with their own."""
-        self._response = peer_pb2.HandshakeResponse(incarnation=incarnation, agent_metadata=agent_metadata, transport=transport)
+        self._response = peer_pb2.HandshakeResponse(
+            incarnation=incarnation,
+            agent_metadata=agent_metadata,
+            transport=transport,
+            oldest_peer_version=PEER_VERSIONS.oldest,
+            peer_version=PEER_VERSIONS.newest,
+        )
         self._cluster_token = cluster_token
 
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Any) -> peer_pb2.HandshakeResponse:
         await require_token(context, self._cluster_token)
+        theirs = VersionRange(request.oldest_peer_version, request.peer_version)
+        if PEER_VERSIONS.common(theirs) is None:
+            await status.abort(context, IncompatiblePeer(versions_differ("the reader", theirs, "the lender", PEER_VERSIONS)))
         return self._response
 
 

@@ -26,7 +26,7 @@ import msgpack
 from kvtransfer.api import Device, DeviceKind, RemoteRegion
 from pdserve.core.block_hash import PROMPT_HASH_BYTES
 from pdserve.core.errors import ConfigError, IncompatiblePeer, LeaseGone, TransferFailed
-from pdserve.core.ids import BlockId, Incarnation, LeaseId
+from pdserve.core.ids import NULL_BLOCK, BlockId, Incarnation, LeaseId
 from pdserve.core.kv_layout import DTYPE_BITS, MAX_KV_GROUPS, KvGroup, KvSpec
 
 VERSION: Final = 3
@@ -54,7 +54,8 @@ class Ticket:
     """The ticket of one lease. `peer_address` is host:port of the lender's Peer and Lease services.
 
     `regions` describe the lender's pool, one for each group of `kv_spec`. block_tables[g][i] holds the KV of group g for tokens
-    [i * block_size, (i + 1) * block_size) of the prompt, which has `prompt_len` tokens. `prompt_hash` covers the whole prompt
+    [i * block_size, (i + 1) * block_size) of the prompt, which has `prompt_len` tokens. Blocks that are dead at the end of the
+    prompt are null, and the bytes of a ticket do not list them. `prompt_hash` covers the whole prompt
     and its salt. `checksums` True: the lender sums its blocks, and compares its checksums with the reader's.
     """
 
@@ -80,11 +81,16 @@ class Ticket:
 
     def _check_blocks(self, group: KvGroup, region: RemoteRegion, table: tuple[BlockId, ...]) -> None:
         """Check the blocks of one group. Raises `InvalidTicket`."""
-        if len(table) != group.blocks_for(self.prompt_len):
-            raise InvalidTicket(f"{len(table)} blocks of {group.block_size} cannot hold {self.prompt_len} tokens")
-        if max(table) >= region.num_blocks:
-            raise InvalidTicket(f"block {max(table)} is outside a pool of {region.num_blocks}")
-        if len(set(table)) != len(table):
+        dead = group.first_live(self.prompt_len)
+        live = table[dead:]
+        if len(table) != group.blocks_for(self.prompt_len) or table[:dead] != (NULL_BLOCK,) * dead:
+            raise InvalidTicket(
+                f"{len(table)} blocks of {group.block_size}, with {table.count(NULL_BLOCK)} null ones, cannot hold "
+                f"{self.prompt_len} tokens with {dead} blocks behind the window of {group.window}"
+            )
+        if live and not 0 <= min(live) <= max(live) < region.num_blocks:
+            raise InvalidTicket(f"blocks {min(live)} to {max(live)} are outside a pool of {region.num_blocks}")
+        if len(set(live)) != len(live):
             raise InvalidTicket("a block is listed twice")
         if region.block_bytes != group.block_bytes or region.address + region.nbytes > _MAX_U64:
             raise InvalidTicket(f"a pool of {region.num_blocks} blocks at {region.address:#x} runs past the address space")
@@ -120,13 +126,19 @@ class Ticket:
 
     @property
     def num_blocks(self) -> int:
-        """The number of leased blocks of each group."""
+        """The number of blocks of the prompt in each group, dead ones included."""
         return len(self.block_tables[0])
 
     @property
     def kv_bytes(self) -> int:
         """The bytes of all leased blocks."""
-        return self.num_blocks * self.kv_spec.block_bytes
+        return self.bytes_from(0)
+
+    def bytes_from(self, first: int, end: int | None = None) -> int:
+        """Return the bytes of the blocks at positions [first, end) of all groups, dead ones left out. None: to the last one."""
+        parts = [table[first:end] for table in self.block_tables]
+        counts = [len(part) - part.count(NULL_BLOCK) for part in parts]
+        return sum([count * group.block_bytes for count, group in zip(counts, self.kv_spec.groups, strict=True)])
 
     def check_layout(self, local: KvSpec) -> None:
         """Check that our pool can hold the leased KV. Only dtypes may differ: `kvtransfer.staging.staging` then converts.
@@ -166,7 +178,9 @@ class Ticket:
         fields = _unpack(data)
         _check_version(fields)
         _, incarnation, lease, peer_address, block_size, groups, prompt_len, prompt_hash, checksums, mac = fields
-        spec, regions, tables = _groups(groups, _integer("block_size", block_size, 1, _MAX_DIMENSION))
+        spec, regions, lists = _groups(groups, _integer("block_size", block_size, 1, _MAX_DIMENSION))
+        tokens = _integer("prompt_len", prompt_len, 1, (1 << 31) - 1)
+        tables = tuple([_with_dead(live, group, tokens) for live, group in zip(lists, spec.groups, strict=True)])
         return cls(
             incarnation=Incarnation(_integer("incarnation", incarnation, 0, _MAX_U64)),
             lease_counter=_integer("lease_counter", lease, 1, _MAX_U64),
@@ -174,7 +188,7 @@ class Ticket:
             kv_spec=spec,
             regions=regions,
             block_tables=tables,
-            prompt_len=_integer("prompt_len", prompt_len, 1, (1 << 31) - 1),
+            prompt_len=tokens,
             prompt_hash=_bytes("prompt_hash", prompt_hash, PROMPT_HASH_BYTES),
             checksums=_flag("checksums", checksums),
             mac=_bytes("mac", mac, MAC_BYTES),
@@ -184,7 +198,8 @@ class Ticket:
 def _group_fields(group: KvGroup, region: RemoteRegion, table: tuple[BlockId, ...]) -> tuple[Any, ...]:
     """Return the fields of one group. The bytes of a block follow from the others."""
     shape = (group.layers, group.planes, group.dtype, group.window)
-    return (*shape, region.address, region.num_blocks, (region.device.kind, region.device.index), table)
+    live = table[table.count(NULL_BLOCK) :]
+    return (*shape, region.address, region.num_blocks, (region.device.kind, region.device.index), live)
 
 
 def _unpack(data: bytes) -> tuple[Any, ...]:
@@ -307,7 +322,15 @@ def _device(value: Any) -> Device:
     return Device(cast(DeviceKind, kind), _integer("device.index", index, 0, 1 << 16))
 
 
+def _with_dead(live: tuple[BlockId, ...], group: KvGroup, tokens: int) -> tuple[BlockId, ...]:
+    """Return the block table of a prompt of `tokens` tokens, whose live blocks are listed. Raises `InvalidTicket`."""
+    dead, wanted = group.first_live(tokens), group.blocks_for(tokens)
+    if len(live) != wanted - dead:
+        raise InvalidTicket(f"{tokens} tokens need {wanted} blocks with {dead} of them behind the window, got {len(live)}")
+    return (NULL_BLOCK,) * dead + live
+
+
 def _block_ids(value: Any, num_blocks: int) -> tuple[BlockId, ...]:
-    if not isinstance(value, tuple) or not value:
-        raise InvalidTicket("block_ids must be a list that is not empty")
+    if not isinstance(value, tuple):
+        raise InvalidTicket(f"block_ids must be a list, got {value!r:.40}")
     return tuple(BlockId(_integer("block_ids", block, 0, num_blocks - 1)) for block in value)

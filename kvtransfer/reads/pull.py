@@ -23,7 +23,7 @@ from kvtransfer.reads.block_read import BlockRead, BlockSource
 from kvtransfer.reads.group_read import read_groups
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, InternalBug, KvCorrupt, KvRotted, PdserveError, TransferFailed
-from pdserve.core.ids import ReaderId
+from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockSum, ReaderId
 from pdserve.core.lease import FirstToken
 from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, Reusable, SendCommit
 
@@ -62,7 +62,7 @@ class _Times:
     read_s: float = 0.0
     prefilled_s: float = 0.0
     usable_s: float = 0.0
-    exposed_blocks: int = 0
+    exposed_bytes: int = 0
 
 
 class Pull:
@@ -81,20 +81,25 @@ class Pull:
     ) -> None:
         """Prepare a pull into local_tables[g] by sources[g], for each KV group g of the ticket.
 
-        Blocks before `first_block` are this worker's own prefix hits, which are committed but not read.
+        Blocks before `first_block` are this worker's own prefix hits, which are committed but not read. Null entries of the
+        tables are never read: no group has a block there that is live after the prompt.
         """
-        wanted, counts = [ticket.num_blocks] * len(ticket.block_tables), [len(table) for table in local_tables]
+        wanted, counts = list(map(_shape, ticket.block_tables)), list(map(_shape, local_tables))
         if counts != wanted or len(sources) != len(wanted):
-            raise InternalBug(f"{wanted} blocks cannot be pulled into {counts} by {len(sources)} sources")
+            raise InternalBug(f"blocks {wanted} cannot be pulled into {counts} by {len(sources)} sources")
         self._lease = lease
         self._ticket = ticket
         self._local_tables = local_tables
         self._reader_id = reader_id
         self._sources = sources
         self._config = config
-        self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.kv_spec.block_size, first_block)
+        first = max(first_block, min([dead for _, dead in wanted]))
+        self._reader = Reader(lease.lease_id, ticket.prompt_len, ticket.kv_spec.block_size, first)
+        self._posts: dict[int, PostRead] = {}
+        """The blocks of each of `_reads`."""
         self._reads: dict[int, BlockRead] = {}
         """The reads that the reader counts as in flight, by the reader's numbers."""
+        self._read_bytes = 0
         self._to_commit: SendCommit | None = None
         self._times = _Times()
         self._reusable: asyncio.Future[None] | None = None
@@ -166,7 +171,9 @@ class Pull:
                 raise error
             del self._reads[number]
             self._times.read_s = self._now_s()
-            self._perform(self._reader.read_done(number, read.result.result().sums))
+            post, sums = self._posts.pop(number), read.result.result().sums
+            self._read_bytes += self._ticket.bytes_from(post.first, post.first + post.count)
+            self._perform(self._reader.read_done(number, self._with_dead(post, sums) if sums else ()))
 
     def _take_lease(self) -> None:
         """Take the lease's new state. Raises the lease's error."""
@@ -178,7 +185,7 @@ class Pull:
             times.grown_s = self._now_s()
             if lease.first_token is not None:
                 times.prefilled_s = times.grown_s
-                times.exposed_blocks = reader.total_blocks - reader.first_block - reader.blocks_read
+                times.exposed_bytes = self._ticket.bytes_from(reader.first_block) - self._read_bytes
             self._perform(reader.advanced(lease.lease_id, lease.watermark))
 
     def _perform(self, effects: list[Effect]) -> None:
@@ -197,22 +204,33 @@ class Pull:
 
     def _post(self, post: PostRead) -> None:
         ticket, blocks = self._ticket, slice(post.first, post.first + post.count)
-        nbytes = post.count * ticket.kv_spec.block_bytes
+        nbytes = ticket.bytes_from(blocks.start, blocks.stop)
+        remote, local = _live(ticket.block_tables, blocks), _live(self._local_tables, blocks)
+        groups = [group for group, table in enumerate(remote) if table]
         if post.read == 1:
             self._times.posted_s = self._now_s()
         try:
             self._reads[post.read] = read_groups(
-                self._sources,
+                [self._sources[group] for group in groups],
                 ticket.incarnation,
-                ticket.regions,
-                [table[blocks] for table in ticket.block_tables],
-                [table[blocks] for table in self._local_tables],
+                [ticket.regions[group] for group in groups],
+                [remote[group] for group in groups],
+                [local[group] for group in groups],
                 deadline_s=max(source.deadline_s(ticket.incarnation, nbytes, self._config) for source in self._sources),
             )
         except PdserveError:  # nothing was posted
             self._perform(self._reader.read_failed(post.read))
             self._perform(self._reader.read_stopped(post.read))
             raise
+        self._posts[post.read] = post
+
+    def _with_dead(self, post: PostRead, sums: Sequence[Sequence[BlockSum]]) -> list[list[BlockSum]]:
+        """Return the checksums of each group's blocks of a read, with `NULL_SUM` for dead ones. `sums` lists the groups that
+        were read."""
+        found = iter(sums)
+        parts = [table[post.first : post.first + post.count] for table in self._local_tables]
+        dead = [part.count(NULL_BLOCK) for part in parts]
+        return [[NULL_SUM] * n + (list(next(found, ())) if n < post.count else []) for n in dead]
 
     async def _commit(self) -> None:
         assert self._to_commit is not None
@@ -249,13 +267,23 @@ class Pull:
         return PullResult(
             first_token=self._lease.first_token,
             blocks=reader.total_blocks,
-            kv_bytes=reader.blocks_read * self._ticket.kv_spec.block_bytes,
+            kv_bytes=self._read_bytes,
             reads=reader.reads,
             transfer_s=times.read_s - times.posted_s,
             commit_s=times.usable_s - times.read_s,
             exposed_s=times.usable_s - times.prefilled_s,
-            exposed_bytes=times.exposed_blocks * self._ticket.kv_spec.block_bytes,
+            exposed_bytes=times.exposed_bytes,
         )
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _shape(table: Sequence[int]) -> tuple[int, int]:
+    """Return the number of entries of a block table, and how many of them are null."""
+    return len(table), list(table).count(NULL_BLOCK)
+
+
+def _live(tables: Sequence[Sequence[int]], blocks: slice) -> list[list[int]]:
+    """Return the entries of each table in the slice, without null ones."""
+    return [[block for block in table[blocks] if block != NULL_BLOCK] for table in tables]

@@ -16,11 +16,13 @@ import grpc.aio
 
 from pdserve.sim.network import GIVE_UP_S, Fate, Network
 from pdserve.sim.process import Process
+from pdserve.sim.server import FakeServer
 from pdserve.sim.stream import Aborted, ServerContext, StreamCall, open_stream, rpc_error
 
 REFUSED_S: Final = 0.0005
 
 _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
+_UNKNOWN_METHOD: Final = grpc.StatusCode.UNIMPLEMENTED
 
 
 class FakeChannel:
@@ -79,12 +81,14 @@ class FakeChannel:
         if not self._client.alive:
             return
         process, server = self._network.servers.get(self._address, (None, None))
-        if process is None or server is None or not process.alive:
+        if process is None or server is None or not process.alive or server.stopped:
             self._client.loop.post(REFUSED_S, stream.broke, rpc_error(_UNAVAILABLE, "connection refused"))
         elif not self._network.joined(self._client, process):
             self._client.loop.post(GIVE_UP_S, stream.broke, rpc_error(_UNAVAILABLE, "connection timed out"))
+        elif path not in server.handlers:
+            self._client.loop.post(self._network.delay_s(), stream.broke, rpc_error(_UNKNOWN_METHOD, "Method not found!"))
         else:
-            open_stream(self._network, stream, self._client, process, server.handlers[path], path, metadata)
+            open_stream(self._network, stream, self._client, process, server, path, metadata)
 
 
 class _Call:
@@ -105,17 +109,27 @@ class _Call:
         if not self._client.alive:
             return
         process, server = self._network.servers.get(self._address, (None, None))
-        if process is None or server is None or not process.alive:
+        if process is None or server is None or not process.alive or server.stopped:
             self._client.loop.post(REFUSED_S, _fail, self._answer, rpc_error(_UNAVAILABLE, "connection refused"))
             return
+        if self._path not in server.handlers:
+            delay_s = self._network.delay_s()
+            self._client.loop.post(delay_s, _fail, self._answer, rpc_error(_UNKNOWN_METHOD, "Method not found!"))
+            return
         key = object()
-        server_process, handler = process, server.handlers[self._path]
-        process.on_death[key] = lambda: self._server_died(server_process)
-        self._answer.add_done_callback(lambda _: server_process.on_death.pop(key, None))
-        self._carry(f"{self._method}_request", self._client, process, data, lambda d: self._serve(server_process, handler, d))
+        server_process, its_server = process, server
+        process.on_death[key] = server.on_stop[key] = lambda: self._server_died(server_process)
+        self._answer.add_done_callback(lambda _: (server_process.on_death.pop(key, None), its_server.on_stop.pop(key, None)))
+        self._carry(
+            f"{self._method}_request", self._client, process, data, lambda d: self._serve(server_process, its_server, d)
+        )
 
-    def _serve(self, process: Process, handler: Any, data: bytes) -> None:
-        process.loop.create_task(self._handle(process, handler, data))
+    def _serve(self, process: Process, server: FakeServer, data: bytes) -> None:
+        if server.stopped:
+            return  # the caller has been told
+        task = process.loop.create_task(self._handle(process, server.handlers[self._path], data))
+        server.on_stop[task] = task.cancel
+        task.add_done_callback(lambda _: server.on_stop.pop(task, None))
 
     async def _handle(self, process: Process, handler: Any, data: bytes) -> None:
         step = f"{self._method}_response"

@@ -14,6 +14,7 @@ from pdserve.rpc.bundle import unbundled
 from pdserve.sim.clock import SimLoop
 from pdserve.sim.network import GIVE_UP_S, Fate, Network
 from pdserve.sim.process import Process
+from pdserve.sim.server import FakeServer
 
 Trailing = tuple[tuple[str, str], ...]
 
@@ -216,11 +217,13 @@ class Connection:
         call: StreamCall,
         client: Process,
         server: Process,
+        stops_with: FakeServer,
         handler: Any,
         loss: Callable[[], float],
         metadata: Any,
     ):
         self._network = network
+        self._stops_with = stops_with
         self._call = call
         self._client = client
         self._server = server
@@ -235,6 +238,7 @@ class Connection:
         client.on_death[self] = lambda: self._died(client, server, self._client_gone)
         server.on_death[self] = lambda: self._died(server, client, self._lost)
         network.breaking[self] = self.break_off
+        stops_with.on_stop[self] = self._stopped
         self._watch()
 
     def start(self) -> None:
@@ -252,6 +256,13 @@ class Connection:
         if not self._over:
             self._client.loop.post(self._network.delay_s(), self._lost)
             self._server.loop.post(self._network.delay_s(), self._client_gone)
+            self._forget()
+
+    def _stopped(self) -> None:
+        """End the connection because the server stops. Its handler is cancelled at once."""
+        if not self._over:
+            self._client.loop.post(self._network.delay_s(), self._lost)
+            self._client_gone()
             self._forget()
 
     async def _serve(self) -> None:
@@ -306,18 +317,19 @@ class Connection:
         self._client.on_death.pop(self, None)
         self._server.on_death.pop(self, None)
         self._network.breaking.pop(self, None)
+        self._stops_with.on_stop.pop(self, None)
 
 
 def open_stream(
-    network: Network, call: StreamCall, client: Process, server: Process, handler: Any, path: str, metadata: Any
+    network: Network, call: StreamCall, client: Process, process: Process, server: FakeServer, path: str, metadata: Any
 ) -> None:
     """Connect a call with the server's handler, unless the call has ended. Links and watches lose messages differently."""
     if call.inbox.ended:
         return
     is_link = path.endswith("/Connect")
     loss = (lambda: network.weather.link_loss) if is_link else (lambda: network.weather.watch_loss)
-    connection = Connection(network, call, client, server, handler, loss, metadata)
-    server.loop.post(network.delay_s(), connection.start)
+    connection = Connection(network, call, client, process, server, server.handlers[path], loss, metadata)
+    process.loop.post(network.delay_s(), connection.start)
     call.connected(connection)
 
 

@@ -1,4 +1,4 @@
-"""The lender's Watch streams: what is pushed, what is dropped, what is refused."""
+"""The lender's Watch streams: what is pushed, what is dropped, what is refused; the versions at the handshake."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import grpc
 import grpc.aio
 import pytest
 from lender import FIRST, TOKEN, Lender, lender
+from test_lease_client import run, world
 from transfer_testing import new_incarnation
 
+import kvtransfer.lease.peer_link
+import kvtransfer.lease.service
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.lease.service import MAX_RENEWALS
 from kvtransfer.lease.watchers import MAX_WATCHED, TooManyWatched, Watcher, Watchers
+from pdserve.core.errors import IncompatiblePeer
 from pdserve.core.ids import LeaseId
 from pdserve.core.lease import LeaseView
+from pdserve.core.worker import VersionRange
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel, token_metadata
 from pdserve.rpc.v1 import common_pb2, peer_pb2, peer_pb2_grpc
@@ -171,3 +176,66 @@ def test_watching_too_much_ends_the_stream() -> None:
 
 def _refuse(watcher: Watcher, view: LeaseView) -> None:
     raise TooManyWatched("no more")
+
+
+# The versions that two workers compare at the handshake, also if the router has paired them by mistake
+
+
+def speak(patch: pytest.MonkeyPatch, *, lends: VersionRange, reads: VersionRange) -> None:
+    patch.setattr(kvtransfer.lease.service, "PEER_VERSIONS", lends)
+    patch.setattr(kvtransfer.lease.peer_link, "PEER_VERSIONS", reads)
+
+
+@pytest.mark.parametrize(("lends", "reads"), [((0, 1), (0, 1)), ((0, 1), (1, 4)), ((2, 3), (0, 2)), ((0, 0), (0, 1))])
+def test_workers_with_a_common_version_lend_and_read(lends, reads, monkeypatch) -> None:
+    speak(monkeypatch, lends=VersionRange(*lends), reads=VersionRange(*reads))
+
+    async def test() -> None:
+        async with world() as w:
+            assert (await w.attach()).watermark == 0
+
+    run(test)
+
+
+def test_a_lender_refuses_a_reader_that_speaks_none_of_its_versions(monkeypatch) -> None:
+    """The reader learns it as a typed error that names both ranges. It connects no transport."""
+    speak(monkeypatch, lends=VersionRange(2, 3), reads=VersionRange(0, 1))
+
+    async def test() -> None:
+        async with world() as w:
+            with pytest.raises(IncompatiblePeer) as caught:
+                await w.attach()
+            said = "the reader speaks version 0 to 1 of the protocol between workers and the lender speaks 2 to 3: upgrade"
+            assert said in caught.value.message
+            assert not w.connector.connected
+
+    run(test)
+
+
+def test_a_reader_refuses_a_lender_that_does_not_look_at_versions(monkeypatch) -> None:
+    """An old lender answers everybody. It names no version, which is version 0."""
+    speak(monkeypatch, lends=VersionRange(0, 0), reads=VersionRange(1, 2))
+    real = VersionRange.common
+    monkeypatch.setattr(VersionRange, "common", lambda self, other: 0 if self == (0, 0) else real(self, other))
+
+    async def test() -> None:
+        async with world() as w:
+            with pytest.raises(
+                IncompatiblePeer, match="speaks version 0 of the protocol between workers and this reader speaks 1 to 2"
+            ):
+                await w.attach()
+            assert not w.connector.connected
+
+    run(test)
+
+
+def test_a_reader_without_versions_is_served() -> None:
+    """Its request has neither field."""
+
+    async def test() -> None:
+        async with lender(FakeFabric()) as one, grpc.aio.insecure_channel(one.address) as channel:
+            stub = peer_pb2_grpc.PeerStub(channel)
+            answer = await stub.Handshake(peer_pb2.HandshakeRequest(transport="nixl"), metadata=METADATA)
+            assert answer.agent_metadata
+
+    asyncio.run(asyncio.wait_for(test(), 10))

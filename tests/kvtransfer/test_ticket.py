@@ -14,7 +14,7 @@ from kvtransfer.api import Device, Region
 from kvtransfer.lease.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket, WrongTicket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
-from pdserve.core.ids import BlockId, Incarnation, LeaseId
+from pdserve.core.ids import NULL_BLOCK, BlockId, Incarnation, LeaseId
 from pdserve.core.kv_layout import DTYPE_BITS, KvGroup, KvSpec, gqa_group
 
 SECRET = b"the lender's own"
@@ -242,6 +242,35 @@ def test_regions_and_size_follow_the_layout() -> None:
     ticket = Ticket.decode(TICKET.encode())
     assert [region.block_bytes for region in ticket.regions] == [360 * 1024, LATENT.block_bytes]
     assert ticket.kv_bytes == 3 * (360 * 1024 + LATENT.block_bytes)
+
+
+WINDOWED = dataclasses.replace(
+    TICKET, prompt_len=40, kv_spec=KvSpec((LAYOUT, dataclasses.replace(LATENT, window=9))),
+    block_tables=(TICKET.block_tables[0], (NULL_BLOCK, NULL_BLOCK, BlockId(79))),
+).with_mac(SECRET)  # fmt: skip
+"""The window begins with the third block: token 40 sees the tokens from 32 on."""
+
+
+def test_dead_blocks_are_not_in_a_ticket() -> None:
+    fields = msgpack.unpackb(WINDOWED.encode())
+    assert [group[-1] for group in fields[FIELDS.index("groups")]] == [[7, 99, 0], [79]]
+    assert Ticket.decode(WINDOWED.encode()) == WINDOWED
+    assert WINDOWED.kv_bytes == 3 * LAYOUT.block_bytes + LATENT.block_bytes
+
+
+@pytest.mark.parametrize(("prompt_len", "block_ids"), [(40, [5, 79]), (40, [4, 5, 79]), (40, []), (39, [79]), (48, [-1, 79])])
+def test_a_ticket_that_disagrees_about_dead_blocks_is_refused(prompt_len: int, block_ids: list[int]) -> None:
+    fields = msgpack.unpackb(WINDOWED.encode())
+    fields[FIELDS.index("groups")][1][-1] = block_ids
+    fields[FIELDS.index("prompt_len")] = prompt_len
+    with pytest.raises(InvalidTicket):
+        Ticket.decode(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("table", [(4, 5, 79), (NULL_BLOCK, 5, 79), (NULL_BLOCK, NULL_BLOCK, NULL_BLOCK)])
+def test_a_lender_writes_no_ticket_with_other_blocks_than_the_live_ones(table: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidTicket):
+        dataclasses.replace(WINDOWED, block_tables=(WINDOWED.block_tables[0], tuple(map(BlockId, table))))
 
 
 def test_a_ticket_of_another_lease_or_prompt_is_refused_before_anything_is_read() -> None:

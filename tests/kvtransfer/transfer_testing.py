@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from kvtransfer.api import Region, Transport, TransportRead
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from pdserve.core.ids import BlockSum, Incarnation
-from pdserve.engine.block_sums import BlockSums
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 48
@@ -46,6 +44,11 @@ class Pool:
         return Region(self.array.ctypes.data, *self.array.shape)
 
     def sums(self, blocks: Sequence[int], /) -> tuple[BlockSum, ...]:
+        """Import torch here: a peer's process that needs no checksums starts without it."""
+        import torch
+
+        from pdserve.engine.block_sums import BlockSums
+
         return BlockSums(torch.from_numpy(self.array))(blocks)
 
     def flip(self, block: int) -> None:

@@ -21,8 +21,8 @@ from tests.search.mutants import DECODES, Mutant
 class SummedWhenLent(Handoff):
     """A lease gets the checksums of what lies in its prefix hits now, not of what they were when they were final."""
 
-    def inherited(self, pool: int, memory: tuple[int, ...], number: int) -> do.Sums:
-        hits = len(super().inherited(pool, memory, number)[0])
+    def inherited(self, pool: int, memory: tuple[int, ...], number: int, hits: int) -> do.Sums:
+        hits = len(super().inherited(pool, memory, number, hits)[0])
         blocks = self.machines.ask(pool, do.addresses, self.machines.ask(pool, do.lent, number))
         return self.sums_of(memory, part(blocks, 0, hits))
 

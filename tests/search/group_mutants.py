@@ -22,7 +22,7 @@ from tests.search.mutants import ASTRAY, DECODES, Mutant
 class HitsOfTheFirstGroup(BlockPools):
     """The groups then disagree about a holder's hits. The search shall find the wrong KV that follows from it."""
 
-    def _common(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+    def _common(self, hashes: Sequence[BlockHash], arriving: int = 0) -> Sequence[BlockHash]:
         return hashes[: len(self.groups[0].lookup(hashes))]
 
     def check_invariants(self) -> None:

@@ -13,12 +13,14 @@ process that has taken the lender's place. The router may rebind or retry at any
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
+from pdserve.core.ids import NULL_BLOCK
 from pdserve.core.lease import CommitAnswer
 from tests.search import handoff_events as do
 from tests.search.explorer import Step, Violation
 from tests.search.handoff_decode import DecodeSide, with_decode
-from tests.search.handoff_state import Asked, Bind, Decode, Prefill, State, Ticket, Used
+from tests.search.handoff_state import BLOCK_SIZE, Asked, Bind, Decode, Prefill, State, Ticket, Used
 
 
 class Handoff(DecodeSide):
@@ -40,8 +42,7 @@ class Handoff(DecodeSide):
 
     def router_events(self, s: State, request: int, asked: Asked) -> Iterator[Step]:
         if s.used.binds < self.config.max_binds:
-            # Workers that are alike before the first bind may be renamed, so that it goes to the first.
-            for worker in range(len(s.decodes) if s.used.binds else 1):
+            for worker in range(1 if self.alike(s) else len(s.decodes)):
                 yield from self.bind_event(s, request, asked, worker)
         if asked.bind and asked.lease is None and s.used.grants < self.config.max_grants:
             yield from self.grant_event(s, request, asked)
@@ -49,6 +50,10 @@ class Handoff(DecodeSide):
             yield from self.attach_event(s, asked)
         if asked.bind and self.config.retries:
             yield Step(("retry request", request), self.with_asked(s, request, Asked()))
+
+    def alike(self, s: State) -> bool:
+        """Workers that are alike before the first bind may be renamed, so that it goes to the first."""
+        return not s.used.binds
 
     def bind_event(self, s: State, request: int, asked: Asked, worker: int) -> Iterator[Step]:
         """A second one is a rebind: the first may live on, and the lease stays."""
@@ -66,7 +71,7 @@ class Handoff(DecodeSide):
         if prefill is not None:
             new = prefill.sequences[-1]
             s = s._replace(prefill=prefill, used=s.used._replace(grants=number))
-            s = self.with_asked(s, request, asked._replace(lease=new.lease, ticket=new.blocks))
+            s = self.with_asked(s, request, asked._replace(lease=new.lease, ticket=new.lent))
             yield Step(("grant", *new.lease, "request", request), self.pushed(s, new))
 
     def attach_event(self, s: State, asked: Asked) -> Iterator[Step]:
@@ -166,12 +171,37 @@ class Handoff(DecodeSide):
                     raise Violation(f"a checksum of decode's block {block} is not of the form that it stores")
             for bind in decode.binds:
                 self.check_bind(decode, bind)
+        if any(self.config.windows):
+            self.check_lent(s)
+
+    def check_lent(self, s: State) -> None:
+        """A read of a held lease must find blocks that the lease holds, whatever its sequence has freed."""
+        for lease, number, _ in self.machines.ask(s.prefill.table, do.held_leases):
+            lent = self.machines.ask(s.prefill.pool, do.lent, number)
+            held = set(chain.from_iterable(self.machines.ask(s.prefill.pool, do.addresses, lent)))
+            binds = [bind for decode in s.decodes for bind in decode.binds if bind.lease == lease]
+            read = {remote for bind in binds for read in bind.reads for remote, _ in read.pairs}
+            if read - held or read & self.machines.ask(s.prefill.pool, do.meaningless):
+                raise Violation(f"a read of lease {lease} touches blocks {sorted(read - held)} that the lease does not hold")
+
+    def seen(self, decode: Decode, block: int) -> int | None:
+        """The content of a block; None for a null entry."""
+        return decode.memory[block] if block != NULL_BLOCK else None
+
+    def is_right(self, content: tuple[tuple[int | None, ...], ...], expected: do.Tables, prompt_len: int) -> bool:
+        """Tell whether each block is right that the token after the prompt sees, or would see if there was no other."""
+        for layout, have, want in zip(self.config.layouts, content, expected, strict=True):
+            first = 0 if layout.window is None else max(0, prompt_len - layout.window + 1)
+            needed = {key // BLOCK_SIZE for key in range(first, prompt_len)}
+            if len(have) != len(want) or any(have[position] != want[position] for position in needed):
+                return False
+        return True
 
     def check_bind(self, decode: Decode, bind: Bind) -> None:
         if bind.active:
-            content = tuple(tuple(decode.memory[block] for block in table) for table in bind.blocks)
+            content = tuple(tuple(self.seen(decode, block) for block in table) for table in bind.blocks)
             expected = self.expected(bind.request)
-            if content != expected:
+            if not self.is_right(content, expected, len(self.config.prompts[bind.request])):
                 raise Violation(f"bind {bind.number} decodes from {content} instead of {expected}")
         targets = {local for read in bind.reads for _, local in read.pairs}
         if targets:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import BlockPool
+from pdserve.core.ids import NULL_BLOCK, NULL_SUM
 from pdserve.core.lease import CommitAnswer
 from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, Reusable, SendCommit
 from tests.search import handoff_events as do
@@ -24,7 +25,7 @@ class DecodeSide(PrefillSide):
     def new_decode(self, worker: int, restarts: int) -> Decode:
         cached = self.expected(0) if self.config.decode_cached and not restarts else ()
         sizes = self.config.pool_sizes(self.config.decode_blocks[worker])
-        pools = do.new_pools(self.decode_pools_type, self.decode_pool_type, sizes)
+        pools = do.new_pools(self.decode_pools_type, self.decode_pool_type, sizes, self.config.layouts)
         return Decode(100 * (worker + 1) + restarts, *self.new_memory(pools, cached, summed=False))
 
     def reader_id(self, decode: Decode, bind: Bind) -> do.ReaderKey:
@@ -34,8 +35,8 @@ class DecodeSide(PrefillSide):
 
     def bound(self, decode: Decode, number: int, request: int) -> Decode | None:
         """Whole, with the worker's own prefix hits pinned, or not at all."""
-        total = self.totals[request]
-        pool, got = self.machines.apply(decode.pool, do.reserve, do.inbound(number), total, self.hashes[request])
+        total, arriving = self.totals[request], len(self.config.prompts[request])
+        pool, got = self.machines.apply(decode.pool, do.reserve, do.inbound(number), total, self.hashes[request], arriving)
         if got is None:
             return None
         bind = Bind(number, request, self.machines.ask(pool, do.addresses, got.block_tables), got.hits)
@@ -47,7 +48,8 @@ class DecodeSide(PrefillSide):
 
     def attached(self, decode: Decode, bind: Bind, ticket: Ticket) -> Decode:
         prompt_len = len(self.config.prompts[bind.request])
-        reader = self.machines.add(do.new_reader(self.reader_type, ticket.lease, prompt_len, BLOCK_SIZE, bind.hits))
+        first = max(bind.hits, min(table.count(NULL_BLOCK) for table in bind.blocks))
+        reader = self.machines.add(do.new_reader(self.reader_type, ticket.lease, prompt_len, BLOCK_SIZE, first))
         bind = bind._replace(lease=ticket.lease, remote=ticket.blocks, proof=ticket.proof, reader=reader)
         return with_bind(decode, bind)
 
@@ -212,7 +214,8 @@ class DecodeSide(PrefillSide):
 
     def pairs(self, remote: do.Tables, local: do.Tables) -> tuple[tuple[int, int], ...]:
         """The (remote, local) blocks of all groups that one read copies."""
-        return tuple(zip(chain.from_iterable(remote), chain.from_iterable(local), strict=True))
+        pairs = zip(chain.from_iterable(remote), chain.from_iterable(local), strict=True)
+        return tuple(pair for pair in pairs if NULL_BLOCK not in pair)
 
     def commit_sent(self, s: State, worker: int, bind: Bind, blocks: int, first: int, sums: do.Sums) -> State:
         key = self.reader_id(s.decodes[worker], bind)
@@ -237,7 +240,9 @@ class DecodeSide(PrefillSide):
         return tuple(tuple(map(self.stored, tags)) for tags in self.tags[request])
 
     def sums_of(self, memory: tuple[int, ...], blocks: do.Tables) -> do.Sums:
-        return tuple(tuple(self.sum_of(memory[block]) for block in table) for table in blocks)
+        return tuple(
+            tuple(self.sum_of(memory[block]) if block != NULL_BLOCK else NULL_SUM for block in table) for table in blocks
+        )
 
     def arrived(self, s: State, worker: int, bind: Bind, read: Read) -> State:
         """Every block is here: summed as it was sent, and then made what decode stores."""
@@ -246,7 +251,7 @@ class DecodeSide(PrefillSide):
         decode = s.decodes[worker]
         sums = self.sums_of(decode.memory, read.blocks) if self.config.checksums else ()
         memory = decode.memory
-        for block in chain.from_iterable(read.blocks):
+        for block in set(chain.from_iterable(read.blocks)) - {NULL_BLOCK}:
             memory = with_tag(memory, block, self.stored(memory[block]))
         return self.resolved(with_decode(s, worker, decode._replace(memory=memory)), worker, bind, read, "read_done", sums)
 

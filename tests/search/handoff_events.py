@@ -15,7 +15,8 @@ from typing import Any
 from pdserve.core.block_hash import BlockHash
 from pdserve.core.block_pools import BlockPools, BlockTables, TableReservation
 from pdserve.core.blocks import BlockPool, BlockState, Holder, HolderKind
-from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
+from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
+from pdserve.core.kv_layout import KvGroup
 from pdserve.core.lease import CommitAnswer, FirstToken, LeaseTable
 from pdserve.core.reader import Effect, Reader, ReaderState
 
@@ -124,9 +125,11 @@ def _lease_id(lease: LeaseKey) -> LeaseId:
 # --- the block pools
 
 
-def new_pools(pools_type: type[BlockPools], pool_type: type[BlockPool], sizes: Sequence[int]) -> BlockPools:
+def new_pools(
+    pools_type: type[BlockPools], pool_type: type[BlockPool], sizes: Sequence[int], layouts: Sequence[KvGroup] = ()
+) -> BlockPools:
     """Pools of `pools_type` with a pool of `pool_type` for each group. Tests replace either type."""
-    pools = pools_type(*sizes)
+    pools = pools_type(*sizes, layouts=layouts)
     pools.groups = tuple(pool_type(size) for size in sizes)
     pools._only = pools.groups[0] if len(sizes) == 1 else None
     return pools
@@ -138,17 +141,27 @@ def offsets(pools: BlockPools) -> tuple[int, ...]:
 
 
 def addresses(pools: BlockPools, block_tables: BlockTables) -> Tables:
-    """The addresses of blocks that are given by their ids in each group."""
-    return tuple(tuple(at + block for block in table) for at, table in zip(offsets(pools), block_tables, strict=True))
+    """The addresses of blocks that are given by their ids in each group. That of a dead block is `NULL_BLOCK`."""
+    tables = zip(offsets(pools), block_tables, strict=True)
+    return tuple(tuple(at + block if block != NULL_BLOCK else NULL_BLOCK for block in table) for at, table in tables)
 
 
-def reserve(pools: BlockPools, holder: Holder, count: int, hashes: tuple[BlockHash, ...]) -> TableReservation | None:
+def reserve(
+    pools: BlockPools, holder: Holder, count: int, hashes: tuple[BlockHash, ...], arriving: int = 0
+) -> TableReservation | None:
     """Blocks of every group for a new holder, or None. The tables of the answer are ids."""
-    return pools.reserve(holder, count, hashes)
+    return pools.reserve(holder, count, hashes, arriving=arriving)
 
 
-def lend(pools: BlockPools, number: int) -> None:
-    pools.share(sequence(number), lease_of(number))
+def lend(pools: BlockPools, number: int, tokens: int) -> BlockTables:
+    """The ids of the blocks that the lease holds in each group."""
+    return pools.share(sequence(number), lease_of(number), tokens)
+
+
+def free_behind(pools: BlockPools, number: int, computed: int) -> BlockTables:
+    """The ids of the sequence's blocks in each group, once those behind the window are freed."""
+    pools.free_behind(sequence(number), computed)
+    return pools.blocks_of(sequence(number))
 
 
 def drop(pools: BlockPools, holder: Holder) -> None:
@@ -176,7 +189,7 @@ def withdraw(pools: BlockPools, number: int, first: int) -> None:
 
 
 def seal(pools: BlockPools, number: int, position: int, block_sums: tuple[BlockSum, ...]) -> None:
-    pools.seal(sequence(number), position, block_sums)
+    pools.seal([table[position] for table in pools.blocks_of(sequence(number))], block_sums)
 
 
 def sums_lent(pools: BlockPools, number: int) -> tuple[tuple[BlockSum | None, ...], ...]:
@@ -231,6 +244,11 @@ def meaningless(pools: BlockPools) -> frozenset[int]:
     return frozenset(at for at, state in enumerate(states) if state in (BlockState.FREE, BlockState.QUARANTINED))
 
 
+def in_quarantine(pools: BlockPools) -> frozenset[int]:
+    states = chain.from_iterable(pool._states for pool in pools.groups)
+    return frozenset(at for at, state in enumerate(states) if state is BlockState.QUARANTINED)
+
+
 def writable(pools: BlockPools, number: int) -> frozenset[int]:
     """Where a read of this bind may write."""
     return frozenset(chain.from_iterable(addresses(pools, tuple(_writable_blocks(pool, number) for pool in pools.groups))))
@@ -248,7 +266,7 @@ def with_prefix(pools: BlockPools, hashes: Sequence[BlockHash], sums: Sequence[t
     for position, block_hash in enumerate(hashes):
         pools.publish(LOCAL, position, block_hash)
     for position, block_sums in enumerate(sums):
-        pools.seal(LOCAL, position, block_sums)
+        pools.seal([table[position] for table in block_tables], block_sums)
     pools.drop(LOCAL)
     return block_tables
 

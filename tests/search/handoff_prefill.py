@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pdserve.core.block_hash import BlockHash, block_hashes
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import BlockPool
-from pdserve.core.ids import BlockSum, Incarnation
+from pdserve.core.ids import NULL_BLOCK, BlockSum, Incarnation
 from pdserve.core.lease import LeaseTable
 from tests.search import handoff_events as do
 from tests.search.explorer import Step
@@ -45,7 +45,8 @@ class PrefillSide:
         incarnation = self.incarnation(restarts)
         table = self.machines.add(self.table_type(Incarnation(incarnation), ttl_s=self.config.ttl))
         cached = self.tags[0] if self.config.prefill_cached and not restarts else ()
-        pools = do.new_pools(self.pools_type, self.pool_type, self.config.pool_sizes(self.config.prefill_blocks))
+        sizes = self.config.pool_sizes(self.config.prefill_blocks)
+        pools = do.new_pools(self.pools_type, self.pool_type, sizes, self.config.layouts)
         return Prefill(incarnation, table, *self.new_memory(pools, cached, summed=self.config.checksums))
 
     def new_memory(self, pools: BlockPools, cached: Tables, *, summed: bool) -> tuple[int, tuple[int, ...]]:
@@ -65,24 +66,26 @@ class PrefillSide:
         """All the prompt's blocks in one step, hits pinned, lent; or None."""
         prompt_len, total = len(self.config.prompts[request]), self.totals[request]
         holder = do.sequence(number)
-        pool, reservation = self.machines.apply(prefill.pool, do.reserve, holder, total, self.hashes[request])
+        hashes = self.hashes[request][: (prompt_len - 1) // BLOCK_SIZE]  # at least the last token is computed
+        pool, reservation = self.machines.apply(prefill.pool, do.reserve, holder, total, hashes)
         if reservation is None:
             return None
-        pool, _ = self.machines.apply(pool, do.lend, number)
-        sums = self.inherited(pool, prefill.memory, number) if self.config.checksums else None
-        table, (lease, ended) = self.machines.apply(prefill.table, do.grant, number, reservation.block_tables, prompt_len, sums)
+        pool, lent = self.machines.apply(pool, do.lend, number, prompt_len)
+        sums = self.inherited(pool, prefill.memory, number, reservation.hits) if self.config.checksums else None
+        table, (lease, ended) = self.machines.apply(prefill.table, do.grant, number, lent, prompt_len, sums)
         blocks = self.machines.ask(pool, do.addresses, reservation.block_tables)
-        proof = Ticket(lease, request, blocks).proof
+        ticket = self.machines.ask(pool, do.addresses, lent)
+        proof = Ticket(lease, request, ticket).proof
         table, _ = self.machines.apply(table, do.expect, lease, proof)
         prefill = self.settled(prefill._replace(table=table, pool=pool))
-        new = Computing(number, request, lease, blocks, reservation.hits)
+        new = Computing(number, request, lease, blocks, reservation.hits, ticket)
         prefill = self.ended(prefill._replace(sequences=(*prefill.sequences, new)), ended)
         return self.advanced(prefill, new) if new.computed else prefill
 
-    def inherited(self, pool: int, memory: tuple[int, ...], number: int) -> Sums:
+    def inherited(self, pool: int, memory: tuple[int, ...], number: int, hits: int) -> Sums:
         """The checksums of the lease's prefix hits."""
         sums = self.machines.ask(pool, do.sums_lent, number)
-        return tuple(tuple(block_sum for block_sum in group if block_sum is not None) for group in sums)
+        return tuple(tuple(block_sum for block_sum in group[:hits] if block_sum is not None) for group in sums)
 
     def advanced(self, prefill: Prefill, sequence: Computing) -> Prefill:
         """The table learns how far the sequence is final."""
@@ -132,7 +135,10 @@ class PrefillSide:
         """From here on the block of each group is being written."""
         at = sequence.computed
         blocks = tuple(table[at] for table in sequence.blocks)
-        launched = Launched(sequence.number, at, blocks, tuple(tags[at] for tags in self.tags[sequence.request]))
+        tags = tuple(tags[at] for tags in self.tags[sequence.request])
+        if not self.sees(s.prefill.memory, sequence.blocks, self.tags[sequence.request], at * BLOCK_SIZE):
+            tags = (GARBAGE,) * len(blocks)
+        launched = Launched(sequence.number, at, blocks, tags)
         memory = with_tags(s.prefill.memory, blocks, (GARBAGE,) * len(blocks))
         return s._replace(prefill=s.prefill._replace(step=launched, memory=memory))
 
@@ -149,9 +155,28 @@ class PrefillSide:
         p = self.published(p, moved, step.position)
         if self.config.checksums:
             p = self.sealed(p, moved, step.position, tuple(self.sum_of(p.memory[block]) for block in step.blocks))
+        if any(self.config.windows) and moved in p.sequences:
+            p, moved = self.freed_behind(p, moved)
         if moved.computed == self.totals[moved.request]:
             p = self.forgotten(p, moved)
         return self.pushed(s._replace(prefill=self.advanced(p, moved)), moved)
+
+    def freed_behind(self, prefill: Prefill, sequence: Computing) -> tuple[Prefill, Computing]:
+        """The blocks that the rest of the prompt does not see go back, while the lease keeps its own references."""
+        computed = min(sequence.computed * BLOCK_SIZE, len(self.config.prompts[sequence.request]))
+        pool, ids = self.machines.apply(prefill.pool, do.free_behind, sequence.number, computed)
+        left = sequence._replace(blocks=self.machines.ask(pool, do.addresses, ids))
+        sequences = tuple(left if seq is sequence else seq for seq in prefill.sequences)
+        return self.settled(prefill._replace(pool=pool, sequences=sequences)), left
+
+    def sees(self, memory: tuple[int, ...], blocks: Tables, tags: Tables, query: int) -> bool:
+        """Tell whether the token at `query` finds the right KV of every earlier token that it sees in groups with a window."""
+        for layout, table, wanted in zip(self.config.layouts, blocks, tags, strict=True):
+            if layout.window is not None:
+                for position in {key // BLOCK_SIZE for key in range(max(0, query - layout.window + 1), query)}:
+                    if table[position] == NULL_BLOCK or memory[table[position]] != wanted[position]:
+                        return False
+        return True
 
     def published(self, prefill: Prefill, sequence: Computing, position: int) -> Prefill:
         hashes = self.hashes[sequence.request]
@@ -180,7 +205,7 @@ class PrefillSide:
             (group, i)
             for group, values in enumerate(sums)
             for i, value in enumerate(values)
-            if self.sum_of(prefill.memory[blocks[group][i]]) != value
+            if blocks[group][i] != NULL_BLOCK and self.sum_of(prefill.memory[blocks[group][i]]) != value
         ]
         if not rotted:
             return prefill, ()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
+from pdserve.core.kv_layout import KvGroup
 from tests.search.handoff_events import LeaseKey, Tables
 
 BLOCK_SIZE = 2
@@ -21,6 +23,8 @@ class Config:
     decode_blocks: tuple[int, ...] = (2, 2)
     more_blocks: tuple[int, ...] = (0,)
     """KV groups. In every worker, the pool of each has so many blocks more than the numbers above."""
+    windows: tuple[int | None, ...] = (None,)
+    """The sliding window of each KV group, in tokens. Groups that are not listed have none."""
     max_binds: int = 2
     max_grants: int = 2
     prefill_restarts: int = 1
@@ -48,10 +52,30 @@ class Config:
     """Binds are handed tickets of other requests, and tickets that were changed on their way."""
     wait_cap: int | None = None
     """Ticks that a bind waits for its first read. None: it may give up at any moment and need not count."""
+    role_flips: int = 0
+    """Workers that drain and begin a new life, in the same role or in the other one."""
+    flip_ways: tuple[str, ...] = ()
+    """The other roles that they may take, see `handoff_flip`."""
+
+    @property
+    def layouts(self) -> tuple[KvGroup, ...]:
+        """The layout of each group. Only its block size and its window matter here."""
+        windows = (*self.windows, *(None,) * len(self.more_blocks))[: len(self.more_blocks)]
+        return tuple(KvGroup((0,), ((1, 1),), BLOCK_SIZE, "float32", window) for window in windows)
 
     def pool_sizes(self, blocks: int) -> tuple[int, ...]:
         """The blocks of each group of a worker."""
         return tuple(blocks + more for more in self.more_blocks)
+
+
+class Phase(Enum):
+    """How far a worker is on its way to its next life."""
+
+    __hash__ = object.__hash__
+
+    SERVES = 0
+    DRAINS = 1
+    EMPTY = 2
 
 
 class Computing(NamedTuple):
@@ -62,6 +86,8 @@ class Computing(NamedTuple):
     lease: LeaseKey
     blocks: Tables
     computed: int
+    lent: Tables = ()
+    """The blocks that its ticket names."""
     aborted: bool = False
 
 
@@ -81,6 +107,9 @@ class Prefill(NamedTuple):
     memory: tuple[int, ...]
     step: Launched | None = None
     sequences: tuple[Computing, ...] = ()
+    phase: Phase = Phase.SERVES
+    late: tuple[int, ...] = ()
+    """The blocks that reads of an earlier life may still write."""
 
 
 class Read(NamedTuple):
@@ -115,6 +144,9 @@ class Decode(NamedTuple):
     step: tuple[int, ...] | None = None
     """The block of each group of a step of its own."""
     step_aborted: bool = False
+    phase: Phase = Phase.SERVES
+    before: int = 0
+    """The binds before this life, which numbers its own from 1 on."""
 
 
 class Ticket(NamedTuple):
@@ -146,6 +178,7 @@ class Used(NamedTuple):
     decode_restarts: int = 0
     rots: int = 0
     flips: int = 0
+    role_flips: int = 0
 
 
 class State(NamedTuple):

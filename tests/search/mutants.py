@@ -125,8 +125,8 @@ class FreedBeforeCollected(Handoff):
 
 
 class LeasesSkipHits(BlockPool):
-    def share(self, owner: Holder, other: Holder) -> tuple[int, ...]:  # type: ignore[override]
-        shared = super().share(owner, other)
+    def share(self, owner: Holder, other: Holder, *, dead: int = 0) -> tuple[int, ...]:  # type: ignore[override]
+        shared = super().share(owner, other, dead=dead)
         for block_id in [b for b in shared if b in self._hash_of]:
             self._holders[block_id].remove(other)
             self._blocks_of[other].remove(block_id)
@@ -234,7 +234,7 @@ class CommitOfSomeBlocks(Handoff):
 
 
 class HitsUnreferenced(BlockPool):
-    def reserve(self, holder: Holder, count: int, hashes: Sequence[BlockHash]) -> Reservation | None:
+    def reserve(self, holder: Holder, count: int, hashes: Sequence[BlockHash], *, dead: int = 0) -> Reservation | None:
         hits = self.lookup(hashes)
         fresh = self.allocate(holder, count - len(hits))
         return None if fresh is None else Reservation(hits + fresh, len(hits))

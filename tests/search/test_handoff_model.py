@@ -15,6 +15,7 @@ from tests.search.explorer import explore, stranded
 from tests.search.group_mutants import GROUPS
 from tests.search.handoff import Handoff
 from tests.search.handoff_state import Config
+from tests.search.window_mutants import SHARED, WINDOW
 
 SMALL = {
     "one bind, prefill restarts": Config(decode_blocks=(2,), max_binds=1, max_grants=1),
@@ -34,6 +35,8 @@ SMALL = {
     "two groups: a block of one rots, and a copy goes wrong": replace(
         GROUPS, prompts=((1, 2),), retries=True, checksums=True, rots=1, flips=1
     ),
+    "a window: three blocks, two of them dead": replace(WINDOW, more_blocks=(0,), windows=(2,)),
+    "two groups, one with a window: a copy goes wrong": replace(WINDOW, prompts=((1, 2, 3),), checksums=True, flips=1),
 }
 
 LARGE = {
@@ -67,6 +70,11 @@ LARGE = {
     "two attempts with room for both on prefill": Config(prefill_blocks=3, decode_blocks=(2,), prefill_restarts=0),
     "two groups: two binds of a lease on one worker": replace(GROUPS, max_binds=2, retries=True),
     "two groups: prefix hits on both sides, one group evicted": replace(GROUPS, prefill_cached=True, decode_cached=True),
+    "two groups, one with a window: three blocks": WINDOW,
+    "two groups, one with a window: prefix hits on both sides": replace(
+        WINDOW, prompts=((1, 2, 3),), prefill_cached=True, decode_cached=True
+    ),
+    "a window: a block is freed behind it while another lease holds it": SHARED,
     "two groups: two blocks, one rots, and a copy goes wrong": replace(GROUPS, retries=True, checksums=True, rots=1, flips=1),
 }
 

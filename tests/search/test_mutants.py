@@ -9,10 +9,11 @@ from tests.search.explorer import endless, explore, stranded
 from tests.search.group_mutants import GROUP_MUTANTS
 from tests.search.handoff import Handoff
 from tests.search.mutants import BLOCK_MUTANT, MUTANTS, ONE, SLOW, STALLED, LeasesForEver, Mutant, NoCap, ReturnsGetLost
+from tests.search.window_mutants import WINDOW_MUTANTS, FreedTooEarly, HitsOfTheWholeGroup
 
 MAX_STATES = 300_000
-TAKE_LONG = (*SLOW, AnyPromptsTicket)
-ALL = (*MUTANTS, *CHECKSUM_MUTANTS, *GROUP_MUTANTS)
+TAKE_LONG = (*SLOW, AnyPromptsTicket, FreedTooEarly, HitsOfTheWholeGroup)
+ALL = (*MUTANTS, *CHECKSUM_MUTANTS, *GROUP_MUTANTS, *WINDOW_MUTANTS)
 
 
 def told(mutant: Mutant) -> object:
@@ -34,7 +35,15 @@ CLEAN = dict.fromkeys(mutant.config for mutant in ALL if mutant.model not in TAK
 """What breaks a mutant is not its configuration. Those of slow mutants are among the larger configurations."""
 
 
-@pytest.mark.parametrize("config", CLEAN, ids=[f"configuration {i}" for i in range(len(CLEAN))])
+LARGER = (4, 14, 15, 19, 21)
+"""These configurations of `CLEAN` have more than 15,000 states. They run with the long tests."""
+CLEAN_PARAMS = [
+    pytest.param(config, id=f"configuration {i}", marks=[pytest.mark.slow] if i in LARGER else [])
+    for i, config in enumerate(CLEAN)
+]
+
+
+@pytest.mark.parametrize("config", CLEAN_PARAMS)
 def test_with_its_rule_the_same_configuration_is_clean(config):
     result = explore(Handoff(config), max_states=MAX_STATES)
     assert result.counterexample is None, str(result.counterexample)

@@ -14,7 +14,7 @@ from pdserve.core.reader import Reader
 
 def a_hit_of_the_first_group_is_a_hit(patch: pytest.MonkeyPatch) -> None:
     """A prefix is here only if every group has it."""
-    patch.setattr(BlockPools, "_common", lambda self, hashes: hashes[: len(self.groups[0].lookup(hashes))])
+    patch.setattr(BlockPools, "_common", lambda self, hashes, _: hashes[: len(self.groups[0].lookup(hashes))])
 
 
 def the_first_group_is_read_alone(patch: pytest.MonkeyPatch) -> None:

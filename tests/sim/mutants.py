@@ -21,7 +21,7 @@ from pdserve.core.lease import CommitAnswer, Lease, LeaseEvent, LeaseState, Leas
 from pdserve.core.reader import Reader, ReaderState, SendCommit
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.rpc.numbering import Incoming
-from pdserve.worker.engine_watch import EngineWatch
+from pdserve.worker.engine_view import EngineWatch
 from pdserve.worker.output import OutputStream
 from prefill_worker.role import PrefillRole
 from router.core.deadlines import Deadlines
