@@ -7,12 +7,18 @@ import sys
 
 import pytest
 
-from bench.engine.peers import peer
+from bench.engine.peers import openvino_files, peer
 from bench.engine.peers.cases import CASES, Case
-from bench.engine.peers.peer import Peer, PeerFailed
-from bench.engine.roofline import BF16, INT4, work_of
+from bench.engine.peers.install import RECIPES, NotInstalled
+from bench.engine.peers.openvino_files import openvino_folder
+from bench.engine.peers.peer import CONTENDERS, Peer, PeerFailed
+from bench.engine.rates import ROUNDING
+from bench.engine.roofline import BF16, INT4, layers_read, work_of
+from bench.engine.shapes import SHAPES
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.families.registry import family_of
 from pdserve.checkpoint.resolve import resolve
+from pdserve.core.roofline.shape import ModelShape
 
 SERVER = """
 import os
@@ -79,3 +85,40 @@ def test_one_sequence_reads_its_weights_and_many_multiply():
     assert work_of(single, card, INT4).read_bytes < 0.6 * work_of(single, card, BF16).read_bytes
     assert work_of(single, card, INT4).flops == work_of(single, card, BF16).flops
     assert work_of(prompt, card, BF16).intensity > 50 * work_of(single, card, BF16).intensity
+
+
+def test_every_engine_is_installable_and_its_weights_have_a_floor():
+    assert {one.engine for one in CONTENDERS} | {"aiperf"} == set(RECIPES)  # aiperf only generates load
+    assert {one.weights for one in CONTENDERS} == set(ROUNDING)
+    assert all((ROUNDING[one.weights] is BF16) == one.bf16 for one in CONTENDERS)
+
+
+def test_a_conversion_that_fails_says_why_and_leaves_nothing(tmp_path, monkeypatch):
+    converter = tmp_path / "python"
+    converter.write_text("#!/bin/sh\necho noise; echo 'ValueError: no such architecture' >&2; exit 1\n")
+    converter.chmod(0o755)
+    monkeypatch.setattr(openvino_files, "default_cache_dir", lambda: tmp_path / "cache")
+    with pytest.raises(NotInstalled, match="conversion to int8 failed: ValueError: no such architecture"):
+        openvino_folder(tmp_path, "int8", converter)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and not path.name.endswith(".lock")]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "beyond"),
+    [("qwen2.5-0.5b", 0.49e9, "bias"), ("moe-1b", 0.93e9, "qk_norm"), ("mla-small", 0.234e9, "latent attention")],
+)
+def test_shapes_are_models_of_families(name, numbers, beyond):
+    config = SHAPES[name]
+    spec = family_of(config["architectures"][0]).read({"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, **config})
+    assert spec.numbers == pytest.approx(numbers, rel=0.02)
+    assert spec.beyond() == beyond
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    config = SHAPES["moe-1b"]
+    spec = family_of(config["architectures"][0]).read({"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, **config})
+    shape = ModelShape.of(spec)
+    assert layers_read(shape, 1) == pytest.approx(shape.active_layer_numbers)
+    assert layers_read(shape, 1000) == pytest.approx(shape.layer_numbers)
+    experts = [(layers_read(shape, tokens) - layers_read(shape, 0)) / (16 * 3 * 256 * 1024) for tokens in (1, 2, 8)]
+    assert experts == pytest.approx([8, 15, 64 * (1 - (7 / 8) ** 8)])

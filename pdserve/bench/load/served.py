@@ -1,0 +1,57 @@
+"""The server's report of a request, out of its gRPC message or its JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.bench.row import Served
+from pdserve.rpc.v1 import common_pb2, inference_pb2
+
+_PLACEMENTS = {common_pb2.PLACEMENT_DISAGGREGATED: "disaggregated", common_pb2.PLACEMENT_COLOCATED: "colocated"}
+
+
+class JsonReport(msgspec.Struct):
+    """The fields of a `RequestReport` in JSON that a row keeps. Others are ignored."""
+
+    request_id: str = ""
+    placement: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    transfer_s: float | None = None
+    exposed_transfer_s: float | None = None
+    kv_bytes: int | None = None
+    attempts: int | None = None
+
+
+_TIMELINE = msgspec.json.Decoder(JsonReport)
+
+
+def served_of_json(report: JsonReport, cached_prompt_tokens: int | None = None) -> Served:
+    """Return what a row keeps of a report in JSON."""
+    return Served(**msgspec.structs.asdict(report), cached_prompt_tokens=cached_prompt_tokens)
+
+
+def served_of_timeline(line: str | bytes) -> Served:
+    """Return what a row keeps of a timeline, which answers carry in a header. A line of another form says nothing."""
+    try:
+        return served_of_json(_TIMELINE.decode(line))
+    except msgspec.DecodeError:
+        return Served()
+
+
+def served_of_message(report: inference_pb2.RequestReport) -> Served:
+    """Return what a row keeps of a report that came by gRPC."""
+    return Served(
+        request_id=report.request_id,
+        placement=_PLACEMENTS.get(report.placement, ""),
+        prefill_worker=report.prefill_worker,
+        decode_worker=report.decode_worker,
+        queue_s=report.queue_s,
+        prefill_s=report.prefill_s,
+        transfer_s=report.transfer_s,
+        exposed_transfer_s=report.exposed_transfer_s,
+        kv_bytes=report.kv_bytes,
+        attempts=report.attempts,
+    )

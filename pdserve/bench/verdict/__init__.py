@@ -1,0 +1,1 @@
+"""The verdict of a benchmark: should this workload be disaggregated, how, and how sure is it."""

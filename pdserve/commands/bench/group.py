@@ -1,0 +1,19 @@
+"""`pdserve bench`: the group of the commands that measure a running cluster."""
+
+from __future__ import annotations
+
+import click
+
+from pdserve.commands.bench.compare import compare
+from pdserve.commands.bench.goodput import goodput
+from pdserve.commands.bench.run import run
+from pdserve.commands.bench.verdict import verdict
+
+
+@click.group("bench")
+def bench() -> None:
+    """Measure a running cluster, find the best layout of its workers, and get a verdict."""
+
+
+for command in (run, goodput, compare, verdict):
+    bench.add_command(command)

@@ -1,0 +1,113 @@
+"""A cluster of `pdserve up` in a child process, for one measurement. It is stopped on every path.
+
+The child is a process of its own so that the load generator shares no interpreter with the supervision of workers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from pdserve.cluster.errors import ClusterError
+
+START_S: Final = 600.0
+"""The longest time until the cluster is ready: a model may have to be loaded and its kernels compiled."""
+STOP_S: Final = 60.0
+"""The longest time for a clean end. After it the child is told to stop at once."""
+POLL_S: Final = 0.1
+READY: Final = re.compile(r"^ready;", re.MULTILINE)
+MOST_CHARS: Final = 400
+"""The end of the child's output that an error quotes."""
+FREE_PORTS: Final = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
+_MAIN: Final = """
+import ctypes, signal
+ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
+from pdserve.cli import main
+main(prog_name="pdserve")
+"""
+UP: Final = (sys.executable, "-c", _MAIN, "up")
+"""The child stops by itself when its parent is killed."""
+
+
+class OwnCluster:
+    """A running `pdserve up` inside `with`. `address` and `admin_address` are those of its router.
+
+    prefill, decode: the workers at the start. config: the file of settings for `--config`. Raises `ClusterError` when the
+    cluster does not become ready.
+    """
+
+    def __init__(self, prefill: int, decode: int, config: Path | None, *, program: Sequence[str] = UP) -> None:
+        sizes = ("--prefill", str(prefill), "--decode", str(decode))
+        settings = () if config is None else ("--config", str(config))
+        self._arguments = [*program, *settings, *sizes, *FREE_PORTS]
+        self._child: subprocess.Popen[bytes] | None = None
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__, after the child has ended
+        self.address = self.admin_address = ""
+
+    def __enter__(self) -> OwnCluster:
+        try:
+            self._child = subprocess.Popen(
+                self._arguments, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            self._wait_ready(time.monotonic() + START_S)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop()
+
+    def _wait_ready(self, deadline_s: float) -> None:
+        assert self._child is not None
+        while not READY.search(self._text()):
+            if (status := self._child.poll()) is not None:
+                raise ClusterError(f"`pdserve up` ended with status {status} before it was ready: {self._end()}")
+            if time.monotonic() > deadline_s:
+                raise ClusterError(f"`pdserve up` was not ready after {START_S:g} s: {self._end()}")
+            time.sleep(POLL_S)
+        self.address, self.admin_address = self._said("gRPC"), self._said("admin")
+
+    def _said(self, name: str) -> str:
+        found = re.search(rf"^{name} +(\S+)", self._text(), re.MULTILINE)
+        if found is None:
+            raise ClusterError(f"`pdserve up` printed no address of {name}: {self._end()}")
+        return found[1]
+
+    def _text(self) -> str:
+        return os.pread(self._output.fileno(), 1 << 20, 0).decode("utf-8", "replace")
+
+    def _end(self) -> str:
+        return " ".join(self._text().split())[-MOST_CHARS:] or "it printed nothing"
+
+    def _stop(self) -> None:
+        """End the child: by one signal, then by a second one that ends it at once, then by force."""
+        child, self._child = self._child, None
+        try:
+            if child is None:
+                return
+            steps: tuple[Callable[[], None], ...] = (
+                lambda: child.send_signal(signal.SIGINT),
+                lambda: child.send_signal(signal.SIGINT),
+                lambda: os.killpg(child.pid, signal.SIGKILL),
+            )
+            for step in steps:
+                if child.poll() is not None:
+                    return
+                step()
+                try:
+                    child.wait(STOP_S)
+                    return
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            self._output.close()
