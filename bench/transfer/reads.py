@@ -52,11 +52,12 @@ class Pool:
 
 @dataclass(frozen=True)
 class Peer:
-    """The passive process as a reader sees it: its metadata, its pool, and the port of its socket."""
+    """The passive process as a reader sees it: its metadata, its pool, the port of its socket, and its process id."""
 
     metadata: bytes
     region: Region
     port: int
+    pid: int
 
 
 def make_transport(name: str, worker_id: str, incarnation: Incarnation, region: Region) -> Transport:
@@ -96,7 +97,7 @@ def started_peer(name: str, num_blocks: int, block_bytes: int) -> Iterator[Peer]
     try:
         hello = json.loads(process.stdout.readline())
         region = Region(hello["address"], num_blocks, block_bytes)
-        yield Peer(bytes.fromhex(hello["metadata"]), region, hello["port"])
+        yield Peer(bytes.fromhex(hello["metadata"]), region, hello["port"], process.pid)
         process.communicate(timeout=TIMEOUT_S)  # its stdin ends
     finally:
         process.kill()
