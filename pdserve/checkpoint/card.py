@@ -35,19 +35,21 @@ class ModelCard:
     fingerprint: str
 
     @classmethod
-    def load(cls, directory: Path, family: str | None = None) -> ModelCard:
+    def load(cls, directory: Path, family: str | None = None, *, load_format: str = "auto") -> ModelCard:
         """Read a directory in Hugging Face layout. Raises `ConfigError` that names the file and the setting.
 
         family: the setting `engine.model_family`. None takes the built-in family of the model's architecture.
+        load_format: the setting `engine.load_format`. "dummy" needs no file of weights, and gives another fingerprint.
         """
-        check_directory(directory)
+        dummy = load_format == "dummy"
+        check_directory(directory, weights=not dummy)
         path = directory / "config.json"
         config = read_json(path)
         try:
             name, architecture = origin.model_name(directory), _architecture(config)
             reader = family_of(architecture, family)
             spec, ids = reader.read(config), _ids(directory, config)
-            return cls(name, architecture, spec, reader.tensors, *ids, fingerprint(directory, config))
+            return cls(name, architecture, spec, reader.tensors, *ids, fingerprint(directory, config, dummy=dummy))
         except KeyError as exc:
             raise ConfigError(f"{path} lacks {exc.args[0]}") from exc
         except (ArithmeticError, TypeError, ValueError) as exc:

@@ -14,15 +14,15 @@ from pdserve.core.errors import ConfigError
 
 _GLOBAL: Final = {"token_embd.weight": NAMES.embedding, "output_norm.weight": NAMES.norm, "output.weight": NAMES.head}
 _LAYER: Final = {
-    "attn_norm.weight": NAMES.layer.attention_norm,
-    "attn_q.weight": NAMES.layer.q,
-    "attn_k.weight": NAMES.layer.k,
-    "attn_v.weight": NAMES.layer.v,
-    "attn_output.weight": NAMES.layer.attention_out,
-    "ffn_norm.weight": NAMES.layer.mlp_norm,
-    "ffn_gate.weight": NAMES.layer.gate,
-    "ffn_up.weight": NAMES.layer.up,
-    "ffn_down.weight": NAMES.layer.down,
+    "attn_norm.weight": NAMES.layer["attention_norm"],
+    "attn_q.weight": NAMES.layer["q"],
+    "attn_k.weight": NAMES.layer["k"],
+    "attn_v.weight": NAMES.layer["v"],
+    "attn_output.weight": NAMES.layer["attention_out"],
+    "ffn_norm.weight": NAMES.layer["mlp_norm"],
+    "ffn_gate.weight": NAMES.layer["gate"],
+    "ffn_up.weight": NAMES.layer["up"],
+    "ffn_down.weight": NAMES.layer["down"],
 }
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _LLAMA3_FACTORS: Final = (8.0, 32.0)  # Llama 3.1 and 3.3; Llama 3.2
@@ -51,7 +51,7 @@ def tensor_map(gguf: GgufFile) -> dict[str, str]:
     """
     expected = dict(_GLOBAL)
     for layer in range(gguf.require("llama.block_count")):
-        expected |= {f"blk.{layer}.{name}": published.format(layer) for name, published in _LAYER.items()}
+        expected |= {f"blk.{layer}.{name}": published.format(layer=layer) for name, published in _LAYER.items()}
     present = [name for name in gguf.tensor_names if name != _ROPE_FACTORS]
     unknown = [name for name in present if name not in expected]
     missing = sorted(set(expected) - set(present) - {"output.weight"})  # it is absent where the head is tied

@@ -3,20 +3,23 @@ tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from pdserve.core.errors import ConfigError
 
 _FILES: Final = ("*.json", "*.safetensors", "*.jinja")
+WITHOUT_WEIGHTS: Final = ("*.json", "*.jinja")
 _SUBFOLDERS: Final = "*/*"  # these hold the same weights in other formats
 _INSTEAD: Final = "Give a directory in Hugging Face layout or a GGUF file instead"
 
 
-def download(model_id: str) -> Path:
+def download(model_id: str, only: Sequence[str] = _FILES) -> Path:
     """Return the directory of the newest snapshot. Files that are not in huggingface_hub's cache are downloaded first.
 
-    Raises `ConfigError` that says whether the id is wrong, a login is needed, or the hub cannot be reached.
+    only: patterns of the files that are needed. Raises `ConfigError` that says whether the id is wrong, a login is needed, or
+    the hub cannot be reached.
     """
     from huggingface_hub import constants, errors, snapshot_download  # a slow import that is seldom needed
 
@@ -24,9 +27,7 @@ def download(model_id: str) -> Path:
 
     try:
         away = not _answers(model_id)
-        return Path(
-            snapshot_download(model_id, local_files_only=away, allow_patterns=list(_FILES), ignore_patterns=_SUBFOLDERS)
-        )
+        return Path(snapshot_download(model_id, local_files_only=away, allow_patterns=list(only), ignore_patterns=_SUBFOLDERS))
     except errors.HFValidationError as exc:
         raise ConfigError(f"{model_id!r} is not a Hugging Face id: {exc}") from exc
     except errors.GatedRepoError as exc:

@@ -12,11 +12,11 @@ from pdserve.core.errors import ConfigError
 REQUIRED: Final = ("config.json", "tokenizer.json")
 
 
-def check_directory(directory: Path) -> None:
-    """Raise `ConfigError` that names every missing file."""
+def check_directory(directory: Path, *, weights: bool = True) -> None:
+    """Raise `ConfigError` that names every missing file. `weights`: the files of weights must be there, too."""
     missing = [name for name in REQUIRED if not (directory / name).is_file()]
-    files = weight_files(directory)
-    if not files:
+    files = weight_files(directory) if weights else ()
+    if weights and not files:
         missing.append(f"{SINGLE} (or {INDEX} and its files)")
     missing += [path.name for path in files if not path.is_file()]
     if missing:
@@ -41,7 +41,10 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `ConfigError` when the file cannot be read or holds something else."""
+    """Read a JSON object. Raises `ConfigError` when the file cannot be read or holds something else. A pipe or a device is not
+    read, since it may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"cannot read {path}: it is no regular file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:

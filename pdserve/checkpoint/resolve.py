@@ -25,13 +25,15 @@ _SAMPLE_BYTES: Final = 4096
 _KNOWN: Final = "'default', 'tiny', a directory in Hugging Face layout, a .gguf file, or a Hugging Face id ORG/NAME"
 
 
-def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = silent) -> Path:
+def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = silent, load_format: str = "auto") -> Path:
     """Return the directory of `model`. Conversions and downloads happen once.
 
     model: "default", "tiny", a directory, a .gguf file or a Hugging Face id. An existing path wins over an id of the same
-    spelling. Raises `ConfigError` that says what to do.
+    spelling. load_format: the setting `engine.load_format`; "dummy" needs no weights of a directory, and downloads none.
+    Raises `ConfigError` that says what to do.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
+    weights = load_format != "dummy"
     if model == tiny.NAME:
         return build_once(cache / f"tiny-v{tiny.VERSION}", tiny.write_tiny)
     if model == DEFAULT:
@@ -42,7 +44,7 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = s
     except (OSError, RuntimeError) as exc:  # no permission, or a name that is too long, or the home of an unknown user
         raise ConfigError(f"cannot look for model {model!r}: {exc}") from exc
     if is_directory:
-        check_directory(path)
+        check_directory(path, weights=weights)
         return path
     if is_file:
         return _converted(path, cache, progress)
@@ -50,8 +52,8 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = s
         raise ConfigError(f"model {model!r} does not exist")
     if model.count("/") == 1:
         progress("downloading " + model, 0, 1)
-        directory = hub.download(model)
-        check_directory(directory)
+        directory = hub.download(model) if weights else hub.download(model, hub.WITHOUT_WEIGHTS)
+        check_directory(directory, weights=weights)
         return directory
     raise ConfigError(f"model {model!r} is not known: it must be {_KNOWN}")
 

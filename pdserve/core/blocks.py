@@ -14,6 +14,10 @@ writes the fresh blocks of an `INBOUND` holder: nobody may read, lend or hash th
 
 A published block keeps its hash until it is evicted or withdrawn. Only blocks without any holder are evicted.
 
+A dead block is one that no later token of a sequence sees, because it is behind the sliding window. The sequence drops its
+reference on it, and the entry of the holder's table becomes null (`NULL_BLOCK`), so that all other entries keep their
+positions. Null entries stand only at the beginning of a table.
+
 A block is summed once, when it is final. The checksum stays with the block: every later holder inherits it. The checksum
 is dropped when the block is taken for other content.
 """
@@ -21,14 +25,14 @@ is dropped when the block is taken for other content.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
 from pdserve.core.block_hash import BlockHash
 from pdserve.core.errors import IllegalTransition, InternalBug
-from pdserve.core.ids import BlockId, BlockSum, SeqId
+from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockId, BlockSum, SeqId
 from pdserve.core.prefix_keys import PublishedKeys
 
 
@@ -93,6 +97,9 @@ TRANSITIONS: Final[dict[tuple[BlockState, BlockEvent], BlockState]] = {
     (_S.QUARANTINED, _E.READ_STOPPED): _S.FREE,
 }
 
+SumBlocks = Callable[[Sequence[BlockId]], tuple[BlockSum, ...]]
+"""A function that returns the checksum over all stored bytes of each of these blocks of one KV group, in order."""
+
 MAX_HISTORY: Final = 32
 """An error message lists so many of the pool's last operations. One engine step makes fewer of them for a small batch."""
 
@@ -114,7 +121,8 @@ class BlockCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Blocks in prompt order. The first `hits` blocks hold their KV already. Others share them, so nobody may write them."""
+    """Blocks in prompt order; dead ones are null. The first `hits` blocks hold their KV already, as far as they are not null.
+    Others share them, so nobody may write them."""
 
     block_ids: tuple[BlockId, ...]
     hits: int
@@ -134,6 +142,7 @@ class BlockPool:
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: dict[BlockId, set[Holder]] = {}
         self._blocks_of: dict[Holder, list[BlockId]] = {}
+        self._dead: dict[Holder, int] = {}  # of each holder with null entries: their number
         self._hits: dict[Holder, int] = {}  # of each inbound holder: how many of its first blocks are hits
         self._quarantined: dict[SeqId, list[BlockId]] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
@@ -171,36 +180,66 @@ class BlockPool:
             found.append(block_id)
         return tuple(found)
 
-    def fits(self, count: int, hashes: Sequence[BlockHash] = (), *, spare: int = 0) -> bool:
-        """Tell whether `reserve` would succeed now and leave at least `spare` blocks allocatable."""
-        hits = self.lookup(hashes)
-        evictable_hits = sum(block_id in self._cached for block_id in hits)
-        return count - len(hits) + spare <= self.num_allocatable - evictable_hits
+    def runs(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Return, for each n from 0 to len(hashes), how many of the first n hashes are in the pool without a gap before n."""
+        runs = [0]
+        for block_hash in hashes:
+            runs.append(runs[-1] + 1 if block_hash in self._block_with else 0)
+        return runs
 
-    def reserve(self, holder: Holder, count: int, hashes: Sequence[BlockHash]) -> Reservation | None:
+    def fits(self, count: int, hashes: Sequence[BlockHash] = (), *, spare: int = 0, dead: int = 0) -> bool:
+        """Tell whether `reserve` would succeed now and leave at least `spare` blocks allocatable."""
+        hits = self.lookup(hashes[dead:] if dead else hashes)
+        evictable_hits = sum(block_id in self._cached for block_id in hits)
+        return count - dead - len(hits) + spare <= self.num_allocatable - evictable_hits
+
+    def reserve(self, holder: Holder, count: int, hashes: Sequence[BlockHash], *, dead: int = 0) -> Reservation | None:
         """Give `count` blocks to a new holder: the longest prefix of `hashes` in the pool is shared, the others are fresh.
 
+        The first `dead` entries are null: the holder needs no such blocks, and their hashes need not be in the pool.
         Return None and change nothing when there are not enough blocks: hits and fresh blocks come in one step, so that no
-        holder waits with half of its blocks. Fresh blocks never evict the hits. Raises `InternalBug` when the holder has
-        blocks already or is a lease, or when there are more hashes than blocks.
+        holder waits with half of its blocks. Fresh blocks never evict hits. Raises `InternalBug` when the holder has blocks
+        already or is a lease, or when there are more hashes than blocks.
         """
         if holder in self._blocks_of or len(hashes) > count or holder.kind is HolderKind.LEASE:
             raise InternalBug(f"{holder} cannot reserve {count} blocks with {len(hashes)} hashes")
-        if not self.fits(count, hashes):
+        if not self.fits(count, hashes, dead=dead):
             return None
-        hits = self.lookup(hashes)
+        hits = self.lookup(hashes[dead:] if dead else hashes)
+        known = min(len(hashes), dead) + len(hits)
         self._history.append((f"share a prefix of {len(hits)}", holder))
         for block_id in hits:
             self._reference(block_id, holder)
-        self._blocks_of[holder] = list(hits)
+        self._blocks_of[holder] = [NULL_BLOCK] * dead + list(hits)
+        if dead:
+            self._dead[holder] = dead
         if holder.kind is HolderKind.INBOUND:
-            self._hits[holder] = len(hits)
-        fresh = self.allocate(holder, count - len(hits))
+            self._hits[holder] = known
+        fresh = self.allocate(holder, count - dead - len(hits))
         assert fresh is not None
-        return Reservation(hits + fresh, len(hits))
+        return Reservation((NULL_BLOCK,) * dead + hits + fresh, known)
+
+    def free_behind(self, holder: Holder, dead: int) -> bool:
+        """Drop the holder's references on its first `dead` blocks, which become null entries. Return True if there were any.
+
+        A published block without another holder becomes cached, any other one free. Raises `InternalBug` when the holder is
+        not a sequence: reads of a peer, or into this pool, may still touch the blocks of the others.
+        """
+        blocks, before = self._require(holder), self._dead.get(holder, 0)
+        if dead <= before:
+            return False
+        if holder.kind is not HolderKind.SEQUENCE or dead > len(blocks):
+            raise InternalBug(f"{holder} cannot free the first {dead} of its {len(blocks)} blocks")
+        self._history.append((f"free the first {dead}", holder))
+        behind = blocks[before:dead]
+        blocks[before:dead] = [NULL_BLOCK] * len(behind)
+        self._dead[holder] = dead
+        self._unreference(behind, holder)
+        return True
 
     def publish(self, holder: Holder, position: int, block_hash: BlockHash) -> None:
-        """Allow others to share the holder's block at `position`, also after all its holders have dropped it.
+        """Allow others to share the holder's block at `position`, also after all its holders have dropped it. Nothing happens
+        when the entry is null.
 
         The caller promises that the block is full and that no step or read writes it any more. When two blocks have the
         same content, only the first one is found. Raises `InternalBug` when the holder is not a sequence, or when the block
@@ -209,6 +248,8 @@ class BlockPool:
         if holder.kind is not HolderKind.SEQUENCE:
             raise InternalBug(f"{holder} does not own its blocks and cannot publish them")
         block_id = self._require(holder)[position]
+        if block_id == NULL_BLOCK:
+            return
         known = self._hash_of.get(block_id)
         if known is not None and known != block_hash:
             raise InternalBug(f"block {block_id} of {holder} is published as {known.hex()}, not {block_hash.hex()}")
@@ -232,47 +273,75 @@ class BlockPool:
                 self._move(block_id, BlockEvent.WITHDRAW)
                 self._unpublish(block_hash)
 
-    def seal(self, holder: Holder, position: int, block_sum: BlockSum) -> None:
-        """Store the checksum of the holder's block at `position`. The block is final: no step writes it any more.
+    def withdraw_hashes(self, hashes: Iterable[BlockHash]) -> None:
+        """Remove these hashes, so that nobody finds their blocks. A cached one becomes free, and holders keep theirs."""
+        for block_hash in hashes:
+            if (block_id := self._block_with.get(block_hash)) is None:
+                continue
+            cached = block_id in self._cached
+            self._move(block_id, BlockEvent.EVICT if cached else BlockEvent.WITHDRAW)
+            del self._hash_of[block_id]
+            self._unpublish(block_hash)
+            if cached:
+                del self._cached[block_id]
+                self._free.append(block_id)
 
-        Raises `InternalBug` when the block has a checksum already, or when its holder is inbound.
-        """
-        block_id = self._require(holder)[position]
-        if holder.kind is HolderKind.INBOUND or block_id in self._sums:
-            raise InternalBug(f"block {block_id} of {holder} is not this holder's to sum, or has its checksum already")
+    def seal(self, block_id: BlockId, block_sum: BlockSum) -> None:
+        """Store the checksum of a block, which is final: no step writes it any more. A free block needs none. Raises
+        `InternalBug` when the block has a checksum already, or when a read may write it."""
+        state = self._states[block_id]
+        if state is BlockState.FREE:
+            return
+        holders = self._holders.get(block_id, ())
+        inbound = any(holder.kind is HolderKind.INBOUND for holder in holders)
+        if block_id in self._sums or inbound or state is BlockState.QUARANTINED:
+            raise InternalBug(f"block {block_id} is not a step's to sum, or has its checksum already; {self._story()}")
         self._sums[block_id] = block_sum
 
+    def seal_cached(self, sum_blocks: SumBlocks) -> None:
+        """Store the checksum of each cached block that has none. Nothing writes a cached block."""
+        unsummed = [block_id for block_id in self._cached if block_id not in self._sums]
+        self._sums.update(zip(unsummed, sum_blocks(unsummed), strict=True))
+
     def sums_of(self, holder: Holder) -> tuple[BlockSum | None, ...]:
-        """Return the checksum of each of the holder's blocks, in order. None stands for a block without a checksum yet."""
-        return tuple(self._sums.get(block_id) for block_id in self._require(holder))
+        """Return the checksum of each of the holder's blocks, in order; `NULL_SUM` for a null entry. None stands for a block
+        without a checksum yet."""
+        return (NULL_SUM,) * self._dead.get(holder, 0) + tuple(self._sums.get(block_id) for block_id in self._live(holder))
 
-    def share(self, owner: Holder, other: Holder) -> tuple[BlockId, ...]:
-        """Give `other` its own reference on every block of `owner`, and return the blocks.
+    def share(self, owner: Holder, other: Holder, *, dead: int = 0) -> tuple[BlockId, ...]:
+        """Give `other` its own reference on every block of `owner` from position `dead` on, and return the blocks of `other`.
+        Its first `dead` entries are null.
 
-        Raises `InternalBug` when `other` has blocks already, or when one of the two is inbound.
+        Raises `InternalBug` when `other` has blocks already, when one of the two is inbound, or when a block that `other`
+        needs is null.
         """
         blocks = self._require(owner)
-        if other in self._blocks_of or HolderKind.INBOUND in (owner.kind, other.kind):
-            raise InternalBug(f"{other} cannot share the blocks of {owner}")
+        inbound = HolderKind.INBOUND in (owner.kind, other.kind)
+        if other in self._blocks_of or inbound or not self._dead.get(owner, 0) <= dead <= len(blocks):
+            raise InternalBug(f"{other} cannot share the blocks of {owner} from {dead} on")
         self._history.append((f"share with {other}", owner))
-        for block_id in blocks:
+        for block_id in blocks[dead:]:
             self._reference(block_id, other)
-        self._blocks_of[other] = list(blocks)
-        return tuple(blocks)
+        self._blocks_of[other] = [NULL_BLOCK] * dead + blocks[dead:]
+        if dead:
+            self._dead[other] = dead
+        return tuple(self._blocks_of[other])
 
     def hand_over(self, owner: Holder, other: Holder) -> None:
         """Move all references of `owner` to `other`. An inbound sequence does so once its commit was answered OK.
 
         Raises `InternalBug` when `other` has blocks already or is inbound.
         """
-        blocks = self._require(owner)
+        self._require(owner)
         if other in self._blocks_of or other.kind is HolderKind.INBOUND:
             raise InternalBug(f"{other} cannot take over the blocks of {owner}")
         self._history.append((f"hand over to {other}", owner))
-        for block_id in blocks:
+        for block_id in self._live(owner):
             self._holders[block_id].remove(owner)
             self._holders[block_id].add(other)
         self._blocks_of[other] = self._blocks_of.pop(owner)
+        if dead := self._dead.pop(owner, 0):
+            self._dead[other] = dead
         self._hits.pop(owner, None)
 
     def drop(self, holder: Holder) -> None:
@@ -280,7 +349,10 @@ class BlockPool:
         if holder in self._blocks_of:
             self._history.append(("drop", holder))
             self._hits.pop(holder, None)
-            self._unreference(self._blocks_of.pop(holder), holder)
+            blocks = self._live(holder)
+            del self._blocks_of[holder]
+            self._dead.pop(holder, None)
+            self._unreference(blocks, holder)
 
     def quarantine(self, seq_id: SeqId) -> None:
         """Set the fresh blocks of an aborted inbound sequence aside: a read that cannot be stopped may still write them.
@@ -290,14 +362,15 @@ class BlockPool:
         holder = Holder(HolderKind.INBOUND, seq_id)
         blocks = self._require(holder)
         self._history.append(("quarantine", holder))
-        hits = self._hits.pop(holder, 0)
+        dead = self._dead.pop(holder, 0)
+        hits = max(dead, self._hits.pop(holder, 0))
         fresh = blocks[hits:]
         for block_id in fresh:
             self._move(block_id, BlockEvent.QUARANTINE)
             del self._holders[block_id]
         self._quarantined[seq_id] = fresh
         del self._blocks_of[holder]
-        self._unreference(blocks[:hits], holder)
+        self._unreference(blocks[dead:hits], holder)
 
     def end_quarantine(self, seq_id: SeqId) -> None:
         """Free the quarantined blocks of a sequence, because its read has stopped. Raises `InternalBug` when there are none."""
@@ -310,13 +383,17 @@ class BlockPool:
             self._free.append(block_id)
 
     def blocks_of(self, holder: Holder) -> tuple[BlockId, ...]:
-        """Return the holder's blocks in prompt order; an unknown holder has none."""
+        """Return the holder's blocks in prompt order, dead ones as null entries; an unknown holder has none."""
         return tuple(self._blocks_of.get(holder, ()))
 
+    def hashes(self) -> tuple[BlockHash, ...]:
+        """Return all hashes that prompts find."""
+        return tuple(self._block_with)
+
     def holdings(self) -> dict[Holder | SeqId, tuple[int, int]]:
-        """Return how many blocks each holder has, and how many of them are hits of an inbound one. Sequences whose blocks are
-        quarantined are named by their ids."""
-        quarantined = {seq_id: (len(blocks), 0) for seq_id, blocks in self._quarantined.items()}
+        """Return how many entries each holder's table has, and how many of them are hits of an inbound one. Sequences whose
+        blocks are quarantined are named by their ids."""
+        quarantined = dict.fromkeys(self._quarantined, (0, 0))
         return {holder: (len(blocks), self._hits.get(holder, 0)) for holder, blocks in self._blocks_of.items()} | quarantined
 
     def counts(self) -> BlockCounts:
@@ -337,10 +414,15 @@ class BlockPool:
         self._check_hashes()
 
     def _check_references(self) -> None:
-        for holder, blocks in self._blocks_of.items():
+        refs = 0
+        for holder, entries in self._blocks_of.items():
+            blocks = self._live(holder)
+            refs += len(blocks)
+            assert NULL_BLOCK not in blocks, f"{holder} has a null entry behind a live one"
+            assert all(b == NULL_BLOCK for b in entries[: len(entries) - len(blocks)]), f"a dead block of {holder} is not null"
             assert len(set(blocks)) == len(blocks), f"{holder} holds a block twice"
             assert all(holder in self._holders[b] for b in blocks)
-        refs = sum(len(blocks) for blocks in self._blocks_of.values())
+        assert self._dead.keys() <= self._blocks_of.keys()
         assert refs == sum(len(holders) for holders in self._holders.values())
         assert all(self._holders.values())
 
@@ -350,7 +432,7 @@ class BlockPool:
         assert all(b in self._hash_of for b in self._cached), "a cached block that nobody can find"
         for holder, blocks in self._blocks_of.items():
             if holder.kind is HolderKind.INBOUND:
-                fresh = blocks[self._hits.get(holder, 0) :]
+                fresh = blocks[max(self._dead.get(holder, 0), self._hits.get(holder, 0)) :]
                 assert all(self._holders[b] == {holder} for b in fresh), "a block is shared while a read writes it"
                 assert not any(b in self._hash_of for b in fresh), "a block can be found while a read writes it"
                 assert not any(b in self._sums for b in fresh), "a checksum of what a read writes"
@@ -404,6 +486,11 @@ class BlockPool:
 
     def _story(self) -> tuple[str, ...]:
         return tuple(f"{holder}: {what}" for what, holder in self._history)
+
+    def _live(self, holder: Holder) -> list[BlockId]:
+        """Return the holder's blocks without its null entries. The caller does not change the list."""
+        blocks, dead = self._require(holder), self._dead.get(holder, 0)
+        return blocks[dead:] if dead else blocks
 
     def _require(self, holder: Holder) -> list[BlockId]:
         blocks = self._blocks_of.get(holder)

@@ -47,6 +47,8 @@ TABLE: Final[dict[ErrorCode, StatusRow]] = {
     ErrorCode.UNKNOWN_REQUEST: StatusRow("NOT_FOUND", 404, "invalid_request_error", False, False),
     ErrorCode.NUMERICAL_ERROR: StatusRow("INTERNAL", 500, "server_error", True, False),
     ErrorCode.WORKER_ID_TAKEN: StatusRow("ALREADY_EXISTS", 409, "server_error", False, False),
+    ErrorCode.STALE_ORDER: StatusRow("FAILED_PRECONDITION", 409, "server_error", False, False),
+    ErrorCode.CANNOT_FLIP: StatusRow("FAILED_PRECONDITION", 409, "invalid_request_error", False, False),
     ErrorCode.REQUEST_TIMEOUT: StatusRow("DEADLINE_EXCEEDED", 408, "timeout_error", False, False),
     ErrorCode.KV_CORRUPT: StatusRow("UNAVAILABLE", 503, "server_error", True, True),
     ErrorCode.KV_ROTTED: StatusRow("UNAVAILABLE", 503, "server_error", True, True),
@@ -72,6 +74,8 @@ CLASSES: Final[dict[ErrorCode, type[PdserveError]]] = {
         errors.Unavailable,
         errors.IncompatiblePeer,
         errors.WorkerIdTaken,
+        errors.StaleOrder,
+        errors.CannotFlip,
         errors.NumericalError,
         errors.InternalBug,
     )

@@ -35,6 +35,8 @@ class ErrorCode(Enum):
     KV_CORRUPT = "kv_corrupt"
     KV_ROTTED = "kv_rotted"
     UNKNOWN_REQUEST = "unknown_request"
+    STALE_ORDER = "stale_order"
+    CANNOT_FLIP = "cannot_flip"
 
 
 class PdserveError(Exception):
@@ -68,6 +70,12 @@ class UnknownWorker(InvalidRequest):
     """An operator named a worker that is not linked to this router."""
 
     code = ErrorCode.UNKNOWN_WORKER
+
+
+class CannotFlip(InvalidRequest):
+    """The worker cannot take the other role now. The message names the obstacle; another worker may be able to."""
+
+    code = ErrorCode.CANNOT_FLIP
 
 
 class UnknownRequest(InvalidRequest):
@@ -165,6 +173,13 @@ class WorkerIdTaken(PdserveError):
     """Another live worker has this worker_id and keeps it. An operator must end one of the two, or give it another id."""
 
     code = ErrorCode.WORKER_ID_TAKEN
+
+
+class StaleOrder(PdserveError):
+    """The order was made for a state that has ended: the term of another actuator, or an earlier incarnation of a worker.
+    Whoever gave it looks at the present state and decides anew."""
+
+    code = ErrorCode.STALE_ORDER
 
 
 class InternalBug(PdserveError):

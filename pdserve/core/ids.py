@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType
+from typing import Final, NewType
 
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 BlockId = NewType("BlockId", int)
+NULL_BLOCK: Final = BlockId(-1)
+"""The entry of a block table for a dead block: it is behind the sliding window, so nothing reads or writes it."""
 BlockSum = NewType("BlockSum", int)
 """A checksum of 64 bits over all stored bytes of one KV block. It finds accidental changes. It does not stop an attacker."""
+NULL_SUM: Final = BlockSum(0)
+"""The entry of a list of checksums for a dead block."""
 Incarnation = NewType("Incarnation", int)
-"""A random unsigned 64-bit number that names one run of a process. Messages of an earlier run carry another number and are
-refused."""
+"""A random unsigned 64-bit number that names one life of a process: the time from its start, or from a role flip, to its end or
+the next flip. Messages of an earlier life carry another number and are refused."""
 Handle = NewType("Handle", int)
 """A number that names one (request, attempt, bind) on one link. A router incarnation never uses one twice."""
 SeqId = NewType("SeqId", int)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Final
 
 from pdserve.core.errors import ConfigError
@@ -64,6 +64,20 @@ class KvGroup:
         return self.planes[0][1]
 
     @property
+    def alike(self) -> bool:
+        """True when all planes have one shape."""
+        return len(set(self.planes)) == 1
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The planes as (heads, dim), where neighbours of one dim count as one.
+
+        K and V of a usual model are one part of twice the heads, so a computation takes a layer of a block as one tensor.
+        """
+        runs = groupby(self.planes, key=lambda plane: plane[1])
+        return tuple((sum(heads for heads, _ in run), dim) for dim, run in runs)
+
+    @property
     def quantised(self) -> bool:
         """True when the blocks carry scales."""
         return self.dtype in QUANTISED
@@ -107,6 +121,18 @@ class KvGroup:
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold `tokens` tokens. The last block may be partly filled."""
         return ceil_div(tokens, self.block_size)
+
+    def first_live(self, computed: int) -> int:
+        """Return the index of the first block that a token at position `computed` or after it can see.
+
+        The blocks before it are dead: nothing ever reads them again. A token at position p sees the keys of the positions
+        p - window + 1 to p. Without a window every block stays live.
+        """
+        return 0 if self.window is None else max(0, computed - self.window + 1) // self.block_size
+
+    def next_death(self, computed: int) -> int | None:
+        """Return the number of computed tokens at which the first block dies that is live at `computed`. None: none dies."""
+        return None if self.window is None else (self.first_live(computed) + 1) * self.block_size + self.window - 1
 
 
 def gqa_group(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> KvGroup:

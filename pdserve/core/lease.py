@@ -24,7 +24,7 @@ from typing import Final
 
 from pdserve.core.block_pools import BlockTables
 from pdserve.core.errors import IllegalTransition, InternalBug
-from pdserve.core.ids import BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
+from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
 from pdserve.core.sampling import FinishReason
 
 GroupSums = Sequence[Sequence[BlockSum]]
@@ -158,8 +158,9 @@ class Lease:
 
     @property
     def blocks(self) -> Iterator[tuple[int, BlockId]]:
-        """All blocks, each with the index of its group."""
-        return ((group, block_id) for group, table in enumerate(self.block_tables) for block_id in table)
+        """All blocks that a reader may read, each with the index of its group."""
+        tables = enumerate(self.block_tables)
+        return ((group, block_id) for group, table in tables for block_id in table if block_id != NULL_BLOCK)
 
     def unproven(self, proof: bytes | None) -> bool:
         """Tell whether a call lacks the proof that its caller has this lease's ticket. None: the lender itself calls."""
@@ -217,8 +218,8 @@ class LeaseTable:
     ) -> LeaseId:
         """Add a lease over blocks on which the caller has already taken the lease's references. Return its new id.
 
-        `block_tables` has the blocks of each KV group. `sums` has the checksums that the first blocks of each have already.
-        None: this lease's KV is not checked.
+        `block_tables` has the blocks of each KV group, null for those that no reader needs. `sums` has the checksums that the
+        first blocks of each have already. None: this lease's KV is not checked.
         """
         assert block_tables
         assert block_tables[0]
@@ -276,7 +277,8 @@ class LeaseTable:
         return self._view(lease)
 
     def seal(self, lease_id: LeaseId, first: int, sums: GroupSums, *, now_s: float) -> None:
-        """Store the checksums of the lease's blocks from `first` on in each group. These blocks are final.
+        """Store the checksums of the lease's blocks from `first` on in each group. These blocks are final. A null entry has
+        `NULL_SUM`, whatever the sum of the block was that has died.
 
         Do nothing when the lease has ended. Raises `InternalBug` when checksums are off, when these do not follow the last
         ones, or when the groups do not have equally many.
@@ -292,7 +294,8 @@ class LeaseTable:
                 f"lease {lease_id}: {counts} checksums from block {first} on do not fit {lease.num_blocks} blocks "
                 f"of {len(lease.block_tables)} groups"
             )
-        lease.sums = tuple([(*known, *new) for known, new in zip(lease.sums, sums, strict=True)])
+        parts = zip(lease.sums, lease.block_tables, sums, strict=True)
+        lease.sums = tuple([(*known, *_of_live(table[first:], new)) for known, table, new in parts])
 
     def awaits_sums(self, lease_id: LeaseId, *, now_s: float) -> bool:
         """Tell whether every block of a held lease is final while checksums of the last blocks are missing."""
@@ -414,3 +417,8 @@ class LeaseTable:
         while len(self._ended) > MAX_TOMBSTONES:
             self._ended.popitem(last=False)
         self._returned.append(lease)
+
+
+def _of_live(table: tuple[BlockId, ...], sums: Sequence[BlockSum]) -> list[BlockSum]:
+    """Return the checksums, with `NULL_SUM` for each null entry of the table, which may be longer."""
+    return [NULL_SUM if block_id == NULL_BLOCK else value for block_id, value in zip(table, sums, strict=False)]

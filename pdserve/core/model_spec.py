@@ -1,18 +1,22 @@
 """The description of a decoder as data: the shapes of its layers and the functions that they compute.
 
 A family of models makes a `ModelSpec` from a published configuration (`pdserve.checkpoint.families`). Each engine backend
-reads it, and refuses by name what it does not compute (`beyond`). The types allow more than any backend computes today:
-another kind of attention or of MLP is one more value of `kind`, or one more type in `Mlp`.
+reads it, and refuses by name what it does not compute (`beyond`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KvGroup, KvSpec
+
+MOST_EXPERTS: Final = 2**16
+"""The most experts of all layers together. DeepSeek-V3 has 14,848, and each one has names, shapes and counts."""
+Activation = Literal["silu", "gelu_tanh"]
+"""The function of the gate. gelu_tanh is GELU approximated by a tangent hyperbolic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +31,62 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All frequencies are divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """The scaling of rotary positions by YaRN (Peng et al. 2023): slow frequencies are divided by `factor`, fast ones are kept.
+
+    beta_fast, beta_slow: the turns within `original_max_position` above which a frequency is kept, and below which it is
+    divided. attention_factor: factor of cosines and sines. truncate: the ends of the ramp between them are whole numbers.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions of whole heads. scaling None: positions are not scaled."""
+    """Rotary positions. scaling None: positions are not scaled.
+
+    dim: the first so many numbers of a head are rotated; None means all. neighbours: numbers 2i and 2i + 1 are a pair,
+    instead of i and i + dim / 2.
+    """
 
     theta: float
-    scaling: Llama3Scaling | None = None
+    scaling: RopeScaling | None = None
+    dim: int | None = None
+    neighbours: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """An RMSNorm with one weight for each number of a row. eps is added to the mean square."""
+    """An RMSNorm with one weight for each number of a row. eps is added to the mean square, offset to each weight."""
 
     eps: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Causal attention in which `heads` query heads share `kv_heads` heads of keys and values.
 
-    kind: gqa is grouped-query attention, whose KV is a plane of keys and a plane of values. qk_dim, v_dim: numbers of a head
-    of queries and keys, and of a head of values. window: positions that a token sees, its own included; None means all.
-    bias: the projections add a bias. qk_norm: queries and keys are normed before they are rotated. softcap: bound of the
-    scores; None means no bound. scale: factor of the scores; None means 1 / sqrt(qk_dim).
+    One KV head for each query head is MHA, one for all is MQA, and what is between them GQA. Its KV is a plane of keys and a
+    plane of values. qk_dim, v_dim: numbers of a head of queries and keys, and of a head of values. window: positions that a
+    token sees, its own included; None means all. bias, out_bias: the projections to queries, keys and values, and the one of
+    the result, add a bias. qk_norm: the norm of each head of queries and keys before it is rotated. softcap: bound c of the
+    scores s, which become c * tanh(s / c); None means no bound. scale: factor of the scores; None means 1 / sqrt(qk_dim).
     """
 
     heads: int
@@ -56,10 +94,10 @@ class AttentionSpec:
     qk_dim: int
     v_dim: int
     rope: RopeSpec
-    kind: Literal["gqa"] = "gqa"
     window: int | None = None
     bias: bool = False
-    qk_norm: bool = False
+    out_bias: bool = False
+    qk_norm: NormSpec | None = None
     softcap: float | None = None
     scale: float | None = None
 
@@ -89,14 +127,89 @@ class AttentionSpec:
         return sum(heads * dim for heads, dim in self.planes)
 
     @property
-    def features(self) -> tuple[str, ...]:
+    def features(self) -> Iterator[str]:
         """The names of the features of this attention that Llama's attention lacks."""
-        unequal = self.v_dim != self.qk_dim
         found = {
-            "a v_dim other than qk_dim": unequal, "window": self.window is not None, "bias": self.bias,
-            "qk_norm": self.qk_norm, "softcap": self.softcap is not None, "scale": self.scale is not None,
+            "a v_dim other than qk_dim": self.v_dim != self.qk_dim, "window": self.window is not None, "bias": self.bias,
+            "out_bias": self.out_bias, "qk_norm": self.qk_norm is not None, "softcap": self.softcap is not None,
+            "scale": self.scale is not None, "rope of a part of a head": self.rope.dim not in (None, self.qk_dim),
+            "rope of neighbours": self.rope.neighbours,
         }  # fmt: skip
-        return tuple(name for name, there in found.items() if there)
+        return (name for name, there in found.items() if there)
+
+    def numbers(self, hidden: int) -> int:
+        """Return the numbers in all matrices."""
+        return hidden * (self.query_width + self.kv_width + self.out_width)
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1). A token stores one normed latent vector and one rotated key.
+
+    All heads share them: the absorbed form multiplies the expansion of the latent vector into queries and results, so that
+    attention is that of one KV head of kv_rank + rope_dim numbers, whose first kv_rank numbers are the value as well.
+    q_rank: numbers of the queries' own latent vector; None means that queries are projected in one product. nope_dim,
+    rope_dim: numbers of a head that are not rotated, and that are. norm: that of both latent vectors. scale: factor of the
+    scores; None means 1 / sqrt(nope_dim + rope_dim).
+    """
+
+    heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    rope: RopeSpec
+    norm: NormSpec
+    q_rank: int | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(heads=self.heads, kv_rank=self.kv_rank, nope_dim=self.nope_dim, rope_dim=self.rope_dim)
+        _check_positive(v_dim=self.v_dim, q_rank=self.q_rank)
+
+    @property
+    def window(self) -> None:
+        """There is no window."""
+
+    @property
+    def kv_heads(self) -> int:
+        """All heads share one latent vector."""
+        return 1
+
+    @property
+    def planes(self) -> tuple[tuple[int, int], ...]:
+        """The one plane of KV that a layer stores, as (heads, numbers of a head)."""
+        return ((1, self.kv_rank + self.rope_dim),)
+
+    @property
+    def qk_dim(self) -> int:
+        """The numbers of a head of expanded queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def query_width(self) -> int:
+        """The numbers of all query heads of one token, before they are absorbed."""
+        return self.heads * self.qk_dim
+
+    @property
+    def out_width(self) -> int:
+        """The numbers of one token that attention returns, all heads together, expanded."""
+        return self.heads * self.v_dim
+
+    @property
+    def features(self) -> Iterator[str]:
+        """The name of the feature that Llama's attention lacks."""
+        return iter(("latent attention",))
+
+    def numbers(self, hidden: int) -> int:
+        """Return the numbers in all matrices."""
+        queries = hidden * self.query_width if self.q_rank is None else self.q_rank * (hidden + self.query_width)
+        expansion = self.kv_rank * self.heads * (self.nope_dim + self.v_dim)
+        return queries + hidden * (self.kv_rank + self.rope_dim) + expansion + self.out_width * hidden
+
+
+Attention = AttentionSpec | MlaSpec
+"""The types of attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +217,93 @@ class DenseSpec:
     """A gated MLP of `intermediate` numbers: down(activation(gate(x)) * up(x))."""
 
     intermediate: int
-    activation: Literal["silu"] = "silu"
+    activation: Activation = "silu"
 
     def __post_init__(self) -> None:
         _check_positive(intermediate=self.intermediate)
 
+    @property
+    def features(self) -> Iterator[str]:
+        """The names of the features that Llama's MLP lacks."""
+        return iter(() if self.activation == "silu" else (self.activation,))
 
-Mlp = DenseSpec
-"""The types of MLP. A mixture of experts will be the second one."""
+    def numbers(self, hidden: int) -> int:
+        """Return the numbers in all matrices."""
+        return 3 * hidden * self.intermediate
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A mixture of `experts` gated MLPs of `intermediate` numbers each. A router chooses `experts_per_token` for each token.
+
+    score: the function of the router's outputs, over all experts. correction_bias: the choice, not the weight, adds a bias to
+    each score. groups, top_groups: experts are chosen only from the `top_groups` best of `groups` equal groups. group_score:
+    a group counts as its best score, or as the sum of its best two. Of equal scores the lowest expert is chosen. The weight
+    of a chosen expert is its score. renormalise: the weights of a token are divided by their sum; then all are multiplied
+    by `scale`. shared: numbers of a gated MLP that every token passes, 0 for none; shared_gate: its result is multiplied by
+    the sigmoid of one more product of the token.
+    """
+
+    experts: int
+    experts_per_token: int
+    intermediate: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+    correction_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["best", "best_two"] = "best"
+    shared: int = 0
+    shared_gate: bool = False
+    activation: Activation = "silu"
+
+    def __post_init__(self) -> None:
+        _check_positive(experts=self.experts, experts_per_token=self.experts_per_token, intermediate=self.intermediate)
+        _check_positive(groups=self.groups, top_groups=self.top_groups)
+        if self.experts % self.groups or self.top_groups > self.groups:
+            raise ConfigError(f"{self.top_groups} of {self.groups} groups of {self.experts} experts cannot be chosen")
+        if self.experts_per_token > self.top_groups * (self.experts // self.groups):
+            raise ConfigError(f"experts_per_token {self.experts_per_token} is more than the experts to choose from")
+        if self.groups > 1 and self.group_score == "best_two" and self.experts // self.groups < 2:
+            raise ConfigError(f"groups of one expert have no best two: {self.groups} groups of {self.experts} experts")
+
+    @property
+    def features(self) -> Iterator[str]:
+        """The names of the features that Llama's MLP lacks."""
+        return iter(("a mixture of experts",) if self.activation == "silu" else ("a mixture of experts", self.activation))
+
+    def numbers(self, hidden: int) -> int:
+        """Return the numbers in all matrices, of all experts."""
+        routed = self.experts * (1 + 3 * self.intermediate)
+        return hidden * (routed + 3 * self.shared + (1 if self.shared_gate else 0))
+
+
+Mlp = DenseSpec | MoeSpec
+"""The types of MLP."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: attention, then an MLP, each after a norm of the kind `norms` and each added to its input."""
+    """One layer: attention, then an MLP, each after a norm of the kind `norms` and each added to its input.
 
-    attention: AttentionSpec
+    post_norms: the results of attention and of the MLP are normed too before they are added.
+    """
+
+    attention: Attention
     mlp: Mlp
     norms: NormSpec
+    post_norms: bool = False
+
+    @property
+    def features(self) -> Iterator[str]:
+        """The names of the features that a layer of Llama lacks."""
+        yield from self.attention.features
+        yield from self.mlp.features
+        if self.post_norms:
+            yield "post_norms"
+        if self.norms.offset:
+            yield "an offset of norms"
 
 
 UNEQUAL_HEADS: Final = "layers that share KV of one shape but have different numbers of query heads"
@@ -128,7 +311,11 @@ UNEQUAL_HEADS: Final = "layers that share KV of one shape but have different num
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole decoder. norm: the norm before the head. tied_head: the head is the embedding itself."""
+    """A whole decoder. norm: the norm before the head. tied_head: the head is the embedding itself.
+
+    embedding_scale: factor of the embedding's rows, rounded to the dtype of the computation. softcap: bound c of the logits
+    x, which become c * tanh(x / c); None means no bound.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -136,10 +323,15 @@ class ModelSpec:
     norm: NormSpec
     max_position: int
     tied_head: bool
+    embedding_scale: float = 1.0
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         _check_positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size, layers=len(self.layers))
         _check_positive(max_position=self.max_position)
+        experts = sum(layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoeSpec))
+        if experts > MOST_EXPERTS:
+            raise ConfigError(f"the layers have {experts} experts together, over the limit of {MOST_EXPERTS}")
 
     @property
     def kv_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -169,28 +361,34 @@ class ModelSpec:
     @property
     def layer_numbers(self) -> int:
         """The numbers in the matrices of all layers. Norms are too small to count."""
-        return sum(self._numbers_of(layer) for layer in self.layers)
+        return sum(layer.attention.numbers(self.hidden_size) + layer.mlp.numbers(self.hidden_size) for layer in self.layers)
 
     @property
     def numbers(self) -> int:
         """The numbers in all matrices, with embedding and head. A tied head is the embedding, and is counted once."""
         return self.layer_numbers + (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
 
+    @property
+    def features(self) -> Iterator[str]:
+        """The names of the features that a Llama lacks, some of them several times."""
+        for layer in self.layers:
+            yield from layer.features
+        if self.norm.offset:
+            yield "an offset of norms"
+        if self.embedding_scale != 1.0:
+            yield "embedding_scale"
+        if self.softcap is not None:
+            yield "a softcap of logits"
+
     def beyond(self, features: Collection[str] = ()) -> str | None:
         """Return the name of the first feature that Llama lacks and `features` does not hold. None: there is none."""
-        for layer in self.layers:
-            for name in layer.attention.features:
-                if name not in features:
-                    return name
+        for name in self.features:
+            if name not in features:
+                return name
         for layers in self.kv_groups:
             if len({self.layers[layer].attention.heads for layer in layers}) > 1 and UNEQUAL_HEADS not in features:
                 return UNEQUAL_HEADS
         return None
-
-    def _numbers_of(self, layer: LayerSpec) -> int:
-        attention = layer.attention
-        widths = attention.query_width + attention.kv_width + attention.out_width + 3 * layer.mlp.intermediate
-        return self.hidden_size * widths
 
 
 def _check_positive(**values: int | None) -> None:

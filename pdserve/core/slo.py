@@ -91,3 +91,20 @@ def _changed(name: str, values: Mapping[str, Any], path: str) -> SloClass:
     settings = _Settings(**{key: values.get(key, getattr(before, key)) for key in _KNOWN})
     check_types(settings, f"{path}.")
     return SloClass(name, **dataclasses.asdict(settings))
+
+
+@dataclass(frozen=True, slots=True)
+class DemandCounts:
+    """The load since the router's start. Demand in inference.proto explains each field."""
+
+    uptime_s: float = 0.0
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    refused: int = 0
+    queued_prompt_tokens: int = 0
+    longest_wait_s: float = 0.0
+    ttft_met: int = 0
+    ttft_missed: int = 0
+    tpot_met: int = 0
+    tpot_missed: int = 0

@@ -39,7 +39,8 @@ ONE_GREEDY: Final = (GREEDY,)
 class SequenceSlice(NamedTuple):
     """Tokens [start, start + len(token_ids)) of one sequence, which this step computes.
 
-    The blocks of `block_tables` hold the KV of tokens [0, start); this step writes the KV of the slice into them.
+    The blocks of `block_tables` hold the KV of tokens [0, start); this step writes the KV of the slice into them. The first
+    entries of a group with a sliding window are `NULL_BLOCK`, as many as `KvGroup.first_live(start)`.
     """
 
     seq_id: SeqId

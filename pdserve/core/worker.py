@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final, NamedTuple
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.roofline.expert_load import ExpertLoad
 
 
 class Role(Enum):
@@ -22,6 +24,30 @@ class Role(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class VersionRange(NamedTuple):
+    """The versions of a protocol that one side speaks: all from the oldest to the newest."""
+
+    oldest: int
+    newest: int
+
+    def common(self, other: VersionRange) -> int | None:
+        """Return the newest version that both sides speak. None: there is none."""
+        newest = min(self.newest, other.newest)
+        return newest if newest >= max(self.oldest, other.oldest) else None
+
+    def __str__(self) -> str:
+        return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+
+LINK_VERSIONS: Final = VersionRange(0, 2)
+"""The versions of the link's protocol that this release speaks. A side without versions speaks version 0. Version 1 has
+`Refused` and `Flip`; in version 2 a budget may have `max_num_seqs`."""
+SEQS_LINK_VERSION: Final = 2
+PEER_VERSIONS: Final = VersionRange(0, 1)
+"""The versions of the protocol between workers that this release speaks. A worker without versions speaks version 0. In version
+1 both sides name their versions at the handshake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +74,40 @@ class WorkerHello:
     """The format of the quantised weights. Empty: the weights are not quantised."""
     max_num_batched_tokens: int = 0
     """The largest number of tokens in a step for which the worker has memory. 0: the worker does not say."""
+    draining: bool = False
+    """The worker takes no new request."""
+    flips: int = 0
+    """The role flips since the start of the process."""
+    flip_obstacle: str = ""
+    """The reason why the worker cannot take the other role. Empty: nothing prevents it."""
+    oldest_link_version: int = 0
+    link_version: int = 0
+    """The newest version of the link's protocol that the worker speaks. It speaks all from the oldest one on."""
+    oldest_peer_version: int = 0
+    peer_version: int = 0
+    """The newest version of the protocol between workers that it speaks. It speaks all from the oldest one on."""
+    peak_flops_per_s: float = 0.0
+    peak_bytes_per_s: float = 0.0
+    """The bytes that the worker's device can read from its memory in a second. 0: unknown, as for the operations above."""
 
     @property
     def kv_tokens(self) -> int:
         """The number of tokens whose KV the worker's pool holds."""
         return self.block_size * self.num_blocks
+
+    @property
+    def link_versions(self) -> VersionRange:
+        """The versions of the link's protocol that the worker speaks."""
+        return VersionRange(self.oldest_link_version, self.link_version)
+
+    @property
+    def peer_versions(self) -> VersionRange:
+        """The versions of the protocol between workers that the worker speaks."""
+        return VersionRange(self.oldest_peer_version, self.peer_version)
+
+    def may_pair(self, other: WorkerHello) -> bool:
+        """Tell whether the two workers speak a common version of the protocol between workers."""
+        return self.oldest_peer_version <= other.peer_version and other.oldest_peer_version <= self.peer_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +135,40 @@ class WorkerLoad:
     """The time of a step that computes no prompt, of late. 0: there was none."""
     max_num_batched_tokens: int = 0
     """A step has at most so many tokens. An operator may change it while the worker runs. 0: the worker does not say."""
+    max_num_seqs: int = 0
+    """At most so many sequences run, likewise; just after it was lowered, more of them may. 0: the worker does not say."""
+    computed_prompt_tokens: int = 0
+    """The prompt tokens that the engine has computed since the start of the incarnation. The counts below begin there too."""
+    output_tokens: int = 0
+    prompt_busy_s: float = 0.0
+    """The time of all steps that computed prompts."""
+    decode_busy_s: float = 0.0
+    """The time of all other steps."""
+    prompt_flops: float = 0.0
+    """The floating-point operations of the steps that computed prompts."""
+    decode_read_bytes: float = 0.0
+    """The bytes of weights and KV that all other steps have read."""
+    uptime_s: float = 0.0
+    """The time since the start of the incarnation, by the worker's own clock. The counts above hold at this time."""
+    experts: ExpertLoad | None = None
+    """The spread of tokens over the experts of the model. None: it has no experts, or no token has passed them."""
+
+
+def check_budget(hello: WorkerHello, max_num_batched_tokens: int, max_num_seqs: int = 0) -> None:
+    """Raise `InvalidRequest` unless the worker may have these limits. 0: the limit stays as it is, but not both of them.
+
+    It has no memory for more sequences than at its start. A link older than `SEQS_LINK_VERSION` would ignore their number.
+    """
+    if max_num_batched_tokens or not max_num_seqs:
+        check_step_tokens(hello, max_num_batched_tokens)
+    if not max_num_seqs:
+        return
+    if hello.link_version < SEQS_LINK_VERSION:
+        said = f"worker {hello.worker_id!r} speaks link version {hello.link_version}, which lacks it: upgrade the worker"
+        raise InvalidRequest(said, field="max_num_seqs")
+    if max_num_seqs > hello.max_num_seqs:
+        said = f"{max_num_seqs} is out of range; worker {hello.worker_id!r} takes from 1 to {hello.max_num_seqs}"
+        raise InvalidRequest(said, field="max_num_seqs")
 
 
 def check_step_tokens(hello: WorkerHello, max_num_batched_tokens: int) -> None:

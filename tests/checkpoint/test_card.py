@@ -113,12 +113,12 @@ def test_ids_that_end_a_request_come_from_both_files(copy):
 
 
 REFUSED = {
-    "architecture": ({"architectures": ["MixtralForCausalLM"]}, "architecture MixtralForCausalLM is not supported"),
+    "architecture": ({"architectures": ["FalconForCausalLM"]}, "architecture FalconForCausalLM is not supported"),
     "no architecture": ({"architectures": None}, r"architecture \(none\)"),
-    "rope": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
-    "old rope": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope scaling 'linear'"),
+    "rope": ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope scaling 'longrope'"),
+    "old rope": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic'"),
     "half a rope": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 rope scaling lacks low_freq_factor"),
-    "bias": ({"attention_bias": True}, "attention_bias is not supported"),
+    "bias": ({"mlp_bias": True}, "mlp_bias is not supported"),
     "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "heads": ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 is not a multiple of num_key_value_heads 2"),

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pdserve.checkpoint.card import ModelCard
-from pdserve.checkpoint.families.llama import MOST_LAYERS
+from pdserve.checkpoint.families.settings import MOST_LAYERS
 from pdserve.core.errors import ConfigError
 from testkit.toy_models import DECILM_KV_HEADS, write_decilm
 
@@ -64,9 +64,9 @@ def test_what_decilm_does_not_describe_is_refused_by_name(decilm, values, words)
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(decilm):
-    known = "architecture MixtralForCausalLM is not supported; supported: LlamaForCausalLM, DeciLMForCausalLM$"
+    known = "architecture FalconForCausalLM is not supported; supported: LlamaForCausalLM, DeciLMForCausalLM, "
     with pytest.raises(ConfigError, match=known):
-        ModelCard.load(change(decilm, architectures=["MixtralForCausalLM"]))
+        ModelCard.load(change(decilm, architectures=["FalconForCausalLM"]))
 
 
 def test_a_family_of_the_operators_own_is_named_by_a_setting(tiny_dir, decilm, tmp_path, monkeypatch):

@@ -171,9 +171,10 @@ def test_a_checksum_is_set_once_lives_with_its_block_and_is_inherited():
     pool.share(sequence(1), lease(1))
     assert pool.sums_of(lease(1)) == (None,)
     pool.drop(sequence(1))
-    pool.seal(lease(1), 0, BlockSum(5))
+    (block,) = pool.blocks_of(lease(1))
+    pool.seal(block, BlockSum(5))
     with pytest.raises(InternalBug, match="has its checksum already"):
-        pool.seal(lease(1), 0, BlockSum(5))
+        pool.seal(block, BlockSum(5))
     pool.drop(lease(1))
     pool.reserve(sequence(2), 1, [A])
     assert pool.sums_of(sequence(2)) == (BlockSum(5),)
@@ -182,14 +183,32 @@ def test_a_checksum_is_set_once_lives_with_its_block_and_is_inherited():
     assert pool.sums_of(sequence(3)) == (None, None)
 
 
+def test_only_cached_blocks_without_a_checksum_are_summed_when_a_worker_begins_to_lend():
+    pool = with_prefix(4, A, B)
+    pool.reserve(sequence(1), 1, [A])
+    pool.seal(pool.blocks_of(sequence(1))[0], BlockSum(5))
+    pool.drop(sequence(1))
+    asked: list[BlockId] = []
+
+    def sums(blocks):
+        asked.extend(blocks)
+        return tuple(BlockSum(100 + block) for block in blocks)
+
+    pool.seal_cached(sums)
+    pool.seal_cached(sums)
+    assert asked == [1], "each block is summed once, and free ones never"
+    pool.reserve(sequence(2), 2, [A, B])
+    assert pool.sums_of(sequence(2)) == (5, 101)
+
+
 def test_what_a_peer_is_read_into_is_not_summed_here():
     """It is in the peer's form until it is converted; who lends it on sums it then, once it is its own."""
     pool = BlockPool(1)
-    pool.allocate(inbound(1), 1)
-    with pytest.raises(InternalBug, match="not this holder's"):
-        pool.seal(inbound(1), 0, BlockSum(5))
+    (block,) = pool.allocate(inbound(1), 1)
+    with pytest.raises(InternalBug, match="not a step's"):
+        pool.seal(block, BlockSum(5))
     pool.hand_over(inbound(1), sequence(1))
-    pool.seal(sequence(1), 0, BlockSum(5))
+    pool.seal(block, BlockSum(5))
 
 
 def test_withdrawn_blocks_are_found_by_nobody_and_kept_by_their_holders():

@@ -9,14 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.model_spec import UNEQUAL_HEADS, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
+from pdserve.core.model_spec import (
+    UNEQUAL_HEADS,
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+)
 
 ATTENTION = AttentionSpec(heads=4, kv_heads=2, qk_dim=16, v_dim=16, rope=RopeSpec(10000.0))
 LAYER = LayerSpec(ATTENTION, DenseSpec(128), NormSpec(1e-5))
 MODEL = ModelSpec(512, 64, (LAYER,) * 4, NormSpec(1e-5), max_position=2048, tied_head=False)
 BEYOND = {
-    "a v_dim other than qk_dim": {"v_dim": 8}, "window": {"window": 128}, "bias": {"bias": True}, "qk_norm": {"qk_norm": True},
-    "softcap": {"softcap": 50.0}, "scale": {"scale": 0.1},
+    "a v_dim other than qk_dim": {"v_dim": 8}, "window": {"window": 128}, "bias": {"bias": True},
+    "out_bias": {"out_bias": True}, "qk_norm": {"qk_norm": NormSpec(1e-6)},
+    "softcap": {"softcap": 50.0}, "scale": {"scale": 0.1}, "rope of a part of a head": {"rope": RopeSpec(10000.0, dim=8)},
+    "rope of neighbours": {"rope": RopeSpec(10000.0, neighbours=True)},
 }  # fmt: skip
 
 
@@ -78,3 +90,40 @@ def test_what_is_beyond_llama_has_a_name():
         assert spec.beyond({name}) is None
     assert model_of(ATTENTION, replace(ATTENTION, heads=2)).beyond() == UNEQUAL_HEADS
     assert model_of(ATTENTION, replace(ATTENTION, heads=2, kv_heads=1)).beyond() is None
+
+
+LATENT = MlaSpec(heads=4, kv_rank=32, nope_dim=16, rope_dim=8, v_dim=12, rope=RopeSpec(10000.0), norm=NormSpec(1e-6), q_rank=24)
+
+
+def test_latent_attention_stores_one_plane():
+    spec = replace(MODEL, layers=(replace(LAYER, attention=LATENT),))
+    assert spec.kv_spec(16, "bfloat16").groups[0].planes == ((1, 40),)
+    assert spec.beyond() == "latent attention"
+    projections = 64 * 24 + 24 * 4 * 24 + 64 * 40 + 32 * 4 * (16 + 12) + 4 * 12 * 64
+    assert spec.layer_numbers == projections + 3 * 64 * 128
+    assert LATENT.numbers(64) - replace(LATENT, q_rank=None).numbers(64) == 64 * 24 + 24 * 4 * 24 - 64 * 4 * 24
+
+
+def test_a_mixture_counts_all_experts():
+    spec = replace(MODEL, layers=(replace(LAYER, mlp=MoeSpec(8, 2, 32, shared=16, shared_gate=True)),))
+    assert spec.beyond() == "a mixture of experts"
+    assert spec.layer_numbers == ATTENTION.numbers(64) + 64 * (8 + 8 * 3 * 32 + 3 * 16 + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"groups": 3}, "1 of 3 groups of 8 experts"), ({"groups": 2, "top_groups": 3}, "3 of 2 groups"),
+     ({"experts_per_token": 9}, "experts_per_token 9"), ({"groups": 4, "experts_per_token": 3}, "experts_per_token 3"),
+     ({"groups": 8, "top_groups": 2, "group_score": "best_two"}, "groups of one expert have no best two")],
+)  # fmt: skip
+def test_experts_that_cannot_be_chosen_are_refused(change, why):
+    with pytest.raises(ConfigError, match=why):
+        replace(MoeSpec(8, 2, 32), **change)
+
+
+def test_what_a_whole_model_has_beyond_llama_has_a_name():
+    assert replace(MODEL, norm=NormSpec(1e-5, 1.0)).beyond() == "an offset of norms"
+    assert replace(MODEL, embedding_scale=8.0).beyond() == "embedding_scale"
+    assert replace(MODEL, softcap=30.0).beyond() == "a softcap of logits"
+    assert replace(MODEL, layers=(replace(LAYER, post_norms=True),)).beyond() == "post_norms"
+    assert replace(MODEL, layers=(replace(LAYER, mlp=DenseSpec(128, "gelu_tanh")),)).beyond() == "gelu_tanh"

@@ -3,70 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from pdserve.core.model_spec import LayerSpec, ModelSpec
+from pdserve.checkpoint.families.parts import layer_shapes
+from pdserve.core.model_spec import ModelSpec
 
-
-@dataclass(frozen=True, slots=True)
-class LayerNames:
-    """The names of one layer's tensors."""
-
-    attention_norm: str
-    q: str
-    k: str
-    v: str
-    attention_out: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
-
-    def shapes(self, layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor. Matrices are [out_features, in_features]."""
-        attention, ffn = layer.attention, layer.mlp.intermediate
-        (k_heads, k_dim), (v_heads, v_dim) = attention.planes
-        return {
-            self.attention_norm: (hidden,),
-            self.mlp_norm: (hidden,),
-            self.q: (attention.query_width, hidden),
-            self.k: (k_heads * k_dim, hidden),
-            self.v: (v_heads * v_dim, hidden),
-            self.attention_out: (hidden, attention.out_width),
-            self.gate: (ffn, hidden),
-            self.up: (ffn, hidden),
-            self.down: (hidden, ffn),
-        }
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """The names of a model's tensors. Each name of `layer` holds {} in place of the number of the layer.
+    """The names of a model's tensors.
 
-    ignored: endings of names that a checkpoint may have and that nothing reads.
+    layer: the name of each part of a layer (`parts.py`), with {layer} in place of the layer's number and {expert} in place of
+    the expert's. Parts of one name are rows of one tensor, in the order in which `layer_shapes` lists them. A family lists
+    all parts that any layer of it may have. ignored: endings of names that a checkpoint may have and that nothing reads.
+    later: beginning of such names, with {layer} in place of the number of layers.
     """
 
     embedding: str
-    layer: LayerNames
+    layer: Mapping[str, str]
     norm: str
     head: str
     ignored: tuple[str, ...] = ()
+    later: str | None = None
 
-    def of_layer(self, index: int) -> LayerNames:
-        """Return the names of layer number `index`."""
-        return LayerNames(*(name.format(index) for name in astuple(self.layer)))
+    def ignores(self, name: str, spec: ModelSpec) -> bool:
+        """Return True for a tensor that a checkpoint of this model may have and that nothing reads."""
+        if self.later is not None and name.startswith(self.later.format(layer=len(spec.layers))):
+            return True
+        return name.endswith(self.ignored)
 
-    def shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    def of(self, part: str, layer: int, expert: int | None = None) -> str:
+        """Return the name of a part of a layer, or of one of its experts."""
+        return self.layer[part].format(layer=layer, expert=expert)
+
+    def shapes(self, spec: ModelSpec) -> dict[str, Shape]:
         """Return the shape of each tensor that a checkpoint of this model has. A tied head has no tensor."""
-        shapes: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, Shape] = {
             self.embedding: (spec.vocab_size, spec.hidden_size),
             self.norm: (spec.hidden_size,),
         }
         if not spec.tied_head:
             shapes[self.head] = (spec.vocab_size, spec.hidden_size)
         for index, layer in enumerate(spec.layers):
-            shapes |= self.of_layer(index).shapes(layer, spec.hidden_size)
+            for (part, expert), (rows, *columns) in layer_shapes(layer, spec.hidden_size):
+                name = self.of(part, index, expert)
+                above = shapes[name][0] if name in shapes else 0
+                shapes[name] = (above + rows, *columns)
         return shapes
 
 

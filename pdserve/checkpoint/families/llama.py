@@ -1,30 +1,35 @@
-"""The Llama family: RMS norms, rotary positions, grouped-query attention, a gated MLP, no biases."""
+"""The Llama family: RMS norms, rotary positions, grouped-query attention, a gated MLP. Other families change parts of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
-from pdserve.checkpoint.families.family import Family, LayerNames, TensorNames
+from pdserve.checkpoint.families.family import Family, TensorNames
+from pdserve.checkpoint.families.settings import activation, check_settings, flag, layer_count
 from pdserve.checkpoint.numbers import integer, real
 from pdserve.checkpoint.rope import read_rope
 from pdserve.core.errors import ConfigError
-from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
+from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, Mlp, ModelSpec, NormSpec, RopeSpec
 
-MOST_LAYERS: Final = 4096
 NAMES: Final = TensorNames(
     embedding="model.embed_tokens.weight",
-    layer=LayerNames(
-        attention_norm="model.layers.{}.input_layernorm.weight",
-        q="model.layers.{}.self_attn.q_proj.weight",
-        k="model.layers.{}.self_attn.k_proj.weight",
-        v="model.layers.{}.self_attn.v_proj.weight",
-        attention_out="model.layers.{}.self_attn.o_proj.weight",
-        mlp_norm="model.layers.{}.post_attention_layernorm.weight",
-        gate="model.layers.{}.mlp.gate_proj.weight",
-        up="model.layers.{}.mlp.up_proj.weight",
-        down="model.layers.{}.mlp.down_proj.weight",
-    ),
+    layer={
+        "attention_norm": "model.layers.{layer}.input_layernorm.weight",
+        "q": "model.layers.{layer}.self_attn.q_proj.weight",
+        "k": "model.layers.{layer}.self_attn.k_proj.weight",
+        "v": "model.layers.{layer}.self_attn.v_proj.weight",
+        "q_bias": "model.layers.{layer}.self_attn.q_proj.bias",
+        "k_bias": "model.layers.{layer}.self_attn.k_proj.bias",
+        "v_bias": "model.layers.{layer}.self_attn.v_proj.bias",
+        "attention_out": "model.layers.{layer}.self_attn.o_proj.weight",
+        "attention_out_bias": "model.layers.{layer}.self_attn.o_proj.bias",
+        "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+        "gate": "model.layers.{layer}.mlp.gate_proj.weight",
+        "up": "model.layers.{layer}.mlp.up_proj.weight",
+        "down": "model.layers.{layer}.mlp.down_proj.weight",
+    },
     norm="model.norm.weight",
     head="lm_head.weight",
     ignored=("rotary_emb.inv_freq",),  # a buffer of old checkpoints; the engine computes it
@@ -33,21 +38,22 @@ NAMES: Final = TensorNames(
 
 def read_llama(config: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a published configuration, in which all layers are alike. See `Family.read` for the errors."""
-    check_plain(config)
+    check_settings(config, "attention_bias")
+    bias = flag(config, "attention_bias", False)
+    return attending(plain_spec(config), bias=bias, out_bias=bias)
+
+
+def plain_spec(config: Mapping[str, Any], *, partial_rope: bool = False) -> ModelSpec:
+    """Return the spec of a Llama-like configuration in which all layers are alike. See `spec_of`."""
     kv_heads = integer(config, "num_key_value_heads", integer(config, "num_attention_heads"))
-    return spec_of(config, [kv_heads] * layer_count(config))
+    return spec_of(config, [kv_heads] * layer_count(config), partial_rope=partial_rope)
 
 
-def layer_count(config: Mapping[str, Any]) -> int:
-    """Return the number of layers. Raises `ConfigError` above `MOST_LAYERS`, before anything is made for each layer."""
-    layers = integer(config, "num_hidden_layers")
-    if layers > MOST_LAYERS:
-        raise ConfigError(f"num_hidden_layers {layers} is over the limit of {MOST_LAYERS}")
-    return layers
+def spec_of(config: Mapping[str, Any], kv_heads: Sequence[int], *, partial_rope: bool = False) -> ModelSpec:
+    """Return the spec of a Llama-like configuration whose layers have these numbers of KV heads.
 
-
-def spec_of(config: Mapping[str, Any], kv_heads: Sequence[int]) -> ModelSpec:
-    """Return the spec of a Llama-like configuration whose layers have these numbers of KV heads."""
+    partial_rope: a part of each head may be rotated. The caller checks the settings that are not read here.
+    """
     heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     for count in kv_heads:
         if heads % count:
@@ -55,8 +61,7 @@ def spec_of(config: Mapping[str, Any], kv_heads: Sequence[int]) -> ModelSpec:
     head_dim = integer(config, "head_dim", max(1, hidden // heads))
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is odd, and rotary positions need pairs")
-    theta, scaling = read_rope(config)
-    return llama_spec(
+    spec = llama_spec(
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=integer(config, "intermediate_size"),
@@ -64,10 +69,12 @@ def spec_of(config: Mapping[str, Any], kv_heads: Sequence[int]) -> ModelSpec:
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_position=integer(config, "max_position_embeddings"),
-        rope=RopeSpec(theta, scaling),
+        rope=read_rope(config, head_dim if partial_rope else None),
         eps=real(config, "rms_norm_eps", or_zero=True),
-        tied_head=bool(config.get("tie_word_embeddings", False)),
+        tied_head=flag(config, "tie_word_embeddings", False),
     )
+    mlp = DenseSpec(integer(config, "intermediate_size"), activation(config))
+    return with_mlps(spec, lambda layer: mlp)
 
 
 def llama_spec(
@@ -92,14 +99,27 @@ def llama_spec(
     return ModelSpec(vocab_size, hidden_size, layers, norm, max_position, tied_head)
 
 
-def check_plain(config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a feature that a Llama lacks, because it would otherwise serve wrong tokens."""
-    for name in ("attention_bias", "mlp_bias", "quantization_config"):
-        if config.get(name):
-            raise ConfigError(f"{name} is not supported")
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+def llama_layers(spec: ModelSpec) -> Iterator[tuple[AttentionSpec, DenseSpec]]:
+    """Yield attention and MLP of each layer of a Llama. Asserts that the model is like one."""
+    for layer in spec.layers:
+        assert isinstance(layer.attention, AttentionSpec)
+        assert isinstance(layer.mlp, DenseSpec)
+        yield layer.attention, layer.mlp
+
+
+def attending(spec: ModelSpec, windows: Sequence[int | None] | None = None, **changes: Any) -> ModelSpec:
+    """Return a Llama-like spec with fields of each layer's attention changed. windows: that of each layer; None keeps them."""
+    kept = [layer.attention.window for layer in spec.layers]
+    layers = tuple(
+        replace(layer, attention=replace(attention, window=window, **changes))
+        for layer, (attention, _), window in zip(spec.layers, llama_layers(spec), windows or kept, strict=True)
+    )
+    return replace(spec, layers=layers)
+
+
+def with_mlps(spec: ModelSpec, mlp_of: Callable[[int], Mlp]) -> ModelSpec:
+    """Return the spec with other MLPs. mlp_of: returns the MLP of a layer, by its number."""
+    return replace(spec, layers=tuple(replace(layer, mlp=mlp_of(index)) for index, layer in enumerate(spec.layers)))
 
 
 LLAMA: Final = Family("LlamaForCausalLM", read_llama, NAMES)

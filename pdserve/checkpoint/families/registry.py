@@ -11,8 +11,21 @@ from pdserve.plugins import resolve
 FAMILIES: Final = {
     "LlamaForCausalLM": "pdserve.checkpoint.families.llama:family",
     "DeciLMForCausalLM": "pdserve.checkpoint.families.decilm:family",
+    "MistralForCausalLM": "pdserve.checkpoint.families.mistral:family",
+    "Phi3ForCausalLM": "pdserve.checkpoint.families.mistral:phi3",
+    "Qwen2ForCausalLM": "pdserve.checkpoint.families.qwen:qwen2",
+    "Qwen3ForCausalLM": "pdserve.checkpoint.families.qwen:qwen3",
+    "Qwen2MoeForCausalLM": "pdserve.checkpoint.families.qwen_moe:qwen2_moe",
+    "Qwen3MoeForCausalLM": "pdserve.checkpoint.families.qwen_moe:qwen3_moe",
+    "MixtralForCausalLM": "pdserve.checkpoint.families.mixtral:family",
+    "Gemma2ForCausalLM": "pdserve.checkpoint.families.gemma:gemma2",
+    "Gemma3ForCausalLM": "pdserve.checkpoint.families.gemma:gemma3",
+    "DeepseekV2ForCausalLM": "pdserve.checkpoint.families.deepseek:deepseek_v2",
+    "DeepseekV3ForCausalLM": "pdserve.checkpoint.families.deepseek:deepseek_v3",
 }
 """The function that returns the family of an architecture, as `module:function`. Only the one that is needed is imported."""
+REFUSED: Final = {"GptOssForCausalLM": "its attention has sinks, which no backend computes"}
+"""Architectures that are known and not supported, each with the reason."""
 SETTING: Final = "engine.model_family"
 
 
@@ -23,6 +36,8 @@ def family_of(architecture: str, setting: str | None = None) -> Family:
     of another architecture.
     """
     if setting is None:
+        if architecture in REFUSED:
+            raise ConfigError(f"architecture {architecture} is not supported: {REFUSED[architecture]}")
         if architecture not in FAMILIES:
             raise ConfigError(f"architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}")
         setting = architecture

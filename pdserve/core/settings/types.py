@@ -106,7 +106,7 @@ def _accepted(kind: inspect.Type) -> str:
         case inspect.Metadata(type=size):  # `Bytes`
             return f"a size such as 256MiB or {_accepted(size)} of bytes"
         case inspect.IntType() | inspect.FloatType():
-            limits = (("over", kind.gt), ("at least", kind.ge), ("at most", kind.le))
+            limits = (("over", kind.gt), ("at least", kind.ge), ("at most", kind.le), ("under", kind.lt))
             noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
             return f"{noun} ({' and '.join(f'{word} {limit}' for word, limit in limits if limit is not None)})"
         case _:
