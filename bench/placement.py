@@ -205,7 +205,7 @@ def main() -> None:
         for policy in policies:
             rankings_of(spec_of(args, policy).router, lambda setting, fault: None)
         requests = faster(read_trace(args.trace), args.speedup)[: args.requests]
-    except (ConfigError, OSError) as exc:
+    except ConfigError as exc:
         parser.error(str(exc))
     pools = f"{args.workers} workers" if args.workers else f"{args.prefill} prefill and {args.decode} decode workers"
     title = f"{len(requests):,} requests at {args.speedup:g} times the rate of the trace, {pools}, {args.preset}"

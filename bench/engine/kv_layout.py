@@ -30,6 +30,7 @@ from torch import Tensor
 
 from bench.transfer.reads import SEED, Pool, TransportWay
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.families.llama import llama_layers
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
 from pdserve.core.ids import BlockId, SeqId
@@ -37,7 +38,7 @@ from pdserve.core.kv_layout import KvGroup, ceil_div
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models import native_decoder as native
-from pdserve.engine.models.weights import LayerWeights, ModelWeights
+from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
@@ -74,13 +75,11 @@ def random_weights(card: ModelCard, dtype: torch.dtype) -> ModelWeights:
     layers = tuple(
         LayerWeights(
             norm,
-            matrix(layer.attention.query_width + layer.attention.kv_width, hidden),
-            matrix(hidden, layer.attention.out_width),
+            GqaWeights(matrix(attention.query_width + attention.kv_width, hidden), matrix(hidden, attention.out_width)),
             norm,
-            matrix(2 * layer.mlp.intermediate, hidden),
-            matrix(hidden, layer.mlp.intermediate),
+            DenseWeights(matrix(2 * mlp.intermediate, hidden), matrix(hidden, mlp.intermediate)),
         )
-        for layer in card.spec.layers
+        for attention, mlp in llama_layers(card.spec)
     )
     embedding = matrix(VOCAB, hidden)
     return ModelWeights(embedding, layers, norm, embedding)

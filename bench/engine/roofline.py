@@ -1,8 +1,9 @@
 """The bytes and operations of a step, the shortest time for them, and a drawing of both as a roofline.
 
-Bytes: weights are read once, and the KV of all tokens is read or written once. Operations: two for each weight and token,
-the head only once for each sequence, and the causal half of attention's scores. The roof is the lower of two rates: memory
-bandwidth times operations a byte, and the peak of matrix products (Williams, Waterman and Patterson 2009).
+Bytes: weights are read once, of experts only those that are chosen, and the KV of all tokens is read or written once.
+Operations: two for each weight and token, the head only once for each sequence, and the causal half of attention's scores. The
+roof is the lower of two rates: memory bandwidth times operations a byte, and the peak of matrix products (Williams, Waterman
+and Patterson 2009).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final
 from bench.engine.floors import Machine
 from bench.engine.peers.cases import Case
 from pdserve.checkpoint.card import ModelCard
+from pdserve.core.roofline.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +64,27 @@ class Work:
 
 def work_of(case: Case, card: ModelCard, numbers: Numbers) -> Work:
     """Return the work of the case's step for a model of the card's shape."""
-    layers, head = card.spec.layer_numbers, card.vocab_size * card.spec.hidden_size
+    shape = ModelShape.of(card.spec)
+    layers, head = shape.active_layer_numbers, card.vocab_size * card.spec.hidden_size
     queries = sum(layer.attention.query_width for layer in card.spec.layers)
     context = case.cached + case.tokens
     kv_bytes = case.batch * context * card.kv_layout(16, "bfloat16").bytes_per_token
     scores = case.batch * case.tokens * (case.cached + case.tokens / 2) * queries * 2
     return Work(
-        layers * numbers.layer_bytes + head * numbers.head_bytes + kv_bytes,
+        layers_read(shape, case.step_tokens) * numbers.layer_bytes + head * numbers.head_bytes + kv_bytes,
         2 * (layers * case.step_tokens + head * case.batch),
         2 * scores,
     )
+
+
+def layers_read(shape: ModelShape, tokens: int) -> float:
+    """Return the numbers of all layers that a step reads. Each token chooses its experts anew, and all alike."""
+    read = 0.0
+    for layer, count in shape.layers:
+        mlp = layer.mlp
+        missed = (1 - mlp.experts_per_token / mlp.experts) ** tokens if mlp.experts else 0.0
+        read += count * (layer.attention.numbers + mlp.numbers + mlp.experts * mlp.expert_numbers * (1 - missed))
+    return read
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +98,21 @@ class Point:
 
 
 def plot(path: Path, title: str, machine: Machine, points: Iterable[Point]) -> None:
-    """Write the roofline as a PNG file. It needs matplotlib, which `pip install pdserve[plot]` installs."""
-    from matplotlib.figure import Figure
+    """Write the roofline as a PNG file for light pages, and as a second one for dark pages, whose name ends with `-dark`.
+
+    It needs matplotlib, which `pip install pdserve[plot]` installs.
+    """
+    from matplotlib import style
 
     found = list(points)
+    for theme, target, line in (("default", path, "black"), ("dark_background", path.with_stem(f"{path.stem}-dark"), "white")):
+        with style.context(theme):
+            _draw(target, title, machine, found, line)
+
+
+def _draw(path: Path, title: str, machine: Machine, found: list[Point], line: str) -> None:
+    from matplotlib.figure import Figure
+
     engines, cases = list(dict.fromkeys(p.engine for p in found)), list(dict.fromkeys(p.case for p in found))
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.add_subplot()
@@ -97,7 +121,7 @@ def plot(path: Path, title: str, machine: Machine, points: Iterable[Point]) -> N
         peak = rate * machine.bf16_flops_s
         ridge = peak / machine.read_bytes_s
         roof = [(xs[0], xs[0] * machine.read_bytes_s), (ridge, peak), (xs[1], peak)]
-        axes.plot(*zip(*roof, strict=True), color="black", linestyle=style, linewidth=1.2)
+        axes.plot(*zip(*roof, strict=True), color=line, linestyle=style, linewidth=1.2)
         axes.annotate(
             f"products in {name}: {peak / 1e12:.2f} TFLOP/s", (xs[1], peak), (-4, 6), textcoords="offset points", ha="right"
         )

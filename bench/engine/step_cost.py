@@ -103,9 +103,7 @@ class Bench:
         self._router = context.Process(target=listen, args=(theirs,), daemon=True)
         self._router.start()
         theirs.close()
-        self._worker = RunningWorker(
-            WorkerConfig("step", self._pipe.recv(), engine=config), common_pb2.ROLE_DECODE, DecodeRole
-        ).start()
+        self._worker = RunningWorker(WorkerConfig("step", self._pipe.recv(), engine=config), common_pb2.ROLE_DECODE).start()
 
     def __enter__(self) -> Bench:
         return self
@@ -149,7 +147,7 @@ class Bench:
     def _until(self, holds: Callable[[EngineSnapshot], bool]) -> None:
         member = self._worker._member
         assert member is not None
-        _wait(lambda: holds(member._snapshot))
+        _wait(lambda: holds(member._engine.snapshot))
 
 
 class Turns:

@@ -12,21 +12,28 @@ import torch
 from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
+from pdserve.checkpoint.progress import Progress, silent
 from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
-from pdserve.core.kv_layout import fit_max_model_len
+from pdserve.core.kv_layout import DTYPE_BITS, fit_max_model_len
 from pdserve.core.model_spec import ModelSpec
+from pdserve.core.roofline.expert_load import ExpertLoad, expert_load
+from pdserve.core.roofline.shape import ModelShape
+from pdserve.core.roofline.traffic import StepTraffic
 from pdserve.core.step_plan import GREEDY, Sampled, StepPlan
+from pdserve.engine.attention.api import Scores
 from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
 from pdserve.engine.kernels.support import triton_usable
-from pdserve.engine.kv.cache import TORCH_DTYPES, KvCache
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.paged import TORCH_DTYPES
 from pdserve.engine.kv.pool import KvPool
-from pdserve.engine.layers.elementwise import silu_and_mul, silu_and_mul_fixed
+from pdserve.engine.layers.elementwise import softcap, softcap_fixed
 from pdserve.engine.layers.linear import COMPILED_SCHEMES
 from pdserve.engine.layers.rows import TiledRows, WholeRows
 from pdserve.engine.layers.torch_ops import TorchOps
+from pdserve.engine.loading.load import stream_weights
 from pdserve.engine.memory.device import PoolMeasure, is_memory_error
 from pdserve.engine.memory.host import return_freed_memory
 from pdserve.engine.memory.largest_steps import StepLimits, largest_steps, prompt_step
@@ -34,14 +41,22 @@ from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.api import Model
 from pdserve.engine.models.batched import BatchedDecoder, Hidden
 from pdserve.engine.models.decoder import Backend, Decoder, obstacle
-from pdserve.engine.models.weights import ModelWeights, load_weights
+from pdserve.engine.models.weights import WeightSource
 from pdserve.engine.native import library
 from pdserve.engine.sampler import best_ids, sample
 
 DRAFTS_OBSTACLE: Final = (
     "kv_cache_dtype stores scaled blocks, and the scale of a block would depend on drafts that turn out to be wrong"
 )
-ReadWeights = Callable[[torch.dtype, torch.device], ModelWeights]
+TRITON_FEATURES: Final = frozenset({
+    "window", "bias", "out_bias", "qk_norm", "softcap", "scale", "rope of a part of a head", "latent attention", "gelu_tanh",
+    "a mixture of experts", "post_norms", "an offset of norms", "embedding_scale", "a softcap of logits",
+})  # fmt: skip
+"""The names of `ModelSpec.features` that the Triton kernels compute, or leave to torch where they are functions of rows. A
+model with others is computed by torch alone."""
+CPU_PROMPT_TOKENS: Final = 128
+"""Tokens that show at which speed a CPU computes prompts. 512 of them take four times as long and show no other speed."""
+ReadWeights = Callable[[torch.dtype, torch.device], WeightSource]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,21 +103,32 @@ class ModelRunner:
         return largest_steps(limits, gathered=0, decode_batches=tuple(sorted(batches)))
 
     def prompt_step(self, config: EngineConfig) -> StepPlan:
-        """Return a step with as much of one prompt as a step may have. Execute it only while nobody uses the pool."""
-        return prompt_step(self._limits(config))
+        """Return a step of one prompt that shows at which speed prompts are computed.
+
+        On a GPU, it has as much of a prompt as a step may have. Execute it only while nobody uses the pool.
+        """
+        return prompt_step(self._limits(config), None if self._on_cuda else CPU_PROMPT_TOKENS)
 
     def _limits(self, config: EngineConfig) -> StepLimits:
         spec, sizes = self.kv.spec, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
-        return StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups))
+        windows = tuple(sorted({group.window for group in spec.groups if group.window is not None}))
+        return StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups), windows)
 
     @classmethod
-    def load(cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0) -> ModelRunner:
+    def load(
+        cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0, progress: Progress = silent
+    ) -> ModelRunner:
         """Load the weights of `directory` and allocate the KV pool. Sets torch's number of threads for the whole process.
 
         `later`: bytes of the device's memory that users other than the engine may take; a measured pool leaves them free.
-        Raises `ConfigError` naming the setting or the tensor that does not fit.
+        `progress` is told the bytes that are read. Raises `ConfigError` naming the setting or the tensor that does not fit.
         """
-        return cls.make(card, config, lambda dtype, device: load_weights(directory, card, dtype, device), later=later)
+
+        def read(dtype: torch.dtype, device: torch.device) -> WeightSource:
+            streamed = stream_weights(directory, card, dtype, device, load_format=config.load_format, progress=progress)
+            return streamed if device.type == "cpu" else streamed.held()  # a trial lays a GPU's weights out twice
+
+        return cls.make(card, config, read, later=later)
 
     @classmethod
     def make(cls, card: ModelCard, config: EngineConfig, read: ReadWeights, *, later: int = 0) -> ModelRunner:
@@ -136,7 +162,7 @@ class ModelRunner:
         card: ModelCard,
         config: EngineConfig,
         device: torch.device,
-        weights: ModelWeights,
+        weights: WeightSource,
         kv_bytes: int,
         pool_tokens: int | None = None,
     ) -> ModelRunner:
@@ -156,6 +182,25 @@ class ModelRunner:
         invariant = bool(config.batch_invariant)
         why = native.obstacle(card.spec, kv) or library.find().why
         return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant, why=why)
+
+    def traffic(self, shape: ModelShape) -> StepTraffic:
+        """Return the bytes that decode steps of a model of this shape read, in the formats of this engine."""
+        kv_bits = DTYPE_BITS[self.kv.spec.groups[0].dtype]
+        if isinstance(self._model, native.NativeDecoder):
+            scheme = self._model.scheme
+            weight_bits, head_bits = scheme.bits + scheme.scale_bits, scheme.head_bits
+        else:
+            weight_bits = head_bits = self.kv.dtype.itemsize * 8
+        return StepTraffic.of(shape, weight_bits=weight_bits, head_bits=head_bits, kv_bits=kv_bits)
+
+    @property
+    def product_rate(self) -> float:
+        """The most products a second, relative to those of the engine's dtype."""
+        return self._model.scheme.rate if isinstance(self._model, native.NativeDecoder) else 1.0
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Return the spread of all tokens so far over the model's experts. Only the thread that executes steps may call it."""
+        return expert_load(self._model.expert_counts())
 
     def describe(self) -> str:
         """Return a line for logs and operators that says how steps are computed and why."""
@@ -228,7 +273,7 @@ def _raise_out_of_memory(exc: BaseException, plan: StepPlan) -> None:
         raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
 
-def _model(card: ModelCard, weights: ModelWeights, kv: KvPool, config: EngineConfig, max_positions: int) -> Model:
+def _model(card: ModelCard, weights: WeightSource, kv: KvPool, config: EngineConfig, max_positions: int) -> Model:
     """Return the compiled model, which is batch-invariant by itself, or a torch model where the compiled one does not run.
 
     Raises `ConfigError` when weights are to be quantised and the compiled model does not run here.
@@ -248,28 +293,34 @@ def _model(card: ModelCard, weights: ModelWeights, kv: KvPool, config: EngineCon
 
 def _backend(spec: ModelSpec, caches: tuple[KvCache, ...], *, invariant: bool) -> Backend:
     """Return the parts of a torch decoder, with attention and operations for each KV group."""
-    heads = [spec.layers[layers[0]].attention.heads for layers in spec.kv_groups]
-    groups = list(zip(caches, heads, strict=True))
+    shared = [spec.layers[layers[0]].attention for layers in spec.kv_groups]
+    groups = [(kv, one.heads, Scores.of(one)) for kv, one in zip(caches, shared, strict=True)]
     if invariant:
-        exact = tuple(BoundedAttention(InvariantAttention(kv, count)) for kv, count in groups)
-        return Backend(TiledRows(), exact, tuple(TorchOps(kv, silu_and_mul_fixed) for kv in caches))
+        exact = tuple(BoundedAttention(InvariantAttention(*group), group[-1]) for group in groups)
+        return Backend(TiledRows(), exact, tuple(TorchOps(kv, fixed=True) for kv in caches), softcap_fixed)
     first = caches[0]
-    cast = not first.layout.quantised and first.tensor.dtype is not first.dtype  # the kernels cannot cast plain numbers
-    if triton_usable(first.device) and not cast:
+    cast = not first.layout.quantised and TORCH_DTYPES[first.layout.dtype] is not first.dtype  # kernels cannot cast numbers
+    if triton_usable(first.device) and not cast and spec.beyond(TRITON_FEATURES) is None:
         from pdserve.engine.attention.triton import TritonAttention
         from pdserve.engine.kernels.ops import TritonOps
+        from pdserve.engine.kernels.shape import shape_of
 
-        by_kernels = tuple(TritonAttention(kv.paged, count, kv.dtype) for kv, count in groups)
-        return Backend(WholeRows(), by_kernels, tuple(TritonOps(kv.paged) for kv in caches))
-    fast = tuple(BoundedAttention(FastAttention(kv, count)) for kv, count in groups)
-    return Backend(WholeRows(), fast, tuple(TorchOps(kv, silu_and_mul) for kv in caches))
+        by_kernels = tuple(
+            TritonAttention(kv.paged, shape_of(one, kv.paged.block_size, kv.paged.format), kv.dtype)
+            for kv, one in zip(caches, shared, strict=True)
+        )
+        return Backend(WholeRows(), by_kernels, tuple(TritonOps(kv.paged) for kv in caches), softcap)
+    fast = tuple(BoundedAttention(FastAttention(*group), group[-1]) for group in groups)
+    return Backend(WholeRows(), fast, tuple(TorchOps(kv, fixed=False) for kv in caches), softcap)
 
 
 def _recorded(
     model: Decoder, backend: Backend, caches: tuple[KvCache, ...], max_positions: int, max_batch: int
 ) -> Hidden | None:
-    """Return decode steps as CUDA graphs, or None when the backend computes on the host and so cannot be recorded."""
-    if not triton_usable(caches[0].device):
+    """Return decode steps as CUDA graphs, or None when steps cannot be recorded, because the backend computes on the host, or
+    because a layer waits for the device.
+    """
+    if not triton_usable(caches[0].device) or not model.recordable:
         return None
     from pdserve.engine.attention.triton import TritonAttention
     from pdserve.engine.models.graphs import DecodeGraphs, cuda_recorder

@@ -17,6 +17,7 @@ from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory, OutOfThreads
 from pdserve.core.kv_layout import DTYPE_BITS
+from pdserve.engine.layers.linear import COMPILED_SCHEMES
 from pdserve.engine.memory import host
 from pdserve.engine.memory.budget import check_device, check_host, weights_bytes
 from pdserve.engine.memory.cuda_limits import check_cuda
@@ -34,8 +35,9 @@ def check_before_loading(card: ModelCard, config: EngineConfig) -> None:
     if device.type == "cuda":
         check_cuda(config, device)
     else:
-        bits = DTYPE_BITS[resolve_dtype(config.dtype)]
-        weights = weights_bytes(card, 8 if config.quantization == "int8" else bits)
+        scheme = COMPILED_SCHEMES[config.quantization]
+        packed = int(scheme.bits + scheme.scale_bits)
+        weights = weights_bytes(card, packed if config.quantization else DTYPE_BITS[resolve_dtype(config.dtype)])
         check_host(available=host.available_bytes(), weights=weights, pool=config.cpu_kv_bytes, step=0)
 
 

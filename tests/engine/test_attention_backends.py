@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import gqa_group
+from pdserve.engine.attention.api import Scores
 from pdserve.engine.attention.bounded import BoundedAttention
 from pdserve.engine.attention.fast import PIECE, FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
@@ -38,9 +39,9 @@ def make_case(spans: list[tuple[int, int]], *, block_size: int, kv_heads: int, g
     return kv, tuple(made), query
 
 
-def worst(backend, kv: KvCache, spans: tuple[Span, ...], query: torch.Tensor) -> float:
-    reference = ReferenceAttention(kv, query.shape[1])
-    tested = backend(kv, query.shape[1])
+def worst(backend, kv: KvCache, spans: tuple[Span, ...], query: torch.Tensor, scores: Scores | None = None) -> float:
+    reference = ReferenceAttention(kv, query.shape[1], scores)
+    tested = backend(kv, query.shape[1], scores)
     expected = reference.run(reference.prepare(spans), 1, query)
     found = tested.run(tested.prepare(spans), 1, query)
     assert found.shape == query.shape
@@ -48,12 +49,12 @@ def worst(backend, kv: KvCache, spans: tuple[Span, ...], query: torch.Tensor) ->
     return (found.double() - expected).abs().max().item()
 
 
-def bounded_fast(kv: KvCache, num_heads: int) -> BoundedAttention:
-    return BoundedAttention(FastAttention(kv, num_heads), most_positions=30)
+def bounded_fast(kv: KvCache, num_heads: int, scores: Scores | None) -> BoundedAttention:
+    return BoundedAttention(FastAttention(kv, num_heads, scores), scores, most_positions=30)
 
 
-def bounded_invariant(kv: KvCache, num_heads: int) -> BoundedAttention:
-    return BoundedAttention(InvariantAttention(kv, num_heads), most_positions=30)
+def bounded_invariant(kv: KvCache, num_heads: int, scores: Scores | None) -> BoundedAttention:
+    return BoundedAttention(InvariantAttention(kv, num_heads, scores), scores, most_positions=30)
 
 
 sizes = st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 9, 17]))
@@ -73,6 +74,49 @@ sizes = st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 9, 17]))
 def test_random_batches_equal_the_definition(backend, spans, block_size, kv_heads, group, dim, dtype, seed):
     kv, made, query = make_case(spans, block_size=block_size, kv_heads=kv_heads, group=group, dim=dim, dtype=dtype, seed=seed)
     assert worst(backend, kv, made, query) < (1e-5 if dtype == "float32" else 4e-2)
+
+
+@pytest.mark.parametrize("backend", [FastAttention, InvariantAttention, bounded_fast, bounded_invariant])
+@settings(max_examples=20, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 2, 17, 40])), min_size=1, max_size=4),
+    block_size=st.sampled_from([1, 5, 16, 200]),
+    window=st.sampled_from([1, 2, 7, 16, 63, 64, 65, 100]),
+    softcap=st.sampled_from([None, 1.5]),
+    scale=st.sampled_from([0.1, 0.6]),
+    seed=st.integers(0, 1000),
+)
+def test_windows_and_bounds_of_scores_equal_the_definition(backend, spans, block_size, window, softcap, scale, seed):
+    """All blocks in front of the window hold NaN, and nobody reads them. In invariant mode NaN behind the end is no harm."""
+    kv, made, query = make_case(spans, block_size=block_size, kv_heads=2, group=2, dim=8, dtype="float32", seed=seed)
+    for span in made:
+        dead = max(0, span.start - window + 1) // block_size
+        kv.tensor[list(span.block_table[:dead])] = torch.nan
+        if backend in (InvariantAttention, bounded_invariant):
+            kv.tensor[span.block_table[-1], :, :, :, (span.end - 1) % block_size + 1 :] = torch.nan
+    assert worst(backend, kv, made, query, Scores(8, scale, window, softcap)) < 1e-5
+
+
+@pytest.mark.parametrize("backend", [FastAttention, InvariantAttention])
+def test_a_window_bounds_what_is_gathered(backend):
+    """A context of 8,192 tokens with a window of 512 gathers no more than the window, a tile or a block."""
+    kv, made, _ = make_case([(8191, 1), (8100, 92)], block_size=16, kv_heads=1, group=2, dim=8, dtype="float32", seed=1)
+    gathered = []
+    kv.gather_rows = lambda tables: gathered.append(tables.numel() * 16)  # type: ignore[method-assign]
+    tested = backend(kv, 2, Scores(8, 1.0, window=512))
+    for span in made:
+        tested.prepare((Span(0, span.start, span.count, span.block_table),))
+    assert gathered[0] <= 512 + 64
+    assert sum(gathered[1:]) <= 512 + 92 + 2 * 64
+
+
+def test_a_turn_counts_what_its_sequences_gather():
+    """Sixteen sequences of 1,000 positions and a window of 100 are one turn of 1,600 positions, not ten turns."""
+    kv, (one,), _ = make_case([(999, 1)], block_size=16, kv_heads=1, group=2, dim=8, dtype="float32", seed=1)
+    spans = tuple(Span(row, one.start, 1, one.block_table) for row in range(16))
+    scores = Scores(8, 1.0, window=100)
+    turns = BoundedAttention(FastAttention(kv, 2, scores), scores, most_positions=1600).prepare(spans)
+    assert [(turn.begin, turn.end) for turn in turns] == [(0, 16)]
 
 
 @pytest.mark.parametrize("backend", [FastAttention, InvariantAttention])

@@ -12,7 +12,7 @@ from pdserve.checkpoint.resolve import resolve
 from pdserve.core.errors import ConfigError
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.attention.invariant import KV_TILE_TOKENS, InvariantAttention
-from pdserve.engine.layers.elementwise import exp_fixed
+from pdserve.engine.layers.elementwise import exp_fixed, gelu_and_mul, gelu_and_mul_fixed, softcap_fixed
 from pdserve.engine.layers.rows import CANDIDATES, PROBE_ROWS, TILE_ROWS, TiledRows, cut
 from pdserve.engine.models.batched import BatchedDecoder
 
@@ -177,3 +177,14 @@ def test_an_exponential_does_not_depend_on_its_place(length):
     torch.testing.assert_close(together, x.exp())
     for i in (0, length // 2, length - 1):
         assert torch.equal(exp_fixed(x[i : i + 1].clone()), together[i : i + 1])
+
+
+@pytest.mark.parametrize("rows", [1, 31, 70])
+def test_gelu_and_the_bound_of_scores_do_not_depend_on_the_place(rows):
+    x = torch.randn(rows, 2 * 37, generator=torch.Generator().manual_seed(3)) * 3
+    together, capped = gelu_and_mul_fixed(x), softcap_fixed(x.clone(), 2.0)
+    torch.testing.assert_close(together, gelu_and_mul(x))
+    torch.testing.assert_close(capped, 2.0 * torch.tanh(x / 2.0))
+    for i in (0, rows // 2, rows - 1):
+        assert torch.equal(gelu_and_mul_fixed(x[i : i + 1]), together[i : i + 1])
+        assert torch.equal(softcap_fixed(x[i : i + 1].clone(), 2.0), capped[i : i + 1])

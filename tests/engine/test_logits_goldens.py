@@ -21,7 +21,10 @@ TOLERANCE = 1e-4  # float32; the reference itself is up to 0.66e-4 from float64
 NEAR_TIE = 1e-3
 
 
-@pytest.fixture(scope="module", params=["tiny", "default"])
+CASES = [("tiny", False), ("tiny", True), ("default", False), pytest.param("default", True, marks=pytest.mark.slow)]
+
+
+@pytest.fixture
 def golden(request):
     try:
         directory = resolve(request.param)
@@ -38,7 +41,7 @@ def slice_of(ids: tuple[int, ...], start: int, *samples: SampleSpec) -> StepPlan
     return StepPlan((SequenceSlice(SeqId(1), start, ids[start:], (table,), samples),))
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("golden", "batch_invariant"), CASES, indirect=["golden"])
 def test_logits_equal_the_reference(make_runner, golden, batch_invariant):
     model, data, count = golden
     runner = make_runner(model, batch_invariant=batch_invariant)
@@ -49,7 +52,7 @@ def test_logits_equal_the_reference(make_runner, golden, batch_invariant):
         assert difference <= TOLERANCE, f"prompt {i}"
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("golden", "batch_invariant"), CASES, indirect=["golden"])
 def test_greedy_continuation_equals_the_reference_until_a_near_tie(make_runner, golden, batch_invariant):
     model, data, count = golden
     runner = make_runner(model, batch_invariant=batch_invariant)

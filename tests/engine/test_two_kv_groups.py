@@ -16,11 +16,11 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import KvGroup
-from pdserve.core.model_spec import UNEQUAL_HEADS
+from pdserve.core.model_spec import UNEQUAL_HEADS, NormSpec, RopeSpec
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.kv.pool import KvPool
+from pdserve.engine.loading.load import load_weights
 from pdserve.engine.models import native_decoder as native
-from pdserve.engine.models.weights import load_weights
 from pdserve.engine.runner import ModelRunner
 from testkit.toy_models import write_decilm
 
@@ -130,18 +130,22 @@ def test_each_group_has_its_own_table(load, name):
         runner.logits(StepPlan((piece(ids, tables, 0, 40),)))
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [({"window": 8}, "window"), ({"bias": True}, "bias"), ({"qk_norm": True}, "qk_norm"), ({"softcap": 9.0}, "softcap"),
-     ({"scale": 0.5}, "scale"), ({"heads": 2}, UNEQUAL_HEADS)],
-)  # fmt: skip
-def test_what_no_backend_computes_is_refused_by_name(toy_dir, change, name):
+CHANGES = {
+    "window": {"window": 8}, "bias": {"bias": True}, "qk_norm": {"qk_norm": NormSpec(1e-6)}, "softcap": {"softcap": 9.0},
+    "scale": {"scale": 0.5}, "rope of neighbours": {"rope": RopeSpec(1e4, neighbours=True)}, UNEQUAL_HEADS: {"heads": 2},
+}  # fmt: skip
+NOWHERE = ("rope of neighbours", UNEQUAL_HEADS)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_backend_does_not_compute_is_refused_by_name(toy_dir, name):
     """It is never computed as something else."""
     card = ModelCard.load(toy_dir)
     first, *others = card.spec.layers
-    spec = replace(card.spec, layers=(replace(first, attention=replace(first.attention, **change)), *others))
-    config = EngineConfig(kv_cache_memory=MIB, max_model_len=16)
-    with pytest.raises(ConfigError, match=f"has {name}, which no engine here computes"):
-        ModelRunner.make(replace(card, spec=spec), config, partial(load_weights, toy_dir, card))
+    spec = replace(card.spec, layers=(replace(first, attention=replace(first.attention, **CHANGES[name])), *others))
     kv = KvPool(spec.kv_spec(SIZE, "bfloat16"), MIB, torch.device("cpu"))
-    assert native.obstacle(spec, kv) == f"compiled steps do not compute {name}"
+    assert (native.obstacle(spec, kv) == f"compiled steps do not compute {name}") == (name not in native.COMPUTED)
+    if name in NOWHERE:
+        config = EngineConfig(kv_cache_memory=MIB, max_model_len=16)
+        with pytest.raises(ConfigError, match=f"has {name}, which no engine here computes"):
+            ModelRunner.make(replace(card, spec=spec), config, partial(load_weights, toy_dir, card))

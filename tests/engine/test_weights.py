@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.core.errors import ConfigError
-from pdserve.engine.models.weights import load_weights
+from pdserve.engine.loading.load import load_weights
 
 CPU = torch.device("cpu")
 
@@ -42,9 +42,9 @@ def replace(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 def test_projections_are_fused_in_order_and_cast(tiny_dir, tensors):
     layer = load(tiny_dir, torch.bfloat16).layers[2]
     names = [f"model.layers.2.self_attn.{n}_proj.weight" for n in "qkv"]
-    assert torch.equal(layer.qkv, torch.cat([tensors[n] for n in names]).bfloat16())
-    assert torch.equal(layer.gate_up[:128], tensors["model.layers.2.mlp.gate_proj.weight"].bfloat16())
-    assert torch.equal(layer.gate_up[128:], tensors["model.layers.2.mlp.up_proj.weight"].bfloat16())
+    assert torch.equal(layer.attention.qkv, torch.cat([tensors[n] for n in names]).bfloat16())
+    assert torch.equal(layer.mlp.gate_up[:128], tensors["model.layers.2.mlp.gate_proj.weight"].bfloat16())
+    assert torch.equal(layer.mlp.gate_up[128:], tensors["model.layers.2.mlp.up_proj.weight"].bfloat16())
 
 
 def test_shards_with_an_index_load_like_one_file(copy, tensors):
@@ -58,7 +58,7 @@ def test_shards_with_an_index_load_like_one_file(copy, tensors):
     index = {"weight_map": {n: file for file, chosen in shards.items() for n in chosen}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     found = load(copy)
-    assert torch.equal(found.layers[3].qkv, expected.layers[3].qkv)
+    assert torch.equal(found.layers[3].attention.qkv, expected.layers[3].attention.qkv)
     assert torch.equal(found.head, expected.head)
 
 

@@ -73,9 +73,11 @@ CASES = [
 
 
 @pytest.fixture(
-    scope="module", params=["float32", pytest.param("bfloat16", marks=COMPILED), pytest.param("int8", marks=COMPILED)]
+    scope="module",
+    params=["float32", pytest.param("bfloat16", marks=COMPILED), pytest.param("int8", marks=[COMPILED, pytest.mark.slow])],
 )
 def way(request) -> str:
+    """The dtype of the weights. `test_exact_tiny.py` has int8 among the short tests."""
     return str(request.param)
 
 

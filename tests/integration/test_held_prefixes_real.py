@@ -47,4 +47,11 @@ def test_each_system_prompt_is_computed_once_in_the_whole_pool(cluster):
     generate_all(cluster.grpc, others, concurrency=16)
     asked = len(SYSTEMS) * EACH
     state = cluster.wait_state(lambda state: prefilled(state)[0] == asked * PROMPT, BOUND_S)  # told by heartbeats
-    assert prefilled(state)[1] == len(SYSTEMS) * SHARED + asked * (PROMPT - SHARED)
+    computed = len(SYSTEMS) * SHARED + asked * (PROMPT - SHARED)
+    assert prefilled(state)[1] == computed
+    workers = [w for w in state.workers if w.hello.role == common_pb2.ROLE_PREFILL]
+    assert sum(w.load.computed_prompt_tokens for w in workers) == computed, "probes are off, and nothing was preempted"
+    assert any(w.since_start.mfu > 0.0 for w in workers)
+    assert any(w.since_start.mbu > 0.0 for w in state.workers if w not in workers), "decode workers read weights and KV"
+    assert all(0.0 <= w.since_start.busy <= 1.0 for w in state.workers)
+    assert (state.demand.requests, state.demand.prompt_tokens) == (asked, asked * PROMPT)

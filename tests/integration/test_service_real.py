@@ -15,6 +15,15 @@ import openai
 import pytest
 from real_service import APART, AUTO, BOUND_S, GREEDY, TOGETHER, OpenStream, tiny
 
+from pdserve.bench.load.generator import run_load
+from pdserve.bench.load.grpc_target import GrpcTarget
+from pdserve.bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
+from pdserve.bench.load.limits import RunLimits
+from pdserve.bench.load.options import RequestOptions
+from pdserve.bench.load.server_info import ask_server
+from pdserve.bench.load.target import Target
+from pdserve.bench.row import Row
+from pdserve.bench.workload.request import AnswerOf, BenchRequest
 from pdserve.config import RouterConfig
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from testkit.client import generate, generate_all, request
@@ -40,6 +49,43 @@ def cluster() -> Iterator[ProcessCluster]:
 def client(cluster: ProcessCluster) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0, timeout=BOUND_S) as opened:
         yield opened
+
+
+def test_load_generator_measures_the_service_by_both_apis(cluster: ProcessCluster) -> None:
+    """Each request of a conversation has one whole row by gRPC and by HTTP, and the router's report of it is in the row."""
+    turns = [
+        BenchRequest(0, ((1, 2, 3),), 4),
+        BenchRequest(1, ((1, 2, 3), AnswerOf(0), (4, 5)), 4, after=(0,), session="s"),
+        BenchRequest(2, ((9, 9),), 4, slo_class="chat"),
+    ]
+
+    async def measure() -> list[list[Row]]:
+        url = BaseUrl.parse(f"http://{cluster.http}")
+        info = await ask_server(url)
+        assert info.ours
+        options = RequestOptions(model=info.model)
+        http = HttpOptions(ours=True, continuous_usage=True)
+        targets: list[Target] = [GrpcTarget(cluster.grpc, options), HttpTarget(url, options, http)]
+        try:
+            return [
+                await run_load(iter(turns), target, RunLimits(request_timeout_s=BOUND_S), encode=lambda text: (7,) * 4)
+                for target in targets
+            ]
+        finally:
+            for target in targets:
+                await target.close()
+
+    for rows in asyncio.run(measure()):
+        assert sorted((row.number, row.error, row.prompt_tokens, row.output_tokens) for row in rows) == [
+            (0, "", 3, 4),
+            (1, "", 9, 4),
+            (2, "", 2, 4),
+        ]
+        for row in rows:
+            assert sum(tokens for _, tokens in row.arrivals) == 4
+            assert row.served.placement in ("disaggregated", "colocated")
+            assert row.served.decode_worker
+            assert row.served.attempts == 1
 
 
 def text_of(stream: Any) -> tuple[str, Any]:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,28 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import pdserve.engine.kernels.decode as decode_module
+import pdserve.engine.kernels.experts as experts_module
 import pdserve.engine.kernels.prefill as prefill_module
+from pdserve.core.model_spec import MlaSpec, MoeSpec, NormSpec, RopeSpec
 from pdserve.engine.kernels import tiling
-from pdserve.engine.kernels.activation import silu_and_mul
+from pdserve.engine.kernels.activation import gelu_and_mul, silu_and_mul
 from pdserve.engine.kernels.block_sums import stripe_sums
 from pdserve.engine.kernels.blocks import gather_tokens, scatter_tokens
+from pdserve.engine.kernels.experts import GroupedExperts
 from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
 from pdserve.engine.kernels.quantise import quantise_write
 from pdserve.engine.kernels.rope import rotate_and_write
+from pdserve.engine.kernels.routing import route, sort_few
+from pdserve.engine.kernels.shape import AttentionShape, grouped, shape_of
 from pdserve.engine.kernels.tiling import decode_tiling, prefill_tiling
-from pdserve.engine.kv.paged import KvFormat, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
+from pdserve.engine.kv.paged import KvFormat, LayerKv, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
+from pdserve.engine.norms import HeadNorms, Norm
 
 BF16 = torch.bfloat16
+
+
+def deepseek(heads: int) -> MlaSpec:
+    return MlaSpec(heads, 512, 128, 64, 128, RopeSpec(1e4), NormSpec(1e-6))
 
 
 class Hopper:
@@ -105,26 +116,63 @@ def pool(kind: KvFormat, dim: int, dtype: torch.dtype) -> PagedKv:
 def attention(kind: KvFormat, dim: int, dtype: torch.dtype, *, window: int = 0, parts: str = "pd", group: int = 4) -> None:
     kv = pool(kind, dim, dtype)
     query = torch.zeros((16, 2 * group, dim), dtype=dtype)
+    attend(grouped(kv, 2 * group, window), query, kv.layer(0), parts)
+
+
+def attend(shape: AttentionShape, query: torch.Tensor, layer: LayerKv, parts: str = "pd") -> None:
     ints = torch.zeros((16, 4), dtype=torch.int32)
+    out = torch.zeros((*query.shape[:2], shape.v_dim), dtype=query.dtype)
     if "p" in parts:
-        shape = prefill_tiling(dim, dtype, group)
-        prefill_module.prefill(query, torch.empty_like(query), kv, kv.layer(0), ints, ints, shape, window)
+        prefill_module.prefill(query, out, shape, layer, ints, ints, prefill_tiling(shape, query.dtype))
     if "d" in parts:
-        shape = decode_tiling(dim, dtype, group)
         rows = ints[:, 0].contiguous()
-        decode_module.decode(query, torch.empty_like(query), kv, kv.layer(0), ints, rows, rows, 4, shape, window)
+        decode_module.decode(query, out, shape, layer, ints, rows, rows, 4, decode_tiling(shape, query.dtype))
+
+
+def capped(shape: AttentionShape) -> None:
+    kv = pool(shape.format, shape.qk_dim, BF16)
+    attend(shape, torch.zeros((16, shape.heads, shape.qk_dim), dtype=BF16), kv.layer(0))
+
+
+def latent(kind: KvFormat, heads: int, *, parts: str = "pd") -> None:
+    kv = pool(kind, 576, BF16)
+    layer = kv.layer(0)
+    layer = replace(layer, value=layer.key, value_scales=layer.key_scales)
+    attend(shape_of(deepseek(heads), 16, kind), torch.zeros((16, heads, 576), dtype=BF16), layer, parts)
 
 
 def rows() -> None:
     x = torch.zeros((16, 4096), dtype=BF16)
     rms_norm(x, x[0], 1e-5)
     add_rms_norm(x, x, x[0], 1e-5)
+    add_rms_norm(x, x, x[0], 1e-5, 1.0, Norm(x[0], 1e-5, 1.0))
     silu_and_mul(x)
-    table_rows = torch.zeros((16, 2, 128))
+    gelu_and_mul(x)
     slots = torch.zeros((16, 2), dtype=torch.int64)[:, 0]
+    norms = HeadNorms(Norm(x[0], 1e-6, 0.0), Norm(x[0], 1e-6, 0.0))
     for kind in (KvFormat.PLAIN, KvFormat.INT8):
         kv = pool(kind, 128, BF16)
-        rotate_and_write(torch.zeros((16, 12 * 128), dtype=BF16), table_rows, kv, kv.layer(0), slots)
+        for turned, of_heads in ((128, None), (128, norms), (64, norms)):
+            projected = torch.zeros((16, 12 * 128), dtype=BF16)
+            rotate_and_write(projected, torch.zeros((16, 2, turned)), kv, kv.layer(0), slots, of_heads)
+    latent_kv = plain_kv(torch.zeros((2, 1, 1, 1, 16, 576), dtype=BF16))
+    layer = LayerKv(*[latent_kv.data] * 4, latent_kv.data.stride(0), 16 * 576, 0)
+    rotate_and_write(torch.zeros((16, 129 * 576), dtype=BF16), torch.zeros((16, 2, 64)), latent_kv, layer, slots)
+
+
+def experts(rows: int) -> None:
+    layer = GroupedExperts(
+        MoeSpec(8, 2, 768), torch.zeros((8, 1536, 2048), dtype=BF16), torch.zeros((8, 2048, 768), dtype=BF16)
+    )
+    x, chosen = torch.zeros((rows, 2048), dtype=BF16), torch.zeros((rows, 2), dtype=torch.int64)
+    layer.route(torch.zeros(rows, 8), None)
+    layer(x, chosen, torch.zeros(rows, 2), torch.zeros(rows, 2048), torch.tensor(rows))
+
+
+def routing() -> None:
+    spec = MoeSpec(256, 8, 2048, "sigmoid", True, 2.5, True, groups=8, top_groups=4, group_score="best_two")
+    chosen, _ = route(spec, torch.zeros(4, 256), torch.zeros(256))
+    sort_few(chosen, 256, 16, 40, torch.tensor(3))
 
 
 def blocks() -> None:
@@ -147,12 +195,18 @@ CASES = {
     "sums": sums,
     "rows": rows,
     "blocks": blocks,
+    "routing": routing,
+    **{f"experts_{rows}": lambda rows=rows: experts(rows) for rows in (8, 128, 256, 4096)},
     "decode": lambda: attention(KvFormat.PLAIN, 128, BF16, parts="d"),
     "prefill": lambda: attention(KvFormat.PLAIN, 128, BF16, parts="p"),
     "float32": lambda: attention(KvFormat.PLAIN, 128, torch.float32),
     "window": lambda: attention(KvFormat.PLAIN, 128, BF16, window=512),
     **{f"head_{dim}": lambda dim=dim: attention(KvFormat.PLAIN, dim, BF16) for dim in (64, 80, 96, 256)},
     **{f"group_{group}": lambda group=group: attention(KvFormat.PLAIN, 128, BF16, group=group) for group in (1, 7, 16)},
+    "softcap": lambda: capped(AttentionShape(16, 2, 256, 256, 16, window=4096, softcap=50.0)),
+    "latent_16": lambda: latent(KvFormat.PLAIN, 16, parts="d"),
+    **{f"latent_{heads}": lambda heads=heads: latent(KvFormat.PLAIN, heads) for heads in (32, 128)},
+    "latent_fp8_e4m3": lambda: latent(KvFormat.FP8_E4M3, 128),
     **{f"write_{kind.name.lower()}": lambda kind=kind: quantised(kind) for kind in KvFormat if kind},
     **{f"attend_{kind.name.lower()}": lambda kind=kind: attention(kind, 128, BF16) for kind in KvFormat if kind},
 }
@@ -160,7 +214,7 @@ CASES = {
 if __name__ == "__main__":
     triton.runtime.driver.set_active(Hopper())
     JITFunction.__getitem__ = compile_only
-    for module in (prefill_module, decode_module):
+    for module in (prefill_module, decode_module, experts_module):
         module.dot_dtype = lambda query: tiling._COMPUTE[query.dtype]  # as on CUDA
     for CASE in sys.argv[1:] or CASES:
         CASES[CASE]()

@@ -15,6 +15,7 @@ from kernel_cases import make_pool, make_sequences, reference_attention
 
 from pdserve.engine.kernels.decode import decode
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
+from pdserve.engine.kernels.shape import grouped
 from pdserve.engine.kernels.tiling import Tiling
 
 BLOCK_SIZE, DIM = 16, 64
@@ -44,10 +45,10 @@ def difference(start: int, count: int, tiling: Tiling, window: int) -> float:
     layer = pool.kv.layer(1)
     if count == 1:
         rows, ends = torch.zeros(1, dtype=torch.int32), torch.tensor([start + 1], dtype=torch.int32)
-        decode(query, out, pool.kv, layer, table, rows, ends, 2, tiling, window)
+        decode(query, out, grouped(pool.kv, 1, window), layer, table, rows, ends, 2, tiling)
     else:
         tiles = tiles_tensor(cut(0, start, count, 0, tile_tokens(tiling, 1)))
-        prefill(query, out, pool.kv, layer, table, tiles, tiling, window)
+        prefill(query, out, grouped(pool.kv, 1, window), layer, table, tiles, tiling)
     return (out.double() - reference_attention(pool.values, 1, query, sequences, window)).abs().max().item()
 
 

@@ -101,7 +101,7 @@ class Sequence:
 def make_sequences(lengths: list[tuple[int, int]], block_size: int, window: int, seed: int) -> tuple[list[Sequence], list, int]:
     """(start, count) pairs on shuffled blocks. Returns sequences, what is written as (block, tokens), number of blocks.
 
-    Blocks wholly behind the window of the first query are written nowhere: they have been given away.
+    Blocks wholly behind the window of the first query have been given away: nothing is written, and their entries are -1.
     """
     needed = [-(-(start + count) // block_size) for start, count in lengths]
     num_blocks = sum(needed) + 2
@@ -109,11 +109,13 @@ def make_sequences(lengths: list[tuple[int, int]], block_size: int, window: int,
     sequences, written = [], []
     for (start, count), blocks in zip(lengths, needed, strict=True):
         table, ids = ids[:blocks], ids[blocks:]
-        sequences.append(Sequence(start, count, tuple(table)))
         for i, block in enumerate(table):
             tokens = min(block_size, start + count - i * block_size)
             if window == 0 or i * block_size + tokens > start - window + 1:
                 written.append((block, tokens))
+            else:
+                table[i] = -1
+        sequences.append(Sequence(start, count, tuple(table)))
     return sequences, written, num_blocks
 
 
@@ -124,10 +126,16 @@ def tables_tensor(sequences: list[Sequence]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
 
 
-def reference_attention(values: Tensor, layer: int, query: Tensor, sequences: list[Sequence], window: int = 0) -> Tensor:
-    """query: [tokens, heads, dim], rows in the order of the sequences. One token and one head at a time, float64."""
+def reference_attention(
+    values: Tensor, layer: int, query: Tensor, sequences: list[Sequence], window: int = 0, *,
+    scale: float | None = None, softcap: float | None = None, latent: int = 0,
+) -> Tensor:  # fmt: skip
+    """query: [tokens, heads, dim], rows in the order of the sequences. One token and one head at a time, float64.
+
+    latent: a value is the first so many numbers of its key.
+    """
     query = query.double().cpu()
-    result = torch.zeros_like(query)
+    result = torch.zeros_like(query[..., :latent] if latent else query)
     kv_heads, size = values.shape[3], values.shape[4]
     group = query.shape[1] // kv_heads
     row = 0
@@ -138,8 +146,10 @@ def reference_attention(values: Tensor, layer: int, query: Tensor, sequences: li
             blocks, offsets = (torch.tensor(x) for x in zip(*where, strict=True))
             for head in range(query.shape[1]):
                 key, value = (values[blocks, layer, which, head // group, offsets] for which in (0, 1))
-                weights = (key @ query[row, head] / math.sqrt(query.shape[-1])).softmax(0)
-                result[row, head] = weights @ value
+                scores = key @ query[row, head] * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                result[row, head] = scores.softmax(0) @ (key[:, :latent] if latent else value)
             row += 1
     return result
 

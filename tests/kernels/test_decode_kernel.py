@@ -9,6 +9,7 @@ import torch
 from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_attention, tables_tensor, tolerance
 
 from pdserve.engine.kernels.decode import MIN_SPLIT, choose_splits, decode
+from pdserve.engine.kernels.shape import AttentionShape, grouped
 from pdserve.engine.kernels.tiling import Tiling, decode_tiling
 from pdserve.engine.kv.paged import KvFormat
 
@@ -38,8 +39,8 @@ def run(
     out = poisoned(*query.shape, dtype=dtype)
     rows = torch.arange(0, 2 * len(ends), 2, dtype=torch.int32, device=DEVICE)
     decode(
-        query, out, pool.kv, pool.kv.layer(1), tables_tensor(sequences), rows,
-        torch.tensor(ends, dtype=torch.int32, device=DEVICE), splits, tiling, window,
+        query, out, grouped(pool.kv, kv_heads * group, window), pool.kv.layer(1), tables_tensor(sequences), rows,
+        torch.tensor(ends, dtype=torch.int32, device=DEVICE), splits, tiling,
     )  # fmt: skip
     assert out[1::2].isnan().all(), "a row that is not named was written"
     return out[::2], reference_attention(pool.values, 1, query[::2], sequences, window)
@@ -78,7 +79,7 @@ def test_nobodys_row_is_zero_and_reads_nothing():
         pool = make_pool([], 2, heads=1, dim=64, block_size=16)
         query, out = torch.ones(1, 2, 64, device=DEVICE), poisoned(1, 2, 64)
         nobody = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        decode(query, out, pool.kv, pool.kv.layer(0), nobody.view(1, 1), nobody, nobody, splits, TILING)
+        decode(query, out, grouped(pool.kv, 2), pool.kv.layer(0), nobody.view(1, 1), nobody, nobody, splits, TILING)
         assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -110,7 +111,7 @@ def test_half_precision_is_off_by_its_rounding_only(dtype):
 @pytest.mark.parametrize("kind", list(KvFormat))
 def test_the_engines_own_tiles_equal_the_definition(kind, dim):
     """More tiles than are on their way at a time, fewer, whole ones and ends of one: compiled, these loops are pipelined."""
-    tiling = decode_tiling(dim, torch.bfloat16, 4)
+    tiling = decode_tiling(AttentionShape(8, 2, dim, dim, 16), torch.bfloat16)
     for splits, window in ((2, 0), (1, 150)):
         check(
             [400, 65, 64, 1], kind=kind, dim=dim, group=4, kv_heads=2, dtype=torch.bfloat16, splits=splits, window=window,

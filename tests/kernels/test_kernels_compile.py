@@ -11,13 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ["rows", "blocks", "sums", "decode", "prefill", "head_64", "write_int4", "attend_fp8_e4m3"]
+QUICK = ["rows", "blocks", "sums", "decode", "prefill", "head_64", "write_int4", "attend_fp8_e4m3", "latent_16", "experts_8"]
 ATTENTION = ("decode_kernel", "prefill_kernel")
 SHARED_BYTES = 227 << 10  # of a multiprocessor on Hopper, and of a program
 RESERVED_BYTES = 1 << 10  # of shared memory, for the system, with each program
 REGISTERS = 1 << 16  # of a multiprocessor; a warp gets its registers in units of 256
 # At a time on a multiprocessor, as the docstrings of tiling.py say.
-PROGRAMS = {("prefill_kernel", "prefill"): 1, ("prefill_kernel", "head_64"): 2, ("decode_kernel", "decode"): 3}
+PROGRAMS = {
+    ("prefill_kernel", "prefill"): 1, ("prefill_kernel", "head_64"): 2, ("decode_kernel", "decode"): 3,
+    ("decode_kernel", "latent_16"): 2,
+}  # fmt: skip
+# In a loop, where numbers are quantised: K, V and their scales. Latent keys have two parts and one scale.
+BUFFERS = {"attend_int8": 4, "attend_fp8_e4m3": 4, "attend_int4": 4, "latent_fp8_e4m3": 3}
+ON_THE_STACK = {"latent_128": 192}  # bytes of addresses, as tiling.py says
 
 
 def compiled(*cases: str, cache: Path, **environment: str) -> list[dict]:
@@ -42,7 +48,7 @@ def assert_pipelined(kernel: dict) -> None:
     """In every loop K and V of a later tile are on their way while a tile is computed."""
     loops, names = len(kernel["waits"]), "K and V, and of quantised numbers their scales"
     assert loops > 0
-    assert len(kernel["buffers"]) == loops * (4 if kernel["case"].startswith("attend_") else 2), names
+    assert len(kernel["buffers"]) == loops * BUFFERS.get(kernel["case"], 2), names
     assert min(kernel["buffers"]) >= 2, kernel
     assert all(min(in_loop, default=0) > 0 for in_loop in kernel["waits"]), kernel
 
@@ -54,8 +60,8 @@ def quick(tmp_path_factory) -> list[dict]:
 
 def test_kernels_compile_for_the_gpu(quick):
     assert {kernel["kernel"] for kernel in quick} == {
-        "norm_kernel", "silu_mul_kernel", "rope_kernel", "gather_kernel", "scatter_kernel", "quantise_kernel",
-        "stripe_sums_kernel",
+        "norm_kernel", "gate_kernel", "rope_kernel", "gather_kernel", "scatter_kernel", "quantise_kernel",
+        "stripe_sums_kernel", "product_kernel", "sum_kernel", "route_kernel", "sort_kernel",
         "decode_kernel", "merge_kernel", "prefill_kernel",
     }  # fmt: skip
     for kernel in quick:
@@ -68,9 +74,18 @@ def test_kernels_compile_for_the_gpu(quick):
 def test_attention_does_not_wait_for_kv_that_it_has_just_asked_for(quick):
     """It did: the load of the block table within the loop took the pipeline's stages, and one tile was on its way at most."""
     found = [kernel for kernel in quick if kernel["kernel"] in ATTENTION]
-    assert {kernel["case"] for kernel in found} == {"decode", "prefill", "head_64", "attend_fp8_e4m3"}
+    assert {kernel["case"] for kernel in found} == {"decode", "prefill", "head_64", "attend_fp8_e4m3", "latent_16"}
     for kernel in found:
         assert_pipelined(kernel)
+
+
+def test_experts_do_not_wait_for_matrices_that_they_have_just_asked_for(quick):
+    found = [kernel for kernel in quick if kernel["kernel"] == "product_kernel"]
+    assert len(found) == 2
+    for kernel in found:
+        assert min(kernel["buffers"]) >= 2, kernel
+        assert all(min(in_loop, default=0) > 0 for in_loop in kernel["waits"]), kernel
+        assert not kernel["stack_bytes"], kernel
 
 
 def test_as_many_programs_fit_on_a_multiprocessor_as_is_said(quick):
@@ -86,6 +101,6 @@ def test_every_shape_compiles_fits_and_spills_nothing(tmp_path):
         assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
         if kernel["case"] == "float32":
             continue
-        assert not kernel["stack_bytes"], kernel
+        assert kernel["stack_bytes"] <= ON_THE_STACK.get(kernel["case"], 0), kernel
         if kernel["kernel"] in ATTENTION:
             assert_pipelined(kernel)

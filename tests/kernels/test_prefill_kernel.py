@@ -9,6 +9,7 @@ import torch
 from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_attention, tables_tensor, tolerance
 
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
+from pdserve.engine.kernels.shape import AttentionShape, grouped
 from pdserve.engine.kernels.tiling import Tiling, prefill_tiling
 from pdserve.engine.kv.paged import KvFormat
 
@@ -29,7 +30,8 @@ def check(
     for i, sequence in enumerate(sequences):
         tiles += cut(row, sequence.start, sequence.count, i, tile_tokens(tiling, group))
         row += sequence.count
-    prefill(query, out, pool.kv, pool.kv.layer(1), tables_tensor(sequences), tiles_tensor(tiles).to(DEVICE), tiling, window)
+    shape = grouped(pool.kv, kv_heads * group, window)
+    prefill(query, out, shape, pool.kv.layer(1), tables_tensor(sequences), tiles_tensor(tiles).to(DEVICE), tiling)
     expected = reference_attention(pool.values, 1, query, sequences, window)
     assert (out[:-1].double().cpu() - expected).abs().max().item() < tolerance(dtype)
     assert out[-1].isnan().all(), "a row that no tile names was written"
@@ -79,7 +81,7 @@ def test_half_precision_is_off_by_its_rounding_only(dtype):
 @pytest.mark.parametrize("kind", list(KvFormat))
 def test_the_engines_own_tiles_equal_the_definition(kind, dim):
     """More tiles than are on their way at a time, fewer, whole ones and ends of one: compiled, these loops are pipelined."""
-    tiling = prefill_tiling(dim, torch.bfloat16, 4)
+    tiling = prefill_tiling(AttentionShape(8, 2, dim, dim, 16), torch.bfloat16)
     for window in (0, 150):
         check(
             [(400, 40), (0, 9), (64, 2)], kind=kind, dim=dim, group=4, dtype=torch.bfloat16, window=window, tiling=tiling,

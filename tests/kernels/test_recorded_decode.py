@@ -13,11 +13,13 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.model_spec import MoeSpec
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine import runner
+from pdserve.engine.loading.load import load_weights
 from pdserve.engine.models import graphs
 from pdserve.engine.models.graphs import buckets
-from pdserve.engine.models.weights import ModelWeights, load_weights
+from pdserve.engine.models.weights import ModelWeights, MoeWeights
 from pdserve.engine.runner import ModelRunner
 from testkit.toy_models import write_decilm
 
@@ -103,6 +105,38 @@ def test_recording_touches_no_block(kv_cache_dtype):
         )
         fresh = ModelRunner.load(directory, ModelCard.load(directory), config)
     assert not any(cache.blocks.any() for cache in fresh.kv.caches)
+
+
+def test_recorded_steps_count_the_tokens_of_experts_and_no_row_of_nobody():
+    """(1) Recording counts nothing. (2) Three sequences are decoded by a recording of four rows."""
+    directory = resolve("tiny")
+    whole = ModelCard.load(directory)
+    hidden, random = whole.spec.hidden_size, torch.Generator().manual_seed(1)
+    layer = replace(whole.spec.layers[0], mlp=MoeSpec(4, 2, 16))
+    card = replace(whole, spec=replace(whole.spec, layers=(layer,)))
+    shapes = (4, hidden), (4, 32, hidden), (4, hidden, 16)
+    own = MoeWeights(*[0.3 * torch.randn(shape, generator=random) for shape in shapes])
+
+    def load(dtype: torch.dtype, device: torch.device) -> ModelWeights:
+        weights = load_weights(directory, whole, dtype, device)
+        mlp = MoeWeights(*[one.to(device, dtype) for one in (own.router, own.gate_up, own.down)])
+        return replace(weights, layers=(replace(weights.layers[0], mlp=mlp),))
+
+    settings = {"dtype": "float32", "max_num_seqs": 3}
+    by_torch = ModelRunner.make(card, EngineConfig(device="cpu", kv_cache_memory=MIB, **settings), load)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "triton_usable", lambda device: True)
+        if DEVICE.type == "cpu":
+            patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
+        by_triton = ModelRunner.make(card, EngineConfig(device=DEVICE.type, kv_cache_memory=MIB, **settings), load)
+    assert by_triton.expert_load() is None
+    replays.clear()
+    for plan in steps([4, 2, 3], 1, 1, seed=2):
+        assert (by_triton.logits(plan).cpu() - by_torch.logits(plan)).abs().max() < 1e-3
+    load_told = by_triton.expert_load()
+    assert load_told == by_torch.expert_load()
+    assert load_told.choices == (4 + 2 + 3 + 3) * 2
+    assert replays == [4] or DEVICE.type == "cuda"
 
 
 def test_buckets_hold_the_largest_batch_and_waste_at_most_half():

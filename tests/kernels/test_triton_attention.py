@@ -15,6 +15,7 @@ from kernel_cases import DEVICE, INTERPRETED, make_pool, make_sequences, poisone
 from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import gqa_group
 from pdserve.engine.attention.triton import TritonAttention
+from pdserve.engine.kernels.shape import grouped
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.paged import KvFormat, plain_kv
 from pdserve.engine.kv.span import Span
@@ -50,7 +51,8 @@ def expected(kv: KvCache, spans: tuple[Span, ...], query: torch.Tensor) -> torch
 
 
 def triton(kv: KvCache, dtype: torch.dtype) -> TritonAttention:
-    return TritonAttention(plain_kv(kv.tensor), HEADS, dtype)
+    paged = plain_kv(kv.tensor)
+    return TritonAttention(paged, grouped(paged, HEADS), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,7 +106,7 @@ def test_windows_and_quantised_pools_pass_through_the_backend(kind):
         Span(row, s.start, s.count, tuple(BlockId(b) for b in s.block_table)) for row, s in zip(rows, sequences, strict=True)
     )
     query = torch.randn(6, HEADS, DIM, generator=torch.Generator().manual_seed(6)).to(DEVICE)
-    backend = TritonAttention(pool.kv, HEADS, torch.float32, window=window)
+    backend = TritonAttention(pool.kv, grouped(pool.kv, HEADS, window), torch.float32)
     found = backend.run(backend.prepare(spans), 1, query)
     wanted = reference_attention(pool.values, 1, query, sequences, window)
     assert (found.double().cpu() - wanted).abs().max() < 2e-5

@@ -17,6 +17,7 @@ from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.engine.attention.triton import TritonAttention, TritonStep
 from pdserve.engine.kernels.prefill import prefill
+from pdserve.engine.kernels.shape import AttentionShape, grouped
 from pdserve.engine.kernels.tiling import Tiling, prefill_tiling
 from pdserve.engine.kv.paged import KvFormat, PagedKv
 from pdserve.engine.kv.span import Span
@@ -79,6 +80,10 @@ class Case:
         tables = [tuple(BlockId(b) for b in order[i * blocks : (i + 1) * blocks]) for i in range(self.sequences)]
         return tuple(Span(i * self.count, self.past, self.count, table) for i, table in enumerate(tables))
 
+    def backend(self, pool: PagedKv) -> TritonAttention:
+        """Return the engine's attention over `pool`."""
+        return TritonAttention(pool, grouped(pool, self.model.heads), torch.bfloat16)
+
     def query(self, device: torch.device) -> Tensor:
         """Return a random query: [sequences * count, heads, dim], bfloat16."""
         shape = (self.sequences * self.count, self.model.heads, self.model.dim)
@@ -87,7 +92,7 @@ class Case:
 
 def ours_s(setup: Setup, case: Case, kind: KvFormat) -> float:
     """Return the seconds of one layer, called as the engine calls it."""
-    backend = TritonAttention(case.pool(setup.device, kind), case.model.heads, torch.bfloat16)
+    backend = case.backend(case.pool(setup.device, kind))
     step, query = backend.prepare(case.spans()), case.query(setup.device)
     return replayed_s([partial(backend.run, step, layer, query) for layer in range(case.model.layers)], setup.device)
 
@@ -114,20 +119,21 @@ def run_prefill(setup: Setup, case: Case) -> None:
     took_s, theirs_s = ours_s(setup, case, KvFormat.PLAIN), torch_s(setup, case)
     compared(f"prefill of {case.count}", took_s, theirs_s, f"{operations / took_s / flops_s:.0%} of peak").emit()
     pool, spans, query = case.pool(setup.device, KvFormat.PLAIN), case.spans(), case.query(setup.device)
-    step = TritonAttention(pool, case.model.heads, torch.bfloat16).prepare(spans)
-    usual = prefill_tiling(case.model.dim, torch.bfloat16, case.model.heads // case.model.kv_heads)
+    step = case.backend(pool).prepare(spans)
+    shape = grouped(pool, case.model.heads)
+    usual = prefill_tiling(shape, torch.bfloat16)
     for tiling in [tiling for tiling in OTHER_TILINGS if tiling != usual][: 1 if setup.rehearsed else None]:
-        other_s = replayed_s(tiled(pool, step, query, tiling), setup.device)
+        other_s = replayed_s(tiled(pool, shape, step, query, tiling), setup.device)
         name = f"prefill, {tiling.positions} positions, {tiling.stages} stages"
         usually = f"{took_s * 1e6:.0f} as it is"
         Row("attention", name, f"{other_s * 1e6:.0f} us", usually, f"{took_s / other_s:.2f} x", "another tile").emit()
 
 
-def tiled(pool: PagedKv, step: TritonStep, query: Tensor, tiling: Tiling) -> list[Callable[[], None]]:
+def tiled(pool: PagedKv, shape: AttentionShape, step: TritonStep, query: Tensor, tiling: Tiling) -> list[Callable[[], None]]:
     """Return a call of the kernel with this tiling for each layer."""
     out = torch.empty_like(query)
     layers = [pool.layer(i) for i in range(pool.num_layers)]
-    return [partial(prefill, query, out, pool, layer, step.tables, step.tiles, tiling) for layer in layers]
+    return [partial(prefill, query, out, shape, layer, step.tables, step.tiles, tiling) for layer in layers]
 
 
 def run_decode(setup: Setup, case: Case) -> None:

@@ -6,8 +6,6 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from pdserve.core.kv_layout import ceil_div
 from pdserve.core.logit_edits import edits_of
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
-from pdserve.engine.models.weights import LayerWeights, ModelWeights
+from pdserve.engine.models.weights import ModelWeights
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.sampler import sample
 from tools.gpu.row import Row, Setup
@@ -134,11 +132,7 @@ def on(weights: ModelWeights, dtype: torch.dtype, device: torch.device) -> Model
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype)
 
-    embedding = moved(weights.embedding)
-    layers = tuple(
-        LayerWeights(*(moved(getattr(layer, field.name)) for field in fields(LayerWeights))) for layer in weights.layers
-    )
-    return ModelWeights(embedding, layers, moved(weights.norm), embedding)
+    return weights.map(moved)
 
 
 def lengths(setup: Setup) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from pdserve.checkpoint.families.llama import llama_layers
 from tools.gpu.row import Row, Setup
 from tools.gpu.shapes import card, make_runner, plan
 
@@ -54,11 +55,12 @@ def transformers_tokens_s(setup: Setup, name: str, requests: int, prompt: int, o
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     shape = card(name)
-    spec, layer = shape.spec, shape.spec.layers[0]
+    spec = shape.spec
+    attention, mlp = next(llama_layers(spec))
     config = LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=layer.mlp.intermediate,
-        num_hidden_layers=len(spec.layers), num_attention_heads=layer.attention.heads,
-        num_key_value_heads=layer.attention.kv_heads, head_dim=layer.attention.qk_dim,
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=mlp.intermediate,
+        num_hidden_layers=len(spec.layers), num_attention_heads=attention.heads,
+        num_key_value_heads=attention.kv_heads, head_dim=attention.qk_dim,
         max_position_embeddings=spec.max_position, tie_word_embeddings=spec.tied_head,
     )  # fmt: skip
     config._attn_implementation = "sdpa"

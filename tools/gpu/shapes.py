@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from pdserve.checkpoint.card import ModelCard
-from pdserve.checkpoint.families.llama import LLAMA, llama_spec
+from pdserve.checkpoint.families.llama import LLAMA, llama_layers, llama_spec
 from pdserve.config import EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.model_spec import RopeSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
-from pdserve.engine.models.weights import LayerWeights, ModelWeights
+from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, ModelWeights
 from pdserve.engine.runner import ModelRunner
 from tools.gpu.pools import fill
 from tools.gpu.row import Setup
@@ -48,14 +48,12 @@ def random_weights(shape: ModelCard, dtype: torch.dtype, device: torch.device) -
     ones = torch.ones(hidden, dtype=dtype, device=device)
     layers = tuple(
         LayerWeights(
-            attention_norm=ones,
-            qkv=matrix(layer.attention.query_width + layer.attention.kv_width, hidden),
-            attention_out=matrix(hidden, layer.attention.out_width),
-            mlp_norm=ones,
-            gate_up=matrix(2 * layer.mlp.intermediate, hidden),
-            down=matrix(hidden, layer.mlp.intermediate),
+            ones,
+            GqaWeights(matrix(attention.query_width + attention.kv_width, hidden), matrix(hidden, attention.out_width)),
+            ones,
+            DenseWeights(matrix(2 * mlp.intermediate, hidden), matrix(hidden, mlp.intermediate)),
         )
-        for layer in shape.spec.layers
+        for attention, mlp in llama_layers(shape.spec)
     )
     embedding = matrix(shape.vocab_size, hidden)
     return ModelWeights(embedding, layers, ones, embedding if shape.spec.tied_head else matrix(shape.vocab_size, hidden))

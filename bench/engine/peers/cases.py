@@ -35,12 +35,12 @@ CASES: Final = (
 )
 
 
-def mean_s(work: Callable[[], Any], *, at_least_s: float = AT_LEAST_S) -> float:
-    """Return the mean seconds of a run, over as many runs as take `at_least_s`."""
-    runs, began_s = 0, time.perf_counter()
+def mean_s(work: Callable[[], Any], *, at_least_s: float = AT_LEAST_S, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the mean seconds of a run by `clock`, over as many runs as take `at_least_s`."""
+    runs, began_s = 0, clock()
     while True:
         work()
         runs += 1
-        elapsed_s = time.perf_counter() - began_s
+        elapsed_s = clock() - began_s
         if elapsed_s >= at_least_s:
             return elapsed_s / runs

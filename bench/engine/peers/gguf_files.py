@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from bench.engine.peers.install import NotInstalled
 from pdserve.checkpoint.cache import build_once, default_cache_dir
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.families.llama import llama_layers
 from pdserve.checkpoint.layout import weight_files
 
 _NAMES: Final = {
@@ -25,8 +27,10 @@ _OUTER: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"
 def gguf_file(directory: Path, card: ModelCard, kind: str) -> Path:
     """Return the GGUF file of a checkpoint. It is written once, into the cache.
 
-    kind: a name of `GGMLQuantizationType`, such as Q8_0.
+    kind: a name of `GGMLQuantizationType`, such as Q8_0. Raises `NotInstalled` for models that are no Llama.
     """
+    if card.architecture != "LlamaForCausalLM":
+        raise NotInstalled(f"GGUF files are made for LlamaForCausalLM only, not for {card.architecture}")
     folder = default_cache_dir() / "peers" / f"gguf-{directory.name}-{kind}"
     return build_once(folder, lambda scratch: _write(directory, card, kind, scratch / "model.gguf")) / "model.gguf"
 
@@ -49,16 +53,16 @@ def _write(directory: Path, card: ModelCard, kind: str, path: Path) -> None:
 def _describe(writer: Any, card: ModelCard) -> None:
     """Write the model's description, without a tokenizer: the benchmark uses token ids."""
     writer.add_context_length(card.max_position)
-    layer = card.spec.layers[0]
+    attention, mlp = next(llama_layers(card.spec))
     writer.add_embedding_length(card.spec.hidden_size)
     writer.add_block_count(len(card.spec.layers))
-    writer.add_feed_forward_length(layer.mlp.intermediate)
-    writer.add_head_count(layer.attention.heads)
-    writer.add_head_count_kv(layer.attention.kv_heads)
-    writer.add_key_length(layer.attention.qk_dim)
-    writer.add_value_length(layer.attention.v_dim)
-    writer.add_rope_dimension_count(layer.attention.qk_dim)
-    writer.add_rope_freq_base(layer.attention.rope.theta)
+    writer.add_feed_forward_length(mlp.intermediate)
+    writer.add_head_count(attention.heads)
+    writer.add_head_count_kv(attention.kv_heads)
+    writer.add_key_length(attention.qk_dim)
+    writer.add_value_length(attention.v_dim)
+    writer.add_rope_dimension_count(attention.qk_dim)
+    writer.add_rope_freq_base(attention.rope.theta)
     writer.add_layer_norm_rms_eps(card.spec.norm.eps)
     writer.add_vocab_size(card.vocab_size)
     writer.add_tokenizer_model("no_vocab")

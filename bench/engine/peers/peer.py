@@ -19,6 +19,7 @@ from typing import Any, Final
 from bench.engine.peers.cases import Case
 from bench.engine.peers.gguf_files import gguf_file
 from bench.engine.peers.install import NotInstalled, environment
+from bench.engine.peers.openvino_files import openvino_folder
 from pdserve.checkpoint.cache import default_cache_dir
 from pdserve.checkpoint.card import ModelCard
 
@@ -36,13 +37,29 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One engine and setting to compare with. gguf: the format of the file that it reads; None means the checkpoint."""
+    """One engine and setting to compare with.
+
+    gguf: the format of the GGUF file that it reads. openvino: the format of the weights of the OpenVINO model that it reads.
+    None and None mean the checkpoint.
+    """
 
     name: str
     engine: str
     module: str
     bf16: bool
     gguf: str | None = None
+    openvino: str | None = None
+
+    @property
+    def weights(self) -> str | None:
+        """The format to which its weights are rounded; None means bfloat16."""
+        return self.gguf if self.openvino is None else f"openvino {self.openvino}"
+
+    def files(self, directory: Path, card: ModelCard, python: Path) -> Path:
+        """Return the file or folder that it reads, converted now if necessary. Raises `NotInstalled` when that fails."""
+        if self.openvino is not None:
+            return openvino_folder(directory, self.openvino, python)
+        return directory if self.gguf is None else gguf_file(directory, card, self.gguf)
 
 
 # Q4_1 is llama.cpp's 4-bit format that stores a least value for each group, as ours does. Q4_0 is faster, but agrees with
@@ -53,6 +70,8 @@ CONTENDERS: Final = (
     Contender("llama.cpp Q8_0", "llama.cpp", "llama_cpp_server", False, "Q8_0"),
     Contender("llama.cpp Q4_1", "llama.cpp", "llama_cpp_server", False, "Q4_1"),
     Contender("transformers bf16", "transformers", "transformers_server", True),
+    Contender("OpenVINO bf16", "openvino", "openvino_server", True, openvino="fp32"),
+    Contender("OpenVINO int8", "openvino", "openvino_server", False, openvino="int8"),
 )
 ENGINES: Final = tuple(dict.fromkeys(one.engine for one in CONTENDERS))
 
@@ -77,7 +96,7 @@ class Peer:
             self._process.stdin.write(json.dumps({"case": asdict(case)}).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as exc:
-            raise PeerFailed(f"its process ended early: {_last_line(self._log)}") from exc
+            raise PeerFailed(f"its process ended early: {last_line(self._log)}") from exc
         answer = self._answer(CASE_LIMIT_S)
         if "error" in answer:
             raise PeerFailed(str(answer["error"]))
@@ -93,7 +112,7 @@ class Peer:
                     raise PeerFailed(f"it gave no answer in {limit_s:.0f} s")
                 more = os.read(self._process.stdout.fileno(), 65536)
                 if not more:
-                    raise PeerFailed(f"its process ended early: {_last_line(self._log)}")
+                    raise PeerFailed(f"its process ended early: {last_line(self._log)}")
                 self._read += more
         line, _, self._read = self._read.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
@@ -104,7 +123,7 @@ class Peer:
 def started(one: Contender, directory: Path, card: ModelCard, threads: int, say: Callable[[str], None]) -> Iterator[Peer]:
     """Run an engine's process, and install the engine before if necessary. Raises `PeerFailed` or `NotInstalled`."""
     python = environment(one.engine, say)
-    model = directory if one.gguf is None else gguf_file(directory, card, one.gguf)
+    model = one.files(directory, card, python)
     say(f"starting {one.name}")
     log = default_cache_dir() / "peers" / f"{one.name}.log"
     command = (str(python), "-m", f"bench.engine.peers.{one.module}", str(model), str(threads))
@@ -133,7 +152,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line of a log."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it printed nothing"
 

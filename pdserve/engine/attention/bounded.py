@@ -15,7 +15,7 @@ from typing import Any, Final, Generic
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention.api import Attention, Prepared
+from pdserve.engine.attention.api import Attention, Prepared, Scores
 from pdserve.engine.kv.span import Span
 
 MOST_POSITIONS: Final = 1 << 14
@@ -39,13 +39,17 @@ class BoundedAttention(Generic[Prepared]):
     sequence that has more.
     """
 
-    def __init__(self, inner: Attention[Prepared], most_positions: int = MOST_POSITIONS) -> None:
+    def __init__(
+        self, inner: Attention[Prepared], scores: Scores | None = None, *, most_positions: int = MOST_POSITIONS
+    ) -> None:
+        """Bound the turns of `inner`. scores: the settings of `inner`, whose window tells which positions it copies."""
         self._inner = inner
+        self._scores = scores
         self._most = most_positions
 
     def prepare(self, spans: tuple[Span, ...]) -> tuple[Turn[Prepared], ...]:
         """Split a step into turns and prepare each of them."""
-        return tuple(self._turn(part) for part in _turns(spans, self._most))
+        return tuple(self._turn(part) for part in self._turns(spans))
 
     def run(self, prepared: tuple[Turn[Prepared], ...], layer: int, query: Tensor) -> Tensor:
         """Return the attention of `query` [tokens, num_heads, head_dim] in one layer: the same shape and dtype."""
@@ -58,16 +62,16 @@ class BoundedAttention(Generic[Prepared]):
         own = tuple(replace(span, row=span.row - begin) for span in spans)
         return Turn(begin, last.row + last.count, self._inner.prepare(own))
 
-
-def _turns(spans: tuple[Span, ...], most: int) -> Iterator[list[Span]]:
-    """Yield the spans of each turn, at least one. The rows of a step follow the order of its spans without gaps."""
-    turn: list[Span] = []
-    positions = 0
-    for span in spans:
-        if turn and positions + span.end > most:
+    def _turns(self, spans: tuple[Span, ...]) -> Iterator[list[Span]]:
+        """Yield the spans of each turn, at least one. The rows of a step follow the order of its spans without gaps."""
+        turn: list[Span] = []
+        positions = 0
+        for span in spans:
+            seen = span.end - (self._scores.first_seen(span.start) if self._scores else 0)
+            if turn and positions + seen > self._most:
+                yield turn
+                turn, positions = [], 0
+            turn.append(span)
+            positions += seen
+        if turn:
             yield turn
-            turn, positions = [], 0
-        turn.append(span)
-        positions += span.end
-    if turn:
-        yield turn

@@ -9,11 +9,14 @@ give the same bits, as in `rows.py`. All computation is in float32, also for a b
 Single tokens of all sequences are computed together. They are sorted by length, longest first, so the sequences that have
 an i-th tile are always the first ones. Prompts are computed in pieces that lie within one tile, so only the last tile of
 a piece needs a mask.
+
+With a sliding window a row begins at the tile of the first position that it sees. Tiles in front of it are not read, and
+blocks in front of it are replaced. Tokens of one piece begin in at most two tiles, and the later ones hide the whole first
+tile: its weights are 0, so it adds 0 to sums of 0 and changes no bit.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -23,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.core.kv_layout import ceil_div
+from pdserve.engine.attention.api import Scores
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.span import Span
-from pdserve.engine.layers.elementwise import exp_fixed
+from pdserve.engine.layers.elementwise import exp_fixed, softcap_fixed
 
 BASE_ROWS: Final = 32
 KV_TILE_TOKENS: Final = 64
@@ -33,6 +37,7 @@ KV_TILE_TOKENS: Final = 64
 tiles waste work on short sequences, and small tiles need many rounds. The time of a float32 step, relative to an ordinary
 step, with 64 and with 128: 32 sequences at 129 positions 1.26 and 1.41; 8 sequences at 1,000 positions 1.31 and 1.16."""
 PROBE_SEQUENCES: Final = 5
+_LOWEST: Final = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,8 @@ class Round:
     """One tile of positions for each of the first `count` sequences of a group.
 
     first: the index of the first sequence's tile among all KV tiles of the step. hidden: [last, 1, rows or 1, positions]
-    bool, true for positions that a row may not see. It covers the sequences whose last tile this is, which come last; rows
-    of the others see the whole tile. None means that there is no such sequence.
+    bool, true for positions that a row may not see. It covers the last sequences of the round, at least those with hidden
+    positions; rows of the others see the whole tile. None means that there is no such sequence.
     """
 
     first: int
@@ -69,7 +74,7 @@ class Work:
     """All sequences of a step.
 
     kv_rows: the argument for `KvCache.gather`. stale: indices into [kv tiles * num_kv_heads * positions] of the positions
-    after a sequence's end that hold no KV of it.
+    that hold no KV of the tile's sequence.
     """
 
     kv_tiles: int
@@ -81,11 +86,12 @@ class Work:
 class InvariantAttention:
     """Attention whose bits do not depend on the batch. It satisfies `Attention`."""
 
-    def __init__(self, kv: KvCache, num_heads: int) -> None:
+    def __init__(self, kv: KvCache, num_heads: int, scores: Scores | None = None) -> None:
+        """Compute `num_heads` query heads over `kv`. scores None: the settings are those of Llama."""
         self._kv = kv
+        self._scores = scores or Scores.plain(kv.layout)
         self._num_kv_heads = kv.layout.num_kv_heads
         self._group = num_heads // kv.layout.num_kv_heads
-        self._scale = 1.0 / math.sqrt(kv.layout.head_dim)
         self._tile_blocks = max(1, KV_TILE_TOKENS // kv.layout.block_size)
         self._tile_tokens = self._tile_blocks * kv.layout.block_size
         self._device = kv.device
@@ -93,30 +99,33 @@ class InvariantAttention:
         self._piece_tokens = min(self._tile_tokens, self._sizes[-1] // self._group)
 
     def run(self, prepared: Work, layer: int, query: Tensor) -> Tensor:
-        """Return the attention of `query` [tokens, num_heads, head_dim] in one layer: the same shape and dtype."""
-        key, value = (x.float() for x in self._kv.gather(layer, prepared.kv_rows, prepared.kv_tiles))
-        value.view(-1, value.shape[-1]).index_fill_(0, prepared.stale, 0.0)  # infinity times a weight of 0 would be NaN
+        """Return the attention of `query` [tokens, num_heads, qk_dim] in one layer: [tokens, num_heads, v_dim]."""
+        planes = [plane.float() for plane in self._kv.gather(layer, prepared.kv_rows, prepared.kv_tiles)]
+        values = planes[-1].view(-1, planes[-1].shape[-1])
+        values.index_fill_(0, prepared.stale, 0.0)  # infinity times a weight of 0 would be NaN
+        key, value = planes[0], planes[-1][..., : self._scores.v_dim].contiguous()
         if prepared.groups[0].places is None:
             return self._attend(prepared.groups[0], query, key, value)
-        result = torch.empty_like(query)
+        result = query.new_empty((*query.shape[:2], self._scores.v_dim))
         for group in prepared.groups:
             result[group.places] = self._attend(group, query[group.places], key, value)
         return result
 
     def _attend(self, group: Group, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of one group, in the shape and dtype of `query`.
+        """Return the attention of one group, [sequences * tokens, num_heads, v_dim] in the dtype of `query`.
 
-        query: [sequences * tokens, num_heads, head_dim]. key, value: all tiles of the step.
+        query: [sequences * tokens, num_heads, qk_dim]. key, value: all tiles of the step.
         """
         tokens, dim = group.tokens, query.shape[-1]
         split = query.view(group.sequences, tokens, self._num_kv_heads, self._group, dim).transpose(1, 2)
-        folded = split.float().mul(self._scale).reshape(-1, tokens * self._group, dim)
+        folded = split.float().mul(self._scores.scale).reshape(-1, tokens * self._group, dim)
         padded = F.pad(folded, (0, 0, 0, group.rows - folded.shape[1]))
         out = self._merge(padded, key, value, group.rounds)[:, : folded.shape[1]]
-        return out.reshape(split.shape).transpose(1, 2).reshape(query.shape).to(query.dtype)
+        out = out.reshape(*split.shape[:-1], -1).transpose(1, 2)
+        return out.reshape(*query.shape[:2], -1).to(query.dtype)
 
     def _merge(self, query: Tensor, key: Tensor, value: Tensor, rounds: tuple[Round, ...]) -> Tensor:
-        """Merge all rounds of a group. query: [sequences * num_kv_heads, rows, head_dim] float32; returns the same shape."""
+        """Merge all rounds of a group. query: [sequences * num_kv_heads, rows, qk_dim] float32; returns heads of v_dim."""
         first, *others = rounds
         maximum, weights = self._weights(query, key, first, None)
         total = weights.sum(-1, keepdim=True)
@@ -136,62 +145,74 @@ class InvariantAttention:
         maximum: the largest scores of earlier rounds; None in the first round.
         """
         scores = torch.bmm(query, _tiles(key, one).transpose(1, 2))
+        if self._scores.softcap is not None:
+            scores = softcap_fixed(scores, self._scores.softcap)
         if one.hidden is not None:
             last = scores.view(one.count, self._num_kv_heads, *scores.shape[1:])[-len(one.hidden) :]
             last.masked_fill_(one.hidden, -torch.inf)
         highest = scores.amax(-1, keepdim=True)
+        if self._scores.window is not None:
+            highest.clamp_(min=_LOWEST)  # a row that sees nothing of a tile would get NaN, as infinity less infinity
         if maximum is not None:
             highest = torch.maximum(maximum, highest)
         return highest, exp_fixed(scores.sub_(highest))
 
     def prepare(self, spans: tuple[Span, ...]) -> Work:
         """Cut a step into groups and rounds, and list the blocks of each tile."""
-        singles = sorted((span for span in spans if span.count == 1), key=lambda span: -span.end)
+        singles = sorted((span for span in spans if span.count == 1), key=lambda span: (-self._tiles_of(span), -span.end))
         total = sum(span.count for span in spans)
-        tables: list[tuple[int, ...]] = []
-        ends: list[int] = []
-        groups = [self._singles(singles, tables, ends, total)] if singles else []
+        tiles: list[tuple[Span, int]] = []
+        groups = [self._singles(singles, tiles, total)] if singles else []
         for span in spans:
             if span.count > 1:
-                groups += self._pieces(span, tables, ends, total)
+                groups += self._pieces(span, tiles, total)
+        sources = [self._sources(span, tile) for span, tile in tiles]
+        tables = [[span.block_table[i] for i in held] for (span, _), held in zip(tiles, sources, strict=True)]
         return Work(
-            kv_tiles=len(tables),
+            kv_tiles=len(tiles),
             kv_rows=self._kv.gather_rows(torch.tensor(tables, dtype=torch.int64, device=self._device)),
-            stale=self._stale(ends),
+            stale=self._stale(sources, [span.end for span, _ in tiles]),
             groups=tuple(groups),
         )
 
-    def _singles(self, spans: list[Span], tables: list[tuple[int, ...]], ends: list[int], total: int) -> Group:
+    def _singles(self, spans: list[Span], tiles: list[tuple[Span, int]], total: int) -> Group:
         """Return the group of all single tokens.
 
-        spans: longest first. Their tiles are appended to `tables` and `ends`: first tile 0 of all, then tile 1, and so on.
+        spans: those of most tiles first. Their tiles are appended to `tiles`: the first of all, then the second, and so on.
         """
         rounds = []
-        counts = [ceil_div(span.end, self._tile_tokens) for span in spans]
+        counts = [self._tiles_of(span) for span in spans]
         for index in range(counts[0]):
-            there = [span for span, count in zip(spans, counts, strict=True) if count > index]
-            begin = index * self._tile_tokens
-            last = torch.tensor([span.end - begin for span, count in zip(spans, counts, strict=True) if count == index + 1])
-            hidden = self._behind(last.to(self._device)).view(len(last), 1, 1, -1) if len(last) else None
-            rounds.append(Round(len(tables), len(there), hidden))
-            tables += [self._tile_table(span, index) for span in there]
-            ends += [span.end - begin for span in there]
+            there = [(span, self._first_tile(span.start) + index) for span, n in zip(spans, counts, strict=True) if n > index]
+            all_begin = index == 0 and self._scores.window is not None
+            masked = [one for one, n in zip(there, counts, strict=False) if n == index + 1 or all_begin]
+            rounds.append(Round(len(tiles), len(there), self._hidden([(tile, span.start) for span, tile in masked])))
+            tiles += there
         return Group(len(spans), 1, self._rows_for(1), self._places([span.row for span in spans], total), tuple(rounds))
 
-    def _pieces(self, span: Span, tables: list[tuple[int, ...]], ends: list[int], total: int) -> Iterator[Group]:
-        """Yield the groups of one prompt, one for each piece. Its tiles are appended to `tables` and `ends`."""
-        first = len(tables)
-        for index in range(ceil_div(span.end, self._tile_tokens)):
-            tables.append(self._tile_table(span, index))
-            ends.append(span.end - index * self._tile_tokens)
+    def _hidden(self, tokens: list[tuple[int, int]]) -> Tensor | None:
+        """Return `Round.hidden` for single tokens, each given as its tile and its position. None: there is no token."""
+        if not tokens:
+            return None
+        own = torch.tensor([position - tile * self._tile_tokens for tile, position in tokens], device=self._device)
+        return self._unseen(own).view(len(tokens), 1, 1, -1)
+
+    def _pieces(self, span: Span, tiles: list[tuple[Span, int]], total: int) -> Iterator[Group]:
+        """Yield the groups of one prompt, one for each piece. Its tiles are appended to `tiles`."""
+        before = len(tiles) - self._first_tile(span.start)
+        tiles += [(span, tile) for tile in range(self._first_tile(span.start), ceil_div(span.end, self._tile_tokens))]
         start = span.start
         while start < span.end:
-            tile = start // self._tile_tokens
-            count = min(self._piece_tokens, (tile + 1) * self._tile_tokens - start, span.end - start)
+            last = start // self._tile_tokens
+            count = min(self._piece_tokens, (last + 1) * self._tile_tokens - start, span.end - start)
             row = span.row + start - span.start
             places = self._places(list(range(row, row + count)), total)
-            rounds = [Round(first + i, 1, None) for i in range(tile)]
-            rounds.append(Round(first + tile, 1, self._causal(start - tile * self._tile_tokens, count)))
+            seen_by_all = self._scores.first_seen(start + count - 1)
+            rounds = []
+            for tile in range(self._first_tile(start), last + 1):
+                begin = tile * self._tile_tokens
+                whole = seen_by_all <= begin and tile < last
+                rounds.append(Round(before + tile, 1, None if whole else self._causal(start - begin, count)))
             yield Group(1, count, self._rows_for(count), places, tuple(rounds))
             start += count
 
@@ -199,31 +220,54 @@ class InvariantAttention:
         return None if rows == list(range(total)) else torch.tensor(rows, device=self._device)
 
     def _causal(self, offset: int, count: int) -> Tensor:
-        """Return `Round.hidden` for the tokens at [offset, offset + count) of one tile: rows of all heads, then padding."""
-        ends = torch.arange(offset + 1, offset + 1 + count, device=self._device).repeat_interleave(self._group)
-        padded = F.pad(ends, (0, self._rows_for(count) - len(ends)), value=1)
-        return self._behind(padded).view(1, 1, len(padded), self._tile_tokens)
+        """Return `Round.hidden` for tokens at [offset, offset + count), counted from the tile's first position: rows of all
+        heads, then padding."""
+        own = torch.arange(offset, offset + count, device=self._device).repeat_interleave(self._group)
+        padded = F.pad(own, (0, self._rows_for(count) - len(own)))
+        return self._unseen(padded).view(1, 1, len(padded), self._tile_tokens)
 
-    def _stale(self, ends: list[int]) -> Tensor:
+    def _unseen(self, own: Tensor) -> Tensor:
+        """Return a mask [tokens, positions of a tile] bool, true for the positions that a token does not see.
+
+        own: [tokens] int64, the position of each token, counted from the tile's first.
+        """
+        position = torch.arange(self._tile_tokens, device=self._device)
+        hidden = position > own.view(-1, 1)
+        if self._scores.window is not None:
+            hidden |= position <= own.view(-1, 1) - self._scores.window
+        return hidden
+
+    def _stale(self, sources: list[list[int]], ends: list[int]) -> Tensor:
         """Return `Work.stale`: positions that the sequence has not written, which may hold anything, even NaN.
 
-        These are the rest of its last block. The padding of a tile is the sequence's first block. That block is full unless
-        it is the last one too, so where the end lies in the first block, the padding counts as well.
+        These are the rest of its last block, wherever this block stands. sources: those of each tile. ends: the position after
+        the last token of each tile's sequence.
         """
         size = self._kv.layout.block_size
-        limits = [self._tile_tokens if end < size else ceil_div(end, size) * size for end in ends]
-        behind, beyond = (self._behind(torch.tensor(x, device=self._device)) for x in (ends, limits))
-        here = (behind & ~beyond).unsqueeze(1).expand(-1, self._num_kv_heads, -1)
-        return here.reshape(-1).nonzero().view(-1)
+        first = torch.tensor(sources, device=self._device).unsqueeze(-1) * size
+        held = (first + torch.arange(size, device=self._device)).view(len(sources), 1, -1)
+        stale = held >= torch.tensor(ends, device=self._device).view(-1, 1, 1)
+        return stale.expand(-1, self._num_kv_heads, -1).reshape(-1).nonzero().view(-1)
 
-    def _behind(self, ends: Tensor) -> Tensor:
-        """Return a mask [ends, positions of a tile] bool that is true from each end on."""
-        return torch.arange(self._tile_tokens, device=self._device) >= ends.view(-1, 1)
+    def _sources(self, span: Span, tile: int) -> list[int]:
+        """Return the indices, in the block table of a sequence, of the blocks that are gathered for a tile.
 
-    def _tile_table(self, span: Span, index: int) -> tuple[int, ...]:
-        """Return the block ids of a tile, filled up with the sequence's first block."""
-        blocks = span.block_table[index * self._tile_blocks : (index + 1) * self._tile_blocks]
-        return (*blocks, *span.block_table[:1] * (self._tile_blocks - len(blocks)))
+        Blocks that no token sees, in front of the window and behind the end, are replaced by the first that one sees.
+        """
+        size = self._kv.layout.block_size
+        first, behind = self._scores.first_seen(span.start) // size, ceil_div(span.end, size)
+        wanted = range(tile * self._tile_blocks, (tile + 1) * self._tile_blocks)
+        if first <= wanted.start and wanted.stop <= behind:
+            return list(wanted)
+        return [index if first <= index < behind else first for index in wanted]
+
+    def _first_tile(self, start: int) -> int:
+        """Return the tile of the first position that the token at `start` sees."""
+        return self._scores.first_seen(start) // self._tile_tokens
+
+    def _tiles_of(self, span: Span) -> int:
+        """Return the number of tiles that the tokens of `span` see."""
+        return ceil_div(span.end, self._tile_tokens) - self._first_tile(span.start)
 
     def _rows_for(self, tokens: int) -> int:
         return next(size for size in self._sizes if size >= tokens * self._group)
@@ -237,10 +281,10 @@ class InvariantAttention:
         most = ceil_div(self._tile_tokens * self._group, base) * base
         wanted = {*range(4, BASE_ROWS, 4), *(base << i for i in range((most // base).bit_length())), most}
         random = torch.Generator().manual_seed(0)
-        dim = self._kv.layout.head_dim
+        dim, v_dim, tile = self._kv.layout.head_dim, self._scores.v_dim, self._tile_tokens
         query, key, value = (
-            torch.randn(PROBE_SEQUENCES * factor, self._num_kv_heads, length, dim, generator=random).to(self._device)
-            for factor, length in ((1, most), (2, self._tile_tokens), (2, self._tile_tokens))
+            torch.randn(PROBE_SEQUENCES * factor, self._num_kv_heads, length, width, generator=random).to(self._device)
+            for factor, length, width in ((1, most, dim), (2, tile, dim), (2, tile, v_dim))
         )
         query = query.flatten(0, 1)
         rounds = tuple(Round(first, PROBE_SEQUENCES, None) for first in (0, PROBE_SEQUENCES))

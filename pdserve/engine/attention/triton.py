@@ -18,6 +18,7 @@ from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.engine.kernels.decode import choose_splits, decode
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
+from pdserve.engine.kernels.shape import AttentionShape
 from pdserve.engine.kernels.support import multiprocessors
 from pdserve.engine.kernels.tiling import Tiling, decode_tiling, prefill_tiling
 from pdserve.engine.kv.paged import PagedKv
@@ -64,26 +65,22 @@ class TritonStep:
 
 
 class TritonAttention:
-    """Attention over `kv` of any format.
+    """Attention of one shape over `kv` of any format."""
 
-    window: the number of positions that a token sees, its own included; 0 means all.
-    """
-
-    def __init__(self, kv: PagedKv, num_heads: int, dtype: torch.dtype, *, window: int = 0) -> None:
-        self._kv = kv
+    def __init__(self, kv: PagedKv, shape: AttentionShape, dtype: torch.dtype) -> None:
         self._layers = [kv.layer(i) for i in range(kv.num_layers)]
-        self._window = window
+        self._shape = shape
+        self._block_size = kv.block_size
         self._device = kv.data.device
-        group = num_heads // kv.num_kv_heads
-        self._decode: Tiling = decode_tiling(kv.head_dim, dtype, group)
-        self._prefill: Tiling = prefill_tiling(kv.head_dim, dtype, group)
-        self._tokens = tile_tokens(self._prefill, group)
+        self._decode: Tiling = decode_tiling(shape, dtype)
+        self._prefill: Tiling = prefill_tiling(shape, dtype)
+        self._tokens = tile_tokens(self._prefill, shape.group)
 
     def prepare(self, spans: tuple[Span, ...]) -> TritonStep:
         """Describe a step to the kernels and copy the description to the device."""
         singles = [span for span in spans if span.count == 1]
         prompts = [span for span in spans if span.count > 1]
-        width = ceil_div(max(ceil_div(span.end, self._kv.block_size) for span in spans), WIDTH_STEP) * WIDTH_STEP
+        width = ceil_div(max(ceil_div(span.end, self._block_size) for span in spans), WIDTH_STEP) * WIDTH_STEP
         tiles = [
             tile
             for i, span in enumerate(prompts, len(singles))
@@ -101,7 +98,7 @@ class TritonAttention:
 
     def fixed(self, sequences: int, max_positions: int) -> TritonStep:
         """Return a step of `sequences` single tokens; row i is the i-th. All rows are empty until `refill` fills them."""
-        width = ceil_div(max_positions, self._kv.block_size)
+        width = ceil_div(max_positions, self._block_size)
         host = HostTables(torch.zeros((sequences, width), dtype=torch.int32), [()] * sequences)
         rows = torch.arange(sequences, dtype=torch.int32, device=self._device)
         ends = torch.zeros(sequences, dtype=torch.int32, device=self._device)
@@ -119,7 +116,7 @@ class TritonAttention:
         sequences = len(step.ends)
         for row, span in enumerate(spans):
             step.host.put(row, span.block_table)
-        used = max(ceil_div(span.end, self._kv.block_size) for span in spans)
+        used = max(ceil_div(span.end, self._block_size) for span in spans)
         tables = step.host.rows[: len(spans), :used]
         ends = torch.tensor([span.end for span in spans] + [0] * (sequences - len(spans)), dtype=torch.int32)
         there, ends_there = self._copied((tables, ends))
@@ -127,21 +124,21 @@ class TritonAttention:
         step.ends.copy_(ends_there)
 
     def run(self, prepared: TritonStep, layer: int, query: Tensor) -> Tensor:
-        """Return the attention of `query` in one layer. query: [tokens, num_heads, head_dim] with contiguous heads."""
-        out = torch.empty_like(query)
+        """Return the attention of `query` in one layer, [tokens, heads, v_dim]. query: [tokens, heads, qk_dim], contiguous
+        heads.
+        """
+        shape = self._shape
+        out = torch.empty((*query.shape[:2], shape.v_dim), dtype=query.dtype, device=query.device)
         of_layer = self._layers[layer]
         if len(prepared.rows):
-            decode(
-                query, out, self._kv, of_layer, prepared.tables, prepared.rows, prepared.ends, prepared.splits,
-                self._decode, self._window,
-            )  # fmt: skip
+            decode(query, out, shape, of_layer, prepared.tables, prepared.rows, prepared.ends, prepared.splits, self._decode)
         if len(prepared.tiles):
-            prefill(query, out, self._kv, of_layer, prepared.tables, prepared.tiles, self._prefill, self._window)
+            prefill(query, out, shape, of_layer, prepared.tables, prepared.tiles, self._prefill)
         return out
 
     def _splits(self, sequences: int, longest: int) -> int:
-        seen = min(longest, self._window) if self._window else longest
-        return choose_splits(sequences, self._kv.num_kv_heads, seen, multiprocessors(self._device))
+        seen = min(longest, self._shape.window) if self._shape.window else longest
+        return choose_splits(sequences, self._shape.programs(self._decode.rows), seen, multiprocessors(self._device))
 
     def _copied(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Copy all `parts` to the device at once and return them there in the same shapes.

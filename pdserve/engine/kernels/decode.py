@@ -13,40 +13,42 @@ recorded in a CUDA graph. The kernel computes the share of a split from the sequ
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.engine.kernels.flash import attend
+from pdserve.engine.kernels.flash import attend, load_query
+from pdserve.engine.kernels.shape import AttentionShape, padded
 from pdserve.engine.kernels.support import next_power_of_2
 from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
-from pdserve.engine.kv.paged import LayerKv, PagedKv
+from pdserve.engine.kv.paged import LayerKv
 
 MIN_SPLIT = 256  # positions: in a smaller split, its start and its merge cost more than the reads that it takes over
-MAX_SPLITS = 128  # bounds the tile of the merge
+MAX_SPLITS = 128  # bounds, with MERGED, the tile of the merge
+MERGED = 128  # columns of a program that merges
 
 
 @triton.jit(do_not_specialize=["table_step"])  # the width of the tables changes from step to step
 def decode_kernel(
     out, partial, states, query, key, value, key_scales, value_scales, tables, rows, ends,
-    scale_log2, table_step, query_step, out_step, block_step, head_step, scales_step,
-    SPLITS: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, STORED_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    score_factor, cap_factor, table_step, query_step, out_step, block_step, scales_step,
+    SPLITS: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr, STORED_DIM: tl.constexpr, V_STORED_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_kv_heads, sequences, SPLITS).
+    """Grid (tiles of heads, sequences, SPLITS). A tile has HEADS of the GROUP heads that share a KV head.
 
     rows: [sequences] int32, the row of each sequence in query. ends: [sequences] int32, its number of positions, the new
-    token included; 0 marks an empty row: nothing is read and zeros are written.
+    token included; 0 marks an empty row: nothing is read and zeros are written. The other arguments are those of `attend`.
 
-    A single split writes to out [tokens, heads, HEAD_DIM]. Several splits write their sums to partial [sequences, heads,
-    SPLITS, HEAD_DIM], and maximum and total to states [sequences, heads, SPLITS, 2], both float32. An empty split writes
+    A single split writes to out [tokens, heads, V_HEAD_DIM]. Several splits write their sums to partial [sequences, heads,
+    SPLITS, V_HEAD_DIM], and maximum and total to states [sequences, heads, SPLITS, 2], both float32. An empty split writes
     only its state.
     """
-    kv_head = tl.program_id(0)
+    TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(0) // TILES
     sequence = tl.program_id(1)
     split = tl.program_id(2)
     end = tl.load(ends + sequence)
@@ -60,91 +62,94 @@ def decode_kernel(
     stop = tl.minimum(begin + share * TILE_N, end)
 
     m = tl.arange(0, TILE_M)
-    dim = tl.arange(0, DIM)
-    head = kv_head * GROUP + m
-    mask = (m < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    column = head[:, None] * HEAD_DIM + dim[None, :]
-    q = tl.load(query + row * query_step + column, mask=mask, other=0.0).to(COMPUTE)
+    dim = tl.arange(0, V_DIM)
+    of_group = (tl.program_id(0) % TILES) * HEADS + m
+    real = (m < HEADS) & (of_group < GROUP)
+    head = kv_head * GROUP + of_group
+    q, q_rest = load_query(
+        query, tl.zeros([TILE_M], tl.int64) + row, head, real, query_step, HEAD_DIM, DIM, REST, REST_DIM, COMPUTE
+    )
     maximum, total, acc = attend(
-        q, tl.zeros([TILE_M], tl.int32) + (end - 1),
-        tl.full([TILE_M], float("-inf"), tl.float32), tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M, DIM], tl.float32),
-        key + kv_head.to(tl.int64) * head_step, value + kv_head.to(tl.int64) * head_step, key_scales, value_scales,
-        tables + sequence.to(tl.int64) * table_step,
-        block_step, scales_step, kv_head, lowest, begin, stop, scale_log2,
-        FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, STORED_DIM, TILE_N, WINDOW, True, COMPUTE, PRECISION,
+        q, q_rest, tl.zeros([TILE_M], tl.int32) + (end - 1),
+        tl.full([TILE_M], float("-inf"), tl.float32), tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M, V_DIM], tl.float32),
+        key + kv_head.to(tl.int64) * (BLOCK_SIZE * STORED_DIM), value + kv_head.to(tl.int64) * (BLOCK_SIZE * V_STORED_DIM),
+        key_scales, value_scales, tables + sequence.to(tl.int64) * table_step,
+        block_step, scales_step, kv_head, lowest, begin, stop, score_factor, cap_factor,
+        FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, REST, REST_DIM, V_HEAD_DIM, V_DIM, STORED_DIM, V_STORED_DIM, TILE_N, WINDOW, CAPPED,
+        True, COMPUTE, PRECISION,
     )  # fmt: skip
+    mask = real[:, None] & (dim < V_HEAD_DIM)[None, :]
     if SPLITS == 1:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + row * out_step + column, result.to(out.dtype.element_ty), mask=mask)
+        place = row * out_step + head[:, None] * V_HEAD_DIM + dim[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
     else:
-        heads = tl.num_programs(0) * GROUP
+        heads = tl.num_programs(0) // TILES * GROUP
         place = (sequence.to(tl.int64) * heads + head) * SPLITS + split
-        tl.store(states + place * 2, maximum, mask=m < GROUP)
-        tl.store(states + place * 2 + 1, total, mask=m < GROUP)
-        kept = tl.where(begin < stop, GROUP, 0)
-        tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask & (m < kept)[:, None])
+        tl.store(states + place * 2, maximum, mask=real)
+        tl.store(states + place * 2 + 1, total, mask=real)
+        kept = tl.where(begin < stop, TILE_M, 0)
+        tl.store(partial + place[:, None] * V_HEAD_DIM + dim[None, :], acc, mask=mask & (m < kept)[:, None])
 
 
 @triton.jit
 def merge_kernel(
     out, partial, states, rows, out_step,
-    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, sequences): each program rescales the splits of one head to one maximum, sums and divides them."""
+    """Grid (heads, sequences, columns / TILE): each program rescales the splits of one head to one maximum, sums and divides
+    TILE columns of them.
+    """
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     place = (sequence.to(tl.int64) * tl.num_programs(0) + head) * SPLITS
     split = tl.arange(0, SPLITS_PADDED)
-    dim = tl.arange(0, DIM)
+    dim = tl.program_id(2) * TILE + tl.arange(0, TILE)
     maximum = tl.load(states + (place + split) * 2, mask=split < SPLITS, other=float("-inf"))
     total = tl.load(states + (place + split) * 2 + 1, mask=split < SPLITS, other=0.0)
     highest = tl.max(maximum, 0)
     keep = tl.where(total > 0, tl.exp2(maximum - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
     # An empty split wrote no sum, so its memory is not read.
-    mask = (total > 0)[:, None] & (dim < HEAD_DIM)[None, :]
-    sums = tl.load(partial + (place + split)[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    mask = (total > 0)[:, None] & (dim < V_HEAD_DIM)[None, :]
+    sums = tl.load(partial + (place + split)[:, None] * V_HEAD_DIM + dim[None, :], mask=mask, other=0.0)
     whole = tl.sum(total * keep, 0)
     result = tl.sum(sums * keep[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     row = tl.load(rows + sequence).to(tl.int64)
-    tl.store(out + row * out_step + head * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    tl.store(out + row * out_step + head * V_HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim < V_HEAD_DIM)
 
 
 def decode(
-    query: Tensor, out: Tensor, kv: PagedKv, layer: LayerKv, tables: Tensor, rows: Tensor, ends: Tensor,
-    splits: int, tiling: Tiling, window: int = 0,
+    query: Tensor, out: Tensor, shape: AttentionShape, layer: LayerKv, tables: Tensor, rows: Tensor, ends: Tensor,
+    splits: int, tiling: Tiling,
 ) -> None:  # fmt: skip
     """Compute the attention of single tokens into `out`. Rows that `rows` does not name stay as they are.
 
-    query, out: [tokens, num_heads, head_dim], rows contiguous. tables: [sequences, blocks] int32. rows, ends: [sequences]
-    int32 (see `decode_kernel`). window: positions that a token sees, its own included; 0 means all.
+    query: [tokens, heads, qk_dim], out: [tokens, heads, v_dim], rows contiguous. tables: [sequences, blocks] int32. rows,
+    ends: [sequences] int32 (see `decode_kernel`).
     """
-    heads = query.shape[1]
-    shape = (len(rows), heads, splits) if splits > 1 else (0, 0, 0)
-    partial = torch.empty((*shape, kv.head_dim), dtype=torch.float32, device=query.device)
-    states = torch.empty((*shape, 2), dtype=torch.float32, device=query.device)
-    dim = next_power_of_2(kv.head_dim)
-    decode_kernel[(kv.num_kv_heads, len(rows), splits)](
+    parts = (len(rows), shape.heads, splits) if splits > 1 else (0, 0, 0)
+    partial = torch.empty((*parts, shape.v_dim), dtype=torch.float32, device=query.device)
+    states = torch.empty((*parts, 2), dtype=torch.float32, device=query.device)
+    decode_kernel[(shape.programs(tiling.rows), len(rows), splits)](
         out, partial, states, query, layer.key, layer.value, layer.key_scales, layer.value_scales, tables, rows, ends,
-        1.0 / (math.sqrt(kv.head_dim) * math.log(2)), tables.stride(0), query.stride(0), out.stride(0),
-        layer.block_step, layer.head_step, layer.scales_step,
-        SPLITS=splits, FORMAT=int(kv.format), GROUP=heads // kv.num_kv_heads, BLOCK_SIZE=kv.block_size,
-        HEAD_DIM=kv.head_dim, DIM=dim, STORED_DIM=kv.data.shape[-1], TILE_M=tiling.rows, TILE_N=tiling.positions,
-        WINDOW=window, COMPUTE=dot_dtype(query), PRECISION=dot_precision(query.dtype),
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        *shape.factors, tables.stride(0), query.stride(0), out.stride(0), layer.block_step, layer.scales_step,
+        SPLITS=splits, TILE_M=tiling.rows, TILE_N=tiling.positions, **shape.constants(tiling.rows),
+        COMPUTE=dot_dtype(query), PRECISION=dot_precision(query.dtype), num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     if splits > 1:
-        merge_kernel[(heads, len(rows))](
+        tile = min(MERGED, padded(shape.v_dim))
+        merge_kernel[(shape.heads, len(rows), triton.cdiv(shape.v_dim, tile))](
             out, partial, states, rows, out.stride(0),
-            SPLITS=splits, SPLITS_PADDED=next_power_of_2(splits), HEAD_DIM=kv.head_dim, DIM=dim, num_warps=4,
+            SPLITS=splits, SPLITS_PADDED=next_power_of_2(splits), V_HEAD_DIM=shape.v_dim, TILE=tile, num_warps=4,
         )  # fmt: skip
 
 
-def choose_splits(sequences: int, num_kv_heads: int, longest: int, multiprocessors: int) -> int:
-    """Return a number of splits that gives each multiprocessor about two programs.
+def choose_splits(sequences: int, programs: int, longest: int, multiprocessors: int) -> int:
+    """Return a number of splits that gives each multiprocessor about two programs. A sequence takes `programs` a split.
 
     A split has at least MIN_SPLIT positions of the longest sequence. The number is a power of two, because each number of
     splits is a kernel of its own to compile.
     """
-    wanted = 2 * multiprocessors // max(1, sequences * num_kv_heads)
+    wanted = 2 * multiprocessors // max(1, sequences * programs)
     splits = max(1, min(wanted, longest // MIN_SPLIT, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)

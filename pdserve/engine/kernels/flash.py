@@ -57,23 +57,48 @@ def table_entries(table, n, lowest, end, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def load_query(
+    query, rows, heads, mask, step,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_DIM: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Return the queries of a tile: the first HEAD_DIM numbers [rows, DIM], and the REST after them [rows, REST_DIM].
+
+    rows: [rows] int64, heads: [rows], the row of each in query [tokens, heads, HEAD_DIM + REST]. Rows where `mask` is false
+    are 0. Without a rest the second result is the first.
+    """
+    dim = tl.arange(0, DIM)
+    place = query + rows[:, None] * step + heads[:, None] * (HEAD_DIM + REST)
+    main = tl.load(place + dim[None, :], mask=mask[:, None] & (dim < HEAD_DIM)[None, :], other=0.0).to(COMPUTE)
+    rest = main
+    if REST > 0:
+        more = tl.arange(0, REST_DIM)
+        there = mask[:, None] & (more < REST)[None, :]
+        rest = tl.load(place + HEAD_DIM + more[None, :], mask=there, other=0.0).to(COMPUTE)
+    return main, rest
+
+
+@triton.jit
 def attend(
-    query, position, maximum, total, acc,
+    query, query_rest, position, maximum, total, acc,
     key, value, key_scales, value_scales, table,
     block_step, scales_step, kv_head, lowest, begin, end,
-    scale_log2,
-    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    STORED_DIM: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    score_factor, cap_factor,
+    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
+    REST_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, STORED_DIM: tl.constexpr,
+    V_STORED_DIM: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add positions [begin, end) to the running softmax of a tile of rows, and return its new (maximum, total, acc).
 
-    `begin` is a multiple of TILE_N. query: [rows, DIM] COMPUTE. position: [rows] int32, the position of each row's token.
-    maximum, total: [rows] float32, the maximum in units of log2. acc: [rows, DIM] float32, not yet divided by total. key,
-    value: pointers to the layer and head. key_scales, value_scales: pointers to the layer. table: the sequence's block ids.
-    WINDOW: a token sees the last WINDOW positions, its own included; 0 means all up to its own. Unless MASKED, every row
-    sees all of [begin, end), which then consists of whole tiles. No row sees positions below `lowest`: their blocks may
-    belong to another sequence by now.
+    `begin` is a multiple of TILE_N. query, query_rest: the results of `load_query`. position: [rows] int32, the position of
+    each row's token. maximum, total: [rows] float32, the maximum in units of log2. acc: [rows, V_DIM] float32, not yet
+    divided by total. key, value: pointers to the layer and head. key_scales, value_scales: pointers to the layer. table: the
+    sequence's block ids. score_factor, cap_factor: `AttentionShape.factors`.
+
+    With a REST, keys have REST numbers after the first HEAD_DIM, and these first numbers are the values as well: they are
+    read once. WINDOW: a token sees the last WINDOW positions, its own included; 0 means all up to its own. Unless MASKED,
+    every row sees all of [begin, end), which then consists of whole tiles. No row sees positions below `lowest`: their
+    blocks may belong to another sequence by now.
     """
     offset = tl.arange(0, TILE_N)
     entries = table_entries(table, begin + offset, lowest, end, BLOCK_SIZE)
@@ -87,9 +112,16 @@ def attend(
         entries = table_entries(table, n + TILE_N, lowest, end, BLOCK_SIZE)  # of the next tile
         rows = block * block_step + (n % BLOCK_SIZE) * STORED_DIM
         k = load_numbers(key, rows, there, FORMAT, HEAD_DIM, DIM, COMPUTE)
-        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale_log2
+        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        if REST > 0:
+            after = STORED_DIM * HEAD_DIM // (HEAD_DIM + REST)
+            more = load_numbers(key + after, rows, there, FORMAT, REST, REST_DIM, COMPUTE)
+            scores = tl.dot(query_rest, tl.trans(more), scores, input_precision=PRECISION)
+        scores *= score_factor
         if FORMAT != _PLAIN:
             scores *= tl.load(key_scales + block * scales_step + kv_head, mask=there, other=0.0)[None, :]
+        if CAPPED:  # tanh(x) = 1 - 2 / (e^(2 x) + 1), and scores hold 2 x in units of log2
+            scores = cap_factor - 2.0 * cap_factor / (tl.exp2(scores) + 1.0)
         if MASKED:
             seen = there[None, :] & (n[None, :] <= position[:, None])
             if WINDOW > 0:
@@ -102,7 +134,14 @@ def attend(
         total = total * keep + tl.sum(weights, 1)
         if FORMAT != _PLAIN:
             weights *= tl.load(value_scales + block * scales_step + kv_head, mask=there, other=0.0)[None, :]
-        v = load_numbers(value, rows, there, FORMAT, HEAD_DIM, DIM, COMPUTE)
+        if REST > 0:
+            v = k
+        else:
+            if V_STORED_DIM == STORED_DIM:
+                v_rows = rows
+            else:
+                v_rows = block * block_step + (n % BLOCK_SIZE) * V_STORED_DIM
+            v = load_numbers(value, v_rows, there, FORMAT, V_HEAD_DIM, V_DIM, COMPUTE)
         acc = tl.dot(weights.to(COMPUTE), v, acc * keep[:, None], input_precision=PRECISION)
         maximum = higher
     return maximum, total, acc

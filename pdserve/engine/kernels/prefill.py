@@ -13,17 +13,15 @@ need one.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.engine.kernels.flash import attend
-from pdserve.engine.kernels.support import next_power_of_2
+from pdserve.engine.kernels.flash import attend, load_query
+from pdserve.engine.kernels.shape import AttentionShape
 from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
-from pdserve.engine.kv.paged import LayerKv, PagedKv
+from pdserve.engine.kv.paged import LayerKv
 
 TILE_FIELDS = 4  # sequence, first query row, position of that row's token, tokens
 
@@ -31,31 +29,33 @@ TILE_FIELDS = 4  # sequence, first query row, position of that row's token, toke
 @triton.jit(do_not_specialize=["table_step"])  # the width of the tables changes from step to step
 def prefill_kernel(
     out, query, key, value, key_scales, value_scales, tables, tiles,
-    scale_log2, table_step, query_step, out_step, block_step, head_step, scales_step,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    STORED_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    score_factor, cap_factor, table_step, query_step, out_step, block_step, scales_step,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr, STORED_DIM: tl.constexpr, V_STORED_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_kv_heads, tiles). out, query: [tokens, num_kv_heads * GROUP, HEAD_DIM]; tables: [sequences, blocks] int32.
+    """Grid (tiles of heads, tiles). A tile of heads has HEADS of the GROUP heads that share a KV head.
 
-    tiles: [tiles, 4] int32: sequence, row of the first token in query, position of this token, number of tokens (at most
-    TILE_M // GROUP).
+    query: [tokens, heads, HEAD_DIM + REST]; out: [tokens, heads, V_HEAD_DIM]; tables: [sequences, blocks] int32. tiles:
+    [tiles, 4] int32: sequence, row of the first token in query, position of this token, number of tokens (at most
+    TILE_M // HEADS). The other arguments are those of `attend`.
     """
-    kv_head = tl.program_id(0)
+    TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(0) // TILES
     fields = tiles + tl.program_id(1) * 4
     sequence = tl.load(fields)
     first_row = tl.load(fields + 1)
     first = tl.load(fields + 2)
     count = tl.load(fields + 3)
     m = tl.arange(0, TILE_M)
-    token = m // GROUP
-    real = token < count
+    token = m // HEADS
+    of_group = (tl.program_id(0) % TILES) * HEADS + m % HEADS
+    real = (token < count) & (of_group < GROUP)
     position = first + tl.minimum(token, count - 1)
-    dim = tl.arange(0, DIM)
-    mask = real[:, None] & (dim < HEAD_DIM)[None, :]
     row = (first_row + token).to(tl.int64)
-    column = (kv_head * GROUP + m % GROUP)[:, None] * HEAD_DIM + dim[None, :]
-    q = tl.load(query + row[:, None] * query_step + column, mask=mask, other=0.0).to(COMPUTE)
+    head = kv_head * GROUP + of_group
+    q, q_rest = load_query(query, row, head, real, query_step, HEAD_DIM, DIM, REST, REST_DIM, COMPUTE)
 
     end = first + count
     lowest = 0
@@ -70,55 +70,54 @@ def prefill_kernel(
 
     maximum = tl.full([TILE_M], float("-inf"), tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
-    acc = tl.zeros([TILE_M, DIM], tl.float32)
-    k = key + kv_head.to(tl.int64) * head_step
-    v = value + kv_head.to(tl.int64) * head_step
+    acc = tl.zeros([TILE_M, V_DIM], tl.float32)
+    k = key + kv_head.to(tl.int64) * (BLOCK_SIZE * STORED_DIM)
+    v = value + kv_head.to(tl.int64) * (BLOCK_SIZE * V_STORED_DIM)
     table = tables + sequence.to(tl.int64) * table_step
     if WINDOW > 0:
         maximum, total, acc = attend(
-            q, position, maximum, total, acc, k, v, key_scales, value_scales, table,
-            block_step, scales_step, kv_head, lowest, begin, tl.minimum(left, end), scale_log2,
-            FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, STORED_DIM, TILE_N, WINDOW, True, COMPUTE, PRECISION,
+            q, q_rest, position, maximum, total, acc, k, v, key_scales, value_scales, table,
+            block_step, scales_step, kv_head, lowest, begin, tl.minimum(left, end), score_factor, cap_factor,
+            FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, REST, REST_DIM, V_HEAD_DIM, V_DIM, STORED_DIM, V_STORED_DIM, TILE_N,
+            WINDOW, CAPPED, True, COMPUTE, PRECISION,
         )  # fmt: skip
     maximum, total, acc = attend(
-        q, position, maximum, total, acc, k, v, key_scales, value_scales, table,
-        block_step, scales_step, kv_head, lowest, left, right, scale_log2,
-        FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, STORED_DIM, TILE_N, WINDOW, False, COMPUTE, PRECISION,
+        q, q_rest, position, maximum, total, acc, k, v, key_scales, value_scales, table,
+        block_step, scales_step, kv_head, lowest, left, right, score_factor, cap_factor,
+        FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, REST, REST_DIM, V_HEAD_DIM, V_DIM, STORED_DIM, V_STORED_DIM, TILE_N, WINDOW,
+        CAPPED, False, COMPUTE, PRECISION,
     )  # fmt: skip
     maximum, total, acc = attend(
-        q, position, maximum, total, acc, k, v, key_scales, value_scales, table,
-        block_step, scales_step, kv_head, lowest, right, end, scale_log2,
-        FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, STORED_DIM, TILE_N, WINDOW, True, COMPUTE, PRECISION,
+        q, q_rest, position, maximum, total, acc, k, v, key_scales, value_scales, table,
+        block_step, scales_step, kv_head, lowest, right, end, score_factor, cap_factor,
+        FORMAT, BLOCK_SIZE, HEAD_DIM, DIM, REST, REST_DIM, V_HEAD_DIM, V_DIM, STORED_DIM, V_STORED_DIM, TILE_N, WINDOW,
+        CAPPED, True, COMPUTE, PRECISION,
     )  # fmt: skip
+    dim = tl.arange(0, V_DIM)
     result = acc / total[:, None]
-    tl.store(out + row[:, None] * out_step + column, result.to(out.dtype.element_ty), mask=mask)
+    place = row[:, None] * out_step + head[:, None] * V_HEAD_DIM + dim[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None] & (dim < V_HEAD_DIM)[None, :])
 
 
 def prefill(
-    query: Tensor, out: Tensor, kv: PagedKv, layer: LayerKv, tables: Tensor, tiles: Tensor, tiling: Tiling, window: int = 0
+    query: Tensor, out: Tensor, shape: AttentionShape, layer: LayerKv, tables: Tensor, tiles: Tensor, tiling: Tiling
 ) -> None:
     """Compute the attention of prompts into `out`. Rows that no tile names stay as they are.
 
-    query, out: [tokens, num_heads, head_dim], rows contiguous. tables: [sequences, blocks] int32. tiles: [tiles, 4] int32
-    (see `prefill_kernel`), made by `cut` with `tile_tokens`. window: positions that a token sees, its own included; 0 means
-    all.
+    query: [tokens, heads, qk_dim], out: [tokens, heads, v_dim], rows contiguous. tables: [sequences, blocks] int32. tiles:
+    [tiles, 4] int32 (see `prefill_kernel`), made by `cut` with `tile_tokens`.
     """
-    group = query.shape[1] // kv.num_kv_heads
-    compute = dot_dtype(query)
-    prefill_kernel[(kv.num_kv_heads, len(tiles))](
+    prefill_kernel[(shape.programs(tiling.rows), len(tiles))](
         out, query, layer.key, layer.value, layer.key_scales, layer.value_scales, tables, tiles,
-        1.0 / (math.sqrt(kv.head_dim) * math.log(2)), tables.stride(0), query.stride(0), out.stride(0),
-        layer.block_step, layer.head_step, layer.scales_step,
-        FORMAT=int(kv.format), GROUP=group, BLOCK_SIZE=kv.block_size, HEAD_DIM=kv.head_dim,
-        DIM=next_power_of_2(kv.head_dim), STORED_DIM=kv.data.shape[-1], TILE_M=tiling.rows, TILE_N=tiling.positions,
-        WINDOW=window, COMPUTE=compute, PRECISION=dot_precision(query.dtype),
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        *shape.factors, tables.stride(0), query.stride(0), out.stride(0), layer.block_step, layer.scales_step,
+        TILE_M=tiling.rows, TILE_N=tiling.positions, **shape.constants(tiling.rows),
+        COMPUTE=dot_dtype(query), PRECISION=dot_precision(query.dtype), num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
 
 
 def tile_tokens(tiling: Tiling, group: int) -> int:
-    """Return the number of tokens in one query tile."""
-    return tiling.rows // group
+    """Return the number of tokens in one query tile. A tile of a larger group has some of the heads of one token."""
+    return max(1, tiling.rows // group)
 
 
 def cut(row: int, start: int, count: int, sequence: int, tokens: int) -> list[tuple[int, int, int, int]]:

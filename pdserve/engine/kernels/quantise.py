@@ -56,7 +56,7 @@ def quantise_kernel(
     FORMAT: tl.constexpr, LARGEST: tl.constexpr, OFFSETS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, STORED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_kv_heads, touched blocks, 2 (K, V)).
+    """Grid (num_kv_heads, touched blocks, planes of the pool: K and V, or one).
 
     touched: [blocks, 4] int32: the block, the row of its first new token in new_key and new_value [tokens, num_kv_heads,
     HEAD_DIM], the offset of this token in the block, and the number of new tokens. A row whose four fields are negative
@@ -126,17 +126,17 @@ def quantise_head(
 def quantise_write(kv: PagedKv, layer: LayerKv, key: Tensor, value: Tensor, touched: Tensor) -> None:
     """Quantise new tokens and write them into their blocks of one layer.
 
-    key, value: [tokens, num_kv_heads, head_dim], heads contiguous, equal strides. touched: [blocks, 4] int32 (see
-    `touched_blocks`), no block twice.
+    key, value: [tokens, num_kv_heads, head_dim], heads contiguous, equal strides; a pool of one plane takes the key.
+    touched: [blocks, 4] int32 (see `touched_blocks`), no block twice.
     """
     assert kv.format is not KvFormat.PLAIN
     assert key.stride() == value.stride()
     if len(touched) == 0:
         return
-    quantise_kernel[(kv.num_kv_heads, len(touched), 2)](
+    quantise_kernel[(kv.num_kv_heads, len(touched), kv.data.shape[2])](
         layer.key, layer.value, layer.key_scales, layer.value_scales, key, value, touched,
         key.stride(0), key.stride(1), layer.block_step, layer.head_step, layer.scales_step,
         FORMAT=int(kv.format), LARGEST=kv.format.largest,
         OFFSETS=next_power_of_2(kv.block_size), HEAD_DIM=kv.head_dim, DIM=next_power_of_2(kv.head_dim),
-        STORED_DIM=kv.data.shape[-1], num_warps=4,
+        STORED_DIM=kv.data.shape[-1], num_warps=4 if kv.head_dim <= 256 else 16,
     )  # fmt: skip

@@ -9,7 +9,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.engine.kernels.shape import AttentionShape, padded
 from pdserve.engine.kernels.support import next_power_of_2
+from pdserve.engine.kv.paged import KvFormat
 
 _COMPUTE: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -28,7 +30,7 @@ class Tiling:
     stages: int
 
 
-def prefill_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
+def prefill_tiling(shape: AttentionShape, dtype: torch.dtype) -> Tiling:
     """Return the tiling of prefill, chosen for Hopper: 227 KiB of shared memory and 64 Ki registers a multiprocessor.
 
     The numbers are those of the kernels compiled for sm_90a:
@@ -40,27 +42,51 @@ def prefill_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
       which takes about as long as the products at this size) while the other multiplies. Quantised numbers need 180 to 230
       registers, so there one program runs.
     - 256 dimensions: 160 KiB and about 250 registers. One program runs; quantised numbers spill up to 16 B a thread.
+    - latent keys: see `_latent_tiling`.
 
     float32 serves only for checks. Its tiles are small, because tensor cores do not compute float32 products.
     """
-    dim = next_power_of_2(head_dim)
+    if shape.latent:
+        return _latent_tiling(shape, dtype)
+    dim, rows = _dim(shape), next_power_of_2(shape.group)
     if dtype is torch.float32:
-        return Tiling(max(32 if dim <= 128 else 16, next_power_of_2(group)), 16, 4, 1)
-    return Tiling(max(128, next_power_of_2(group)), 64 if dim <= 128 else 32, 8, 3)
+        return Tiling(max(32 if dim <= 128 else 16, rows), 16, 4, 1)
+    return Tiling(max(128, rows), 64 if dim <= 128 else 32, 8, 3)
 
 
-def decode_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
+def decode_tiling(shape: AttentionShape, dtype: torch.dtype) -> Tiling:
     """Return the tiling of decode: one token, so a row for each head of the group, at least the 16 of a tensor core.
 
     128 dimensions, bfloat16: two tiles of K and V are being loaded or used, which is 64 KiB, and each of 128 threads has at
     most 128 registers, so three programs fit on a multiprocessor. `choose_splits` gives it two. When each of them loads one
     tile, 64 KiB are on their way; 4.8 TB/s at a latency of 1 us need 36 KiB a multiprocessor.
     """
-    dim = next_power_of_2(head_dim)
-    rows = max(16, next_power_of_2(group))
+    if shape.latent:
+        return _latent_tiling(shape, dtype)
+    rows = padded(shape.group)
     if dtype is torch.float32:
         return Tiling(rows, 16, 4, 1)
-    return Tiling(rows, 64 if dim <= 128 else 32, 4, 3)
+    return Tiling(rows, 64 if _dim(shape) <= 128 else 32, 4, 3)
+
+
+def _latent_tiling(shape: AttentionShape, dtype: torch.dtype) -> Tiling:
+    """Return the tiling of latent attention, in which all query heads share one key of hundreds of numbers.
+
+    DeepSeek's 512 + 64 numbers in bfloat16, 256 threads:
+
+    - 64 rows: their sums are 128 KiB, half of all registers, so more heads are several tiles. Three tiles of keys and one of
+      queries are 180 KiB. One program runs. It keeps about 130 B a thread of addresses on the stack.
+    - 16 rows: 91 KiB and at most 128 registers, so two programs run.
+    - Quantised keys pass through registers, so a tile has at most 32 rows.
+    """
+    rows = min(64 if shape.format is KvFormat.PLAIN else 32, padded(shape.group))
+    if dtype is torch.float32:
+        return Tiling(16, 16, 4, 1)
+    return Tiling(rows, 32, 8, 3)
+
+
+def _dim(shape: AttentionShape) -> int:
+    return max(padded(shape.qk_dim), padded(shape.v_dim))
 
 
 def dot_dtype(query: Tensor) -> Any:

@@ -1,8 +1,8 @@
-"""The memory of the KV blocks. All layers share one piece of memory, so a block is one run of bytes.
+"""The memory of the KV blocks of one group. All layers share one piece of memory, so a block is one run of bytes.
 
-Numbers are [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; the scales of a quantised block follow
-its numbers. A reader on another machine fetches a block with one descriptor. Attention gathers rows of block_size *
-head_dim numbers, one for each (block, layer, K or V, head), straight into [heads, positions, head_dim].
+A block is, for each layer and plane, [heads, block_size, dim] numbers; the scales of a quantised block follow its numbers
+(`KvGroup`). A reader on another machine fetches a block with one descriptor. Attention gathers rows of numbers straight
+into [heads, positions, dim]: K and V of a usual model are one row of block_size * dim numbers for each block and head.
 
 The dtype of the computation and that of the store may differ: written tokens are cast or quantised, gathered tokens are
 cast back.
@@ -11,7 +11,8 @@ cast back.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Final
 
 import torch
@@ -21,17 +22,18 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KvGroup
 from pdserve.engine.kv.format import from_numbers, scales_for, to_numbers
 from pdserve.engine.kv.paged import (
+    TORCH_DTYPES,
     TOUCH_FIELDS,
-    KvFormat,
     PagedKv,
-    plain_kv,
-    quantised_kv,
+    Part,
+    paged_kv,
+    part_views,
     touched_blocks,
     touched_tensor,
 )
+from pdserve.engine.kv.places import Places
 from pdserve.engine.kv.span import Span
 
-TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOBODY: Final = -1
 """Stands in place of a slot: the token is written nowhere. Only the Triton kernels know this value."""
 
@@ -53,15 +55,21 @@ class KvCache:
             raise ConfigError(f"kv_cache_memory of {memory_bytes} B is less than one block of {layout.block_bytes} B")
         self.blocks = _zeros(self.num_blocks * layout.block_bytes, device).view(self.num_blocks, layout.block_bytes)
         """[num_blocks, block_bytes] uint8: all bytes of each block, scales included."""
-        self.paged = _views(layout, self.blocks)
-        self._tokens = self._rows = self.tensor
+        self.parts = part_views(self.blocks, layout)
+        """The numbers and scales of neighbouring planes of one dim."""
+        self._places = Places(layout, device)
+        self._numbers = self.blocks.view(-1)
         if not layout.quantised:
-            self._tokens = self.tensor.view(-1, layout.head_dim)
-            self._rows = self.tensor.view(-1, layout.block_size * layout.head_dim)
+            self._numbers = self._numbers.view(TORCH_DTYPES[layout.dtype])
+
+    @property
+    def paged(self) -> PagedKv:
+        """The views for kernels. Asserts that the planes are alike."""
+        return paged_kv(self.blocks, self.layout)
 
     @property
     def tensor(self) -> Tensor:
-        """The numbers: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        """The numbers: [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]. Asserts that the planes are alike.
 
         The last dimension of a quantised pool is stored_dim bytes.
         """
@@ -69,7 +77,10 @@ class KvCache:
 
     @property
     def scales(self) -> Tensor | None:
-        """The scales of a quantised pool, [num_blocks, num_layers, 2, num_kv_heads] float32; None for a plain pool."""
+        """The scales of a quantised pool, [num_blocks, num_layers, planes, num_kv_heads] float32; None for a plain pool.
+
+        Asserts that the planes are alike.
+        """
         return self.paged.scales
 
     @property
@@ -85,107 +96,95 @@ class KvCache:
     def slots(self, spans: Sequence[Span]) -> Tensor:
         """Return the places for the new tokens of `spans`, as `write` takes them.
 
-        A plain pool gives [tokens, 2 * num_kv_heads] int64: the places in layer 0 of K, then V, of each head, in rows of
-        head_dim numbers. A quantised pool gives [blocks, 4] int32 of `touched_blocks`, since the tokens of a block share
-        their scales.
+        A plain pool gives the result of `Places.of_tokens`. A quantised pool gives [blocks, 4] int32 of `touched_blocks`,
+        since the tokens of a block share their scales.
         """
         size = self.layout.block_size
         if self.layout.quantised:
             pieces = [piece for s in spans for piece in touched_blocks(s.row, s.start, s.count, s.block_table, size)]
             return touched_tensor(pieces).to(self.device)
         positions = [(s.block_table[p // size], p % size) for s in spans for p in range(s.start, s.end)]
-        blocks, offsets = torch.tensor(positions, dtype=torch.int64).view(-1, 2).to(self.device).unbind(1)
-        rows = self._head_rows(blocks) * size + offsets.view(1, -1, 1)
-        return rows.transpose(0, 1).reshape(len(positions), -1)
+        return self._places.of_tokens(torch.tensor(positions, dtype=torch.int64).view(-1, 2).to(self.device))
 
     def nobodys_slots(self, tokens: int) -> Tensor:
         """Return slots for `tokens` single tokens that are written nowhere."""
         if self.layout.quantised:
             return torch.full((tokens, TOUCH_FIELDS), NOBODY, dtype=torch.int32, device=self.device)
-        return torch.full((tokens, 2 * self.layout.num_kv_heads), NOBODY, dtype=torch.int64, device=self.device)
+        return torch.full((tokens, self._places.strips), NOBODY, dtype=torch.int64, device=self.device)
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write the new tokens of one layer. key, value: [tokens, num_kv_heads, head_dim]; slots: the result of `slots`."""
+    def write(self, layer: int, slots: Tensor, *planes: Tensor) -> None:
+        """Write the new tokens of one layer. planes: [tokens, heads, dim] for each; slots: the result of `slots`."""
         if self.layout.quantised:
-            return self._quantise(layer, slots.long(), torch.stack((key, value), 1).float())
-        step = layer * 2 * self.layout.num_kv_heads * self.layout.block_size
-        rows = torch.stack((key, value), 1).view(-1, self.layout.head_dim)
-        self._tokens.index_copy_(0, slots.reshape(-1) + step, rows.to(self._tokens.dtype))
-        return None
+            for part, tokens in zip(self.parts, _joined(planes), strict=True):
+                self._quantise(part, layer, slots.long(), tokens.float())
+            return
+        tokens = torch.cat(planes if len(self.parts) == 1 else [plane.flatten(1) for plane in planes], 1)
+        rows = self._numbers.view(-1, self._places.unit)
+        where = slots.reshape(-1) + layer * self._places.strips * self.layout.block_size
+        rows.index_copy_(0, where, tokens.to(rows.dtype).view(-1, self._places.unit))
 
     def gather_rows(self, block_tables: Tensor) -> Tensor:
         """Return the argument `rows` of `gather` for `block_tables` [sequences, blocks] int64.
 
-        A plain pool gives the places of K and V in layer 0, one for each block and head. A quantised pool gives the tables.
+        A plain pool gives the result of `Places.of_blocks`. A quantised pool gives the tables.
         """
-        if self.layout.quantised:
-            return block_tables
-        sequences, blocks = block_tables.shape
-        rows = self._head_rows(block_tables.reshape(-1)).view(2, sequences, blocks, self.layout.num_kv_heads)
-        return rows.transpose(2, 3).reshape(-1)
+        return block_tables if self.layout.quantised else self._places.of_blocks(block_tables)
 
-    def gather(self, layer: int, rows: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
-        """Copy K and V of one layer out of the pool, each [sequences, num_kv_heads, blocks * block_size, head_dim].
+    def gather(self, layer: int, rows: Tensor, sequences: int) -> tuple[Tensor, ...]:
+        """Copy one layer out of the pool: for each plane [sequences, heads, blocks * block_size, dim].
 
         rows: the result of `gather_rows` for these sequences.
         """
-        heads, dim = self.layout.num_kv_heads, self.layout.head_dim
         if self.layout.quantised:
-            found = self._dequantised(layer, rows).permute(2, 0, 3, 1, 4, 5)
-        else:
-            found = self._rows.index_select(0, rows + layer * 2 * heads)
-        key, value = found.to(self.dtype).reshape(2, sequences, heads, -1, dim)
-        return key, value
+            return tuple(self._dequantised(layer, rows))
+        strips = self._numbers.view(-1, self._places.unit * self.layout.block_size)
+        found = strips.index_select(0, rows + layer * self._places.strips).to(self.dtype)
+        split = torch.split(found, self._places.counts(len(rows)))
+        return tuple(
+            plane.view(sequences, heads, -1, dim) for plane, (heads, dim) in zip(split, self.layout.planes, strict=True)
+        )
 
-    def _dequantised(self, layer: int, blocks: Tensor) -> Tensor:
-        """Return the values of blocks [sequences, blocks] int64 in one layer.
+    def _dequantised(self, layer: int, blocks: Tensor) -> Iterator[Tensor]:
+        """Yield the values of each plane in one layer as `gather` returns them. blocks: [sequences, blocks] int64."""
+        planes = iter(self.layout.planes)
+        for part in self.parts:
+            assert part.scales is not None
+            numbers = from_numbers(part.data[blocks, layer], self.layout.dtype)
+            values = numbers.mul_(part.scales[blocks, layer][..., None, None]).transpose(1, 2).to(self.dtype)
+            done = 0
+            while done < values.shape[1]:
+                heads, dim = next(planes)
+                yield values[:, done : done + heads].reshape(len(blocks), heads, -1, dim)
+                done += heads
 
-        The result is [sequences, blocks, 2, num_kv_heads, block_size, head_dim] float32.
-        """
-        assert self.scales is not None
-        numbers = from_numbers(self.tensor[blocks, layer], self.layout.dtype)
-        return numbers.mul_(self.scales[blocks, layer][..., None, None])
-
-    def _quantise(self, layer: int, touched: Tensor, tokens: Tensor) -> None:
-        """Write tokens [tokens, 2, num_kv_heads, head_dim] float32 to a quantised pool.
+    def _quantise(self, part: Part, layer: int, touched: Tensor, tokens: Tensor) -> None:
+        """Write tokens [tokens, heads, dim] float32 to a part of a quantised pool.
 
         The older tokens of a block are quantised again when its scale grows. touched: [blocks, 4] int64 of `touched_blocks`.
         """
-        assert self.scales is not None
+        assert part.scales is not None
         block, row, first, count = touched.unbind(1)
         offset = torch.arange(self.layout.block_size, device=self.device)
         old = offset < first[:, None]
         new = ~old & (offset < (first + count)[:, None])
-        old, new = (mask.view(len(block), 1, 1, -1, 1) for mask in (old, new))
+        old, new = (mask.view(len(block), 1, -1, 1) for mask in (old, new))
         source = (row[:, None] + offset - first[:, None]).clamp(0, len(tokens) - 1)
-        newer = tokens[source].permute(0, 2, 3, 1, 4).masked_fill(~new, 0.0)
+        newer = tokens[source].transpose(1, 2).masked_fill(~new, 0.0)
         # A block without older tokens has no scale yet: the memory holds a value of its former owner, which may be NaN.
-        before = self.scales[block, layer].masked_fill((first == 0)[:, None, None], 0.0)
+        before = part.scales[block, layer].masked_fill((first == 0)[:, None], 0.0)
         scales = torch.maximum(before, scales_for(newer.abs().amax((-1, -2)), self.layout.dtype))
-        stored = self.tensor[block, layer]
+        stored = part.data[block, layer]
         older = from_numbers(stored, self.layout.dtype).mul_(before[..., None, None])
         numbers = to_numbers(torch.where(old, older, newer), scales, self.layout.dtype)
         changed = new | (old & (scales > before)[..., None, None])
-        self.tensor[block, layer] = torch.where(changed, numbers, stored)
-        self.scales[block, layer] = scales
-
-    def _head_rows(self, block_ids: Tensor) -> Tensor:
-        """Return the index of (block, layer 0, K or V, head) among all heads of all blocks: [2, blocks, num_kv_heads]."""
-        heads = self.layout.num_kv_heads
-        base = block_ids.view(1, -1, 1) * (self.layout.num_layers * 2 * heads)
-        which = torch.arange(2, device=block_ids.device).view(2, 1, 1) * heads
-        return base + which + torch.arange(heads, device=block_ids.device)
+        part.data[block, layer] = torch.where(changed, numbers, stored)
+        part.scales[block, layer] = scales
 
 
-def _views(layout: KvGroup, blocks: Tensor) -> PagedKv:
-    heads, size, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
-    if not layout.quantised:
-        numbers = blocks.view(-1).view(TORCH_DTYPES[layout.dtype])
-        return plain_kv(numbers.view(len(blocks), layout.num_layers, 2, heads, size, dim))
-    kind = KvFormat[layout.dtype.upper()]
-    return quantised_kv(
-        blocks.view(-1), num_layers=layout.num_layers, num_kv_heads=heads, block_size=size, head_dim=dim, kind=kind
-    )
+def _joined(planes: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the tokens of each of `KvGroup.parts`, [tokens, heads, dim]."""
+    for _, run in groupby(planes, key=lambda plane: plane.shape[-1]):
+        yield torch.cat(list(run), 1)
 
 
 def _zeros(nbytes: int, device: torch.device) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pdserve.core.kv_layout import KvGroup
-from pdserve.engine.kv.cache import TORCH_DTYPES
-from pdserve.engine.kv.format import dequantise, quantise, stored_dim
+from pdserve.engine.kv.format import dequantise, quantise
+from pdserve.engine.kv.paged import TORCH_DTYPES, Part, part_views
 
 
 def convert_blocks(blocks: Tensor, source: KvGroup, target: KvGroup, tokens: int) -> Tensor:
@@ -35,38 +35,15 @@ def convert_blocks(blocks: Tensor, source: KvGroup, target: KvGroup, tokens: int
     return _store(values, target)
 
 
-def _parts(group: KvGroup) -> list[tuple[int, int]]:
-    """Return (heads, dim) of the parts of one layer of a block: the planes, where neighbours of one dim count as one.
-
-    K and V of a usual model are one part of twice the heads, so a block is converted as one tensor.
-    """
-    parts: list[tuple[int, int]] = []
-    for heads, dim in group.planes:
-        if parts and parts[-1][1] == dim:
-            parts[-1] = (parts[-1][0] + heads, dim)
-        else:
-            parts.append((heads, dim))
-    return parts
-
-
 def _read(blocks: Tensor, group: KvGroup) -> list[Tensor]:
     """Return a copy of the values of each part: [n, num_layers, heads, block_size, dim] float32."""
-    parts = _parts(group)
-    layers = (len(blocks), group.num_layers)
-    data = blocks[:, : group.data_bytes].view(*layers, -1)
-    if not group.quantised:
-        numbers = data.view(TORCH_DTYPES[group.dtype])
-        split = torch.split(numbers, [heads * group.block_size * dim for heads, dim in parts], 2)
-        shaped = zip(split, parts, strict=True)
-        return [p.reshape(*layers, heads, group.block_size, dim).to(torch.float32, copy=True) for p, (heads, dim) in shaped]
-    dims = [(heads, stored_dim(dim, group.dtype)) for heads, dim in parts]
-    split = torch.split(data, [heads * group.block_size * dim for heads, dim in dims], 2)
-    all_scales = blocks[:, group.data_bytes :].view(torch.float32).view(*layers, -1)
-    scales = torch.split(all_scales, [heads for heads, _ in parts], 2)
-    return [
-        dequantise(part.reshape(*layers, heads, group.block_size, dim), scale, group.dtype)
-        for part, scale, (heads, dim) in zip(split, scales, dims, strict=True)
-    ]
+    return [_values(part, group.dtype) for part in part_views(blocks, group)]
+
+
+def _values(part: Part, dtype: str) -> Tensor:
+    if part.scales is None:
+        return part.data.to(torch.float32, copy=True)
+    return dequantise(part.data, part.scales, dtype)
 
 
 def _store(values: list[Tensor], group: KvGroup) -> Tensor:

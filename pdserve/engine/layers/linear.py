@@ -1,4 +1,4 @@
-"""The product y = x W^T without bias, and the schemes by which its weight is laid out once for its device.
+"""The product y = x W^T, with a bias where there is one, and the schemes by which its weight is laid out once for its device.
 
 This is the one place that knows how packed weights are made: a layer of the model holds a `Linear` and asks no further.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ PART_WIDTH: Final = 288
 except for the whole width."""
 HEAD: Final = 4
 """The number of the head among the weights of `pdserve_model_weight` in abi.h."""
+ROUTER: Final = 5
+"""The number of the router there. Its weights are not rounded to fewer bits, because it decides."""
 
 Multiply = Callable[[Tensor], Tensor]
 """Function of a contiguous x [rows, in_features] that returns [rows, out_features] of the same dtype and device."""
@@ -48,16 +50,25 @@ class Scheme:
 
 
 class Linear:
-    """A product with one weight, held as a scheme lays it out."""
+    """A product with one weight, held as a scheme lays it out. A bias [out_features] is added to the rounded product."""
 
-    __slots__ = ("_multiply",)
+    __slots__ = ("_bias", "_multiply")
 
-    def __init__(self, scheme: Scheme, weight: Tensor) -> None:
+    def __init__(self, scheme: Scheme, weight: Tensor, bias: Tensor | None = None) -> None:
         self._multiply = scheme.lay_out(weight)
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product of x [rows, in_features], contiguous: [rows, out_features] of the same dtype and device."""
-        return self._multiply(x)
+        product = self._multiply(x)
+        return product if self._bias is None else product.add_(self._bias)
+
+
+class LinearFor(Protocol):
+    """Function that lays a weight and its bias out."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return the product with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +77,35 @@ class CompiledScheme:
 
     bits: bits of a weight: 16 (bfloat16), 8 (activations are rounded to 8 bits as well) or 4 (activations are bfloat16).
     head_bits: bits of a weight of the head. multiple: each width that is multiplied must be a multiple of this number.
+    scale_bits: bits of scales for each weight of a layer, where they are not negligible. rate: the most products a second,
+    relative to bfloat16.
     """
 
     name: str
     bits: int
     head_bits: int
     multiple: int = 1
+    scale_bits: float = 0.0
+    rate: float = 1.0
 
     def check(self, widths: Iterable[int]) -> None:
         """Raise `ConfigError` when a width does not allow this scheme."""
         if any(width % self.multiple for width in widths):
             raise ConfigError(f"quantization {self.name} needs a model whose widths are multiples of {self.multiple}")
 
-    def pack(self, library: ctypes.CDLL, model: int, layer: int, which: int, weight: Tensor) -> int:
-        """Copy a weight into a compiled model and return the call's result. layer, which: as in abi.h."""
+    def pack(self, library: ctypes.CDLL, model: int, layer: int, which: int, weight: Tensor, expert: int = 0) -> int:
+        """Copy a weight into a compiled model and return the call's result. layer, which, expert: as in abi.h."""
         held = weight.contiguous()
-        bits = self.head_bits if which == HEAD else self.bits
-        result: int = library.pdserve_model_weight(model, layer, which, held.data_ptr(), *held.shape, bits)
+        bits = {HEAD: self.head_bits, ROUTER: 16}.get(which, self.bits)
+        result: int = library.pdserve_model_weight(model, layer, which, expert, held.data_ptr(), *held.shape, bits)
         return result
 
 
 COMPILED_SCHEMES: Final = {
     None: CompiledScheme("bf16", bits=16, head_bits=16),
-    "int8": CompiledScheme("int8", bits=8, head_bits=8, multiple=64),  # 64 activations share a scale
+    "int8": CompiledScheme("int8", bits=8, head_bits=8, multiple=64, rate=2.0),  # 64 activations share a scale
     # A head of 4 bits costs SmolLM2 5 % of perplexity, one of 8 none. 32 weights share a scale.
-    "int4": CompiledScheme("int4", bits=4, head_bits=8, multiple=64),
+    "int4": CompiledScheme("int4", bits=4, head_bits=8, multiple=64, scale_bits=32 / 32),
 }
 """The schemes of the compiled code by the setting `quantization`."""
 

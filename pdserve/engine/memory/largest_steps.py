@@ -2,8 +2,9 @@
 
 The memory of a step beside weights and KV grows with its rows and with the rows that draw a token; `_wide` has the most of
 both. Where KV is gathered out of the pool, it also grows with the positions that its tokens attend to; `_long` has the most
-of them. No step needs more than both together, so their sum bounds every step. Each of the two runs in a moment, while a
-single step with every sequence at the longest context would take seconds.
+of them. Where a sliding window bounds what one sequence gathers, more sequences share a turn of attention; `_windowed` has
+the most of them. No step needs more than all of these together, so their sum bounds every step. Each of them runs in a
+moment, while a single step with every sequence at the longest context would take seconds.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 
 LONG_TOKENS: Final = 128  # tokens at the end of a prompt: attention computes prompts in pieces of at most so many
+STRADDLE: Final = 64  # positions of a tile of attention: the window of a token at window + STRADDLE - 2 touches the most tiles
 _DRAW: Final = (SampleSpec(SamplingParams(temperature=1.0, top_p=0.999, max_tokens=1, seed=0), 0),)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The limits of every step of an engine."""
+    """The limits of every step of an engine. windows: the sliding windows of its model, in tokens."""
 
     num_blocks: int
     block_size: int
@@ -30,6 +32,7 @@ class StepLimits:
     max_num_batched_tokens: int
     max_model_len: int
     kv_groups: int = 1
+    windows: tuple[int, ...] = ()
 
     @property
     def sequences(self) -> int:
@@ -45,12 +48,16 @@ def largest_steps(limits: StepLimits, *, gathered: int, decode_batches: tuple[in
     context.
     """
     batches = [_long_decodes(limits, min(size, limits.sequences)) for size in decode_batches]
-    return (_wide(limits), *([_long(limits, gathered)] if gathered else []), *batches)
+    if not gathered:
+        return (_wide(limits), *batches)
+    windowed = [_windowed(limits, gathered, size) for size in limits.windows if size < limits.max_model_len]
+    return (_wide(limits), _long(limits, gathered), *windowed, *batches)
 
 
-def prompt_step(limits: StepLimits) -> StepPlan:
-    """Return a step that computes as much of one prompt as a step may. Run it as the largest steps are run."""
-    return StepPlan((_slice(limits, 0, 0, min(limits.max_num_batched_tokens, limits.max_model_len - 1)),))
+def prompt_step(limits: StepLimits, most: int | None = None) -> StepPlan:
+    """Return a step that computes as much of one prompt as a step may, or `most` tokens of it. Run it as the largest steps."""
+    count = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
+    return StepPlan((_slice(limits, 0, 0, count if most is None else min(count, most)),))
 
 
 def _wide(limits: StepLimits) -> StepPlan:
@@ -72,6 +79,13 @@ def _long(limits: StepLimits, gathered: int) -> StepPlan:
     count = min(LONG_TOKENS, end, limits.max_num_batched_tokens - decodes)
     prompt = _slice(limits, decodes, end - count, count)
     return StepPlan((*_long_decodes(limits, decodes).slices, prompt))
+
+
+def _windowed(limits: StepLimits, gathered: int, window: int) -> StepPlan:
+    """Return a step of as many single tokens as one turn of attention takes when each of them sees `window` positions."""
+    count = min(limits.sequences, max(1, gathered // window))
+    start = min(window + STRADDLE - 2, limits.max_model_len - 2)
+    return StepPlan(tuple(_slice(limits, i, start, 1) for i in range(count)))
 
 
 def _long_decodes(limits: StepLimits, count: int) -> StepPlan:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pdserve.core.roofline.expert_load import LayerCounts
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
 
 
@@ -42,3 +43,6 @@ class Model(Protocol):
 
         The tokens of all slices, one after the other, are the rows of the step. `rows` is ascending.
         """
+
+    def expert_counts(self) -> list[LayerCounts]:
+        """Return the tokens that chose each expert so far, of each layer that has experts."""

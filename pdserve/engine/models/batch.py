@@ -25,6 +25,7 @@ class Batch:
     positions: Tensor  # [padded] int64
     slots: tuple[Tensor, ...]  # for each KV group, the places for the tokens' K and V: `KvCache.slots`
     spans: tuple[tuple[Span, ...], ...]  # for each KV group, the sequences of the step
+    real: Tensor | None = None  # [] int64 on the device: the rows of a recorded step that are not empty
 
 
 def make_batch(plan: StepPlan, caches: tuple[KvCache, ...], padded: int) -> Batch:
@@ -55,7 +56,7 @@ def _spans(plan: StepPlan, group: int, kv: KvCache) -> tuple[Span, ...]:
     for piece in plan.slices:
         span = Span(row, piece.start, len(piece.token_ids), piece.block_tables[group])
         assert span.end <= len(span.block_table) * kv.layout.block_size, "tokens without a block"
-        assert min(span.block_table) >= 0
+        assert min(span.block_table[kv.layout.first_live(piece.start) :]) >= 0
         assert max(span.block_table) < kv.num_blocks
         spans.append(span)
         row += span.count

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from pdserve.core.roofline.expert_load import LayerCounts
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.layers.rows import Rows
@@ -34,3 +35,7 @@ class BatchedDecoder:
         if not rows:
             return None
         return Logits(self._model.logits(hidden[rows]))
+
+    def expert_counts(self) -> list[LayerCounts]:
+        """Return the tokens that chose each expert so far, of each layer that has experts."""
+        return self._model.expert_counts()

@@ -9,70 +9,139 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.core.model_spec import LayerSpec, ModelSpec, RopeSpec
-from pdserve.engine.attention.api import Attention
-from pdserve.engine.layers.linear import Linear, scheme_for
+from pdserve.core.model_spec import DenseSpec, LayerSpec, MlaSpec, ModelSpec, RopeSpec
+from pdserve.core.roofline.expert_load import LayerCounts
+from pdserve.engine.attention.api import Attention, Scores
+from pdserve.engine.layers.elementwise import Softcap
+from pdserve.engine.layers.gqa import GqaPart
+from pdserve.engine.layers.latent import LatentPart
+from pdserve.engine.layers.linear import Linear, LinearFor, scheme_for
+from pdserve.engine.layers.mlp import DenseMlp
+from pdserve.engine.layers.moe import MoeMlp
+from pdserve.engine.layers.parts import AttentionPart, MlpPart
 from pdserve.engine.layers.rope import rope_table
 from pdserve.engine.layers.rows import PROBE_ROWS, Rows, Sample
 from pdserve.engine.layers.torch_ops import Ops
 from pdserve.engine.models.batch import Batch
-from pdserve.engine.models.weights import LayerWeights, ModelWeights
+from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, MlaWeights, MoeWeights, WeightSource
+from pdserve.engine.norms import Norm
 
-LinearFor = Callable[[Tensor], Linear]
-"""Function that lays a weight out."""
+FEATURES: Final = frozenset({
+    "latent attention", "a v_dim other than qk_dim", "window", "bias", "out_bias", "qk_norm", "softcap", "scale",
+    "rope of a part of a head", "gelu_tanh", "a mixture of experts", "post_norms", "an offset of norms", "embedding_scale",
+    "a softcap of logits",
+})  # fmt: skip
+"""The names of `ModelSpec.features` that a decoder in torch computes."""
+UNEQUAL_SCORES: Final = "layers that share KV of one shape but have different scales or softcaps"
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
     """The parts of a decoder that differ between ways to compute it: fast or batch-invariant, by torch or by Triton.
 
-    attention, ops: one for each KV group.
+    attention, ops: one for each KV group. softcap: bounds logits.
     """
 
     rows: Rows
     attention: tuple[Attention[Any], ...]
     ops: tuple[Ops, ...]
-
-
-class NextNorm(NamedTuple):
-    """The norm after a layer: the first one of the next layer, or the one before the head."""
-
-    weight: Tensor
-    eps: float
+    softcap: Softcap
 
 
 class Layer:
     """The functions of rows of one decoder layer. Its input is already normed, and the norm after the layer is part of it."""
 
-    def __init__(self, spec: LayerSpec, weights: LayerWeights, next_norm: NextNorm, ops: Ops, linear: LinearFor) -> None:
+    def __init__(
+        self, spec: LayerSpec, weights: LayerWeights, next_norm: Norm, ops: Ops, linear: LinearFor, rows: Rows
+    ) -> None:
         """Lay out the weights."""
-        self._eps = spec.norms.eps
+        self.attention = _attention_part(spec, weights, ops, linear)
+        self.mlp = _mlp_part(spec, weights, ops, linear, rows)
         self._ops = ops
-        self._mlp_norm = weights.mlp_norm
+        self._mlp_norm = Norm.of(spec.norms, weights.mlp_norm)
         self._next_norm = next_norm
-        self._qkv = linear(weights.qkv)
-        self._attention_out = linear(weights.attention_out)
-        self._gate_up = linear(weights.gate_up)
-        self._down = linear(weights.down)
+        self._post_norms: tuple[Norm | None, Norm | None] = (None, None)
+        if spec.post_norms:
+            assert weights.post_attention_norm is not None
+            assert weights.post_mlp_norm is not None
+            self._post_norms = Norm.of(spec.norms, weights.post_attention_norm), Norm.of(spec.norms, weights.post_mlp_norm)
 
-    def before_attention(self, normed: Tensor) -> tuple[Tensor]:
-        """Return q, k and v in one tensor, [rows, query_width + kv_width]. normed: [rows, hidden]."""
-        return (self._qkv(normed),)
+    def before_attention(self, normed: Tensor) -> tuple[Tensor, ...]:
+        """Return what `AttentionPart.write` takes. normed: [rows, hidden]."""
+        return self.attention.before(normed)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the next layer's x and its norm, both [rows, hidden].
+        """Return the next layer's x and its norm, both [rows, hidden]. The layer has no mixture of experts.
 
-        x: [rows, hidden]. attended: [rows, out_width], the result of attention.
+        x: [rows, hidden]. attended: [rows, width], the result of attention.
         """
-        x, normed = self._ops.add_norm(x, self._attention_out(attended), self._mlp_norm, self._eps)
-        mlp = self._down(self._ops.silu_and_mul(self._gate_up(normed)))
-        return self._ops.add_norm(x, mlp, *self._next_norm)
+        assert not isinstance(self.mlp, MoeMlp)
+        x, normed = self.add_attention(x, attended)
+        return self.add_mlp(x, self.mlp(normed))
+
+    def add_attention(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x with the result of attention added, and its norm, which the MLP takes."""
+        return self._ops.add_norm(x, self.attention.after(attended), *self._mlp_norm, self._post_norms[0])
+
+    def add_mlp(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x with the result of the MLP added, and the norm after the layer."""
+        return self._ops.add_norm(x, branch, *self._next_norm, self._post_norms[1])
+
+    def finish(self, rows: Rows, x: Tensor, attended: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Do the work of `after_attention` for all rows of a batch.
+
+        A mixture of experts gathers rows of the whole batch, so it stands between two functions of rows.
+        """
+        if not isinstance(self.mlp, MoeMlp):
+            return _two(rows.apply(self.after_attention, x, attended))
+        x, normed = rows.apply(self.add_attention, x, attended)
+        return _two(rows.apply(self.add_mlp, x, self.mlp(normed, batch.tokens, batch.real)))
+
+    def samples(self, make: Callable[[int], Tensor], hidden: int) -> Iterator[Sample]:
+        """Yield each function of rows of the layer once, with inputs. make: returns random rows of a width."""
+        yield self.before_attention, (make(hidden),)
+        attended = make(self.attention.attended_width)
+        if not isinstance(self.mlp, MoeMlp):
+            yield self.after_attention, (make(hidden), attended)
+            return
+        yield self.add_attention, (make(hidden), attended)
+        yield self.add_mlp, (make(hidden), make(hidden))
+        yield from self.mlp.samples(make(hidden))
+
+
+def _two(results: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    first, second = results
+    return first, second
+
+
+def _attention_part(spec: LayerSpec, weights: LayerWeights, ops: Ops, linear: LinearFor) -> AttentionPart:
+    if isinstance(spec.attention, MlaSpec):
+        assert isinstance(weights.attention, MlaWeights)
+        return LatentPart(spec.attention, weights.attention, ops, linear)
+    assert isinstance(weights.attention, GqaWeights)
+    return GqaPart(spec.attention, weights.attention, ops, linear)
+
+
+def _mlp_part(spec: LayerSpec, weights: LayerWeights, ops: Ops, linear: LinearFor, rows: Rows) -> MlpPart | MoeMlp:
+    mlp, own = spec.mlp, weights.mlp
+    if isinstance(mlp, DenseSpec):
+        assert isinstance(own, DenseWeights)
+        return DenseMlp(mlp, own, ops, linear)
+    assert isinstance(own, MoeWeights)
+    one, shared = DenseSpec(mlp.intermediate, mlp.activation), None
+    grouped, experts = ops.grouped(mlp, own.gate_up, own.down), []
+    if grouped is None:
+        experts = [DenseMlp(one, DenseWeights(*pair), ops, linear) for pair in zip(own.gate_up, own.down, strict=True)]
+    if own.shared is not None:
+        shared = DenseMlp(DenseSpec(mlp.shared, mlp.activation), own.shared, ops, linear)
+    router = own.router if own.shared_gate is None else torch.cat((own.router, own.shared_gate))
+    return MoeMlp(mlp, router, own.router_bias, experts, shared, rows, grouped)
 
 
 class Place(NamedTuple):
@@ -87,7 +156,7 @@ class Place(NamedTuple):
 class Decoder:
     """A decoder in torch: token ids to hidden states, and hidden states to logits."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, backend: Backend, max_positions: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightSource, backend: Backend, max_positions: int) -> None:
         """Lay out the weights, in new memory where that is faster: the caller should drop `weights` afterwards.
 
         Asserts that the caller asked `obstacle`.
@@ -96,17 +165,23 @@ class Decoder:
         self._spec = spec
         self._backend = backend
         self._embedding = weights.embedding
-        self._first_norm = NextNorm(weights.layers[0].attention_norm, spec.layers[0].norms.eps)
+        self._first_norm = Norm.of(spec.layers[0].norms, weights.attention_norm(0))
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.embedding.dtype).item()
         linear = partial(Linear, scheme_for(weights.embedding.device, weights.embedding.dtype))
         ropes = {_rope_key(layer): None for layer in spec.layers}
         self._tables = [rope_table(*key, max_positions, weights.embedding.device) for key in ropes]
         numbers = {key: number for number, key in enumerate(ropes)}
         self._layers = [
-            Place(Layer(one, own, norm, backend.ops[place[0]], linear), *place, numbers[_rope_key(one)])
+            Place(Layer(one, own, norm, backend.ops[place[0]], linear, backend.rows), *place, numbers[_rope_key(one)])
             for one, own, norm, place in zip(spec.layers, weights.layers, _next_norms(spec, weights), spec.places, strict=True)
         ]
         self._head = linear(weights.head)
         backend.rows.settle(self._samples())
+
+    @property
+    def recordable(self) -> bool:
+        """True when no layer waits for the device in a step."""
+        return all(place.layer.mlp.recordable for place in self._layers if isinstance(place.layer.mlp, MoeMlp))
 
     def hidden(self, batch: Batch) -> Tensor:
         """Write the KV of the batch's tokens and return the normed output of the last layer: [padded rows, hidden]."""
@@ -115,21 +190,27 @@ class Decoder:
 
     def forward(self, batch: Batch, prepared: Sequence[Any]) -> Tensor:
         """Do the work of `hidden` with the attention of each KV group already prepared. The batch's spans are not read."""
-        rows, attention, ops = self._backend.rows, self._backend.attention, self._backend.ops
+        rows, attention = self._backend.rows, self._backend.attention
         table_rows = [table[batch.positions[: batch.tokens]] for table in self._tables]
         x, normed = rows.apply(self._embed, batch.token_ids)
         for layer, group, at, rope in self._layers:
-            (projected,) = rows.apply(layer.before_attention, normed)
-            query = ops[group].rotate_and_write(at, projected[: batch.tokens], table_rows[rope], batch.slots[group])
+            projected = tuple(one[: batch.tokens] for one in rows.apply(layer.before_attention, normed))
+            query = layer.attention.write(at, projected, table_rows[rope], batch.slots[group])
             attended = attention[group].run(prepared[group], at, query)
-            x, normed = rows.apply(layer.after_attention, x, _pad_rows(attended.flatten(1), x.shape[0]))
+            x, normed = layer.finish(rows, x, _pad_rows(attended.flatten(1), x.shape[0]), batch)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [rows, vocab] float32 of hidden [rows, hidden], which are any rows of the result of `hidden`."""
         padded = _pad_rows(hidden, self._backend.rows.padded(hidden.shape[0]))
         (logits,) = self._backend.rows.apply(self._project, padded)
-        return logits[: hidden.shape[0]].float()
+        wide = logits[: hidden.shape[0]].float()
+        return wide if self._spec.softcap is None else self._backend.softcap(wide, self._spec.softcap)
+
+    def expert_counts(self) -> list[LayerCounts]:
+        """Return the tokens that chose each expert so far, of each layer that has experts."""
+        mlps = [(number, place.layer.mlp) for number, place in enumerate(self._layers)]
+        return [(number, mlp.counts.tolist()) for number, mlp in mlps if isinstance(mlp, MoeMlp)]
 
     def _samples(self) -> Iterator[Sample]:
         """Yield each function of rows once, with inputs. Layers of equal specs have equal shapes, so the first one stands for
@@ -144,13 +225,14 @@ class Decoder:
         yield self._embed, (torch.arange(PROBE_ROWS, device=device) % self._spec.vocab_size,)
         for spec, place in zip(self._spec.layers, self._layers, strict=True):
             if spec not in seen:
-                yield place.layer.before_attention, (rows(hidden),)
-                yield place.layer.after_attention, (rows(hidden), rows(spec.attention.out_width))
+                yield from place.layer.samples(rows, hidden)
                 seen.add(spec)
         yield self._project, (rows(hidden),)
 
     def _embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         x = F.embedding(token_ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            x.mul_(self._embedding_scale)
         return x, self._backend.ops[0].norm(x, *self._first_norm)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor]:
@@ -159,17 +241,24 @@ class Decoder:
 
 def obstacle(spec: ModelSpec) -> str | None:
     """Return the name of something in the model that no decoder in torch computes; None when all of it is computed."""
-    return spec.beyond()
+    lacking = spec.beyond(FEATURES)
+    if lacking is not None:
+        return lacking
+    for layers in spec.kv_groups:
+        if len({Scores.of(spec.layers[layer].attention) for layer in layers}) > 1:
+            return UNEQUAL_SCORES
+    return None
 
 
-def _next_norms(spec: ModelSpec, weights: ModelWeights) -> list[NextNorm]:
+def _next_norms(spec: ModelSpec, weights: WeightSource) -> list[Norm]:
     """Return the norm after each layer."""
-    firsts = [NextNorm(own.attention_norm, one.norms.eps) for one, own in zip(spec.layers[1:], weights.layers[1:], strict=True)]
-    return [*firsts, NextNorm(weights.norm, spec.norm.eps)]
+    firsts = [Norm.of(spec.layers[index].norms, weights.attention_norm(index)) for index in range(1, len(spec.layers))]
+    return [*firsts, Norm.of(spec.norm, weights.norm)]
 
 
 def _rope_key(layer: LayerSpec) -> tuple[RopeSpec, int]:
-    return layer.attention.rope, layer.attention.qk_dim
+    attention = layer.attention
+    return attention.rope, attention.rope_dim if isinstance(attention, MlaSpec) else attention.qk_dim
 
 
 def _pad_rows(x: Tensor, count: int) -> Tensor:

@@ -82,6 +82,8 @@ class DecodeGraphs:
         for slots, given in zip(fixed.slots, batch.slots, strict=True):
             slots[: batch.tokens].copy_(given)
             slots[batch.tokens :] = NOBODY
+        assert fixed.real is not None
+        fixed.real.fill_(batch.tokens)
         for attention, step, spans in zip(self._attention, recording.attention, batch.spans, strict=True):
             attention.refill(step, spans)
 
@@ -90,7 +92,8 @@ class DecodeGraphs:
         attention = tuple(one.fixed(size, self._max_positions) for one in self._attention)
         device = attention[0].ends.device
         ids, positions = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
-        batch = Batch(size, ids, positions, tuple(kv.nobodys_slots(size) for kv in self._caches), spans=())
+        real = torch.zeros((), dtype=torch.int64, device=device)
+        batch = Batch(size, ids, positions, tuple(kv.nobodys_slots(size) for kv in self._caches), (), real)
         replay, hidden = self._record(lambda: self._model.forward(batch, attention))
         return Recording(batch, attention, replay, hidden)
 

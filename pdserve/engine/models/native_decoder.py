@@ -22,13 +22,14 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalBug, OutOfThreads
 from pdserve.core.ids import BlockId
-from pdserve.core.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from pdserve.core.model_spec import Attention, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
+from pdserve.core.roofline.expert_load import LayerCounts
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
 from pdserve.engine.kv.pool import KvPool
-from pdserve.engine.layers.linear import HEAD, CompiledScheme
+from pdserve.engine.layers.linear import HEAD, ROUTER, CompiledScheme
 from pdserve.engine.layers.rope import rope_table
 from pdserve.engine.models.api import Logits
-from pdserve.engine.models.weights import LayerWeights, ModelWeights
+from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, MoeWeights, WeightSource
 from pdserve.engine.native import library
 from pdserve.engine.native.sampling import PackedRows
 
@@ -36,8 +37,16 @@ LANES: Final = 16  # floats in a vector; gate and up alternate in groups of so m
 MOST_HEAD_DIM: Final = 512
 KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # the numbers are those of abi.h
 NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
+COMPUTED: Final = frozenset({
+    "window", "bias", "out_bias", "qk_norm", "softcap", "scale", "rope of a part of a head", "gelu_tanh", "post_norms",
+    "an offset of norms", "embedding_scale", "a softcap of logits", "a mixture of experts",
+})  # fmt: skip
+"""The features beyond Llama's that the compiled code computes, by the names of `ModelSpec.features`."""
+_ACTIVATIONS: Final = ("silu", "gelu_tanh")  # the places are the numbers of abi.h
 _QKV, _ATTENTION_OUT, _GATE_UP, _DOWN = range(HEAD)
-_BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD = range(3)
+_BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD, _AFTER_ATTENTION, _AFTER_MLP, _OF_QUERIES, _OF_KEYS = range(7)
+_QKV_BIAS, _OUT_BIAS, _ROUTER_BIAS = range(7, 10)
+_EXPERT_GATE_UP, _EXPERT_DOWN = ROUTER + 1, ROUTER + 2
 
 Tables = tuple[tuple[tuple[BlockId, ...], ...], ...]
 """The block tables of all KV groups of each slice."""
@@ -49,7 +58,7 @@ def obstacle(spec: ModelSpec, kv: KvPool) -> str | None:
         return "compiled steps are for CPUs"
     if kv.dtype is not torch.bfloat16 or any(group.dtype not in KV_FORMATS for group in kv.spec.groups):
         return "compiled steps are for bfloat16"
-    lacking = spec.beyond()
+    lacking = spec.beyond(COMPUTED)
     if lacking is not None:
         return f"compiled steps do not compute {lacking}"
     if any(width % LANES for width in _widths(spec, lambda attention: attention.qk_dim)):
@@ -70,18 +79,19 @@ def supports(spec: ModelSpec, kv: KvPool) -> bool:
 class NativeDecoder:
     """The compiled decoder as the runner's `Model`.
 
-    It copies the weights into the layout of the kernels, except the embedding, so the caller should drop the weights.
+    It copies the weights into the layout of the kernels, except the embedding: one layer at a time, so that a source which
+    reads them meanwhile never holds them all.
     """
 
     computes_in_torch = False
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, kv: KvPool, max_positions: int, scheme: CompiledScheme) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightSource, kv: KvPool, max_positions: int, scheme: CompiledScheme) -> None:
         """Copy the weights. Raises `ConfigError` when a width does not allow the scheme, MemoryError without memory."""
         scheme.check(_widths(spec, lambda attention: attention.out_width))
         loaded = library.load()
         assert loaded is not None, "the caller asked `supports`"
         self._library = loaded
-        self._scheme = scheme
+        self.scheme = scheme
         self.threads = torch.get_num_threads()
         self._block_size = kv.spec.block_size
         self._groups = (library.Group * len(kv.caches))(
@@ -89,6 +99,8 @@ class NativeDecoder:
         )
         self._groups_address = ctypes.addressof(self._groups)
         self._vocab = spec.vocab_size
+        mlps = enumerate(layer.mlp for layer in spec.layers)
+        self._mixtures = [(number, mlp.experts) for number, mlp in mlps if isinstance(mlp, MoeSpec)]
         self._room = self._logits = torch.empty(0, spec.vocab_size)
         self._logits_address = self._rows = 0
         self._embedding = weights.embedding.contiguous()
@@ -96,14 +108,18 @@ class NativeDecoder:
         self._ropes = {key: rope_table(*key, max_positions, kv.device) for key in ropes}
         count = len(spec.layers)
         layers = (library.Layer * count)(*map(self._layer_shape, spec.layers, spec.places))
-        shape = library.Shape(spec.hidden_size, spec.vocab_size, count, len(kv.caches), layers, spec.norm.eps)
+        windows = array("q", (group.window or 0 for group in kv.spec.groups))
+        shape = library.Shape(
+            spec.hidden_size, spec.vocab_size, count, len(kv.caches), layers, windows.buffer_info()[0], spec.norm.eps,
+            float(torch.tensor(spec.embedding_scale).bfloat16()), spec.softcap or 0.0,
+        )  # fmt: skip
         self._model = loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr())
         if self._model is None:
             raise MemoryError
         weakref.finalize(self, loaded.pdserve_model_free, self._model)
-        for index, own in enumerate(weights.layers):
-            self._take_layer(index, own)
-        self._take_norm(0, _BEFORE_HEAD, weights.norm)
+        for index, of in enumerate(spec.layers):
+            self._take_layer(index, of, weights.layers[index])
+        self._take_vector(0, _BEFORE_HEAD, weights.norm, spec.norm.offset)
         self._take(0, HEAD, weights.head)
 
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits:
@@ -128,6 +144,15 @@ class NativeDecoder:
         _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
 
+    def expert_counts(self) -> list[LayerCounts]:
+        """Return the tokens that chose each expert. The last layer counts only tokens whose logits were wanted."""
+        return [(layer, self._counts_of(layer, experts)) for layer, experts in self._mixtures]
+
+    def _counts_of(self, layer: int, experts: int) -> list[int]:
+        counts = array("q", bytes(8 * experts))
+        self._library.pdserve_model_expert_counts(self._model, layer, counts.buffer_info()[0])
+        return counts.tolist()
+
     def _make_room(self, rows: int) -> None:
         """Make room for logits [rows, vocab]. All steps use the same memory.
 
@@ -151,25 +176,61 @@ class NativeDecoder:
         return packed.taken()
 
     def _layer_shape(self, layer: LayerSpec, place: tuple[int, int]) -> library.Layer:
-        attention = layer.attention
-        rope = self._ropes[attention.rope, attention.qk_dim].data_ptr()
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, AttentionSpec), "`obstacle` refuses others"
+        table = self._ropes[attention.rope, attention.qk_dim]
         heads = attention.heads, attention.kv_heads, attention.qk_dim
-        return library.Layer(*heads, layer.mlp.intermediate, *place, layer.norms.eps, rope)
+        activation = _ACTIVATIONS.index(mlp.activation)
+        moe = library.Moe() if isinstance(mlp, DenseSpec) else _moe_shape(mlp)
+        return library.Layer(
+            *heads, 0 if moe.experts else mlp.intermediate, *place, table.shape[2], activation, layer.norms.eps,
+            _head_norm(attention).eps, _scale_of(attention), attention.softcap or 0.0, table.data_ptr(), moe,
+        )  # fmt: skip
 
-    def _take_layer(self, index: int, layer: LayerWeights) -> None:
-        self._take_norm(index, _BEFORE_ATTENTION, layer.attention_norm)
-        self._take_norm(index, _BEFORE_MLP, layer.mlp_norm)
-        self._take(index, _QKV, layer.qkv)
-        self._take(index, _ATTENTION_OUT, layer.attention_out)
-        self._take(index, _GATE_UP, _by_turns(layer.gate_up))
-        self._take(index, _DOWN, layer.down)
+    def _take_layer(self, index: int, spec: LayerSpec, layer: LayerWeights) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, GqaWeights), "`obstacle` refuses others"
+        assert isinstance(spec.attention, AttentionSpec)
+        for which, vector, offset in (
+            (_BEFORE_ATTENTION, layer.attention_norm, spec.norms.offset),
+            (_BEFORE_MLP, layer.mlp_norm, spec.norms.offset),
+            (_AFTER_ATTENTION, layer.post_attention_norm, spec.norms.offset),
+            (_AFTER_MLP, layer.post_mlp_norm, spec.norms.offset),
+            (_OF_QUERIES, attention.q_norm, _head_norm(spec.attention).offset),
+            (_OF_KEYS, attention.k_norm, _head_norm(spec.attention).offset),
+            (_QKV_BIAS, attention.qkv_bias, 0.0),
+            (_OUT_BIAS, attention.out_bias, 0.0),
+        ):
+            if vector is not None:
+                self._take_vector(index, which, vector, offset)
+        self._take(index, _QKV, attention.qkv)
+        self._take(index, _ATTENTION_OUT, attention.out)
+        if isinstance(mlp, DenseWeights):
+            self._take_mlp(index, _GATE_UP, mlp)
+        else:
+            self._take_experts(index, mlp)
 
-    def _take(self, layer: int, which: int, weight: Tensor) -> None:
-        _done(self._scheme.pack(self._library, self._model, layer, which, weight))
+    def _take_mlp(self, layer: int, which: int, mlp: DenseWeights, expert: int = 0) -> None:
+        """Copy a gated MLP. which: the number of its gate and up; that of down follows it."""
+        self._take(layer, which, _by_turns(mlp.gate_up), expert)
+        self._take(layer, which + 1, mlp.down, expert)
 
-    def _take_norm(self, layer: int, which: int, weight: Tensor) -> None:
-        held = weight.float().contiguous()
-        _done(self._library.pdserve_model_norm(self._model, layer, which, held.data_ptr()))
+    def _take_experts(self, layer: int, moe: MoeWeights) -> None:
+        gate = () if moe.shared_gate is None else (moe.shared_gate,)
+        self._take(layer, ROUTER, torch.cat((moe.router, *gate)))
+        if moe.router_bias is not None:
+            self._take_vector(layer, _ROUTER_BIAS, moe.router_bias, 0.0)
+        if moe.shared is not None:
+            self._take_mlp(layer, _GATE_UP, moe.shared)
+        for expert, (gate_up, down) in enumerate(zip(moe.gate_up, moe.down, strict=True)):
+            self._take_mlp(layer, _EXPERT_GATE_UP, DenseWeights(gate_up, down), expert)
+
+    def _take(self, layer: int, which: int, weight: Tensor, expert: int = 0) -> None:
+        _done(self.scheme.pack(self._library, self._model, layer, which, weight, expert))
+
+    def _take_vector(self, layer: int, which: int, vector: Tensor, offset: float) -> None:
+        held = (vector.float() + offset).contiguous()
+        _done(self._library.pdserve_model_vector(self._model, layer, which, held.data_ptr(), held.numel()))
 
 
 def split_batches(num_kv_heads: int) -> tuple[int, ...]:
@@ -181,11 +242,31 @@ def split_batches(num_kv_heads: int) -> tuple[int, ...]:
     return (1, most) if most > 1 else (1,)
 
 
-def _widths(spec: ModelSpec, of_attention: Callable[[AttentionSpec], int]) -> set[int]:
-    """Return the width of the model, and those of each layer's MLP and attention."""
+def _moe_shape(moe: MoeSpec) -> library.Moe:
+    choice = moe.score == "sigmoid", moe.renormalise, moe.groups, moe.top_groups, moe.group_score == "best_two"
+    return library.Moe(
+        moe.experts, moe.experts_per_token, moe.intermediate, *choice, moe.shared, moe.shared_gate, moe.scale
+    )  # fmt: skip
+
+
+def _head_norm(attention: AttentionSpec) -> NormSpec:
+    """Return the norm of heads; any where there is none."""
+    return attention.qk_norm or NormSpec(0.0)
+
+
+def _scale_of(attention: AttentionSpec) -> float:
+    """Return the factor of scores. 1 / sqrt(qk_dim) is computed in float32."""
+    if attention.scale is not None:
+        return attention.scale
+    return float(1 / torch.tensor(float(attention.qk_dim)).sqrt())
+
+
+def _widths(spec: ModelSpec, of_attention: Callable[[Attention], int]) -> set[int]:
+    """Return the width of the model, and those of each layer's MLPs and attention."""
     return {
         spec.hidden_size,
         *(layer.mlp.intermediate for layer in spec.layers),
+        *(layer.mlp.shared for layer in spec.layers if isinstance(layer.mlp, MoeSpec)),
         *(of_attention(layer.attention) for layer in spec.layers),
     }
 

@@ -16,11 +16,21 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-ABI: Final = 6  # PDSERVE_ABI of abi.h
+ABI: Final = 8  # PDSERVE_ABI of abi.h
 DONE: Final = 1
 NO_MEMORY: Final = 0
 UNSOUND: Final = -1
 NO_THREAD: Final = -2
+
+
+class Moe(Structure):
+    """`PdMoe` of abi.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("experts", "experts_per_token", "intermediate", "sigmoid", "renormalise", "groups")),
+        *((name, c_int64) for name in ("top_groups", "best_two", "shared", "shared_gate")),
+        ("scale", c_double),
+    ]  # fmt: skip
 
 
 class Layer(Structure):
@@ -28,7 +38,9 @@ class Layer(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "intermediate", "group", "index")),
-        ("rms_norm_eps", c_double), ("rope", c_void_p),
+        *((name, c_int64) for name in ("rope_dim", "activation")),
+        *((name, c_double) for name in ("rms_norm_eps", "head_norm_eps", "scale", "softcap")),
+        ("rope", c_void_p), ("moe", Moe),
     ]  # fmt: skip
 
 
@@ -37,7 +49,8 @@ class Shape(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "vocab", "layers", "groups")),
-        ("layer", POINTER(Layer)), ("rms_norm_eps", c_double),
+        ("layer", POINTER(Layer)), ("windows", c_void_p),
+        *((name, c_double) for name in ("rms_norm_eps", "embedding_scale", "softcap")),
     ]  # fmt: skip
 
 
@@ -119,10 +132,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_model_new.restype = c_void_p
     library.pdserve_model_free.argtypes = (c_void_p,)
     library.pdserve_model_free.restype = None
-    library.pdserve_model_weight.argtypes = (c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int)
+    library.pdserve_model_weight.argtypes = (c_void_p, c_int64, c_int, c_int64, c_void_p, c_int64, c_int64, c_int)
     library.pdserve_model_weight.restype = c_int
-    library.pdserve_model_norm.argtypes = (c_void_p, c_int64, c_int, c_void_p)
-    library.pdserve_model_norm.restype = c_int
+    library.pdserve_model_vector.argtypes = (c_void_p, c_int64, c_int, c_void_p, c_int64)
+    library.pdserve_model_vector.restype = c_int
+    library.pdserve_model_expert_counts.argtypes = (c_void_p, c_int64, c_void_p)
+    library.pdserve_model_expert_counts.restype = None
     library.pdserve_model_forward.argtypes = (c_void_p, POINTER(Step))
     library.pdserve_model_forward.restype = c_int
     library.pdserve_model_sample.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)

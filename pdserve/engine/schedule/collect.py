@@ -1,4 +1,5 @@
-"""The end of a step: drawn tokens are appended to their sequences, and blocks that became full are published. Pure."""
+"""The end of a step: drawn tokens are appended to their sequences, blocks that became full are published, and blocks behind a
+sliding window are freed. Pure."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ class Collector:
         self._block_size = block_size
         self._move = move
         self._forget = forget
+        self._windowed = prefix.windowed
 
     def collect(
         self, step: PlannedStep, sampled: list[Sampled], preempted: tuple[SeqId, ...], *, aborting: bool
@@ -63,6 +65,8 @@ class Collector:
                 continue
             if not computed % self._block_size:
                 self._prefix.publish(seq)
+            if self._windowed and seq.computed >= seq.next_death:
+                self._prefix.free_behind(seq)
             tokens.append(self._append(seq, token))
         for seq, guessed in zip(sequences[decodes:], drafts, strict=False):
             seq.planned = 0
@@ -97,6 +101,8 @@ class Collector:
                 self._prefix.publish(seq)
             else:
                 self._prefilled(seq, advanced, drawn=last is not None)
+            if self._windowed and seq.computed >= seq.next_death:
+                self._prefix.free_behind(seq)
             if last is not None:
                 tokens.append(self._append(seq, last))
         return tuple(advanced), tuple(final)
@@ -140,6 +146,8 @@ class Collector:
                 return
             if not seq.computed % self._block_size:
                 self._prefix.publish(seq)
+            if self._windowed and seq.computed >= seq.next_death:
+                self._prefix.free_behind(seq)
             tokens.append(self._append(seq, token))
             if tokens[-1].finish_reason is not None:
                 return

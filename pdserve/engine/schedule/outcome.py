@@ -27,17 +27,19 @@ class Advance(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """A lent sequence got its blocks. The lease already holds its references to them."""
+    """A lent sequence got its blocks. The lease already holds its references to those that its reader needs."""
 
     seq_id: SeqId
     block_tables: tuple[tuple[BlockId, ...], ...]
-    """Its blocks in each KV group."""
+    """The lease's blocks in each KV group. Blocks that are dead at the end of the prompt are null."""
+    hits: int = 0
+    """Number of its first blocks whose KV was here already."""
 
 
 class Final(NamedTuple):
     """Blocks of a lent sequence, from position `first` on, are final: nothing writes them any more.
 
-    Each is full, or it is the last block of the prompt.
+    Each is full, or it is the last block of the prompt. Some may be behind a sliding window by now, and cached or free.
     """
 
     seq_id: SeqId

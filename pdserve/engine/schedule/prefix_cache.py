@@ -40,15 +40,19 @@ class PrefixCache:
         """Return the hashes of the full blocks among the first `limit` tokens; an empty list when nothing is shared."""
         return chain.first(limit // self._block_size, tokens) if chain is not None else []
 
-    def take(self, seq: Sequence, holder: Holder, count: int, hashes: list[BlockHash]) -> TableReservation:
-        """Give a sequence all its `count` blocks. The caller has checked that the pool has them.
+    def take(
+        self, seq: Sequence, holder: Holder, count: int, hashes: list[BlockHash], *, arriving: int = 0
+    ) -> TableReservation:
+        """Give a sequence all its `count` blocks, except those that are dead after the first `arriving` tokens, which a peer
+        computes. The caller has checked that the pool has them.
 
         The tokens of prefix hits count as computed. An inbound sequence gets the KV of its other blocks from a peer.
         """
-        reservation = self._pool.reserve(holder, count, hashes)
+        reservation = self._pool.reserve(holder, count, hashes, arriving=arriving)
         assert reservation is not None
         seq.has_blocks(reservation.block_tables)
         seq.published = seq.final = reservation.hits
+        seq.next_death = 0
         if holder.kind is HolderKind.SEQUENCE:
             seq.computed = reservation.hits * self._block_size
         if seq.chain is not None:
@@ -58,7 +62,19 @@ class PrefixCache:
 
     def withdraw(self, seq: Sequence) -> None:
         """Withdraw the sequence's blocks from sharing: their KV may be the reason why its logits are not finite numbers."""
-        self._pool.withdraw(seq.holder)
+        hashes = seq.chain.first(seq.published, seq.tokens) if seq.chain is not None else ()
+        self._pool.withdraw(seq.holder, hashes=hashes)
+
+    @property
+    def windowed(self) -> bool:
+        """True when a KV group has a sliding window, so that `free_behind` has something to do."""
+        return self._pool.windowed
+
+    def free_behind(self, seq: Sequence) -> None:
+        """Drop the sequence's references on the blocks that none of its later tokens sees. Published ones stay cached."""
+        if (tables := self._pool.free_behind(seq.holder, seq.computed)) is not None:
+            seq.has_blocks(tables)
+        seq.next_death = self._pool.next_death(seq.computed)
 
     def publish(self, seq: Sequence) -> None:
         """Publish the sequence's own blocks that are full and final, so that other sequences find them from now on."""

@@ -1,7 +1,6 @@
 """The scheduler decides which tokens the next step computes and which sequence holds which KV block.
 
 The module is pure: no torch, no clock, no threads.
-
 Continuous batching: sequences join and leave between steps. Decodes go first; chunks of prompts fill the rest of the token
 budget, or less of it where sequences that decode have a target for the time between tokens (see chunk_budget.py). A running
 sequence holds the blocks of all its known tokens from the start, so a prompt that has started can always finish. Only decodes
@@ -12,11 +11,11 @@ turns.py defines the order of service and keeps a small priority from waiting fo
 strictly in that order: when the first one does not fit, all others wait. `reserve` leaves the blocks that waiting sequences
 need, so small requests never starve a big one.
 
-A block that a step may write is freed only after that step is collected.
+A block that a step may write is freed only after that step is collected. A block behind a sliding window, which no later
+token sees, is freed then as well, while its sequence goes on. A lease keeps what its reader needs.
 
-Sequences that begin with the same tokens share blocks: see prefix_cache.py.
-
-`plan` takes guesses of next tokens (drafts). They change how many steps an output takes, and nothing else.
+Sequences that begin with the same tokens share blocks: see prefix_cache.py. `plan` takes guesses of next tokens (drafts). They
+change how many steps an output takes, and nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pdserve.core.block_hash import PrefixChain
 from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import ConfigError
-from pdserve.core.ids import SeqId
+from pdserve.core.ids import NULL_BLOCK, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
@@ -88,6 +87,7 @@ class Scheduler:
         self._pool = pool
         self._block_size = layout_block_size
         self._max_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._slots = self._max_seqs  # sequences that may run now: never more than there is memory for
         self._largest_step = self._token_budget = max_num_batched_tokens
         self._targets = 0  # sequences that have a target for the time between tokens
         self._rule = StopRule(eos_token_ids, max_model_len)
@@ -105,7 +105,8 @@ class Scheduler:
         self._aborting = self._places[_S.ABORTING]
         self._waiting_tokens = 0  # tokens that waiting sequences still have to compute
         self._step: PlannedStep | None = None  # the step that is planned and not yet collected
-        self._step_tokens = (0, 0)  # prompt tokens and other tokens of the last planned step
+        self.step_tokens = (0, 0)
+        """The prompt tokens and the other tokens of the last planned step."""
         self._collector = Collector(self.prefix, layout_block_size, self._move, self._forget)
         self._drafts_obstacle = drafts_obstacle
         self._admitted: list[Admitted] = []
@@ -128,8 +129,8 @@ class Scheduler:
         """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
         The result lists the blocks of the prompt in order, for each KV group, and then a block to grow into if the sequence
-        can grow. Its first `hits` blocks hold their KV already. None means that the pool has no room beside the needs of
-        waiting sequences, or that all slots are taken.
+        can grow. Its first `hits` blocks hold their KV already; blocks that are dead once a peer's KV is here are null. None
+        means that the pool has no room beside the needs of waiting sequences, or that all slots are taken.
 
         With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
         `activate` or `abort` follows. `resumed` is that of `add`.
@@ -139,12 +140,13 @@ class Scheduler:
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
         chain = self.prefix.chain(spec.cache_salt)
         # A local prefill must compute at least the last token, which gives the first logits; a pulled prompt computes none.
-        hashes = self.prefix.hashes(chain, tokens, len(tokens) - 1 if local_prefill else len(tokens))
-        if self.num_live >= self._max_seqs or not self._pool.fits(count, hashes, spare=self._blocks_awaited()):
+        limit, arriving = (len(tokens) - 1, 0) if local_prefill else (len(tokens), len(tokens))
+        hashes = self.prefix.hashes(chain, tokens, limit)
+        if not self._pool.fits(count, hashes, spare=self._blocks_awaited(), arriving=arriving) or self.num_live >= self._slots:
             return None
         seq = self._new(seq_id, spec, kind, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
-        reservation = self.prefix.take(seq, holder, count, hashes)
+        reservation = self.prefix.take(seq, holder, count, hashes, arriving=arriving)
         self._move(seq, _E.RESERVED_LOCAL if local_prefill else _E.RESERVED_INBOUND)
         if local_prefill and seq.decodes:
             self._move(seq, _E.PREFILLED)
@@ -215,7 +217,7 @@ class Scheduler:
             step.append(seq)
             slices.append(seq.next_slice(count))
             chunk_tokens += count
-        self._step_tokens = (chunk_tokens, decodes + sum([1 + len(drafted) for drafted in taken.values()]))
+        self.step_tokens = (chunk_tokens, decodes + sum([1 + len(drafted) for drafted in taken.values()]))
         self._step = PlannedStep(step, decodes, tuple(taken.values())) if step else None
         return StepPlan(tuple(slices), decodes)
 
@@ -242,9 +244,17 @@ class Scheduler:
         assert self._max_seqs <= tokens <= self._largest_step
         self._token_budget = tokens
 
+    def set_max_num_seqs(self, count: int) -> None:
+        """Let at most so many sequences run from now on. Those that run already go on, and new ones wait until fewer are left.
+
+        Asserts that there is memory for so many.
+        """
+        assert 1 <= count <= self._max_seqs
+        self._slots = count
+
     def took(self, step_s: float) -> None:
         """Learn the time of the last planned step, in seconds."""
-        self.rates.add(*self._step_tokens, step_s)
+        self.rates.add(*self.step_tokens, step_s)
 
     # --- numbers for others
 
@@ -252,6 +262,11 @@ class Scheduler:
     def max_num_batched_tokens(self) -> int:
         """The largest number of tokens that a step may have now."""
         return self._token_budget
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The largest number of sequences that may run now. More of them run for a while after it was lowered."""
+        return self._slots
 
     @property
     def num_waiting(self) -> int:
@@ -404,7 +419,7 @@ class Scheduler:
                 break
             if seq is held:
                 floor = 0
-            if (chunks or floor) and self._cuts(unit, seq, self._chunk(seq, budget - floor)):
+            if (chunks or floor) and seq.cuts(unit, seq.chunk(budget - floor, self._block_size)):
                 break
             budget -= self._take_chunk(chunks, seq, budget - floor)
         if floor and held is not None:
@@ -412,29 +427,14 @@ class Scheduler:
         return chunks
 
     def _take_chunk(self, chunks: list[tuple[Sequence, int]], seq: Sequence, budget: int) -> int:
-        count = self._chunk(seq, budget)
+        count = seq.chunk(budget, self._block_size)
         chunks.append((seq, count))
         seq.served = self._steps
         self._prompt_tokens += count
         return count
 
-    def _chunk(self, seq: Sequence, budget: int) -> int:
-        """Return the number of tokens of the next chunk.
-
-        A chunk that does not reach the last known token ends at the end of a block, if the budget reaches one. The numbers
-        of a quantised block depend on how its tokens are cut into steps, so a block should be written in one step.
-        """
-        if seq.remaining <= budget:
-            return seq.remaining
-        beyond = (seq.computed + budget) % self._block_size
-        return budget - beyond if beyond < budget else budget
-
-    def _cuts(self, unit: int, seq: Sequence, count: int) -> bool:
-        """Tell whether a chunk of `count` tokens ends within a unit and before the last known token."""
-        return count < seq.remaining and (seq.computed + count) % unit > 0
-
     def _head_fits(self) -> bool:
-        if not self._waiting or self.num_running + len(self._places[_S.INBOUND]) >= self._max_seqs:
+        if not self._waiting or self.num_running + len(self._places[_S.INBOUND]) >= self._slots:
             return False
         head = self._waiting[0]
         return self._pool.fits(
@@ -442,15 +442,14 @@ class Scheduler:
         )
 
     def _admit(self) -> Sequence:
-        seq = self._waiting[0]
-        self._move(seq, _E.ADMITTED)
+        self._move(seq := self._waiting[0], _E.ADMITTED)
         hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
-        blocks = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).block_tables
+        hits = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).hits
         if seq.decodes:
             self._move(seq, _E.PREFILLED)
         if seq.kind is SequenceKind.LENT:
-            self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id))
-            self._admitted.append(Admitted(seq.seq_id, blocks))
+            lent = self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id), len(seq.tokens))
+            self._admitted.append(Admitted(seq.seq_id, lent, hits))
         return seq
 
     # --- where a sequence stands
@@ -494,6 +493,8 @@ class Scheduler:
         kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE
         held = self._pool.blocks_of(Holder(kind, seq.seq_id))
         assert held == seq.block_tables or not any((*held, *seq.block_tables))
+        dead = self._pool.count_dead(len(seq.tokens) if seq.state is _S.INBOUND else seq.computed)
+        assert not seq.num_blocks or dead == [table.count(NULL_BLOCK) for table in seq.block_tables]
         assert all(len(table) == seq.num_blocks for table in seq.block_tables)
         assert bool(seq.num_blocks) == (seq.state is not _S.WAITING)
         assert seq.computed <= seq.num_blocks * self._block_size

@@ -73,6 +73,8 @@ class Sequence:
     """Hashes of its blocks; None when its blocks are not shared."""
     published: int = 0
     """Number of leading blocks that others can find: its own prefix hits and the blocks that it has published."""
+    next_death: int = 0
+    """Number of computed tokens at which a block of it dies behind a sliding window. Before, there is nothing to free."""
     final: int = 0
     """Number of leading blocks of a lent sequence that nothing writes any more."""
     served: int = 0
@@ -149,6 +151,21 @@ class Sequence:
         self.planned = 1
         samples = ONE_GREEDY if self._plain else (self.sample_spec(),)
         return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_tables, samples, self.packed)
+
+    def chunk(self, budget: int, block_size: int) -> int:
+        """Return the number of tokens of the next chunk.
+
+        A chunk that does not reach the last known token ends at the end of a block, if the budget reaches one. The numbers
+        of a quantised block depend on how its tokens are cut into steps, so a block should be written in one step.
+        """
+        if self.remaining <= budget:
+            return self.remaining
+        beyond = (self.computed + budget) % block_size
+        return budget - beyond if beyond < budget else budget
+
+    def cuts(self, unit: int, count: int) -> bool:
+        """Tell whether a chunk of `count` tokens ends within a unit and before the last known token."""
+        return count < self.remaining and (self.computed + count) % unit > 0
 
     def next_slice(self, count: int) -> SequenceSlice:
         """Plan the next `count` tokens. A slice that ends with the last known token also draws the next one."""

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.core.kv_layout import DTYPE_BITS, QUANTISED, KvGroup, gqa_group
-from pdserve.engine.kv.cache import TORCH_DTYPES
 from pdserve.engine.kv.convert import convert_blocks
+from pdserve.engine.kv.paged import TORCH_DTYPES
 
 LAYOUT = gqa_group(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 LARGEST = {"int8": 127, "fp8_e4m3": 448, "int4": 7}

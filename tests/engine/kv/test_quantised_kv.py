@@ -23,9 +23,9 @@ from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.format import LARGEST
 from pdserve.engine.kv.span import Span
+from pdserve.engine.loading.load import load_weights
 from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.batched import BatchedDecoder
-from pdserve.engine.models.weights import load_weights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -195,8 +195,13 @@ def test_fewer_bits_are_further_from_float32(make_runner, compiled):
 
 
 @compiled_only
-@pytest.mark.parametrize("model", ["tiny", "default"])
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        *(("tiny", kind) for kind in QUANTISED),
+        *(pytest.param("default", kind, marks=[pytest.mark.slow] if kind != "int4" else []) for kind in QUANTISED),
+    ],
+)
 def test_compiled_and_torch_store_the_same_bytes_of_the_same_values(make_runner, model, kind):
     """Layer 0 looks at no KV: a float32 pool shows what its keys and values are before they are quantised."""
     try:

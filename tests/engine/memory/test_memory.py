@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
@@ -28,7 +29,7 @@ from pdserve.engine.memory.budget import (
 )
 from pdserve.engine.memory.device import TRIAL_BLOCKS, PoolMeasure
 from pdserve.engine.memory.largest_steps import LONG_TOKENS, StepLimits, largest_steps
-from pdserve.engine.warm_up import settle_on
+from pdserve.engine.warm_up import check_before_loading, settle_on
 
 sizes = st.integers(0, 200_000)
 shares = st.floats(0.01, 1.0)
@@ -240,7 +241,8 @@ def test_another_failure_of_the_trial_is_not_called_a_lack_of_memory():
 def limits(draw: st.DrawFn) -> StepLimits:
     blocks, size = draw(st.integers(2, 40)), draw(st.integers(1, 16))
     longest = draw(st.integers(2, blocks * size))
-    return StepLimits(blocks, size, draw(st.integers(1, 20)), draw(st.integers(1, 300)), longest)
+    windows = draw(st.lists(st.integers(1, 300), max_size=2))
+    return StepLimits(blocks, size, draw(st.integers(1, 20)), draw(st.integers(1, 300)), longest, windows=tuple(windows))
 
 
 @settings(deadline=None)
@@ -264,6 +266,11 @@ def test_the_largest_steps_could_be_planned_and_reach_every_bound(limits, batche
     prompt = long.slices[-1]
     assert prompt.start + len(prompt.token_ids) == limits.max_model_len - 1
     assert len(prompt.token_ids) <= LONG_TOKENS
+    windows = [size for size in limits.windows if size < limits.max_model_len]
+    assert len(plans) == 2 + len(windows) + len(batches)
+    for window, plan in zip(windows, plans[2:], strict=False):
+        assert len(plan.slices) == min(limits.sequences, max(1, 100 // window)), "a turn of attention takes so many"
+        assert all(window <= piece.start + 1 for piece in plan.slices), "each sees a whole window"
 
 
 def test_weights_are_guessed_from_the_card(tiny_dir, make_runner):
@@ -287,3 +294,16 @@ def test_a_pool_that_is_given_is_never_measured():
     assert EngineConfig(device="cuda", kv_cache_memory=MIB).known_kv_bytes == MIB
     assert PoolMeasure.of(torch.device("cuda"), EngineConfig(kv_cache_memory=MIB)) is None
     assert PoolMeasure.of(torch.device("cpu"), EngineConfig()) is None
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [(None, 16), ("int8", 8), ("int4", 5)])
+def test_memory_before_loading_counts_weights_as_they_are_packed(quantization, bits, monkeypatch):
+    """A model that fits only as int4 starts as int4. The scales of int4 take a fifth bit."""
+    card = ModelCard.load(resolve("tiny"))
+    config = EngineConfig(quantization=quantization, device="cpu", kv_cache_memory=MIB)
+    needed = weights_bytes(card, bits) + MIB + REST_BYTES
+    monkeypatch.setattr("pdserve.engine.memory.host.available_bytes", lambda: needed)
+    check_before_loading(card, config)
+    monkeypatch.setattr("pdserve.engine.memory.host.available_bytes", lambda: needed - 1)
+    with pytest.raises(ConfigError, match="not enough memory"):
+        check_before_loading(card, config)

@@ -49,7 +49,9 @@ print("smaller steps run")
 """
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "auto"), ("bfloat16", "int8"), ("float32", "auto")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("bfloat16", "auto"), pytest.param("bfloat16", "int8", marks=pytest.mark.slow), ("float32", "auto")]
+)
 def test_settled_steps_need_no_more_memory_and_a_larger_one_is_a_typed_failure(dtype: str, kv_dtype: str) -> None:
     if dtype == "bfloat16" and library.load() is None:
         pytest.skip("without the compiled code the same path is float32's")

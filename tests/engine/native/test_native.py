@@ -20,9 +20,10 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams, uniform
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
+from pdserve.engine.loading.load import load_weights
 from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.batched import BatchedDecoder
-from pdserve.engine.models.weights import ModelWeights, load_weights
+from pdserve.engine.models.weights import ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.native.sampling import PackedRows
 from pdserve.engine.runner import ModelRunner
@@ -90,9 +91,8 @@ def test_four_bits_compute_what_their_codes_say(tiny_dir, threads):
 
     def rounded(dtype: torch.dtype, device: torch.device) -> ModelWeights:
         weights = load_weights(tiny_dir, card, torch.float32, device)
-        names = ("qkv", "attention_out", "gate_up", "down")
-        layers = (replace(layer, **{name: as_four_bits(getattr(layer, name)) for name in names}) for layer in weights.layers)
-        return replace(weights, layers=tuple(layers))
+        changed = weights.map(lambda tensor: as_four_bits(tensor) if tensor.dim() == 2 else tensor)
+        return replace(changed, embedding=weights.embedding, head=weights.head)
 
     exact = ModelRunner.make(card, replace(config, dtype="float32"), rounded)
     runner = ModelRunner.make(card, replace(config, quantization="int4"), partial(load_weights, tiny_dir, card))
@@ -119,7 +119,7 @@ def test_greedy_tokens_equal_torchs_until_a_near_tie(pair):
     compiled, plain, _ = pair
     rng, vocab, compared = random.Random(2), vocab_of(pair[0]), 0
     spec = SampleSpec(SamplingParams(temperature=0.0), 0)
-    for _ in range(12):
+    for _ in range(12 if vocab == 512 else 5):
         ids, computed = [rng.randrange(3, vocab) for _ in range(rng.randint(1, 60))], 0
         for _ in range(24):
             (token,) = (token_id for token_id, _ in compiled.execute(plan_of(ids, computed, spec)))

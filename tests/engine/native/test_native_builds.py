@@ -52,8 +52,9 @@ STUBS = """
 extern "C" {
 void *pdserve_model_new(const PdShape *, const uint16_t *) { __builtin_trap(); }
 void pdserve_model_free(void *) { __builtin_trap(); }
-int pdserve_model_weight(void *, int64_t, int, const uint16_t *, int64_t, int64_t, int) { __builtin_trap(); }
-int pdserve_model_norm(void *, int64_t, int, const float *) { __builtin_trap(); }
+int pdserve_model_weight(void *, int64_t, int, int64_t, const uint16_t *, int64_t, int64_t, int) { __builtin_trap(); }
+int pdserve_model_vector(void *, int64_t, int, const float *, int64_t) { __builtin_trap(); }
+void pdserve_model_expert_counts(void *, int64_t, int64_t *) { __builtin_trap(); }
 int pdserve_model_forward(void *, const PdStep *) { __builtin_trap(); }
 int pdserve_model_sample(void *, int64_t, float *, const PdRow *, int64_t, int32_t *) { __builtin_trap(); }
 }

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.families.llama import llama_layers
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.models import native_decoder as native
-from pdserve.engine.models.weights import LayerWeights, ModelWeights
+from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
@@ -51,14 +52,12 @@ def weights_of(spec: ModelSpec, dtype: torch.dtype) -> ModelWeights:
 
     layers = tuple(
         LayerWeights(
-            attention_norm=norm(),
-            qkv=matrix(one.attention.query_width + one.attention.kv_width, HIDDEN),
-            attention_out=matrix(HIDDEN, one.attention.out_width),
-            mlp_norm=norm(),
-            gate_up=matrix(2 * one.mlp.intermediate, HIDDEN),
-            down=matrix(HIDDEN, one.mlp.intermediate),
+            norm(),
+            GqaWeights(matrix(attention.query_width + attention.kv_width, HIDDEN), matrix(HIDDEN, attention.out_width)),
+            norm(),
+            DenseWeights(matrix(2 * mlp.intermediate, HIDDEN), matrix(HIDDEN, mlp.intermediate)),
         )
-        for one in spec.layers
+        for attention, mlp in llama_layers(spec)
     )
     return ModelWeights(matrix(VOCAB, HIDDEN) * HIDDEN**0.5, layers, norm(), matrix(VOCAB, HIDDEN))
 

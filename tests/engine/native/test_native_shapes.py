@@ -14,7 +14,7 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.model_spec import RopeSpec
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.models import native_decoder as native
-from pdserve.engine.models.weights import LayerWeights, ModelWeights
+from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
@@ -47,12 +47,10 @@ def model_of(head_dim: int, heads: int, kv_heads: int, tiny: ModelCard) -> tuple
 
     layers = tuple(
         LayerWeights(
-            attention_norm=torch.ones(HIDDEN).bfloat16(),
-            qkv=random_matrix((heads + 2 * kv_heads) * head_dim, HIDDEN, 1.5),
-            attention_out=random_matrix(HIDDEN, heads * head_dim),
-            mlp_norm=torch.ones(HIDDEN).bfloat16(),
-            gate_up=random_matrix(2 * INTERMEDIATE, HIDDEN),
-            down=random_matrix(HIDDEN, INTERMEDIATE),
+            torch.ones(HIDDEN).bfloat16(),
+            GqaWeights(random_matrix((heads + 2 * kv_heads) * head_dim, HIDDEN, 1.5), random_matrix(HIDDEN, heads * head_dim)),
+            torch.ones(HIDDEN).bfloat16(),
+            DenseWeights(random_matrix(2 * INTERMEDIATE, HIDDEN), random_matrix(HIDDEN, INTERMEDIATE)),
         )
         for _ in range(LAYERS)
     )
@@ -66,10 +64,7 @@ def model_of(head_dim: int, heads: int, kv_heads: int, tiny: ModelCard) -> tuple
 
 
 def cast(weights: ModelWeights, dtype: torch.dtype) -> ModelWeights:
-    names = LayerWeights.__slots__
-    layers = tuple(LayerWeights(**{name: getattr(layer, name).to(dtype) for name in names}) for layer in weights.layers)
-    embedding = weights.embedding.to(dtype)
-    return ModelWeights(embedding, layers, weights.norm.to(dtype), embedding)
+    return weights.map(lambda tensor: tensor.to(dtype))
 
 
 def runners(shape: tuple[int, int, int, int], kv_cache_dtype: str, tiny: ModelCard) -> tuple[ModelRunner, ModelRunner]:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import IllegalTransition
-from pdserve.core.ids import SeqId
+from pdserve.core.ids import NULL_BLOCK, SeqId
+from pdserve.core.kv_layout import KvGroup
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import StepPlan
@@ -402,4 +403,62 @@ def test_no_prompt_that_runs_is_overtaken_in_more_steps_in_a_row_than_others_run
             scheduler.return_lease(token.seq_id)
             del overtaken[token.seq_id]
     assert not pending
+    assert_empty(scheduler)
+
+
+def make_windowed(window: int, num_blocks: int = 10, **limits) -> Scheduler:
+    """A scheduler over a group without a window and one with it."""
+    layouts = [KvGroup((i,), ((1, 1),), BLOCK, "float32", width) for i, width in enumerate((None, window))]
+    pool = BlockPools(num_blocks, num_blocks, layouts=layouts)
+    return Scheduler(pool, BLOCK, max_num_batched_tokens=8, max_model_len=num_blocks * BLOCK, eos_token_ids=(EOS,), **limits)
+
+
+def test_a_long_output_holds_only_its_window():
+    scheduler = make_windowed(5, max_num_seqs=2)
+    add(scheduler, 1, 9, max_tokens=20)
+    held = []
+    while scheduler.has_work:
+        step(scheduler)
+        held.append(tuple(pool.counts().held for pool in scheduler._pool.groups))
+    assert max(full for full, _ in held) == 7
+    assert max(windowed for _, windowed in held[2:]) == 2
+    assert_empty(scheduler)
+
+
+def test_a_pulled_prompt_reserves_only_what_the_token_after_it_sees():
+    scheduler = make_windowed(5, max_num_seqs=2)
+    room = scheduler.reserve(SeqId(1), RequestSpec(prompt(22), SamplingParams(max_tokens=9)), local_prefill=False)
+    assert room is not None
+    assert [table.count(NULL_BLOCK) for table in room.block_tables] == [0, 4]
+    assert [pool.counts().held for pool in scheduler._pool.groups] == [7, 3]
+    scheduler.activate(SeqId(1), 7)
+    while scheduler.has_work:
+        step(scheduler)
+    assert_empty(scheduler)
+
+
+def test_a_lease_keeps_what_is_live_at_the_end_of_the_prompt_and_no_more():
+    scheduler = make_windowed(5, max_num_seqs=2)
+    seq = add(scheduler, 1, 22, kind=SequenceKind.LENT, max_tokens=9)
+    step(scheduler)
+    (admitted,) = scheduler.take_admitted()
+    assert [table.count(NULL_BLOCK) for table in admitted.block_tables] == [0, 4]
+    while scheduler.has_work:
+        step(scheduler)
+    assert [pool.counts().held for pool in scheduler._pool.groups] == [6, 2]
+    scheduler.return_lease(seq)
+    assert_empty(scheduler)
+
+
+def test_a_preempted_sequence_gets_the_blocks_back_that_had_died():
+    scheduler = make_windowed(4, num_blocks=8, max_num_seqs=2)
+    add(scheduler, 1, 12, max_tokens=16)
+    add(scheduler, 2, 12, max_tokens=16)
+    preempted, tables = 0, {}
+    while scheduler.has_work:
+        plan, outcome = step(scheduler)
+        preempted += len(outcome.preempted) if outcome is not None else 0
+        tables |= {piece.seq_id: piece.block_tables[1] for piece in plan.slices if not piece.start}
+    assert preempted
+    assert all(NULL_BLOCK not in table for table in tables.values())
     assert_empty(scheduler)

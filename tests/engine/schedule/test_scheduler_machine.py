@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdserve.core.block_pools import BlockPools, TableReservation
-from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.ids import NULL_BLOCK, BlockId, SeqId
+from pdserve.core.kv_layout import KvGroup
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
-from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, StepPlan
+from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, SequenceSlice, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 
@@ -59,9 +60,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         salt=st.sampled_from([None, b"model"]),
         groups=st.sampled_from([(BLOCKS,), (BLOCKS, BLOCKS + 3)]),
+        window=st.sampled_from([None, 1, 4, 6, 13]),
     )
-    def start(self, seqs: int, budget: int, salt: bytes | None, groups: tuple[int, ...]) -> None:
-        self.pool = BlockPools(*groups)
+    def start(self, seqs: int, budget: int, salt: bytes | None, groups: tuple[int, ...], window: int | None) -> None:
+        self.windows = (None, window)[: len(groups)]
+        layouts = [KvGroup((0,), ((1, 1),), BLOCK, "float32", window) for window in self.windows]
+        self.pool = BlockPools(*groups, layouts=layouts)
         self.scheduler = Scheduler(
             self.pool,
             BLOCK,
@@ -72,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_salt=salt,
         )
         self.largest_step = self.budget = budget
-        self.seqs = min(seqs, budget)
+        self.seqs = self.slots = min(seqs, budget)
         self.memory: dict[tuple[int, BlockId, int], int] = {}
         self.asked: dict[SeqId, tuple[tuple[int, ...], SamplingParams, SequenceKind]] = {}
         self.outputs: dict[SeqId, list[int]] = {}
@@ -99,14 +103,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.budget = data.draw(st.integers(self.seqs, self.largest_step))
         self.scheduler.set_budget(self.budget)
 
+    @rule(data=st.data())
+    def set_max_num_seqs(self, data: st.DataObject) -> None:
+        """Nobody who runs stops; who comes waits until fewer run."""
+        running = self.scheduler.num_running
+        self.slots = data.draw(st.integers(1, self.seqs))
+        self.scheduler.set_max_num_seqs(self.slots)
+        assert self.scheduler.max_num_seqs == self.slots
+        assert self.scheduler.num_running == running
+
     @rule(prompt=prompts, length=lengths, priority=priorities, local=st.booleans(), tpot_s=targets_s)
     def reserve(self, prompt: tuple[int, ...], length: int, priority: int, local: bool, tpot_s: float) -> None:
         seq_id, params = self.ask(prompt, length, SequenceKind.LOCAL if local else SequenceKind.INBOUND)
-        before = self.pool.counts()
+        before, live = self.pool.counts(), self.scheduler.num_live
         room = self.scheduler.reserve(seq_id, RequestSpec(prompt, params, priority, tpot_s=tpot_s), local_prefill=local)
         if room is None:
             assert self.pool.counts() == before
             return
+        assert live < self.slots
         self.outputs[seq_id] = []
         if not local:
             self.inbound[seq_id] = room
@@ -124,7 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for position in range(room.hits * BLOCK, len(prompt)):  # the rest was found here
             for group, table in enumerate(room.block_tables):
-                self.memory[group, table[position // BLOCK], position % BLOCK] = prompt[position]
+                if (block := table[position // BLOCK]) != NULL_BLOCK:
+                    self.memory[group, block, position % BLOCK] = prompt[position]
         self.outputs[seq_id].append(first)
         self.scheduler.activate(seq_id, first)
 
@@ -172,9 +187,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(aborted=st.just(()))
     def step(self, drafts: Drafts = NO_DRAFTS, aborted: Sequence[SeqId] = ()) -> None:
-        had_work = self.scheduler.has_work
+        had_work, ran = self.scheduler.has_work, self.scheduler.num_running
         plan = self.scheduler.plan(drafts)
         self.leases += [a.seq_id for a in self.scheduler.take_admitted()]
+        assert self.scheduler.num_running <= max(ran, self.slots), "more are admitted than may run"
         if not plan.slices:
             assert not self.scheduler.has_work, "an engine with work left would spin"
             return
@@ -201,7 +217,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.finish(token.seq_id, token.finish_reason)
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Write the slice's tokens into their blocks, then read the whole sequence back through the block table."""
+        """Write the slice's tokens into their blocks, then read what each token sees back through the block table. Free blocks
+        hold nothing of use."""
+        for group, pool in enumerate(self.pool.groups):
+            self.memory.update({(group, block, slot): VOCAB for block in pool._free for slot in range(BLOCK)})
         ends = accumulate(len(piece.token_ids) for piece in plan.slices)
         rows = [end - k for end, piece in zip(ends, plan.slices, strict=True) for k in range(len(piece.samples), 0, -1)]
         assert plan.sampled_rows == rows, "the model would draw after other tokens"
@@ -217,14 +236,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.memory[slot] = token
             end = piece.start + len(piece.token_ids)
             assert end <= LIMIT - 1, "a token behind the last one that can be drawn"
-            for last in range(end - len(piece.samples), end):
-                texts = {
-                    tuple(self.memory[group, table[p // BLOCK], p % BLOCK] for p in range(last + 1))
-                    for group, table in enumerate(piece.block_tables)
-                }
-                assert len(texts) == 1, "the groups hold different tokens"
-                sampled.append((model(texts.pop()), None))
+            text = self.read(piece, 0, 0, end)
+            for group, window in enumerate(self.windows):
+                for query in range(piece.start, end) if window is not None else ():
+                    first = max(0, query - window + 1)
+                    assert self.read(piece, group, first, query + 1) == text[first : query + 1], "a token sees wrong KV"
+            assert all(self.read(piece, group, 0, end) == text for group, window in enumerate(self.windows) if window is None)
+            sampled += [(model(text[: last + 1]), None) for last in range(end - len(piece.samples), end)]
         return sampled
+
+    def read(self, piece: SequenceSlice, group: int, first: int, end: int) -> tuple[int, ...]:
+        """Return the tokens [first, end) of a sequence, as the blocks of a group hold them."""
+        table = piece.block_tables[group]
+        assert NULL_BLOCK not in table[first // BLOCK : -(-end // BLOCK)], "a token sees a dead block"
+        return tuple(self.memory[group, table[p // BLOCK], p % BLOCK] for p in range(first, end))
 
     def finish(self, seq_id: SeqId, reason: FinishReason | None) -> None:
         prompt, params, kind = self.asked[seq_id]

@@ -5,25 +5,46 @@
 
 extern "C" {
 
+// A mixture of experts; see `MoeSpec` of pdserve/core/model_spec.py. experts 0 means a dense MLP. Flags are 0 or 1.
+struct PdMoe {
+    int64_t experts, experts_per_token, intermediate;
+    int64_t sigmoid;           // scores are sigmoids instead of a softmax
+    int64_t renormalise;
+    int64_t groups, top_groups;
+    int64_t best_two;          // a group counts as the sum of its best two scores instead of its best
+    int64_t shared;            // the width of the shared expert, 0 for none
+    int64_t shared_gate;
+    double scale;
+};
+
 // One layer. The layers of a KV group have equal heads, kv_heads and head_dim.
 struct PdLayer {
     int64_t heads, kv_heads, head_dim, intermediate;
-    int64_t group, index;  // the KV group, and the layer's place among those of the group
-    double rms_norm_eps;   // of both norms
-    const float *rope;     // [positions, 2, head_dim]; must outlive the model
+    int64_t group, index;    // the KV group, and the layer's place among those of the group
+    int64_t rope_dim;        // the first so many numbers of a head are rotated
+    int64_t activation;      // 0 SiLU, 1 GELU by a tangent hyperbolic
+    double rms_norm_eps;     // of the layer's norms, except those of heads
+    double head_norm_eps;    // of the norms of heads
+    double scale;            // factor of scores
+    double softcap;          // bound of scores; 0 means none
+    const float *rope;       // [positions, 2, rope_dim]; must outlive the model
+    PdMoe moe;
 };
 
 // A model. Its layers are copied.
 struct PdShape {
     int64_t hidden, vocab, layers, groups;
-    const PdLayer *layer;  // [layers]
-    double rms_norm_eps;   // of the norm before the head
+    const PdLayer *layer;    // [layers]
+    const int64_t *windows;  // [groups], the positions that a token sees, its own included; 0 means all
+    double rms_norm_eps;     // of the norm before the head
+    double embedding_scale;  // factor of the embedding's rows
+    double softcap;          // bound of logits; 0 means none
 };
 
 // The blocks of one KV group in a step.
 struct PdGroup {
     const int64_t *span_table;  // [spans + 1], the places in `tables` where the blocks of each span begin and end
-    const int32_t *tables;      // block ids
+    const int32_t *tables;      // block ids; those of blocks that no token of the step sees are not read
     uint8_t *pool;              // [blocks], each [layers of the group, 2, kv_heads, block_size, head_dim] numbers;
                                 // a quantised block also has [layers of the group, 2, kv_heads] float32 scales
     int64_t blocks;
@@ -63,7 +84,7 @@ struct PdRow {
     int64_t tops;
 };
 
-#define PDSERVE_ABI 6  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 8  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.
@@ -87,11 +108,19 @@ void *pdserve_model_new(const PdShape *shape, const uint16_t *embedding);
 void pdserve_model_free(void *model);
 
 // Copies and packs a weight [n, k] bfloat16. which: 0 qkv, 1 attention out, 2 gate and up in alternating groups of sixteen
-// rows, 3 down, 4 head (for any layer). bits: 16, 8 (k is a multiple of 64) or 4 (of 32), the same for all but the head.
-int pdserve_model_weight(void *model, int64_t layer, int which, const uint16_t *weight, int64_t n, int64_t k, int bits);
+// rows, 3 down, 4 head (for any layer), 5 router with a last row for the gate of the shared expert, 6 gate and up of an expert, 7
+// down of an expert. In a mixture of experts 2 and 3 are those of the shared expert. bits: 16, 8 (k is a multiple of 64) or 4 (of
+// 32), the same for all but the head and the router, which has 16.
+int pdserve_model_weight(void *model, int64_t layer, int which, int64_t expert, const uint16_t *weight, int64_t n, int64_t k, int bits);
 
-// Copies the weight of a norm, [hidden] float32. which: 0 before attention, 1 before the MLP, 2 before the head.
-int pdserve_model_norm(void *model, int64_t layer, int which, const float *weight);
+// Copies the weight of a norm, or a bias: [size] float32. which: 0 the norm before attention, 1 that before the MLP, 2 that before
+// the head (for any layer), 3 that of attention's result, 4 that of the MLP's result, 5 that of a head of queries, 6 that of a head
+// of keys, 7 the bias of qkv, 8 that of attention out, 9 the router's correction of the choice. All after 2 are optional: what is
+// not given is not computed.
+int pdserve_model_vector(void *model, int64_t layer, int which, const float *from, int64_t size);
+
+// Writes how many tokens chose each expert of a layer since the model was made. to: [experts]. Only one caller at a time.
+void pdserve_model_expert_counts(void *model, int64_t layer, int64_t *to);
 
 // Computes a step. Only one caller at a time.
 int pdserve_model_forward(void *model, const PdStep *step);

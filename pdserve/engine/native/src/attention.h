@@ -8,6 +8,9 @@
 //
 // Quantised numbers enter the products as they are stored. The scales of keys multiply scores. The scales of values multiply
 // weights before these are rounded.
+//
+// With a window, a row begins with the tile that holds the first position that it sees. Earlier positions of this tile get weight
+// 0 exactly. Positions that no row of the task sees are not read, and neither are their entries in the table of blocks.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +27,19 @@ constexpr int kChunk = 256;
 constexpr int kQueryTile = 64;  // tokens of a prompt that share a laid-out tile of K and V
 constexpr long kMostDim = 512;    // most dimensions of a head
 constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr long kUnlimited = 1L << 40;  // a window that no sequence reaches
+
+// The function from products to scores, and the positions that a row sees.
+struct Scoring {
+    float scale;
+    float softcap;  // 0 means no bound
+    long window;    // kUnlimited means no window
+
+    bool plain() const { return softcap == 0.0f && window == kUnlimited; }
+
+    // Returns the first position that a token sees.
+    long low(long position) const { return std::max<long>(0, position - window + 1); }
+};
 
 // The places of one sequence's K and V of one layer and one head. Sizes are in bytes, except positions and `dim`.
 template <class Kv>
@@ -82,7 +98,7 @@ struct AttentionScratch {
     }
 };
 
-inline void transpose16(__m512i (&r)[16]) {
+[[gnu::always_inline]] inline void transpose16(__m512i (&r)[16]) {  // a call would pass all of them through memory
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
@@ -110,8 +126,6 @@ inline void transpose16(__m512i (&r)[16]) {
 
 // Returns the mask of the sixteen pairs of dimensions from `from` on: those that a row of `dim` has.
 inline __mmask16 pairs_left(long dim, long from) { return first_lanes((dim - from) / 2); }
-
-constexpr int kFewRows = 6;  // the rows of a decode; more rows compute for so long that memory keeps up
 
 // Number of lines to prefetch with each pair of dimensions or positions: each of the four loops over a tile asks for a quarter
 // of the lines of the next tile.
@@ -163,47 +177,56 @@ private:
     const uint8_t *line_ = nullptr, *stop_ = nullptr;
 };
 
-// The rows of a tile's positions. From `count` on they point to zeros, so memory after a sequence's end is never read.
+// The positions [first + from, first + end) of the tile that begins at `first`. The task reads no others of this tile.
+struct Range {
+    long first, from, end;
+};
+
+// The rows of a tile's positions. Outside of the range they point to zeros, so memory that the sequence does not hold is never
+// read.
 template <class Kv>
 struct TileRows {
     const uint8_t* row[kTile];
 
-    TileRows(const Paged<Kv>& kv, long part, long first, long count) {
+    TileRows(const Paged<Kv>& kv, long part, const Range& range) {
         alignas(64) static const float zeros[kMostDim] = {};
-        std::fill(row + count, row + kTile, (const uint8_t*)zeros);
-        kv.each(first, count, [&](long i, const uint8_t* at) { row[i] = at + part; });
+        std::fill(row, row + range.from, (const uint8_t*)zeros);
+        std::fill(row + range.end, row + kTile, (const uint8_t*)zeros);
+        kv.each(range.first + range.from, range.end - range.from, [&](long i, const uint8_t* at) { row[range.from + i] = at + part; });
     }
 };
 
-// Lays K out as panels of positions.
+// Lays K out as panels of positions: the groups of sixteen that hold one of the range.
 template <class Kv>
-inline void lay_out_keys(const Paged<Kv>& kv, long first, long count, long padded, uint32_t* keys, Asker<Kv>& asker) {
-    const TileRows<Kv> rows(kv, kv.key, first, count);
+inline void lay_out_keys(const Paged<Kv>& kv, const Range& range, long padded, uint32_t* keys, Asker<Kv>& asker) {
+    const TileRows<Kv> rows(kv, kv.key, range);
     const long words = padded / 2;
-    for (long group = 0; group < kTile; group += kLanes) {
+    for (long group = range.from / kLanes * kLanes; group < range.end; group += kLanes) {
         uint32_t* panel = keys + group / kPanel * words * kPanel + group % kPanel;
         for (long from = 0; from < padded; from += 32) {
             const __mmask16 pairs = pairs_left(kv.dim, from);
-            __m512i r[16];
-            for (int i = 0; i < 16; i++) r[i] = Kv::load(rows.row[group + i], from, pairs);
             asker.ask(8 * kAtOnce<Kv>);
+            __m512i r[16];
+            PDSERVE_UNROLL(16)
+            for (int i = 0; i < 16; i++) r[i] = Kv::load(rows.row[group + i], from, pairs);
             transpose16(r);
+            PDSERVE_UNROLL(16)
             for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + (from / 2 + i) * kPanel, r[i]);
         }
     }
 }
 
-// Lays V out as panels of dimensions.
+// Lays V out as panels of dimensions: the pairs of positions that hold one of the range.
 template <class Kv>
-inline void lay_out_values(const Paged<Kv>& kv, long first, long count, long padded, uint32_t* values, Asker<Kv>& asker) {
-    const TileRows<Kv> rows(kv, kv.value, first, count);
+inline void lay_out_values(const Paged<Kv>& kv, const Range& range, long padded, uint32_t* values, Asker<Kv>& asker) {
+    const TileRows<Kv> rows(kv, kv.value, range);
     const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
                                           4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(16));
     for (long from = 0; from < padded; from += 32) {
         uint32_t* panel = values + from / kPanel * (kTile / 2) * kPanel;
         const __mmask16 pairs = pairs_left(kv.dim, from);
-        for (long i = 0; i < kTile; i += 2) {
+        for (long i = range.from / 2 * 2; i < range.end; i += 2) {
             if (i % 16 == 0) asker.ask(8 * kAtOnce<Kv>);
             const __m512i a = Kv::load(rows.row[i], from, pairs), b = Kv::load(rows.row[i + 1], from, pairs);
             _mm512_storeu_si512(panel + i / 2 * kPanel, _mm512_permutex2var_epi16(a, even, b));
@@ -212,60 +235,132 @@ inline void lay_out_values(const Paged<Kv>& kv, long first, long count, long pad
     }
 }
 
-// Writes the scales of each of `count` positions, and 0 after them. The scales of keys are multiplied by `scale`.
+// Writes the scales of each position of the range, and 0 for the others. The scales of keys are multiplied by `scale`.
 template <class Kv>
-inline void take_scales(const Paged<Kv>& kv, long first, long count, float scale, float* keys, float* values) {
-    std::fill(keys + count, keys + kTile, 0.0f);
-    std::fill(values + count, values + kTile, 0.0f);
-    kv.each_block(first, count, [&](long i, long n, long, const uint8_t* block) {
-        std::fill_n(keys + i, n, *(const float*)(block + kv.key_scale) * scale);
-        std::fill_n(values + i, n, *(const float*)(block + kv.value_scale));
+inline void take_scales(const Paged<Kv>& kv, const Range& range, float scale, float* keys, float* values) {
+    for (float* scales : {keys, values}) {
+        std::fill(scales, scales + range.from, 0.0f);
+        std::fill(scales + range.end, scales + kTile, 0.0f);
+    }
+    kv.each_block(range.first + range.from, range.end - range.from, [&](long i, long n, long, const uint8_t* block) {
+        std::fill_n(keys + range.from + i, n, *(const float*)(block + kv.key_scale) * scale);
+        std::fill_n(values + range.from + i, n, *(const float*)(block + kv.value_scale));
     });
 }
 
-// Turns one row of scores into weights. Only the first `visible` positions count, at least one. With quantised KV, the key
-// scales already contain `scale`.
+// Returns the lanes of sixteen positions from `i * 16` on that are among the first `seen`.
+inline __mmask16 seen_lanes(long seen, int i) { return seen > i * kLanes ? first_lanes(seen - i * kLanes) : __mmask16(0); }
+
+// The positions of a tile that a row sees: the first `seen`.
+struct Until {
+    long seen;
+    __mmask16 lanes(int i) const { return seen_lanes(seen, i); }
+};
+
+// The positions of a tile that a row sees: those from `from` on of the first `seen`.
+struct Between {
+    long from, seen;
+    __mmask16 lanes(int i) const { return seen_lanes(seen, i) & ~seen_lanes(from, i); }
+};
+
+// Returns sixteen products of a row and keys as scores. With quantised KV, the key scales already contain `scale`.
 template <bool Scaled>
-inline void soften(const float* scores, long visible, float scale, const float* key_scales, const float* value_scales, float& top,
-                   float& total, float& factor, uint32_t* out) {
-    bf16* weights = (bf16*)out;
-    __m512 value[kTile / kLanes], highest = _mm512_set1_ps(top);
-    for (int i = 0; i < kTile / kLanes; i++) {
-        const __mmask16 seen = visible > i * kLanes ? first_lanes(visible - i * kLanes) : __mmask16(0);
-        const __m512 by = Scaled ? _mm512_load_ps(key_scales + i * kLanes) : _mm512_set1_ps(scale);
-        value[i] = _mm512_mask_mul_ps(_mm512_set1_ps(kNone), seen, _mm512_loadu_ps(scores + i * kLanes), by);
-        highest = _mm512_max_ps(highest, value[i]);
-    }
-    const float raised = _mm512_reduce_max_ps(highest);
+inline __m512 factor_of(int i, float scale, const float* key_scales) {
+    return Scaled ? _mm512_load_ps(key_scales + i * kLanes) : _mm512_set1_ps(scale);
+}
+
+// Returns sixteen scores of a row as they are compared: minus infinity where the row sees nothing. Ready scores are not
+// multiplied.
+template <bool Scaled, bool Ready, class Sight>
+inline __m512 scaled_scores(const float* scores, int i, Sight sight, float scale, const float* key_scales) {
+    const __m512 none = _mm512_set1_ps(kNone), found = _mm512_loadu_ps(scores + i * kLanes);
+    if constexpr (Ready) return _mm512_mask_mov_ps(none, sight.lanes(i), found);
+    return _mm512_mask_mul_ps(none, sight.lanes(i), found, factor_of<Scaled>(i, scale, key_scales));
+}
+
+// Turns the products of rows [first, end) into bounded scores; see `capped`.
+template <bool Scaled>
+inline void cap_scores(AttentionScratch& s, long first, long end, const Scoring& how) {
+    const __m512 bound = _mm512_set1_ps(how.softcap);
+    for (long row = first; row < end; row++)
+        for (int i = 0; i < kTile / kLanes; i++) {
+            float* at = &s.scores[row * kTile + i * kLanes];
+            _mm512_storeu_ps(at, capped(_mm512_mul_ps(_mm512_loadu_ps(at), factor_of<Scaled>(i, how.scale, s.key_scales)), bound));
+        }
+}
+
+// Writes the weights of one row, and returns the lanes of their sum. raised: the largest score so far.
+template <bool Scaled, bool Ready, class Sight>
+inline __m512 weigh_row(const float* scores, Sight sight, float scale, const float* key_scales, const float* value_scales,
+                        float raised, bf16* weights) {
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < kTile / kLanes; i++) {
-        const __m512 weight = exp_coarse(_mm512_sub_ps(value[i], _mm512_set1_ps(raised)));
+        const __m512 value = scaled_scores<Scaled, Ready>(scores, i, sight, scale, key_scales);
+        const __m512 weight = exp_coarse(_mm512_sub_ps(value, _mm512_set1_ps(raised)));
         const __m512 scaled = Scaled ? _mm512_mul_ps(weight, _mm512_load_ps(value_scales + i * kLanes)) : weight;
         const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(scaled);
         _mm256_storeu_si256((__m256i*)(weights + i * kLanes), rounded);
         sum = _mm512_add_ps(sum, Scaled ? weight : widen(rounded));
     }
-    factor = _mm512_cvtss_f32(exp_lanes(_mm512_set1_ps(top - raised)));
-    total = total * factor + sum_lanes(sum);
-    top = raised;
+    return sum;
 }
 
-// Calls f<R, Panels>(row, panel) for pieces of rows [first, end) and of `panels` panels. With few rows it takes two panels at a
-// time; with one panel the multiply-adds would wait for each other.
+// Turns the scores of rows [row, row + count), at most sixteen, into weights. sight(row) returns the positions that a row sees,
+// at least one. Sixteen rows are reduced together, and need one exponential for their factors.
+template <bool Scaled, bool Ready, class SightOf>
+inline void soften(AttentionScratch& s, long row, long count, float scale, const SightOf& sight) {
+    const __mmask16 rows = first_lanes(count);
+    __m512 lanes[kLanes];
+    for (auto& lane : lanes) lane = _mm512_setzero_ps();
+    for (long r = 0; r < count; r++) {
+        lanes[r] = _mm512_set1_ps(kNone);
+        for (int i = 0; i < kTile / kLanes; i++)
+            lanes[r] = _mm512_max_ps(lanes[r], scaled_scores<Scaled, Ready>(&s.scores[(row + r) * kTile], i, sight(row + r), scale,
+                                                                            s.key_scales));
+    }
+    const __m512 before = _mm512_maskz_loadu_ps(rows, &s.top[row]);
+    const __m512 raised = _mm512_max_ps(before, fold_rows(lanes, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); }));
+    const __m512 factor = exp_lanes(_mm512_sub_ps(before, raised));
+    _mm512_mask_storeu_ps(&s.top[row], rows, raised);
+    _mm512_mask_storeu_ps(&s.factor[row], rows, factor);
+    for (long r = 0; r < count; r++)
+        lanes[r] = weigh_row<Scaled, Ready>(&s.scores[(row + r) * kTile], sight(row + r), scale, s.key_scales, s.value_scales,
+                                            s.top[row + r], (bf16*)&s.weights[(row + r) * kTile / 2]);
+    const __m512 sums = fold_rows(lanes, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+    const __m512 total = _mm512_add_ps(_mm512_mul_ps(_mm512_maskz_loadu_ps(rows, &s.total[row]), factor), sums);
+    _mm512_mask_storeu_ps(&s.total[row], rows, total);
+}
+
+// Turns the scores of rows [begin, end) into weights. `offset`: position of the first row's token in the tile. `group`: rows of a
+// token.
+template <bool Scaled>
+inline void soften_tile(AttentionScratch& s, long begin, long end, const Range& range, long offset, long group, const Scoring& how) {
+    const auto until = [&](long row) { return std::min(range.end, offset + row / group + 1); };
+    const auto each = [&]<bool Ready>(const auto& sight) {
+        for (long row = begin; row < end; row += kLanes)
+            soften<Scaled, Ready>(s, row, std::min<long>(kLanes, end - row), how.scale, sight);
+    };
+    if (how.plain()) return each.template operator()<false>([&](long row) { return Until{until(row)}; });
+    const auto between = [&](long row) { return Between{offset + row / group + 1 - how.window, until(row)}; };
+    if (how.softcap == 0.0f) return each.template operator()<false>(between);
+    cap_scores<Scaled>(s, begin, end, how);
+    each.template operator()<true>(between);
+}
+
+// Calls f<R, Panels>(row, panel) for pieces of rows [first, end) and of panels [panel, panels), two panels at a time: few rows of
+// one panel would have too few multiply-adds that do not wait for each other.
 template <class Function>
-inline void pieces(long first, long end, long panels, const Function& f) {
-    long panel = 0;
-    if (end - first <= kFewRows)
-        for (; panel + 2 <= panels; panel += 2)
-            row_pieces<kFewRows>(first, end, [&]<int R>(long row) { f.template operator()<R, 2>(row, panel); });
+inline void pieces(long first, long end, long panel, long panels, const Function& f) {
+    for (; panel + 2 <= panels; panel += 2)
+            row_pieces<kPairRows>(first, end, [&]<int R>(long row) { f.template operator()<R, 2>(row, panel); });
     for (; panel < panels; panel++) row_pieces(first, end, [&]<int R>(long row) { f.template operator()<R, 1>(row, panel); });
 }
 
-// Multiplies rows [first, end) of the scratch's queries with its keys.
+// Multiplies rows [first, end) of the scratch's queries with its keys. Scores of panels without a position stay as they were.
 template <class Kv>
-inline void score_tile(AttentionScratch& s, long first, long end, Asker<Kv>& asker) {
+inline void score_tile(AttentionScratch& s, long first, long end, const Range& range, Asker<Kv>& asker) {
     const long words = s.dim / 2;
-    pieces(first, end, kTile / kPanel, [&]<int R, int Panels>(long row, long panel) {
+    pieces(first, end, range.from / kPanel, (range.end + kPanel - 1) / kPanel, [&]<int R, int Panels>(long row, long panel) {
         __m512 sum[R][2 * Panels];
         for (auto& of_row : sum) std::fill_n(of_row, 2 * Panels, _mm512_setzero_ps());
         tile<Bf16Dot, R, Panels>(&s.query[row * words], words, &s.keys[panel * kPanel * words], kPanel * words, words, sum,
@@ -275,17 +370,20 @@ inline void score_tile(AttentionScratch& s, long first, long end, Asker<Kv>& ask
     });
 }
 
-// Multiplies rows [first, end) of the scratch's weights with its values, and adds the products to the rescaled result.
+// Multiplies rows [first, end) of the scratch's weights with its values, and adds the products to the rescaled result. Weights
+// of positions outside of the range are 0, so it changes nothing that their words are left out.
 template <class Kv>
-inline void add_values(AttentionScratch& s, long first, long end, Asker<Kv>& asker) {
-    constexpr long words = kTile / 2;
-    pieces(first, end, s.dim / kPanel, [&]<int R, int Panels>(long row, long panel) {
+inline void add_values(AttentionScratch& s, long first, long end, const Range& range, Asker<Kv>& asker) {
+    constexpr long tile_words = kTile / 2;
+    const long from = range.from / 2, words = (range.end + 1) / 2 - from;
+    pieces(first, end, 0, s.dim / kPanel, [&]<int R, int Panels>(long row, long panel) {
         __m512 sum[R][2 * Panels];
         float* at = &s.result[row * s.dim + panel * kPanel];
         for (int r = 0; r < R; r++)
             for (int h = 0; h < 2 * Panels; h++)
                 sum[r][h] = _mm512_mul_ps(_mm512_loadu_ps(at + r * s.dim + h * kLanes), _mm512_set1_ps(s.factor[row + r]));
-        tile<Bf16Dot, R, Panels>(&s.weights[row * words], words, &s.values[panel * kPanel * words], kPanel * words, words, sum,
+        tile<Bf16Dot, R, Panels>(&s.weights[row * tile_words + from], tile_words, &s.values[panel * kPanel * tile_words + from * kPanel],
+                                 kPanel * tile_words, words, sum,
                                  [&](long k) { asker.template during<Panels>(k); });
         for (int r = 0; r < R; r++)
             for (int h = 0; h < 2 * Panels; h++) _mm512_storeu_ps(at + r * s.dim + h * kLanes, sum[r][h]);
@@ -297,25 +395,24 @@ inline void add_values(AttentionScratch& s, long first, long end, Asker<Kv>& ask
 // the caller will read. following() returns the asker for what comes after them.
 template <class Kv, class Following>
 inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position, long tokens, long group, long chunk, long seen,
-                         float scale, const Following& following) {
-    const long rows = tokens * group;
+                         const Scoring& how, const Following& following) {
+    const long rows = tokens * group, low = how.low(position);
     const long end = std::min<long>((chunk + 1) * kChunk, position + tokens);
     std::fill_n(s.top.begin(), rows, kNone);
     std::fill_n(s.total.begin(), rows, 0.0f);
     std::fill_n(s.result.begin(), rows * s.dim, 0.0f);
-    for (long first = chunk * kChunk; first < end; first += kTile) {
-        const long count = std::min<long>(kTile, end - first);
+    for (long first = std::max(chunk * kChunk, low / kTile * kTile); first < end; first += kTile) {
+        const Range range{first, std::max<long>(0, low - first), std::min<long>(kTile, end - first)};
         const long ahead = std::min<long>(kTile, seen - first - kTile);
         Asker<Kv> asker = ahead > 0 ? Asker<Kv>(kv, first + kTile, ahead) : following();
-        lay_out_keys(kv, first, count, s.dim, s.keys.data(), asker);
-        if constexpr (Kv::kScaled) take_scales(kv, first, count, scale, s.key_scales, s.value_scales);
+        lay_out_keys(kv, range, s.dim, s.keys.data(), asker);
+        if constexpr (Kv::kScaled) take_scales(kv, range, how.scale, s.key_scales, s.value_scales);
         const long hidden = std::max<long>(0, first - position) * group;  // earlier rows see nothing of this tile
-        score_tile(s, hidden, rows, asker);
-        for (long row = hidden; row < rows; row++)
-            soften<Kv::kScaled>(&s.scores[row * kTile], std::min(count, position + row / group + 1 - first), scale, s.key_scales,
-                                s.value_scales, s.top[row], s.total[row], s.factor[row], &s.weights[row * kTile / 2]);
-        lay_out_values(kv, first, count, s.dim, s.values.data(), asker);
-        add_values(s, hidden, rows, asker);
+        const long past = std::min(rows, (first + range.end + how.window - 1 - position) * group);  // and neither do rows from here on
+        score_tile(s, hidden, past, range, asker);
+        soften_tile<Kv::kScaled>(s, hidden, past, range, position - first, group, how);
+        lay_out_values(kv, range, s.dim, s.values.data(), asker);
+        add_values(s, hidden, past, range, asker);
     }
 }
 

@@ -1,7 +1,7 @@
 // The computation of a step, layer by layer. Every thread of the pool runs `compute`.
 #include "model.h"
 #include "model_attention.h"
-#include "model_heads.h"
+#include "model_moe.h"
 
 namespace pdserve {
 
@@ -24,14 +24,21 @@ void Model::compute(int thread) {
     }
     product(thread, Part{0, batch.rows, true}, head_, Normed{batch.x, norm_, float(shape_.rms_norm_eps)}, Store{step_->logits, shape_.vocab});
     share_rows(thread, batch.rows, [&](long row, long end) {
-        for (; row < end; row++) step_->best[row] = best_of(step_->logits + row * shape_.vocab, shape_.vocab);
+        for (; row < end; row++) {
+            float* logits = step_->logits + row * shape_.vocab;
+            if (shape_.softcap > 0) cap_row(logits, shape_.vocab, float(shape_.softcap));
+            step_->best[row] = best_of(logits, shape_.vocab);
+        }
     });
 }
 
 void Model::embed(long row, long end) {
+    const __m512 scale = _mm512_set1_ps(float(shape_.embedding_scale));
     for (; row < end; row++)
-        for (long i = 0; i < shape_.hidden; i += kLanes)
-            _mm512_storeu_ps(&residual_[row * shape_.hidden + i], load_bf16(embedding_ + step_->token_ids[row] * shape_.hidden + i));
+        for (long i = 0; i < shape_.hidden; i += kLanes) {
+            const __m512 stored = load_bf16(embedding_ + step_->token_ids[row] * shape_.hidden + i);
+            _mm512_storeu_ps(&residual_[row * shape_.hidden + i], _mm512_mul_ps(stored, scale));
+        }
 }
 
 // Computes a layer up to the queries, keys and values of a part's rows. A thread that has all columns of a head also rotates
@@ -44,19 +51,67 @@ void Model::begin_layer(int thread, long index, const Batch& batch, const Part& 
     const long unit = std::lcm(dim, long(kPanel)) / kPanel;
     product(thread, part, layer.qkv, normed, store, unit, [&](long panel, long end) {
         const long head = panel * kPanel / dim, head_end = std::min(all, end * kPanel / dim);
+        finish_heads(layer, part, head, head_end);
         with_format(format_of(index), [&]<class Kv>() { put_heads<Kv>(own_[thread], index, part, head, head_end); });
     });
+}
+
+// Adds the product of `from` and a weight to x [rows of the part, hidden]. A bias and a norm of the product are optional: those
+// that are empty are not computed.
+template <class From>
+void Model::add_branch(int thread, const Part& part, const Weight& w, const From& from, float* x, const std::vector<float>& bias,
+                       const std::vector<float>& norm, float eps) {
+    const long hidden = shape_.hidden;
+    if (bias.empty() && norm.empty()) return product(thread, part, w, from, AddTo{x, hidden});
+    float* branch = part.together ? branch_.data() : own_[thread].branch.data();
+    float* to = norm.empty() ? x : branch;
+    const auto add_bias = [&](long panel, long end) {
+        const long column = panel * kPanel, columns = std::min(end * kPanel, hidden) - column;
+        for (long row = 0; row < part.rows && !bias.empty(); row++) add_to(&bias[column], columns, to + row * hidden + column);
+    };
+    if (norm.empty()) return product(thread, part, w, from, AddTo{x, hidden}, 1, add_bias);
+    product(thread, part, w, from, Store{branch, hidden}, 1, add_bias);
+    add_normed(thread, part, branch, norm, eps, x);
+}
+
+// Norms a branch in place, and adds it to x. Both are [rows of the part, hidden].
+void Model::add_normed(int thread, const Part& part, float* branch, const std::vector<float>& norm, float eps, float* x) {
+    const long hidden = shape_.hidden;
+    each_row(thread, part, [&](long row, long end) {
+        for (; row < end; row++) {
+            float* own = branch + row * hidden;
+            norm_to(own, norm.data(), hidden, eps, own);
+            add_to(own, hidden, x + row * hidden);
+        }
+    });
+}
+
+// Multiplies with gate and up, and writes activation(gate) * up: [rows of the part, width].
+void Model::product_gated(int thread, const Part& part, const Layer& layer, const Normed& from, bf16* to, long width) {
+    if (layer.shape.activation == 0)
+        product(thread, part, layer.gate_up, from, GateMul<silu>{to, width});
+    else
+        product(thread, part, layer.gate_up, from, GateMul<gelu_tanh>{to, width});
 }
 
 // Computes the rest of a layer, after attention.
 void Model::finish_layer(int thread, long index, const Batch& batch, const Part& part) {
     const Layer& layer = layers_[index];
-    const AddTo residual{batch.x + part.row * shape_.hidden, shape_.hidden};
+    const long hidden = shape_.hidden;
+    float* x = batch.x + part.row * hidden;
     bf16* gated = part.together ? gated_.data() : own_[thread].gated.data();
-    product(thread, part, layer.attention_out, Halves{batch.attended + part.row * layer.query_width()}, residual);
-    product(thread, part, layer.gate_up, Normed{residual.to, layer.mlp_norm, layer.eps()},
-            SiluMul{gated, layer.shape.intermediate});
-    product(thread, part, layer.down, Halves{gated}, residual);
+    const Halves attended{batch.attended + part.row * layer.query_width()};
+    add_branch(thread, part, layer.attention_out, attended, x, layer.out_bias, layer.post_attention_norm, layer.eps());
+    const Normed normed{x, layer.mlp_norm, layer.eps()};
+    if (layer.shape.moe.experts == 0) {
+        product_gated(thread, part, layer, normed, gated, layer.shape.intermediate);
+        return add_branch(thread, part, layer.down, Halves{gated}, x, {}, layer.post_mlp_norm, layer.eps());
+    }
+    if (layer.post_mlp_norm.empty()) return add_experts(thread, index, part, normed, gated, x);
+    float* branch = part.together ? branch_.data() : own_[thread].branch.data();
+    each_row(thread, part, [&](long row, long end) { std::fill_n(branch + row * hidden, (end - row) * hidden, 0.0f); });
+    add_experts(thread, index, part, normed, gated, branch);
+    add_normed(thread, part, branch, layer.post_mlp_norm, layer.eps(), x);
 }
 
 // Keeps only the rows whose logits are wanted.

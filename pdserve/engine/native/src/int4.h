@@ -42,6 +42,14 @@ inline void sum_groups(const Rows& x, long rows, long words, float* to) {
         }
 }
 
+// Returns the rows from `row` on.
+inline Rows rows_from(Rows x, long row) {
+    if (x.scales != nullptr) x.scales += x.group(row), x.offsets += x.group(row);
+    if (x.sums != nullptr) x.sums += row * (x.stride / kGroup4Words);
+    x.words += row * x.stride;
+    return x;
+}
+
 // Computes the sums of R rows with one panel. x_sums: the sums of the first row's groups. `ahead`: the panel to prefetch
 // meanwhile, or null.
 template <int R>

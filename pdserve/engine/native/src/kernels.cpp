@@ -38,19 +38,18 @@ void* pdserve_model_new(const PdShape* shape, const uint16_t* embedding) {
 
 void pdserve_model_free(void* model) { delete (Model*)model; }
 
-int pdserve_model_weight(void* model, int64_t layer, int which, const uint16_t* weight, int64_t n, int64_t k, int bits) {
+int pdserve_model_weight(void* model, int64_t layer, int which, int64_t expert, const uint16_t* weight, int64_t n, int64_t k, int bits) {
     return guarded([&] {
         Model& to = *(Model*)model;
-        return to.set(to.weight(layer, which), weight, n, k, bits), PDSERVE_DONE;
+        return to.set(to.weight(layer, which, expert), weight, n, k, bits), PDSERVE_DONE;
     });
 }
 
-int pdserve_model_norm(void* model, int64_t layer, int which, const float* weight) {
-    return guarded([&] {
-        Model& to = *(Model*)model;
-        return to.norm(layer, which).assign(weight, weight + to.shape().hidden), PDSERVE_DONE;
-    });
+int pdserve_model_vector(void* model, int64_t layer, int which, const float* from, int64_t size) {
+    return guarded([&] { return ((Model*)model)->vector(layer, which).assign(from, from + size), PDSERVE_DONE; });
 }
+
+void pdserve_model_expert_counts(void* model, int64_t layer, int64_t* to) { ((Model*)model)->expert_counts(layer, to); }
 
 int pdserve_model_forward(void* model, const PdStep* step) {
     return guarded([&] { return ((Model*)model)->forward(*step) ? PDSERVE_DONE : PDSERVE_UNSOUND; });

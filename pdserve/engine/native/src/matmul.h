@@ -19,6 +19,7 @@ namespace pdserve {
 
 constexpr int kPanel = 2 * kLanes;
 constexpr int kRows = 12;
+constexpr int kPairRows = 6;              // rows of a tile of two panels, which has as many accumulators
 constexpr long kGroup = 64;               // 8-bit integers of a row that share a scale
 constexpr long kGroupWords = kGroup / 4;
 // The distance at which a product of few rows prefetches its weights: 8 KiB.
@@ -34,7 +35,11 @@ struct Bf16Dot {
 struct Int8Dot {  // x signed, w unsigned; the sum is exact
     static constexpr int kMostRows = kRows / 2;  // registers also hold the float sums of whole rows beside the integer sums of a group
     using Sum = __m512i;
-    static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, w, x); }
+    // gcc 12 copies the sum before and after the intrinsic, so the instruction is written out.
+    static Sum add(Sum sum, __m512i x, __m512i w) {
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+        return sum;
+    }
 };
 
 // Adds to sum[r] the product of row r of x with `Panels` panels. The first panel is at `panel`, and each next one `panel_words`
@@ -151,11 +156,45 @@ void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t*
     for (int r = 0; r < R; r++) out(row + r, panel * kPanel, sum[r][0], sum[r][1]);
 }
 
+// Computes R rows of two panels in bfloat16. It loads less than two pieces of one panel do: a row's word serves both.
+template <int R, int Lines, class Out>
+void pair_piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
+    __m512 sum[R][4];
+    PDSERVE_UNROLL(6)
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < 4; h++) sum[r][h] = _mm512_setzero_ps();
+    tile<Bf16Dot, R, 2>(x.words + row * x.stride, x.stride, w.panel(panel), w.panel_words, w.words, sum, [&](long k) {
+        if constexpr (Lines > 0) _mm_prefetch((const char*)(ahead + k * kLanes), _MM_HINT_T1);
+    });
+    for (int r = 0; r < R; r++) {
+        out(row + r, panel * kPanel, sum[r][0], sum[r][1]);
+        out(row + r, (panel + 1) * kPanel, sum[r][2], sum[r][3]);
+    }
+}
+
+// Multiplies pairs of panels, as many as there are, and returns the first panel that is left. The first four pieces prefetch the
+// quarters of the next pair.
+template <class Out>
+long multiply_pairs(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
+    for (; panel + 2 <= panel_end; panel += 2) {
+        const uint32_t* next = w.panel(panel + 2);
+        row_pieces<kPairRows>(0, rows, [&]<int R>(long first) {
+            if (next < w.panel(panel + 4))
+                pair_piece<R, 1>(x, first, w, panel, next, out), next += w.words * kLanes;
+            else
+                pair_piece<R, 0>(x, first, w, panel, nullptr, out);
+        });
+    }
+    return panel;
+}
+
 // Weights come from memory, rows from caches. A single piece of rows prefetches the weights that it needs a little later. With
 // several pieces, the first two prefetch the halves of the next panel, so that memory works while the others compute.
 template <class Dot, class Out>
 void multiply_by(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
     const bool single = rows <= Dot::kMostRows;
+    if constexpr (std::is_same_v<Dot, Bf16Dot>)
+        if (rows > 3 * kPairRows) panel = multiply_pairs(x, rows, w, panel, panel_end, out);
     for (long p = panel; p < panel_end; p++) {
         const uint32_t* next = w.panel(p + 1);
         row_pieces<Dot::kMostRows>(0, rows, [&]<int R>(long first) {
@@ -169,7 +208,7 @@ void multiply_by(const Rows& x, long rows, const Weight& w, long panel, long pan
     }
 }
 
-// The uses of a product: it is stored, added, or combined to silu(gate) * up, which has half the columns.
+// The uses of a product: it is stored, added, or combined to activation(gate) * up, which has half the columns.
 
 struct Store {
     float* to;
@@ -194,11 +233,12 @@ struct AddTo {
     }
 };
 
-struct SiluMul {  // panels hold sixteen columns of the gate, then the same sixteen of up
+template <__m512 (&Activation)(__m512)>
+struct GateMul {  // panels hold sixteen columns of the gate, then the same sixteen of up
     bf16* to;
     long columns;
     void operator()(long row, long column, __m512 gate, __m512 up) const {
-        store_bf16(to + row * columns + column / 2, _mm512_mul_ps(silu(gate), up));
+        store_bf16(to + row * columns + column / 2, _mm512_mul_ps(Activation(gate), up));
     }
 };
 

@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "int4.h"
 #include "pool.h"
+#include "route.h"
 #include "rows.h"
 #include "take.h"
 
@@ -40,7 +41,18 @@ void multiply(const Rows& x, long rows, const Weight& w, long panel, long panel_
 struct Layer {
     PdLayer shape;
     std::vector<float> attention_norm, mlp_norm;
+    std::vector<float> post_attention_norm, post_mlp_norm, query_norm, key_norm, qkv_bias, out_bias;  // those that it lacks are empty
     Weight qkv, attention_out, gate_up, down;
+    std::vector<float> router_bias;
+    Weight router;
+    std::vector<Weight> expert_gate_up, expert_down;
+    std::unique_ptr<std::atomic<int64_t>[]> counts;  // tokens that chose each expert
+
+    // Returns the widest row of activations between the two products of the MLP, for all experts of a token together.
+    long gated_width() const {
+        const PdMoe& moe = shape.moe;
+        return moe.experts == 0 ? shape.intermediate : moe.experts_per_token * moe.intermediate + moe.shared;
+    }
 
     float eps() const { return float(shape.rms_norm_eps); }
     long query_width() const { return shape.heads * shape.head_dim; }
@@ -48,14 +60,14 @@ struct Layer {
 };
 
 // Queries of one span and KV head against chunks [chunk, chunk_end). part: the first place for the results of the decode's
-// `parts` chunks, or -1 when one task computes all chunks.
+// `parts` chunks from `chunk_first` on, or -1 when one task computes all chunks.
 struct Task {
-    long span, head, begin, tokens, chunk, chunk_end, part, parts;
+    long span, head, begin, tokens, chunk, chunk_end, part, parts, chunk_first;
 };
 
 // The layers of a KV group, and the attention of a step in each of them.
 struct Group {
-    long layers = 0, heads = 0, kv_heads = 0, head_dim = 0;
+    long layers = 0, heads = 0, kv_heads = 0, head_dim = 0, window = kUnlimited;
     std::vector<Task> tasks;
     std::unique_ptr<std::atomic<long>[]> missing;  // chunks of a decode that are not finished yet, by the first of its parts
     long missing_count = 0;
@@ -95,7 +107,10 @@ struct alignas(64) Own {
     Lines<float> spare, turned, sums;  // turned: rotated keys of one head and block; sums: sums of groups (int4.h)
     RowRoom rows;
     Lines<bf16> gated;
+    Lines<float> branch;  // results of attention or of the MLP before they are normed
     DrawScratch draw;
+    RouteScratch route;
+    Slots slots;
 };
 
 // The rows that are still computed: all rows of a step, or in the last layer those whose logits are wanted.
@@ -111,12 +126,18 @@ struct Part {
     bool together;
 };
 
-// The sources of a product's rows: x / rms(x) * weight (`Normed`), or bfloat16 numbers as they are (`Halves`).
+// The sources of a product's rows: x / rms(x) * weight (`Normed`), the same of the row of each slot (`Gathered`), or bfloat16
+// numbers as they are (`Halves`).
 
 struct Normed {
     const float* x;
     const std::vector<float>& weight;
     float eps;
+};
+
+struct Gathered {
+    const Normed& normed;
+    const int32_t* rows;
 };
 
 struct Halves {
@@ -130,22 +151,31 @@ class Model {
         for (long i = 0; i < shape.layers; i++) {
             const PdLayer& of = layers_[i].shape = shape.layer[i];
             Group& group = groups_[of.group];
+            layers_[i].expert_gate_up.resize(of.moe.experts), layers_[i].expert_down.resize(of.moe.experts);
+            layers_[i].counts.reset(new std::atomic<int64_t>[of.moe.experts]());
             group.layers++, group.heads = of.heads, group.kv_heads = of.kv_heads, group.head_dim = of.head_dim;
         }
+        for (long i = 0; i < shape.groups; i++)
+            if (shape.windows[i] > 0) groups_[i].window = shape.windows[i];
     }
 
-    Weight& weight(long layer, int which) {
+    Weight& weight(long layer, int which, long expert) {
         Layer& at = layers_[which == 4 ? 0 : layer];
-        Weight* all[] = {&at.qkv, &at.attention_out, &at.gate_up, &at.down, &head_};
+        if (which > 5) return (which == 6 ? at.expert_gate_up : at.expert_down)[expert];
+        Weight* all[] = {&at.qkv, &at.attention_out, &at.gate_up, &at.down, &head_, &at.router};
         return *all[which];
     }
 
-    std::vector<float>& norm(long layer, int which) {
-        if (which == 2) return norm_;
-        return which == 0 ? layers_[layer].attention_norm : layers_[layer].mlp_norm;
+    std::vector<float>& vector(long layer, int which) {
+        Layer& at = layers_[which == 2 ? 0 : layer];
+        std::vector<float>* all[] = {&at.attention_norm, &at.mlp_norm,   &norm_,      &at.post_attention_norm, &at.post_mlp_norm,
+                                     &at.query_norm,     &at.key_norm, &at.qkv_bias, &at.out_bias, &at.router_bias};
+        return *all[which];
     }
 
-    const PdShape& shape() const { return shape_; }
+    void expert_counts(long layer, int64_t* to) const {
+        for (long i = 0; i < layers_[layer].shape.moe.experts; i++) to[i] = layers_[layer].counts[i].load(std::memory_order_relaxed);
+    }
 
     void set(Weight& weight, const bf16* from, long n, long k, int bits);
     bool forward(const PdStep& step);
@@ -161,13 +191,25 @@ class Model {
     }
 
     long widest() const {
-        return std::max<long>(shape_.hidden, most([](const Layer& of) { return std::max<long>(of.shape.intermediate, of.query_width()); }));
+        return std::max<long>(shape_.hidden, most([](const Layer& of) {
+            return std::max({of.shape.intermediate, of.query_width(), of.shape.moe.intermediate, of.shape.moe.shared});
+        }));
     }
 
     Group& group_of(long layer) { return groups_[layers_[layer].shape.group]; }
+    Scoring scoring(long layer) const {
+        const PdLayer& of = layers_[layer].shape;
+        return {float(of.scale), float(of.softcap), groups_[of.group].window};
+    }
+
     int64_t format_of(long layer) const { return step_->groups[layers_[layer].shape.group].kv_format; }
 
-    bool integers() const { return layers_[0].down.integers(); }
+    bool integers() const { return layers_[0].attention_out.integers(); }
+
+    // Tells whether a layer norms the results of its attention or of its MLP.
+    bool post_norms() const {
+        return most([](const Layer& of) { return of.post_attention_norm.size() + of.post_mlp_norm.size(); }) > 0;
+    }
 
     // Tells whether threads share the rows of a step instead of the columns of its products.
     bool by_rows(long rows) const { return rows >= kRowsEach * threads_ && threads_ > 1; }
@@ -182,6 +224,17 @@ class Model {
     void begin_layer(int thread, long layer, const Batch& batch, const Part& part);
     void finish_layer(int thread, long layer, const Batch& batch, const Part& part);
     Batch keep_wanted(int thread, const Batch& batch);
+    void finish_heads(const Layer& of, const Part& part, long head, long end);
+    template <class From>
+    void add_branch(int thread, const Part& part, const Weight& w, const From& from, float* x, const std::vector<float>& bias,
+                    const std::vector<float>& norm, float eps);
+    void add_normed(int thread, const Part& part, float* branch, const std::vector<float>& norm, float eps, float* x);
+    void product_gated(int thread, const Part& part, const Layer& layer, const Normed& from, bf16* to, long width);
+    void route(int thread, long layer, const Part& part);
+    template <class From, class Order, class Out>
+    void product_of_experts(int thread, const Part& part, long slots, const std::vector<Weight>& weights, const From& from,
+                            Order& order, const Out& out);
+    void add_experts(int thread, long layer, const Part& part, const Normed& normed, bf16* gated, float* to);
     template <class Kv>
     void put_heads(Own& own, long layer, const Part& part, long head, long end);
     template <class Kv>
@@ -202,12 +255,18 @@ class Model {
         norm_row(from.x + row * shape_.hidden, from.weight.data(), shape_.hidden, from.eps, spare, to, row);
     }
 
+    void prepare(const Gathered& from, long row, float* spare, const Rows& to, const Weight&) const {
+        const Normed& of = from.normed;
+        norm_row(of.x + from.rows[row] * shape_.hidden, of.weight.data(), shape_.hidden, of.eps, spare, to, row);
+    }
+
     void prepare(const Halves& from, long row, float* spare, const Rows& to, const Weight& next) const {
         requantise(from.from + row * next.k, next.k, spare, to, row);
     }
 
     // Returns the rows if they can be multiplied as they are; null when they have to be prepared.
     static uint32_t* as_it_is(const Normed&, const Weight&) { return nullptr; }
+    static uint32_t* as_it_is(const Gathered&, const Weight&) { return nullptr; }
     static uint32_t* as_it_is(const Halves& from, const Weight& next) { return next.integers() ? nullptr : (uint32_t*)from.from; }
 
     // Calls f(row, end) for all rows, in a few pieces for each thread.
@@ -215,6 +274,13 @@ class Model {
     void share_rows(int thread, long rows, const F& f) {
         const long pieces = std::min<long>(rows, kRowPieces * threads_);
         pool_.share(thread, pieces, [&](long i) { f(rows * i / pieces, rows * (i + 1) / pieces); });
+    }
+
+    // Calls f(row, end) for all rows of a part. Its threads share them.
+    template <class F>
+    void each_row(int thread, const Part& part, const F& f) {
+        if (part.together) return share_rows(thread, part.rows, f);
+        f(0, part.rows);
     }
 
     // Calls f(part) for the whole batch: for each of its tiles, or once for all rows together.
@@ -276,7 +342,9 @@ class Model {
     std::vector<Touched> touched_;
     std::vector<long> span_row_;  // the first row of each span
     std::vector<Own> own_;
-    Lines<float> residual_, wanted_, qkv_;
+    Lines<float> residual_, wanted_, qkv_, branch_;
+    std::vector<float> products_, weights_, shared_weights_;  // of routers: their products, and the weights of experts
+    std::vector<int32_t> chosen_;                             // [rows, experts per token], ascending
     RowRoom together_;  // rows that all threads multiply
     Lines<bf16> query_, attended_, wanted_attended_, gated_;
 };

@@ -25,9 +25,12 @@ bool Model::sound(const PdStep& step) const {
         for (long span = 0; span < step.spans; span++) {
             const long blocks = group->span_table[span + 1] - group->span_table[span];
             if (step.span_start[span] + step.span_count[span] > blocks * step.block_size) return false;
+            const Scoring sees{0, 0, groups_[group - step.groups].window};
+            for (long i = sees.low(step.span_start[span]) / step.block_size; i < blocks; i++) {
+                const int32_t block = group->tables[group->span_table[span] + i];
+                if (block < 0 || block >= group->blocks) return false;
+            }
         }
-        for (long i = 0; i < group->span_table[step.spans]; i++)
-            if (group->tables[i] < 0 || group->tables[i] >= group->blocks) return false;
         if (!with_format(group->kv_format, []<class Kv>() {})) return false;
     }
     for (long row = 0; row < step.rows; row++)
@@ -63,13 +66,15 @@ void Model::plan_tasks(const PdStep& step, Group& group) {
         for (long head = 0; head < group.kv_heads; head++)
             for (long begin = 0; begin < step.span_count[span]; begin += kQueryTile) {
                 const long tokens = std::min<long>(kQueryTile, step.span_count[span] - begin);
-                const long chunks = (step.span_start[span] + begin + tokens + kChunk - 1) / kChunk;
+                const long position = step.span_start[span] + begin;
+                const long end = (position + tokens + kChunk - 1) / kChunk;
+                const long first = Scoring{0, 0, group.window}.low(position) / kChunk, chunks = end - first;
                 if (few && tokens == 1 && chunks > 1) {
-                    for (long chunk = 0; chunk < chunks; chunk++)
-                        tasks.push_back({span, head, begin, tokens, chunk, chunk + 1, parts, chunks});
+                    for (long chunk = first; chunk < end; chunk++)
+                        tasks.push_back({span, head, begin, tokens, chunk, chunk + 1, parts, chunks, first});
                     parts += chunks;
                 } else {
-                    tasks.push_back({span, head, begin, tokens, 0, chunks, -1, 0});
+                    tasks.push_back({span, head, begin, tokens, first, end, -1, 0, first});
                 }
             }
     std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
@@ -109,7 +114,9 @@ void Model::fit(const PdStep& step) {
     grow(residual_, rows * hidden);
     grow(wanted_, step.out_rows * hidden);
     const long query_width = most([](const Layer& of) { return of.query_width(); });
-    const long intermediate = most([](const Layer& of) { return of.shape.intermediate; });
+    const long gated_width = most([](const Layer& of) { return of.gated_width(); });
+    const long each = std::max<long>(1, most([](const Layer& of) { return of.shape.moe.experts_per_token; }));  // slots of a row
+    const long experts = most([](const Layer& of) { return of.shape.moe.experts; });
     const long head_dim = most([](const Layer& of) { return of.shape.head_dim; });
     grow(qkv_, rows * most([](const Layer& of) { return of.qkv_width(); }));
     grow(query_, rows * query_width);
@@ -119,8 +126,10 @@ void Model::fit(const PdStep& step) {
     const long together = by_rows(rows) ? std::max<long>(step.out_rows, kRowsEach * threads_) : rows;
     const long own_rows = by_rows(rows) ? kTileRows : kPrivateRows;
     const long words = std::max(hidden / 2, integers() ? widest() / 4 : 0);
-    together_.fit(together, words, head_.integers());
-    grow(gated_, together * intermediate);
+    together_.fit(together * each, words, head_.integers());
+    grow(gated_, together * gated_width);
+    const bool branches = post_norms();
+    if (branches) grow(branch_, together * hidden);
     if (long(own_.size()) < threads_) own_.resize(threads_);
     long tokens = 1;  // of the largest task; it is the same in every group
     for (const Task& task : groups_[0].tasks) tokens = std::max(tokens, task.tokens);
@@ -130,10 +139,19 @@ void Model::fit(const PdStep& step) {
             own.attention[i].fit(tokens * groups_[i].sharing(), round_up(groups_[i].head_dim, kPanel));
         grow(own.spare, widest());
         if (!touched_.empty()) grow(own.turned, step.block_size * head_dim);
-        own.rows.fit(own_rows, words, head_.integers());
-        if (by_rows(rows)) grow(own.gated, kTileRows * intermediate);
-        if (layers_[0].down.bits == 4) grow(own.sums, std::max(together, own_rows) * widest() / kGroup4);
+        own.rows.fit(own_rows * each, words, head_.integers());
+        if (by_rows(rows)) grow(own.gated, kTileRows * gated_width);
+        if (by_rows(rows) && branches) grow(own.branch, kTileRows * hidden);
+        if (layers_[0].attention_out.bits == 4) grow(own.sums, std::max(together, own_rows) * each * widest() / kGroup4);
+        if (experts == 0) continue;
+        own.route.fit(experts, most([](const Layer& of) { return of.shape.moe.groups; }));
+        own.slots.fit(std::max(together, own_rows) * each, experts);
     }
+    if (experts == 0) return;
+    grow(products_, rows * most([](const Layer& of) { return of.router.n; }));
+    grow(weights_, rows * each);
+    grow(chosen_, rows * each);
+    grow(shared_weights_, rows);
 }
 
 }  // namespace pdserve

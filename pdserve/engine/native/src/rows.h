@@ -44,8 +44,8 @@ inline void requantise(const bf16* x, long k, float* spare, const Rows& out, lon
     put_row(spare, k, out, row);
 }
 
-// Writes x / rms(x) * weight to row `row` of `out`; x is [k] float32. `spare` has room for k floats.
-inline void norm_row(const float* x, const float* weight, long k, float eps, float* spare, const Rows& out, long row) {
+// Writes x / rms(x) * weight to `to`, which may be x; both are [k] float32.
+inline void norm_to(const float* x, const float* weight, long k, float eps, float* to) {
     __m512 squares = _mm512_setzero_ps();
     for (long i = 0; i < k; i += kLanes) {
         const __m512 value = _mm512_loadu_ps(x + i);
@@ -54,19 +54,49 @@ inline void norm_row(const float* x, const float* weight, long k, float eps, flo
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(sum_lanes(squares) / float(k) + eps));
     for (long i = 0; i < k; i += kLanes) {
         const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(x + i), scale);
-        _mm512_storeu_ps(spare + i, _mm512_mul_ps(value, _mm512_loadu_ps(weight + i)));
+        _mm512_storeu_ps(to + i, _mm512_mul_ps(value, _mm512_loadu_ps(weight + i)));
     }
+}
+
+// Writes x / rms(x) * weight to row `row` of `out`; x is [k] float32. `spare` has room for k floats.
+inline void norm_row(const float* x, const float* weight, long k, float eps, float* spare, const Rows& out, long row) {
+    norm_to(x, weight, k, eps, spare);
     put_row(spare, k, out, row);
 }
 
-// Rotates one head by the rows of `table`: cosines, then sines with the first half negated.
+// Adds [k] float32 to `to`.
+inline void add_to(const float* x, long k, float* to) {
+    for (long i = 0; i < k; i += kLanes) _mm512_storeu_ps(to + i, _mm512_add_ps(_mm512_loadu_ps(to + i), _mm512_loadu_ps(x + i)));
+}
+
+// Bounds a row of logits; see `capped`.
+inline void cap_row(float* x, long count, float bound) {
+    for (long i = 0; i < count; i += kLanes) {
+        const __mmask16 lanes = first_lanes(count - i);
+        _mm512_mask_storeu_ps(x + i, lanes, capped(_mm512_maskz_loadu_ps(lanes, x + i), _mm512_set1_ps(bound)));
+    }
+}
+
+// Rotates the first `dim` numbers of a head by the rows of `table`: cosines, then sines with the first half negated.
 inline void turn_head(const float* x, const float* table, long dim, float* to) {
     const float *cosine = table, *sine = table + dim;
     const long half = dim / 2;
-    for (long i = 0; i < half; i++) {
-        to[i] = x[i] * cosine[i] + x[i + half] * sine[i];
-        to[i + half] = x[i + half] * cosine[i + half] + x[i] * sine[i + half];
+    const auto turned = [](__m512 a, __m512 cosines, __m512 b, __m512 sines) {
+        return _mm512_add_ps(_mm512_mul_ps(a, cosines), _mm512_mul_ps(b, sines));
+    };
+    for (long i = 0; i < half; i += kLanes) {
+        const __mmask16 lanes = first_lanes(half - i);
+        const auto load = [lanes](const float* from) { return _mm512_maskz_loadu_ps(lanes, from); };
+        const __m512 low = load(x + i), high = load(x + half + i);
+        _mm512_mask_storeu_ps(to + i, lanes, turned(low, load(cosine + i), high, load(sine + i)));
+        _mm512_mask_storeu_ps(to + half + i, lanes, turned(high, load(cosine + half + i), low, load(sine + half + i)));
     }
+}
+
+// Rotates the first `turned` of `dim` numbers of a head, and copies the others.
+inline void turn_part(const float* x, const float* table, long turned, long dim, float* to) {
+    turn_head(x, table, turned, to);
+    std::copy(x + turned, x + dim, to + turned);
 }
 
 // Writes one head to a row of plain K or V, rounded once.

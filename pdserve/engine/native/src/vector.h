@@ -41,6 +41,23 @@ inline float sum_lanes(__m512 x) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+// Combines the lanes of each of sixteen vectors, and returns the result of vector i in lane i. The order is that of `sum_lanes`.
+template <class Combine>
+inline __m512 fold_rows(const __m512 (&x)[kLanes], const Combine& combine) {
+    __m512 four[4];  // of vectors i, i + 4, i + 8 and i + 12: four lanes each
+    for (int i = 0; i < 4; i++) {
+        const __m512 low = combine(_mm512_shuffle_f32x4(x[i], x[i + 4], 0xEE), _mm512_shuffle_f32x4(x[i], x[i + 4], 0x44));
+        const __m512 high = combine(_mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xEE), _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x44));
+        four[i] = combine(_mm512_shuffle_f32x4(low, high, 0xDD), _mm512_shuffle_f32x4(low, high, 0x88));
+    }
+    __m512 two[2];
+    for (int i = 0; i < 2; i++) {
+        const __m512d even = _mm512_castps_pd(four[2 * i]), odd = _mm512_castps_pd(four[2 * i + 1]);
+        two[i] = combine(_mm512_castpd_ps(_mm512_unpacklo_pd(even, odd)), _mm512_castpd_ps(_mm512_unpackhi_pd(even, odd)));
+    }
+    return combine(_mm512_shuffle_ps(two[0], two[1], 0x88), _mm512_shuffle_ps(two[0], two[1], 0xDD));
+}
+
 // Returns e^x to 2 units in the last place. It is exactly 1 at 0 and exactly 0 below -87, minus infinity included. It uses
 // Cephes' polynomial of degree 6 around the nearest multiple of ln 2.
 inline __m512 exp_lanes(__m512 x) {
@@ -78,6 +95,23 @@ inline __m512 silu(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f);
     const __m512 power = exp_lanes(_mm512_sub_ps(_mm512_setzero_ps(), x));
     return _mm512_div_ps(x, _mm512_add_ps(one, power));
+}
+
+// Returns x / 2 * (1 + tanh(u)) for u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x / (1 + e^(-2u)).
+inline __m512 gelu_tanh(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f), squared = _mm512_mul_ps(x, x);
+    const __m512 inner = _mm512_fmadd_ps(squared, _mm512_set1_ps(0.044715f), one);
+    const __m512 power = exp_lanes(_mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.5957691216f)), inner));
+    return _mm512_div_ps(x, _mm512_add_ps(one, power));
+}
+
+// Returns bound * tanh(x / bound). What is not a number stays so.
+inline __m512 capped(__m512 x, __m512 bound) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 power = exp_lanes(_mm512_mul_ps(_mm512_div_ps(_mm512_abs_ps(x), bound), _mm512_set1_ps(-2.0f)));
+    const __m512 size = _mm512_mul_ps(_mm512_div_ps(_mm512_sub_ps(one, power), _mm512_add_ps(one, power)), bound);
+    const __m512 sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
+    return _mm512_mask_mov_ps(_mm512_or_ps(size, sign), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
 }
 
 }  // namespace pdserve

@@ -1,0 +1,58 @@
+"""The places of tokens and blocks in a pool of plain numbers, as rows that one copy takes.
+
+A unit is as many numbers as divide the dim of every plane, and a strip is block_size units. A token of a head is dim / unit
+units, one after the other, so a head of a block is as many strips. K and V of most models have one dim, which is the unit:
+each head of a block is one strip.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pdserve.core.kv_layout import KvGroup
+
+
+class Places:
+    """The places in the blocks of one group."""
+
+    def __init__(self, layout: KvGroup, device: torch.device) -> None:
+        size, self._layers = layout.block_size, layout.num_layers
+        self.unit = math.gcd(*(dim for _, dim in layout.planes))
+        """Numbers of a unit."""
+        self._planes: list[Tensor] = []
+        self.strips = 0
+        """Strips of one layer of a block, which are as many as the units of one token in a layer."""
+        tokens: list[int] = []
+        steps: list[int] = []
+        for heads, dim in layout.planes:
+            units = dim // self.unit
+            firsts = range(self.strips, self.strips + heads * units, units)
+            self.strips += heads * units
+            self._planes.append(torch.tensor([range(f, f + units) for f in firsts], device=device).view(1, heads, 1, units))
+            tokens += [first * size + i for first in firsts for i in range(units)]
+            steps += [units] * (heads * units)
+        self._tokens = torch.tensor(tokens, device=device)
+        self._steps = torch.tensor(steps, device=device)
+        self._block_units = self._layers * self.strips * size
+
+    def of_tokens(self, positions: Tensor) -> Tensor:
+        """Return the units of tokens in layer 0: [tokens, strips] int64, plane by plane and head by head.
+
+        positions: [tokens, 2] int64, the block and the offset of each token in it.
+        """
+        return positions[:, :1] * self._block_units + self._tokens + positions[:, 1:] * self._steps
+
+    def of_blocks(self, block_tables: Tensor) -> Tensor:
+        """Return the strips of blocks in layer 0, plane by plane, each [sequences, heads, blocks, strips of a head] made flat.
+
+        block_tables: [sequences, blocks] int64.
+        """
+        blocks = block_tables[:, None, :, None] * (self._layers * self.strips)
+        return torch.cat([(blocks + plane).view(-1) for plane in self._planes])
+
+    def counts(self, strips: int) -> list[int]:
+        """Return how many of `strips` strips, the result of `of_blocks`, belong to each plane."""
+        return [strips // self.strips * plane.numel() for plane in self._planes]

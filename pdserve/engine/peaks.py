@@ -1,0 +1,137 @@
+"""The peaks of a worker's device: operations and bytes a second, against which the utilisation of its engine is told.
+
+The peaks of a GPU come from its data sheet, by its name. A CPU has no such sheet for the cores that a worker gets, so products
+and reads are measured once, in about 0.1 s. Both are the best of several tries, since other work on the machine slows some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from pdserve.capacity.devices import device_by_driver_name
+from pdserve.config import MIB, EngineConfig
+from pdserve.engine.kv.pool import KvPool
+from pdserve.engine.layers.linear import Linear, scheme_for
+from pdserve.engine.memory import host
+
+WIDTH: Final = 256
+"""The rows, inputs and outputs of the product. It takes 0.2 ms, so that some tries pass while nothing else has the core. One of
+512 is 7 % faster, and was measured at a thirtieth of that while workers started side by side."""
+MIN_TRIES: Final = 8
+MAX_S: Final = 0.1
+"""After so long fewer tries do."""
+PRODUCTS_S: Final = 0.02
+READS_S: Final = 0.02
+LAST_LEVEL_BYTES: Final = 32 * MIB
+"""The size of the last cache where the system does not tell it."""
+PART_BYTES: Final = 8 * MIB
+"""The bytes of one read, 1 ms on one core."""
+FREE_SHARE: Final = 0.25
+"""A buffer for reads takes at most this share of the free memory."""
+_CACHE: Final = Path("sys/devices/system/cpu/cpu0/cache")
+_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Peaks(NamedTuple):
+    """The most that a device can do in a second. 0: unknown."""
+
+    flops_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+def peaks_of(kv: KvPool, config: EngineConfig, *, rate: float = 1.0, seen_flops_per_s: float = 0.0) -> Peaks:
+    """Return the peaks of the device of a pool. A setting wins over what is known or measured.
+
+    rate: the speed of the products with weights relative to the engine's dtype, since int8 weights multiply faster.
+    seen_flops_per_s: operations a second that a step of the model has reached. The peak of a CPU is not below it.
+    """
+    if kv.device.type == "cuda":
+        known = _of_gpu(torch.cuda.get_device_name(kv.device), kv.dtype)
+    elif config.peak_flops_per_s is not None and config.peak_bytes_per_s is not None:
+        known = Peaks()
+    else:
+        known = Peaks(max(rate * _products(kv.dtype), seen_flops_per_s), _reads(kv))
+    return Peaks(config.peak_flops_per_s or known.flops_per_s, config.peak_bytes_per_s or known.bytes_per_s)
+
+
+def _of_gpu(name: str, dtype: torch.dtype) -> Peaks:
+    device = device_by_driver_name(name)
+    return Peaks() if device is None else Peaks(device.peak(str(dtype).removeprefix("torch.")), device.bytes_per_s)
+
+
+def _products(dtype: torch.dtype) -> float:
+    """Return the operations a second of a product in `dtype`: those of one thread, times the worker's threads.
+
+    All threads together would wait for the one that other work on the machine slows down.
+    """
+    ones = torch.ones(WIDTH, WIDTH, dtype=dtype)
+    threads = torch.get_num_threads()
+    with _one_thread():
+        multiply = Linear(scheme_for(ones.device, dtype), ones)
+        return threads * 2 * WIDTH**3 / _best_s([lambda: multiply(ones)], PRODUCTS_S)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute with one thread. All its threads are back at the end."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _reads(kv: KvPool) -> float:
+    """Return the bytes a second that the worker's threads read from memory. 0: no buffer is larger than the last cache.
+
+    Parts of the buffer are read in turn. It is twice as large as the cache, so no part is there when its turn comes again.
+    """
+    least = -(-2 * last_level_bytes() // PART_BYTES) * PART_BYTES
+    buffer = kv.caches[0].blocks.view(-1)
+    if buffer.nbytes < least:
+        if least > FREE_SHARE * host.available_bytes():
+            return 0.0
+        buffer = torch.ones(least, dtype=torch.uint8)
+    parts = torch.split(buffer[:least].view(torch.int32), PART_BYTES // 4)  # torch is slow with smaller numbers
+    reads = [part.max for part in parts]
+    threads = torch.get_num_threads()
+    best_s = _best_s(reads, READS_S)
+    if threads > 1:  # one thread alone is faster where other work keeps the others from starting
+        with _one_thread():
+            best_s = min(best_s, _best_s(reads, READS_S))
+    return PART_BYTES / best_s
+
+
+def last_level_bytes(root: Path = Path("/")) -> int:
+    """Return the size of the CPU's last cache, as Linux tells it, or `LAST_LEVEL_BYTES`."""
+    sizes = []
+    for file in (root / _CACHE).glob("index*/size"):
+        try:
+            text = file.read_text().strip()
+            sizes.append(int(text[:-1]) * _UNITS[text[-1]])
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return max(sizes, default=LAST_LEVEL_BYTES)
+
+
+def _best_s(calls: Sequence[Callable[[], object]], budget_s: float) -> float:
+    """Return the shortest time of a call. After one to warm up, all are called in turn for about `budget_s`, and at least
+    `MIN_TRIES` times."""
+    calls[0]()
+    best_s, start_s = float("inf"), time.perf_counter()
+    for tries, call in enumerate(itertools.cycle(calls), start=1):
+        began_s = time.perf_counter()
+        call()
+        now_s = time.perf_counter()
+        best_s = min(best_s, max(now_s - began_s, 1e-9))
+        if (now_s - start_s >= budget_s and tries >= MIN_TRIES) or now_s - start_s >= MAX_S:
+            break
+    return best_s
