@@ -35,6 +35,8 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt requireme
 demo: setup      ## run a real model on two pools, then stop everything
 	@$(BIN)/python -m pdserve.cli demo
 
+# Dozens of processes load the same code: they should compile it once.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: setup      ## run the tests
 	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile --no-loadscope-reorder
 
@@ -76,17 +78,26 @@ bench-idle: setup ## measure CPU and memory of an idle cluster
 bench-transfer: setup ## measure NIXL reads beside memcpy and a TCP socket
 	$(BIN)/python -m bench.transfer.reads
 
+bench-transfer-sweep: setup ## measure KV reads by size, count and transport, with CPU time, latency and reads behind computation
+	$(BIN)/python -m bench.transfer.sweep $(ARGS)
+
 bench-handoff: setup ## measure how much of a handoff the client waits for, with streamed and with whole reads
 	$(BIN)/python -m bench.transfer.handoff
 
 bench-checksums: setup ## measure how much checksums of KV cost prefill, with and without them in turns
 	@$(BIN)/python -m bench.transfer.checksums
 
-bench-engine: setup ## measure prefill and decode steps beside floors; PEERS=1 installs and runs vLLM, llama.cpp and transformers too
+bench-engine: setup ## measure prefill and decode steps beside floors; PEERS=1 installs and runs vLLM, llama.cpp, transformers and OpenVINO too
 	$(BIN)/python -m bench.engine.rates $(if $(PEERS),--peers --rounds 7 --plot roofline.png)
 
 bench-service: setup ## measure the service over HTTP beside its bare engine
 	@$(BIN)/python -m bench.service.beside_engine
+
+bench-peers: setup ## measure the service beside vLLM's CPU server, in turns; installs vLLM
+	@$(BIN)/python -m bench.service --peers $(if $(NICED),--niced)
+
+bench-agreement: setup ## compare our load generator with those of vLLM and AIPerf on one server; installs both
+	@$(BIN)/python -m bench.service.agreement
 
 bench-step: setup ## measure what a decode step costs besides the model, phase by phase
 	$(BIN)/python -m bench.engine.step_cost
@@ -99,6 +110,9 @@ bench-invariance: setup ## measure batch-invariant steps beside ordinary ones
 
 bench-chunks: setup ## measure what a prompt of 4,000 tokens costs the streams beside it, for each size of chunk
 	@$(BIN)/python -m bench.engine.chunks
+
+bench-load: setup ## measure how long a checkpoint takes to load, and how much memory; SIZE=1B of 0.5B, 1B, 3B, 7B
+	@$(BIN)/python -m bench.engine.loading --size $(or $(SIZE),7B)
 
 bench-kv-layout: setup ## measure one run of bytes for a KV block beside a pool for each layer
 	@$(BIN)/python -m bench.engine.kv_layout
@@ -115,6 +129,13 @@ bench-core: setup ## measure what a request costs in the router's core against w
 TRACE ?= conversation_trace.jsonl
 bench-placement: setup ## compare policies of placement on a simulated cluster of 100 workers under TRACE
 	@$(BIN)/python -m bench.placement --trace $(TRACE)
+
+bench-planner: setup ## compare the planner with the best static split over a day on a simulated cluster under TRACE
+	@$(BIN)/python -m bench.planner --trace $(TRACE)
+
+BUDGET_MINUTES ?= 25
+bench-all: setup ## measure what the literature claims, judge it, and write docs/benchmarks.md; resumes, within BUDGET_MINUTES
+	@$(BIN)/python -m bench.claims --budget-minutes $(BUDGET_MINUTES) --write-docs
 
 bench-disconnect: setup ## measure how long blocks stay taken after their client has left
 	$(BIN)/python -m bench.service.disconnect

@@ -5,12 +5,18 @@ from __future__ import annotations
 import click
 
 from pdserve import __version__
+from pdserve.commands.bench.group import bench
+from pdserve.commands.capacity import capacity
 from pdserve.commands.chat import chat
 from pdserve.commands.demo import demo
-from pdserve.commands.drain import drain
 from pdserve.commands.explain import explain
 from pdserve.commands.generate import generate
+from pdserve.commands.models import models
 from pdserve.commands.replay import replay
+from pdserve.commands.scaling.drain import drain
+from pdserve.commands.scaling.flip import flip
+from pdserve.commands.scaling.plan import plan
+from pdserve.commands.scaling.scale import scale
 from pdserve.commands.set_budget import set_budget
 from pdserve.commands.status import status
 from pdserve.commands.up import up
@@ -22,7 +28,23 @@ def main() -> None:
     """Serve a language model from a prefill pool and a decode pool."""
 
 
-for command in (up, generate, chat, status, drain, set_budget, explain, replay, demo):
+for command in (
+    up,
+    generate,
+    chat,
+    status,
+    drain,
+    flip,
+    scale,
+    plan,
+    capacity,
+    models,
+    bench,
+    set_budget,
+    explain,
+    replay,
+    demo,
+):
     main.add_command(command)
 
 

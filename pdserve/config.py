@@ -1,8 +1,7 @@
 """Every setting of pdserve, as frozen dataclasses that are checked when they are made.
 
 `load` of `pdserve.config_loader` reads them from a YAML file; `--set a.b=c` overrides the file. The type of a setting states
-which values it takes.
-Each module gets the part that it needs passed in; nothing else reads the environment or a global.
+which values it takes. Each module gets the part that it needs passed in; nothing else reads the environment or a global.
 
 This file does without `from __future__ import annotations`: the checks read the types, which that import turns into text.
 """
@@ -19,6 +18,7 @@ from pdserve.config_loader import build
 from pdserve.config_loader import dump as dump
 from pdserve.config_loader import load as load
 from pdserve.core.errors import ConfigError
+from pdserve.core.settings.autoscaling import PLANNER, AutoscalingConfig, PoolCost
 from pdserve.core.settings.labels import LabelSelector, check_key
 from pdserve.core.settings.types import (
     Bytes,
@@ -34,21 +34,25 @@ from pdserve.core.settings.types import (
     is_loopback,
 )
 from pdserve.core.slo import SloClass, classes_of
+from pdserve.plugins import is_path
 
 MIB: Final = 1 << 20
 CPU_BATCHED_TOKENS: Final = 512
 CUDA_BATCHED_TOKENS: Final = 8192  # vLLM takes the same on GPUs of the Hopper class; a chunk of 512 leaves most of one idle
 ADMIN_PORT: Final = 50053
 CPU_KV_BYTES: Final = 256 * MIB  # this holds 11,648 tokens of SmolLM2-135M in bfloat16
+MOST_WORKERS: Final = 4096  # of a pool without `max_replicas`: larger than any cluster that was ever measured
 BEATS_TO_LOSE: Final = 3  # a worker or a router counts as lost only after it has missed at least so many heartbeats
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["int8", "int4"]
 KvCacheDtype = Literal["auto", "fp32", "bf16", "fp8_e4m3", "int8", "int4"]
 
 DTYPES: Final = typing.get_args(Dtype)
 DEVICES: Final = typing.get_args(Device)
+LOAD_FORMATS: Final = typing.get_args(LoadFormat)
 QUANTIZATIONS: Final = typing.get_args(Quantization)
 KV_CACHE_DTYPES: Final = typing.get_args(KvCacheDtype)
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
@@ -62,6 +66,8 @@ class EngineConfig:
     model: str = "default"
     # The model is read by this family, given as module:function of your own. None takes the one of its architecture.
     model_family: str | None = None
+    # "dummy" makes random weights up, the same in each worker, and needs no file of weights. "auto" reads the model's own.
+    load_format: LoadFormat = "auto"
     # Clients call the model by this name. None takes the model's own name.
     served_model_name: str | None = None
     # Weights and activations have this dtype. "auto" is bfloat16.
@@ -95,6 +101,10 @@ class EngineConfig:
     batch_invariant: bool | None = None
     # A worker restarts when its engine finishes no step for so long while work waits. Raise it where steps are slow.
     step_timeout_s: PositiveFloat = 60.0
+    # The device does so many operations, and reads so many bytes of memory, in a second at most. Utilisation (MFU, MBU) is told
+    # against these. None takes the data sheet of a known GPU, and measures a CPU at the worker's start.
+    peak_flops_per_s: PositiveFloat | None = None
+    peak_bytes_per_s: PositiveFloat | None = None
     # torch uses so many threads in each worker. 0 takes the `num_cpus` of the pool, or, if that is less than 1, divides the
     # cores of the machine by the workers on it, and uses at least 1. More than 1024 are refused: torch ends its process when
     # the machine gives it no more threads.
@@ -184,7 +194,8 @@ class RouterConfig:
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 50051
-    # `pdserve status`, `drain` and `explain` connect here. Where others reach the address, each call needs the cluster's token.
+    # `pdserve status`, `drain`, `scale` and others connect here. Where other machines reach the address, each call needs the
+    # cluster's token.
     admin_host: str = "127.0.0.1"
     # None is 50053, or any free port if `grpc_port` is 0.
     admin_port: Port | None = None
@@ -275,10 +286,7 @@ class RouterConfig:
         return (self.host, "router.host") if self.link_host is None else (self.link_host, "router.link_host")
 
     def _check_ports(self) -> None:
-        """Refuse a port that two services share, even on different hosts.
-
-        One of the hosts may stand for all addresses, and a client would meet the wrong service.
-        """
+        """Refuse a port that two services share, even on different hosts, one of which may stand for all addresses."""
         taken: dict[int, str] = {}
         ports = {name: getattr(self, name) for name in ("http_port", "grpc_port", "link_port")}
         for name, port in (ports | {"admin_port": self.admin_port_or_default}).items():
@@ -288,7 +296,7 @@ class RouterConfig:
 
     @property
     def admin_port_or_default(self) -> int:
-        """The port for `pdserve status` and `pdserve drain`. 0 stands for any free port."""
+        """The port for administration. 0 stands for any free port."""
         if self.admin_port is not None:
             return self.admin_port
         return ADMIN_PORT if self.grpc_port else 0
@@ -298,8 +306,17 @@ class RouterConfig:
 class PoolConfig:
     """One pool: how many workers it has, what each needs from Ray, and which engine settings differ from the common ones."""
 
-    # The pool has so many workers.
+    # The pool has so many workers at the start.
     replicas: NonNegativeInt = 1
+    # It never gets fewer by `pdserve scale` or by the planner. None is 1, or 0 if `replicas` is 0.
+    min_replicas: NonNegativeInt | None = None
+    # It never gets more. None sets no limit, but 0 if `replicas` is 0.
+    max_replicas: NonNegativeInt | None = None
+    # One worker costs so much in an hour, in any currency. `autoscaling.max_price_per_hour` limits the sum.
+    price_per_hour: NonNegativeFloat = 0.0
+    # While the sizes are decided automatically, "planner" decides that of this pool, or a function of your own, as in
+    # "my_policies:prefill_size". It runs in a process of its own; docs/autoscaling.md says what it gets.
+    scaling_policy: str = PLANNER
     # Ray reserves so many CPUs for each worker. 0 reserves none, which lets all workers start on one small machine: workers
     # of 1 CPU each would wait there for ever.
     num_cpus: NonNegativeFloat = 0.0
@@ -317,12 +334,40 @@ class PoolConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.least > self.replicas:
+            raise ConfigError(f"min_replicas is {self.least}, more than replicas ({self.replicas})")
+        if self.most < self.replicas:
+            raise ConfigError(f"max_replicas is {self.most}, fewer than replicas ({self.replicas})")
+        if self.scaling_policy != PLANNER and not is_path(self.scaling_policy):
+            raise ConfigError(f"scaling_policy must be {PLANNER}, or module:function of your own, got {self.scaling_policy!r}")
         for name, selector in self.labels.items():
             try:
                 check_key(name)
                 LabelSelector.parse(selector)
             except ValueError as exc:
                 raise ConfigError(f"labels.{name}: {exc}") from exc
+
+    @property
+    def least(self) -> int:
+        """The pool never gets fewer workers than this while the cluster runs."""
+        return min(self.replicas, 1) if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        """The pool never gets more workers than this while the cluster runs."""
+        if self.max_replicas is not None:
+            return self.max_replicas
+        return max(MOST_WORKERS, self.replicas) if self.replicas else 0
+
+    @property
+    def offered(self) -> int:
+        """A private Ray has room for so many workers of the pool."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def cost(self) -> PoolCost:
+        """The sizes that are configured, and what one worker costs."""
+        return PoolCost(self.least, self.replicas, self.num_gpus, self.price_per_hour)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,26 +386,61 @@ class ClusterConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     prefill: PoolConfig = field(default_factory=PoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.decode.replicas < 1:
             raise ConfigError("decode.replicas must be at least 1: every request ends on a decode worker")
+        if self.decode.least < 1:
+            raise ConfigError("decode.min_replicas must be at least 1: every request ends on a decode worker")
         if self.address not in ("local", "auto") and not re.fullmatch(r".+:\d+", self.address):
             raise ConfigError(f"address must be local, auto or HOST:PORT of a Ray cluster, got {self.address!r}")
         if self.router.placement == "disaggregated" and not self.prefill.replicas:
             raise ConfigError("router.placement is disaggregated and prefill.replicas is 0: every request would be refused")
         prefill, decode = self.engine_for(self.prefill), self.engine_for(self.decode)
-        for name in ("model", "dtype", "block_size"):
+        for name in ("model", "load_format", "dtype", "block_size"):
             if getattr(prefill, name) != getattr(decode, name):
                 raise ConfigError(f"prefill.engine.{name} and decode.engine.{name} differ: KV blocks could not be handed over")
-        mixed = self.prefill.replicas and prefill.quantization != decode.quantization
+        mixed = self.prefill.most and prefill.quantization != decode.quantization
         if mixed and not self.router.allow_mixed_quantization:
             raise ConfigError(
                 f"prefill.engine.quantization ({prefill.quantization or 'none'}) and decode.engine.quantization "
                 f"({decode.quantization or 'none'}) differ, so that tokens would depend on where a request runs; "
                 "router.allow_mixed_quantization: true allows it"
             )
+        self._check_autoscaling()
+
+    def _check_autoscaling(self) -> None:
+        """Check what the planner may do against what the cluster is. Raises `ConfigError`."""
+        self.autoscaling.check_affordable(self.prefill.cost, self.decode.cost)
+        if self.router.placement == "disaggregated" and not self.prefill.least:
+            raise ConfigError("router.placement is disaggregated, so prefill.min_replicas must be at least 1")
+        if self.slo_class not in self.router.classes():
+            known = ", ".join(self.router.classes())
+            raise ConfigError(f"autoscaling.slo_class {self.slo_class!r} is none of {known}")
+        own = [pool for pool in (self.prefill, self.decode) if pool.scaling_policy != PLANNER]
+        if own and self.autoscaling.policy_timeout_s > self.autoscaling.interval_s:
+            raise ConfigError(
+                f"autoscaling.policy_timeout_s is {self.autoscaling.policy_timeout_s:g}, more than autoscaling.interval_s "
+                f"({self.autoscaling.interval_s:g}): a policy answers before it is asked again"
+            )
+        if self.autoscaling.enabled and self.unlimited:
+            raise ConfigError(f"autoscaling.enabled: {self.unlimited}")
+
+    @property
+    def slo_class(self) -> str:
+        """The class of requests for whose targets the pools are sized."""
+        return self.autoscaling.slo_class or self.router.default_class
+
+    @property
+    def unlimited(self) -> str:
+        """The reason why the planner may not decide: nothing limits a pool. Empty: every pool has a limit."""
+        for name in ("prefill", "decode"):
+            pool = getattr(self, name)
+            if pool.most >= MOST_WORKERS and not self.autoscaling.limits(pool.cost):
+                return f"nothing limits the pool; set {name}.max_replicas or autoscaling.max_workers"
+        return ""
 
     def engine_for(self, pool: PoolConfig) -> EngineConfig:
         """Return the common engine settings with the pool's overrides. Raises `ConfigError` that names the override."""
@@ -393,6 +473,8 @@ class WorkerConfig:
     router_lost_s: PositiveFloat = 5.0
     # A drain that takes longer stops where it is. Other workers do again what is left.
     drain_timeout_s: PositiveFloat = 300.0
+    # The reason why this worker cannot take the other role, in words. Empty: nothing prevents it.
+    flip_obstacle: str = ""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,4 +1,5 @@
-"""For all tests: on CI hypothesis draws the same examples in every run, so that a red run is the change's doing.
+"""For all tests: on CI hypothesis draws the same examples in every run, so that a red run is the change's doing. An example may
+take any time, since other tests share the cores.
 
 Where there is no GPU, Triton's kernels are interpreted. Triton asks when it is first imported, by whichever test that is.
 Other tests share the cores, so an OpenMP thread that waits must sleep. OpenMP asks when torch is first imported.
@@ -8,9 +9,11 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("ci", derandomize=True, print_blob=True)
+settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared cores")
+settings.register_profile("ci", settings.get_profile("shared cores"), derandomize=True, print_blob=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 if not Path("/dev/nvidiactl").exists():

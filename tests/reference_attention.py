@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from pdserve.engine.attention.api import Scores
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.format import from_numbers
 from pdserve.engine.kv.span import Span
@@ -15,8 +14,9 @@ from pdserve.engine.kv.span import Span
 class ReferenceAttention:
     """Slow attention that the tests take for correct. It satisfies `Attention`."""
 
-    def __init__(self, kv: KvCache, num_heads: int) -> None:
+    def __init__(self, kv: KvCache, num_heads: int, scores: Scores | None = None) -> None:
         self._kv = kv
+        self._settings = scores or Scores.plain(kv.layout)
         self._group = num_heads // kv.layout.num_kv_heads
 
     def prepare(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
@@ -24,27 +24,28 @@ class ReferenceAttention:
         return spans
 
     def run(self, prepared: tuple[Span, ...], layer: int, query: Tensor) -> Tensor:
-        """Return the attention of `query` [tokens, num_heads, head_dim]: the same shape in float64."""
-        result = torch.zeros(query.shape, dtype=torch.float64)
+        """Return the attention of `query` [tokens, num_heads, head_dim]: [tokens, num_heads, v_dim] float64."""
+        result = torch.zeros((*query.shape[:2], self._settings.v_dim), dtype=torch.float64)
         for span in prepared:
             for i in range(span.count):
                 for head in range(query.shape[1]):
                     row = span.row + i
-                    key, value = self._history(span, layer, head // self._group, span.start + i + 1)
-                    scores = key @ query[row, head].double() / math.sqrt(query.shape[-1])
+                    end = span.start + i + 1
+                    seen = range(max(0, end - (self._settings.window or end)), end)
+                    key, value = (self._tokens(span, layer, which, head // self._group, seen) for which in (0, 1))
+                    scores = key @ query[row, head].double() * self._settings.scale
+                    cap = self._settings.softcap
+                    if cap is not None:
+                        scores = cap * torch.tanh(scores / cap)
                     result[row, head] = scores.softmax(0) @ value
         return result
 
-    def _history(self, span: Span, layer: int, kv_head: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of tokens [0, length) of one head, each [length, head_dim] float64."""
+    def _tokens(self, span: Span, layer: int, which: int, kv_head: int, positions: range) -> Tensor:
+        """Return K (`which` is 0) or V (1) of tokens of one head: [positions, head_dim] float64."""
         size = self._kv.layout.block_size
-        where = [(span.block_table[p // size], p % size) for p in range(length)]
-        key, value = (torch.stack([self._token(block, layer, i, kv_head, offset) for block, offset in where]) for i in (0, 1))
-        return key, value
-
-    def _token(self, block: int, layer: int, which: int, kv_head: int, offset: int) -> Tensor:
-        """Return K (`which` is 0) or V (1) of one token and head: [head_dim] float64."""
-        stored = self._kv.tensor[block, layer, which, kv_head, offset]
+        blocks = torch.tensor([span.block_table[p // size] for p in positions])
+        stored = self._kv.tensor[blocks, layer, which, kv_head, torch.tensor([p % size for p in positions])]
         if self._kv.scales is None:
             return stored.double()
-        return from_numbers(stored, self._kv.layout.dtype).double() * self._kv.scales[block, layer, which, kv_head].double()
+        scales = self._kv.scales[blocks, layer, which, kv_head].double().unsqueeze(-1)
+        return from_numbers(stored, self._kv.layout.dtype).double() * scales

@@ -17,6 +17,8 @@ ALLOWED = {
     "REPLICA_LOST": "the same",
     "replica_lost": "the same",
     "replicas": "the name of the setting in Kubernetes and Ray, which operators know",
+    "min_replicas": "the same",
+    "max_replicas": "the same",
 }
 
 

@@ -20,7 +20,8 @@ from pdserve.engine.schedule import sequence
 from router.core.machines import request_machine, work_machine
 from tests.core import test_blocks, test_blocks_prefix, test_lease, test_reader
 from tests.engine.schedule import test_scheduler_machine
-from tests.router.core import test_core_faults, test_core_machine, test_recovery_stories
+from tests.router.core import test_core_faults, test_core_machine
+from tests.router.core.recovery import test_worker_states
 from tests.search.explorer import explore
 from tests.search.handoff import Handoff
 from tests.search.test_handoff_model import MAX_STATES, SMALL
@@ -77,7 +78,7 @@ RUNS: dict[ModuleType, tuple[Callable[[int], None], Callable[[int], None]]] = {
     blocks: (search, play(test_blocks.PoolMachine, test_blocks_prefix.PrefixMachine)),
     sequence: (lambda _: None, play(test_scheduler_machine.SchedulerMachine)),
     request_machine: (
-        lambda _: test_recovery_stories.test_a_worker_that_turns_requests_away_is_not_asked_again_before_its_heartbeat(),
+        lambda _: test_worker_states.test_a_worker_that_turns_requests_away_is_not_asked_again_before_its_heartbeat(),
         serve,
     ),
     work_machine: (lambda _: None, serve),

@@ -35,6 +35,8 @@ def one_line_errors(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def report(message: str, status: int) -> int:
-    """Print the error on standard error and return `status`."""
-    click.echo(f"error: {message}", err=True)
+    """Print the error on standard error and return `status`. A message may come from another process."""
+    from pdserve.commands.console import plain
+
+    click.echo(f"error: {plain(message)}", err=True)
     return status

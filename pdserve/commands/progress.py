@@ -6,25 +6,34 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from pdserve.cluster.events import (
+    ActuatorReplaced,
     Event,
     LogsKept,
     Part,
     PartReady,
     PartStarted,
+    PolicyChanged,
+    PoolsResized,
     RouterBack,
     RouterLost,
     WorkerChanged,
+    WorkerLoads,
     WorkerPhase,
 )
+from pdserve.worker.load_progress import LoadState
 
 REFRESHES_S = 8
+BAR_CELLS = 20
+LINE_S = 5.0  # seconds between two lines about a worker that loads
 
 
 class StartView:
@@ -37,6 +46,8 @@ class StartView:
         self._live: Live | None = None
         self._parts: dict[Part, float | None] = {}
         self._workers: dict[str, WorkerChanged] = {}
+        self._loads: dict[str, WorkerLoads] = {}
+        self._line_s: dict[str, float] = {}
         self._spinner = Spinner("dots")
         self._began = time.monotonic()
         self.seconds: dict[Part, float] = {}
@@ -61,10 +72,18 @@ class StartView:
                 self._after_ray()
         elif isinstance(event, WorkerChanged):
             self._workers[event.worker_id] = event
+            self._loads.pop(event.worker_id, None)
+        elif isinstance(event, WorkerLoads):
+            self._loads[event.worker_id] = event
         if self._live is None:
             self._say(event)
 
     def _say(self, event: Event) -> None:
+        if isinstance(event, WorkerLoads):
+            now_s = time.monotonic()
+            if now_s - self._line_s.get(event.worker_id, self._began) < LINE_S:
+                return
+            self._line_s[event.worker_id] = now_s
         line = _sentence(event)
         if line:
             self._console.print(
@@ -78,8 +97,15 @@ class StartView:
         for worker_id, event in self._workers.items():
             done = event.phase is WorkerPhase.READY
             said = Text(_worker_says(event), "yellow" if event.phase is WorkerPhase.WAITING else "dim", overflow="fold")
-            grid.add_row(Text("✓", "green") if done else self._spinner, f"  {worker_id}", said)
+            loads = self._loads.get(worker_id)
+            shown = said if loads is None else _bar(loads.state)
+            grid.add_row(Text("✓", "green") if done else self._spinner, f"  {worker_id}", shown)
         yield grid
+
+
+def _bar(state: LoadState) -> Columns:
+    """Draw how far a worker's loading is."""
+    return Columns((ProgressBar(state.total, state.done, width=BAR_CELLS), Text(str(state), "dim", overflow="fold")))
 
 
 def _seconds(seconds: float | None) -> Text:
@@ -97,9 +123,15 @@ def _sentence(event: Event) -> str:
         return f"{event.part.value} ready after {event.seconds:.1f} s"
     if isinstance(event, WorkerChanged):
         return f"{event.worker_id} {_worker_says(event)}"
+    if isinstance(event, WorkerLoads):
+        return f"{event.worker_id} {event.state}"
     if isinstance(event, RouterLost):
         return f"the router died ({event.detail}); starting it again in {event.delay_s:.1f} s"
     if isinstance(event, LogsKept):
         return f"logs kept in {event.folder}"
+    if isinstance(event, PoolsResized | PolicyChanged):
+        return event.text
+    if isinstance(event, ActuatorReplaced):
+        return f"another process changes the pools now: {event.detail}"
     assert isinstance(event, RouterBack)
     return f"the router is back (pid {event.pid})"

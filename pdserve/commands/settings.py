@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from pdserve.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, ClusterConfig, load
+from pdserve.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, ClusterConfig, load
 from pdserve.core.sampling import Placement
 from pdserve.core.settings.types import parse_bytes
 
@@ -41,6 +41,12 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
     (("--prefill",), "prefill.replicas", NOT_NEGATIVE, "Number of prefill workers; 0 runs all requests colocated."),
     (("--decode",), "decode.replicas", POSITIVE, "Number of decode workers."),
     (("--model",), "engine.model", str, "default, tiny, a directory, a GGUF file or a Hugging Face id."),
+    (
+        ("--load-format",),
+        "engine.load_format",
+        click.Choice(LOAD_FORMATS),
+        "dummy makes random weights up instead of reading files, to try a configuration.",
+    ),
     (("--served-model-name",), "engine.served_model_name", str, "Name by which clients call the model."),
     (("--host",), "router.host", str, "Address at which clients connect (default 127.0.0.1)."),
     (
@@ -54,7 +60,7 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         ("--admin-port",),
         "router.admin_port",
         PORT,
-        "Port for `pdserve status` and `drain` (default 50053); 0 takes any free port.",
+        "Port for `pdserve status`, `drain`, `flip` and `scale` (default 50053); 0 takes any free port.",
     ),
     (("--link-port",), "router.link_port", PORT, "Port at which workers connect to the router (default 0: any free port)."),
     (("--max-model-len",), "engine.max_model_len", POSITIVE, "Limit of the tokens of one request, prompt and output."),
@@ -119,6 +125,7 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         click.Path(dir_okay=False),
         "Record what happens to requests in this file, without prompts, for `pdserve replay`.",
     ),
+    (("--max-workers",), "autoscaling.max_workers", POSITIVE, "Limit of the workers of both pools together."),
     (("--log-dir",), "log_dir", click.Path(file_okay=False), "Folder of the logs (default: a temporary one)."),
     (("--address",), "address", str, "Ray cluster: local (a private Ray), auto (this node's cluster), or HOST:PORT."),
 )
@@ -146,6 +153,11 @@ def cluster_options(command: Command) -> Command:
         help="Verify by checksum that KV was read as it was written. [default: on]",
     )(command)
     command = click.option(
+        "--autoscaling/--no-autoscaling",
+        default=None,
+        help="Let the planner decide how many workers each pool has. [default: off]",
+    )(command)
+    command = click.option(
         "--set", "overrides", multiple=True, metavar="A.B=C", help="Set any setting of the YAML; wins over flags."
     )(command)
     file = click.Path(dir_okay=False)
@@ -159,6 +171,7 @@ def cluster_config(
     batch_invariant: bool | None = None,
     enable_prefix_caching: bool | None = None,
     kv_checksum: bool | None = None,
+    autoscaling: bool | None = None,
     **flags: Any,
 ) -> ClusterConfig:
     """Read the YAML, then apply the flags, then each --set. Raises `ConfigError` that names the setting."""
@@ -169,6 +182,8 @@ def cluster_config(
         settings["engine.enable_prefix_caching"] = enable_prefix_caching
     if kv_checksum is not None:
         settings["lease.kv_checksum"] = kv_checksum
+    if autoscaling is not None:
+        settings["autoscaling.enabled"] = autoscaling
     if settings.get("router.http_port") == 0:
         settings.setdefault("router.grpc_port", 0)
     model = settings.get("engine.model")

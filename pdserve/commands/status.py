@@ -12,9 +12,10 @@ from pdserve.commands.failures import one_line_errors
 from pdserve.commands.requests import admin_options
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
 
     from pdserve.client import AdminClient
+    from pdserve.rpc.v1 import inference_pb2
 
 INTERVAL_S = 1.0  # workers report once a second
 
@@ -25,9 +26,8 @@ INTERVAL_S = 1.0  # workers report once a second
 @click.option("--json", "as_json", is_flag=True, help="Print the state as one JSON object.")
 @one_line_errors
 def status(address: str, cluster_token: str, watch: bool, as_json: bool) -> int:
-    """Show the workers, their queues and their use of KV."""
+    """Show the workers, their queues and their use of KV, and how the sizes of the pools change."""
     from pdserve.client import AdminClient
-    from pdserve.commands import tables
     from pdserve.commands.console import make_console
 
     console = make_console()
@@ -41,20 +41,27 @@ def status(address: str, cluster_token: str, watch: bool, as_json: bool) -> int:
         elif watch:
             _watch(client, console)
         else:
-            console.print(tables.status(state, console.width))
+            console.print(_drawn(state, console))
     return 0
+
+
+def _drawn(state: inference_pb2.GetClusterStateResponse, console: Console) -> Group:
+    from rich.console import Group
+
+    from pdserve.commands import tables
+    from pdserve.commands.scaling.tables import summary
+
+    return Group(tables.status(state, console.width), *summary(state.scaling))
 
 
 def _watch(client: AdminClient, console: Console) -> None:
     """Draw the state every second, in place on a terminal. Ctrl-C ends it and is not an error."""
     from rich.live import Live
 
-    from pdserve.commands import tables
-
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                now = tables.status(client.cluster_state(), console.width)
+                now = _drawn(client.cluster_state(), console)
                 if console.is_terminal:
                     live.update(now, refresh=True)
                 else:

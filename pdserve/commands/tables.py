@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.config import MIB
-from pdserve.core.worker import niced
+from pdserve.core.worker import VersionRange, niced
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BAR_CELLS = 20
 WIDE = 140  # columns of a terminal that the whole status needs
+UTILISATION_WIDE = 20  # columns more if the utilisation of workers is known
+ROOMY = 100  # columns of a terminal that shows it
 RARE = ("cached", "quarantined", "unaccounted")
 _INEXACT = "exact: false; workers store weights or KV in different formats, so tokens may depend on where a request runs"
 SHORT = {"quarantined": "quar", "unaccounted": "unacc", "heartbeat": "beat"}  # headings on a narrow terminal
@@ -45,8 +47,9 @@ def role(wire: int) -> str:
 
 
 def bar(used: float, total: float) -> str:
-    """Draw the used share as a bar of `BAR_CELLS` cells, followed by percent. A total of 0 is drawn as 0 %."""
-    share = used / total if total else 0.0
+    """Draw the used share as a bar of `BAR_CELLS` cells, followed by percent. A total of 0 is drawn as 0 %, and a larger share
+    than 1 as 100 %: the numbers are a worker's own."""
+    share = min(1.0, used / total) if total else 0.0
     full = round(share * BAR_CELLS)
     return f"{'█' * full}{'░' * (BAR_CELLS - full)} {share:4.0%}"
 
@@ -100,8 +103,8 @@ def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str
 
 
 def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
-    """Draw the pools and the classes of requests, then the reasons why workers are not ready, damaged KV, niced workers, and
-    pairs set aside.
+    """Draw the pools and the classes of requests, then the reasons why workers are not ready, damaged KV, niced workers, pairs
+    set aside, and versions that differ.
 
     width: columns of the terminal. A wide terminal also shows how many tokens each pool holds.
     """
@@ -110,11 +113,45 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
         for worker in state.workers
         if worker.not_ready_reason and not worker.ready
     ]
+    why += [
+        Text(f"{worker.hello.worker_id} is a {role(worker.hello.role)} worker after {_flips(worker.hello.flips)}")
+        for worker in state.workers
+        if worker.hello.flips
+    ]
     why += [damage for worker in state.workers if (damage := _damage(worker)) is not None]
     aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
     mixed = [] if state.exact or not state.workers else [Text(_INEXACT)]
     classes = [_classes(state.classes)] if state.classes else []
-    return Group(_pools(state, width), *classes, *why, *_niced(worker.hello for worker in state.workers), *aside, *mixed)
+    return Group(
+        _pools(state, width),
+        *classes,
+        *why,
+        *_niced(worker.hello for worker in state.workers),
+        *aside,
+        *mixed,
+        *_versions(state.workers),
+    )
+
+
+def _flips(count: int) -> str:
+    return "a role flip" if count == 1 else f"{count} role flips"
+
+
+def _versions(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:
+    """Make one line for all workers of the same versions, if there are several such lines."""
+    alike: dict[tuple[VersionRange, VersionRange], list[str]] = {}
+    for worker in workers:
+        hello = worker.hello
+        link = VersionRange(hello.oldest_link_version, hello.link_version)
+        peer = VersionRange(hello.oldest_peer_version, hello.peer_version)
+        alike.setdefault((link, peer), []).append(hello.worker_id)
+    if len(alike) < 2:
+        return []
+    lines = [
+        Text(f"{', '.join(worker_ids)}: version {peer} of the protocol between workers, {link} of the link's protocol")
+        for (link, peer), worker_ids in alike.items()
+    ]
+    return [*lines, Text("only workers with a common version of the protocol between workers are paired")]
 
 
 def _classes(classes: Sequence[inference_pb2.ClassState]) -> Table:
@@ -163,7 +200,8 @@ def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
 def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
     """Draw the pools, their queues and their use of KV.
 
-    A terminal below `WIDE` columns shows no bar, no role, and no column of rare blocks that are all 0.
+    A terminal below `WIDE` columns shows no bar, no role, and no column of rare blocks that are all 0. One below `ROOMY`
+    columns does not show utilisation either.
     """
     title = f"router: {state.queued_requests} queued, {state.running_requests} running"
     counts = {
@@ -171,47 +209,60 @@ def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
         "held": [str(worker.load.blocks.held) for worker in state.workers],
         "cached": [str(worker.load.blocks.cached) for worker in state.workers],
         "quarantined": [str(worker.load.blocks.quarantined) for worker in state.workers],
-        "unaccounted": [_alarming(worker.load.blocks.unaccounted) for worker in state.workers],
+        "unaccounted": [str(worker.load.blocks.unaccounted) for worker in state.workers],
         "queued": [str(worker.load.queued_requests) for worker in state.workers],
         "running": [str(worker.load.running_sequences) for worker in state.workers],
         "leases": [str(worker.load.leases_held) for worker in state.workers],
         "heartbeat": [f"{worker.heartbeat_age_s:.1f} s" for worker in state.workers],
     }
-    steps = [_budget(worker) for worker in state.workers]
+    used = {name: cells for name, cells in _utilisation(state).items() if any(cell != "-" for cell in cells)}
+    counts |= used if width >= ROOMY else {}
+    steps = [_lowered(worker.load.max_num_batched_tokens, worker.hello.max_num_batched_tokens) for worker in state.workers]
     if any(steps):
         counts["step tokens"] = steps
-    wide = width >= WIDE
+    seqs = [_lowered(worker.load.max_num_seqs, worker.hello.max_num_seqs) for worker in state.workers]
+    if any(seqs):
+        counts["sequences"] = seqs
+    wide = width >= WIDE + (UTILISATION_WIDE if used else 0)
     if wide and state.block_size:
         counts = {"KV tokens": [f"{worker.hello.num_blocks * state.block_size:,}" for worker in state.workers], **counts}
     shown = {name: cells for name, cells in counts.items() if wide or name not in RARE or any(cell != "0" for cell in cells)}
     names = tuple(shown) if wide else tuple(SHORT.get(name, name) for name in shown)
     made = table(title, ("worker", "role", "ready", "KV use") if wide else ("worker", "ready", "KV"), names)
     for at, worker in enumerate(state.workers):
-        used = bar(worker.load.blocks.held + worker.load.blocks.quarantined, worker.load.blocks.total)
+        kv = bar(worker.load.blocks.held + worker.load.blocks.quarantined, worker.load.blocks.total)
         made.add_row(
             worker.hello.worker_id,
             *((role(worker.hello.role),) if wide else ()),
             _readiness(worker),
-            used if wide else used.rpartition(" ")[2],
-            *(cells[at] for cells in shown.values()),
+            kv if wide else kv.rpartition(" ")[2],
+            *(_alarming(cells[at]) if name == "unaccounted" else cells[at] for name, cells in shown.items()),
         )
     return made
 
 
-def _budget(worker: inference_pb2.WorkerState) -> str:
-    """Return the most tokens of a step where an operator has lowered them, as "256 of 512"; else nothing."""
-    now, most = worker.load.max_num_batched_tokens, worker.hello.max_num_batched_tokens
+def _utilisation(state: inference_pb2.GetClusterStateResponse) -> dict[str, list[str]]:
+    """Return the utilisation of the last seconds by column. A dash: it is unknown, or there were no such steps."""
+    shares = {"busy": "busy", "MFU": "mfu", "MBU": "mbu"}
+    return {
+        title: [f"{getattr(one.recent, name):.0%}" if one.recent.HasField(name) else "-" for one in state.workers]
+        for title, name in shares.items()
+    }
+
+
+def _lowered(now: int, most: int) -> str:
+    """Return a limit that an operator has lowered, as "256 of 512"; else nothing."""
     return f"{now} of {most}" if 0 < now < most else ""
 
 
-def _readiness(worker: inference_pb2.WorkerState) -> str:
+def _readiness(worker: inference_pb2.WorkerState) -> Text:
     if worker.draining:
-        return "[yellow]draining[/]"
-    return "[green]yes[/]" if worker.ready else "[red]no[/]"
+        return Text.assemble(("draining", "yellow"))
+    return Text.assemble(("yes", "green") if worker.ready else ("no", "red"))
 
 
-def _alarming(count: int) -> str:
-    return f"[red]{count}[/]" if count else "0"
+def _alarming(count: str) -> Text:
+    return Text.assemble((count, "red" if count != "0" else ""))
 
 
 def requests(reports: Mapping[str, Any]) -> Table:

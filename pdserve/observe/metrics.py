@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdserve.observe import scaling_metrics
 from pdserve.observe.record import RequestRecord
 from pdserve.observe.slo_metrics import SloMetrics
 from pdserve.observe.snapshot import ClusterSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
@@ -111,9 +112,13 @@ class _ClusterCollector(Collector):
         yield GaugeMetricFamily("pdserve_num_requests_running", "Requests placed on workers.", value=running)
         aside = len(cluster.set_aside)
         yield GaugeMetricFamily("pdserve_pairs_set_aside", "Pairs of workers between which KV did not pass.", value=aside)
+        yield from scaling_metrics.demand(cluster.demand)
+        yield from scaling_metrics.pools(cluster.workers)
+        yield from scaling_metrics.utilisation(cluster.workers)
         yield from _prefixes(cluster.prefixes)
         yield _picks(cluster.picks)
         yield _blocks(cluster.workers)
+        yield from _experts(cluster.workers)
         for name, text, read in _WORKER_GAUGES:
             family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
             for worker in cluster.workers:
@@ -129,12 +134,24 @@ class _ClusterCollector(Collector):
 _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
     ("kv_corrupt_blocks", "Lent blocks that were not read as they were written.", lambda w: w.load.kv_corrupt_blocks),
     ("kv_rotted_blocks", "Lent blocks that had changed in the worker's memory.", lambda w: w.load.kv_rotted_blocks),
+    ("worker_computed_prompt_tokens", "Prompt tokens that the engine computed.", lambda w: w.load.computed_prompt_tokens),
+    ("worker_output_tokens", "Tokens that the engine drew.", lambda w: w.load.output_tokens),
+    ("worker_prompt_busy_seconds", "Time of steps that computed prompts.", lambda w: w.load.prompt_busy_s),
+    ("worker_decode_busy_seconds", "Time of all other steps.", lambda w: w.load.decode_busy_s),
+    ("worker_prompt_flops", "Operations of steps that computed prompts.", lambda w: w.load.prompt_flops),
+    ("worker_decode_read_bytes", "Bytes of weights and KV that all other steps read.", lambda w: w.load.decode_read_bytes),
 )
 
 
 _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
     ("ready", "1: the worker takes requests.", lambda w: float(w.ready)),
     ("draining", "1: the worker takes nothing new and leaves when it is done.", lambda w: float(w.draining)),
+    ("link_version", "The newest version of the link's protocol that the worker speaks.", lambda w: w.hello.link_version),
+    (
+        "peer_version",
+        "The newest version of the protocol between workers that the worker speaks.",
+        lambda w: w.hello.peer_version,
+    ),
     ("queued_requests", "Requests that wait inside the worker.", lambda w: w.load.queued_requests),
     ("queued_tokens", "Prompt tokens not yet computed.", lambda w: w.load.queued_tokens),
     ("running_sequences", "Sequences in the engine.", lambda w: w.load.running_sequences),
@@ -179,3 +196,16 @@ def _blocks(workers: tuple[WorkerSnapshot, ...]) -> GaugeMetricFamily:
         for state in ("free", "cached", "held", "quarantined", "unaccounted"):
             family.add_metric([worker.hello.worker_id, worker.hello.role.value, state], getattr(worker.load.blocks, state))
     return family
+
+
+def _experts(workers: tuple[WorkerSnapshot, ...]) -> Iterator[GaugeMetricFamily]:
+    """Yield the spread over experts of the workers that have some. The experts themselves are in `GetClusterState` alone."""
+    text = "Tokens of a layer's hottest expert over the mean of its experts, since the worker's start: "
+    labels = ["worker", "role"]
+    mean = GaugeMetricFamily("pdserve_worker_expert_imbalance", text + "the mean over layers.", labels=labels)
+    worst = GaugeMetricFamily("pdserve_worker_expert_worst_imbalance", text + "the worst layer.", labels=labels)
+    for worker in workers:
+        if worker.load.experts is not None:
+            mean.add_metric([worker.hello.worker_id, worker.hello.role.value], worker.load.experts.imbalance)
+            worst.add_metric([worker.hello.worker_id, worker.hello.role.value], worker.load.experts.worst_imbalance)
+    yield from (mean, worst)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Final
 
+from pdserve.core.roofline.utilisation import START, Utilisation, utilisation
+from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 
 
@@ -20,6 +22,18 @@ class WorkerSnapshot:
     draining: bool = False
     """The router places nothing more on the worker."""
     not_ready_reason: str = ""
+    before: WorkerLoad = START
+    """The load of 10 to 20 s ago."""
+
+    @property
+    def recent(self) -> Utilisation:
+        """The utilisation of the last 10 to 20 s."""
+        return utilisation(self.hello, self.before, self.load)
+
+    @property
+    def since_start(self) -> Utilisation:
+        """The utilisation since the start of the incarnation."""
+        return utilisation(self.hello, START, self.load)
 
     @property
     def ready(self) -> bool:
@@ -97,3 +111,4 @@ class ClusterSnapshot:
     exact: bool = True  # all workers store weights and KV in the same formats
     prefixes: PrefixSnapshot = PrefixSnapshot()
     picks: tuple[PickSnapshot, ...] = ()
+    demand: DemandCounts = field(default_factory=DemandCounts)

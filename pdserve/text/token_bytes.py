@@ -64,12 +64,15 @@ def _gpt2_table() -> dict[str, int]:
 
 
 _GPT2: Final = _gpt2_table()
+_OUTSIDE: Final = "\uffff"  # stands for characters of Latin-1 that the table lacks, which would otherwise pass for bytes
+_TO_LATIN1: Final = {ord(char): chr(byte) for char, byte in _GPT2.items()}
+_TO_LATIN1.update({byte: _OUTSIDE for byte in range(256) if byte not in _TO_LATIN1})
 
 
 def _byte_level(token: str) -> bytes:
     """Return the bytes of a token. A token with a character outside the table, which only added tokens have, is plain
     text."""
     try:
-        return bytes([_GPT2[char] for char in token])
-    except KeyError:
+        return token.translate(_TO_LATIN1).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()

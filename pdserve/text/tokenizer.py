@@ -23,7 +23,7 @@ class Tokenizer:
         backend.no_truncation()
         self._backend = backend
         self._chat_template = chat_template
-        decoder = read_decoder(json.loads(backend.to_str())["decoder"])
+        decoder = read_decoder(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
         self._special = {
             index: token.content.encode() for index, token in backend.get_added_tokens_decoder().items() if token.special
         }

@@ -47,7 +47,20 @@ def test_no_flags_are_the_defaults() -> None:
 
 def test_every_flag_reaches_its_setting() -> None:
     config = parse(
-        *("--prefill", "0", "--decode", "3", "--model", "tiny", "--served-model-name", "m", "--host", "0.0.0.0"),
+        *(
+            "--prefill",
+            "0",
+            "--decode",
+            "3",
+            "--model",
+            "tiny",
+            "--served-model-name",
+            "m",
+            "--load-format",
+            "dummy",
+            "--host",
+            "0.0.0.0",
+        ),
         *("--http-port", "1", "--grpc-port", "2", "--link-port", "3", "--max-model-len", "64", "--max-num-seqs", "5"),
         *("--max-num-batched-tokens", "128", "--block-size", "8", "--kv-cache-memory", "64MiB", "--dtype", "float32"),
         *("--kv-cache-dtype", "bf16"),
@@ -60,6 +73,7 @@ def test_every_flag_reaches_its_setting() -> None:
     assert (router.host, router.http_port, router.grpc_port, router.link_port) == ("0.0.0.0", 1, 2, 3)
     assert (router.placement, router.colocate_below_tokens) == ("colocated", 9)
     assert engine.kv_cache_dtype == "bf16"
+    assert engine.load_format == "dummy"
     assert (engine.model, engine.served_model_name, engine.dtype, engine.batch_invariant) == ("tiny", "m", "float32", True)
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (64, 5, 128)
     assert (engine.block_size, engine.kv_cache_memory) == (8, 64 << 20)

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 
 from pdserve.cluster.actor import WorkerReport
-from pdserve.cluster.events import WorkerChanged, WorkerPhase
+from pdserve.cluster.events import WorkerChanged, WorkerLoads, WorkerPhase
 from pdserve.commands import tables
-from pdserve.commands.progress import StartView
+from pdserve.commands.console import make_console
+from pdserve.commands.failures import report
+from pdserve.commands.progress import LINE_S, StartView
 from pdserve.rpc.v1 import common_pb2, inference_pb2
+from pdserve.worker.load_progress import LoadState
 from pdserve.worker.memory_report import MemoryReport
 
 PREFILL = common_pb2.WorkerHello(worker_id="prefill-10", role=common_pb2.ROLE_PREFILL, num_blocks=32768)
@@ -59,6 +63,22 @@ def test_status_shows_a_budget_that_an_operator_has_lowered() -> None:
         assert "of 8192" not in _shown(state(8192), width)
 
 
+@pytest.mark.parametrize("width", [100, 200])
+def test_status_shows_utilisation_on_100_columns_with_a_dash_for_the_unknown(width: int) -> None:
+    blocks = {"total": 32768, "free": 32000, "held": 768}
+    workers = [
+        inference_pb2.WorkerState(hello=PREFILL, load={"blocks": blocks}, ready=True, recent={"busy": 0.5, "mfu": 0.314}),
+        inference_pb2.WorkerState(hello=PREFILL, load={"blocks": blocks}, draining=True, recent={"busy": 1.0}),
+    ]
+    drawn = _shown(inference_pb2.GetClusterStateResponse(workers=workers), width)
+    assert "MFU" in drawn
+    assert "MBU" not in drawn
+    assert " 31%" in drawn
+    assert " - " in drawn
+    assert "…" not in drawn
+    assert all(" ".join(("50%", "31%")) in " ".join(line.split()) for line in drawn.splitlines() if "yes" in line)
+
+
 def test_status_says_who_drains_and_why_one_is_not_ready() -> None:
     workers = [
         inference_pb2.WorkerState(hello={"worker_id": "decode-0"}, ready=True),
@@ -72,6 +92,29 @@ def test_status_says_who_drains_and_why_one_is_not_ready() -> None:
     assert "decode-1 is not ready: it drains" in shown
     assert "decode-2 is not ready: no KV round trip [yet]" in shown
     assert "decode-0 is not ready" not in shown
+
+
+def test_status_says_who_has_changed_its_role() -> None:
+    hello = {"worker_id": "prefill-0", "role": common_pb2.ROLE_DECODE, "flips": 3}
+    workers = [inference_pb2.WorkerState(hello=hello, ready=True), inference_pb2.WorkerState(hello={"worker_id": "decode-0"})]
+    shown = _shown(inference_pb2.GetClusterStateResponse(workers=workers))
+    assert "prefill-0 is a decode worker after 3 role flips" in shown
+    assert shown.count("role flips") == 1
+
+
+def test_status_tells_versions_only_where_they_differ() -> None:
+    old = {"link_version": 0, "peer_version": 0}
+    new = {"oldest_link_version": 0, "link_version": 1, "oldest_peer_version": 2, "peer_version": 2}
+    workers = [
+        inference_pb2.WorkerState(hello={"worker_id": f"{role}-{n}", **versions})
+        for n, versions in enumerate((old, new))
+        for role in ("prefill", "decode")
+    ]
+    shown = _shown(inference_pb2.GetClusterStateResponse(workers=workers), 160)
+    assert "prefill-0, decode-0: version 0 of the protocol between workers, 0 of the link's protocol" in shown
+    assert "prefill-1, decode-1: version 2 of the protocol between workers, 0 to 1 of the link's protocol" in shown
+    assert "only workers with a common version" in shown
+    assert "version" not in _shown(inference_pb2.GetClusterStateResponse(workers=workers[:2]))
 
 
 def test_status_says_which_workers_are_niced_and_what_to_do() -> None:
@@ -204,3 +247,52 @@ def test_a_command_that_the_start_tells_is_not_broken_over_lines() -> None:
         StartView(console, lambda: None)(WorkerChanged("prefill-0", WorkerPhase.WAITING, f"start one with: {command}"))
     assert command in captured.get()
     assert len(captured.get().splitlines()) == 1
+
+
+def test_a_terminal_draws_a_bar_for_a_worker_that_loads_and_a_log_gets_few_lines() -> None:
+    loads = WorkerLoads("prefill-0", LoadState("loading weights", 3 * 10**9, 12 * 10**9, 1.5e9))
+    terminal, log = Console(width=120, force_terminal=True), Console(width=160, highlight=False)
+    view = StartView(terminal, lambda: None)
+    for event in (WorkerChanged("prefill-0", WorkerPhase.LOADING), loads):
+        view._live = Live(view, console=terminal)
+        view(event)
+    with terminal.capture() as captured:
+        terminal.print(view)
+    assert "━" in captured.get()
+    assert "3.00 of 12.00 GB, 1.50 GB/s" in captured.get()
+    with log.capture() as captured:
+        view = StartView(log, lambda: None)
+        view._began -= 2 * LINE_S
+        view(loads)
+        view(loads)  # a moment later
+    assert captured.get().count("prefill-0 loading weights: 3.00 of 12.00 GB, 1.50 GB/s") == 1
+
+
+HOSTILE = "evil\x1b]0;x\x07\x9b31m[/nope][link=http://x]"
+
+
+def test_texts_of_others_command_the_terminal_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console once took a worker's id for markup, and its escape sequences reached the terminal."""
+    state = inference_pb2.GetClusterStateResponse()
+    state.workers.add(hello={"worker_id": HOSTILE, "flips": 1}, not_ready_reason=HOSTILE, load={"kv_corrupt_blocks": 1})
+    state.set_aside_pairs.add(prefill_worker=HOSTILE, decode_worker=HOSTILE, reason=HOSTILE)
+    for terminal in ("", "1"):
+        monkeypatch.setenv("FORCE_COLOR", terminal)
+        console = make_console()
+        with console.capture() as captured:
+            console.print(tables.status(state, console.width))
+            console.print(HOSTILE)
+        drawn = captured.get()
+        assert drawn.count("[/nope]") >= 4
+        assert not {"\x07", "\x9b"} & set(drawn)
+        assert "\x1b]" not in drawn
+        assert terminal or "\x1b" not in drawn
+
+
+def test_an_error_of_another_process_commands_the_terminal_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(HOSTILE, 1) == 1
+    assert capsys.readouterr().err == "error: evil]0;x31m[/nope][link=http://x]\n"
+
+
+def test_blocks_that_no_pool_has_draw_no_bar_of_gigabytes() -> None:
+    assert tables.bar(2.0**33, 1) == "█" * 20 + " 100%"

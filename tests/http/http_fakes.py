@@ -16,6 +16,7 @@ from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api.answer import Delta, Report
 from router.api.request import GenerateInput, Prompt
+from router.api.router_api import ModelInfo
 from router.http import build_app, serve_http
 from router.parsing.parser import RequestParser
 
@@ -123,6 +124,9 @@ class FakeApi:
     @property
     def not_ready_reason(self) -> str:
         return "" if self.ready else "no decode worker is ready"
+
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(self.model_name, "Fake", 1000, 64, 16, "float32", "float32", 4, (0,), False)
 
     def metrics(self) -> bytes:
         return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"

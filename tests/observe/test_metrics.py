@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.roofline.expert_load import ExpertLoad, HotExpert
+from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.record import RequestRecord
@@ -19,7 +23,9 @@ RECORD = RequestRecord(
     decode_worker="d", prompt_tokens=3, output_tokens=2, queue_s=0.1, ttft_s=0.2, tpot_s=0.01, total_s=0.3, kv_bytes=0,
     transfer_s=0.0, exposed_transfer_s=0.0, attempts=1, binds=1,
 )  # fmt: skip
-HELLO = WorkerHello(WorkerId("d"), Role.DECODE, Incarnation(1), "h:1", "model", 16, 10, 64, 4, "bfloat16", 8)
+HELLO = WorkerHello(
+    WorkerId("d"), Role.DECODE, Incarnation(1), "h:1", "model", 16, 10, 64, 4, "bfloat16", 8, link_version=1, peer_version=2
+)
 LOAD = WorkerLoad(BlockCounts(10, 4, 1, 3, 0), running_sequences=2, leases_held=1, engine_stalled_s=7.5, numerical_errors=3)
 WORKER = WorkerSnapshot(HELLO, LOAD, 0.1, 3, draining=True, not_ready_reason="it drains")
 EMPTY = ClusterSnapshot(1, 0, 0, ())
@@ -77,11 +83,68 @@ def test_the_index_of_held_prefixes_is_shown() -> None:
     assert values(metrics, "pdserve_prefix_predicted_tokens_total") == {("prefill",): 11.0, ("decode",): 0.0}
 
 
+def test_the_demand_is_shown() -> None:
+    demand = DemandCounts(9.0, 7, 70, 30, 2, 14, 1.5, 4, 3, 2, 1)
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, demand=demand))
+    names = ("requests", "prompt_tokens", "output_tokens", "refused", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed")
+    assert [values(metrics, f"pdserve_demand_{name}_total")[()] for name in names] == [7, 70, 30, 2, 4, 3, 2, 1]
+    assert values(metrics, "pdserve_queued_prompt_tokens") == {(): 14.0}
+    assert values(metrics, "pdserve_longest_wait_seconds") == {(): 1.5}
+
+
+def test_pools_are_shown_as_a_whole_and_unknown_values_are_left_out() -> None:
+    before = dataclasses.replace(LOAD, output_tokens=100, decode_busy_s=1.0, uptime_s=10.0)
+    load = dataclasses.replace(before, output_tokens=400, decode_busy_s=6.0, uptime_s=20.0, queued_tokens=9)
+    load = dataclasses.replace(load, decode_read_bytes=1e9)
+    hello = dataclasses.replace(HELLO, peak_bytes_per_s=1e9)
+    ready = WorkerSnapshot(hello, load, 0.1, 0, before=before)
+    fresh = dataclasses.replace(hello, worker_id=WorkerId("e"))
+    new = WorkerSnapshot(fresh, dataclasses.replace(LOAD, queued_tokens=1), 0.1, 0)
+    leaves = dataclasses.replace(WORKER, hello=dataclasses.replace(HELLO, worker_id=WorkerId("f")))
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(ready, new, leaves)))
+    pool = {name: values(metrics, f"pdserve_pool_{name}") for name in (
+        "workers_ready", "workers", "utilisation", "busy_tokens_per_second", "queued_tokens", "running_sequences", "kv_used"
+    )}  # fmt: skip
+    assert pool == {
+        "workers_ready": {("prefill",): 0, ("decode",): 2},
+        "workers": {("prefill",): 0, ("decode",): 3},
+        "utilisation": {("decode",): 0.5},
+        "busy_tokens_per_second": {("decode",): 60},
+        "queued_tokens": {("prefill",): 0, ("decode",): 10},
+        "running_sequences": {("prefill",): 0, ("decode",): 4},
+        "kv_used": {("decode",): 0.3},
+    }
+    assert values(metrics, "pdserve_worker_mbu") == {("decode", "d"): 0.2}
+    assert values(metrics, "pdserve_worker_mfu") == {}
+    drawn = values(metrics, "pdserve_worker_output_tokens_total")
+    assert drawn == {("decode", "d"): 400, ("decode", "e"): 0, ("decode", "f"): 0}
+
+
+def test_the_spread_over_experts_is_shown_of_workers_that_have_some() -> None:
+    experts = ExpertLoad(100, 1.5, 2.5, (HotExpert(3, 1, 2.5),))
+    moe = dataclasses.replace(WORKER, load=dataclasses.replace(LOAD, experts=experts))
+    other = dataclasses.replace(WORKER, hello=dataclasses.replace(HELLO, worker_id=WorkerId("e")))
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(moe, other)))
+    assert values(metrics, "pdserve_worker_expert_imbalance") == {("decode", "d"): 1.5}
+    assert values(metrics, "pdserve_worker_expert_worst_imbalance") == {("decode", "d"): 2.5}
+
+
+def test_the_documented_metrics_of_pools_and_demand_are_those_that_exist() -> None:
+    text = (Path(__file__).parents[2] / "docs/autoscaling.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"`(pdserve_(?:pool|demand)_\w+)`", text))
+    lines = Metrics(lambda: EMPTY).render().decode().splitlines()
+    found = {line.split()[2] for line in lines if line.startswith("# TYPE pdserve_")}
+    assert documented == {name for name in found if name.startswith(("pdserve_pool_", "pdserve_demand_"))}
+    assert set(re.findall(r"^\| `(pdserve_\w+?)(?:_total)?`", text, re.M)) <= {name.removesuffix("_total") for name in found}
+
+
 def test_the_cluster_shows_pairs_set_aside_draining_workers_and_lost_blocks() -> None:
     pair = PairSnapshot("p", "d", "a KV read failed", 3.0, 1)
     metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(WORKER,), set_aside=(pair,)))
     assert values(metrics, "pdserve_pairs_set_aside") == {(): 1.0}
     assert values(metrics, "pdserve_worker_draining") == {("decode", "d"): 1.0}
+    assert values(metrics, "pdserve_worker_link_version") == {("decode", "d"): 1.0}
+    assert values(metrics, "pdserve_worker_peer_version") == {("decode", "d"): 2.0}
     assert values(metrics, "pdserve_worker_engine_stalled_seconds") == {("decode", "d"): 7.5}
     assert values(metrics, "pdserve_worker_numerical_errors") == {("decode", "d"): 3.0}
     assert values(metrics, "pdserve_worker_blocks")[("decode", "unaccounted", "d")] == 2.0
