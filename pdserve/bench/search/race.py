@@ -30,6 +30,11 @@ class Family:
         return curve_of(self.points.get(layout, ()), self.settings.attainment)
 
     @property
+    def disaggregated(self) -> bool:
+        """Tell whether the layouts of the family have a prefill pool."""
+        return self.prefills[0] > 0
+
+    @property
     def leader(self) -> Layout:
         """The best layout so far: it keeps the highest rate. Of equal ones, it is the one that was measured first."""
         layouts = [*self.points] or [self.settings.base(self.prefills[0])]

@@ -123,6 +123,17 @@ def test_half_of_the_usual_budget_settles_the_baseline_first():
     assert points[0].layout == bench.settings.base(0)
 
 
+def test_a_baseline_that_noise_keeps_open_leaves_the_other_family_its_share():
+    """Points of the baseline that decide nothing use two thirds of the budget, and no more while the other family is open."""
+    search = GoodputSearch(split_settings())
+    base = search.settings.base(0)
+    points = [Point(base, 5.0, 100, 90, 0.8, 0.95, 60.0, NO_FIGURES) for _ in range(10)]
+    for left_s, disaggregated in ((320.0, False), (280.0, True)):
+        action = search.next(points, left_s)
+        assert isinstance(action, Run)
+        assert action.layout.disaggregated is disaggregated
+
+
 def test_targets_that_an_idle_cluster_misses_have_no_goodput():
     late = Server(Station(1.0, 4), prefill_wait_s=-0.5)
     bench = Bench(replace(settings_of(MD4), min_rate_per_s=1.0), lambda layout: late)
