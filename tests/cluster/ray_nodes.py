@@ -16,7 +16,7 @@ import psutil
 from pdserve.cluster import processes
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 
 
 class RayNode:

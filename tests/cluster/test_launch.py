@@ -34,7 +34,7 @@ from pdserve.rpc.v1 import inference_pb2, scaling_pb2
 
 pytestmark = pytest.mark.ray
 HERE = Path(__file__).resolve().parent
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 @dataclass
@@ -107,12 +107,12 @@ def running(broken: Path) -> Iterator[Running]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    assert started.wait(60.0)
+    assert started.wait(2 * WAIT_S)
     if outcome:
         raise outcome[0]
     yield holder[0]
     stop.set()
-    thread.join(30.0)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     assert not holder[0].cluster.folders.private.exists()
     assert outcome == []

@@ -27,6 +27,7 @@ from pdserve.core.kv_layout import KvSpec
 
 CONFIG = LeaseConfig()
 SLOTS, CHUNK = 8, 2
+LATE_S = 2.5  # longer than a busy machine stands still, so that a read is posted before it is late
 CONVERTER = "pdserve-convert"
 
 
@@ -160,7 +161,8 @@ def test_a_staging_block_that_a_read_may_still_write_is_not_used_again() -> None
     async def test() -> None:
         async with world() as w:
             w.fabric.hold(w.peers[0].incarnation)
-            read = w.read([1, 2], [3, 4], deadline_s=0.1)
+            read = w.read([1, 2], [3, 4], deadline_s=LATE_S)
+            await w.until(lambda: w.staging.num_held == 2)
             with pytest.raises(TransferFailed):
                 await read.result
             await asyncio.sleep(0.01)
@@ -179,7 +181,7 @@ def test_a_lender_that_stands_still_leaves_room_for_the_others() -> None:
     async def test() -> None:
         async with world() as w:
             w.fabric.hold(w.peers[0].incarnation)
-            stalled = w.read(range(10), range(10), deadline_s=0.3)
+            stalled = w.read(range(10), range(10), deadline_s=LATE_S)
             await w.until(lambda: w.staging.num_held == SLOTS // 2)
             await w.read(range(12), range(20, 32), peer=1).result
             assert w.arrived(range(12), range(20, 32), peer=1)
