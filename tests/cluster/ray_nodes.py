@@ -60,7 +60,7 @@ class RayNode:
         started = self.processes()
         self.child.terminate()
         try:
-            self.child.wait(20.0)
+            self.child.wait(60.0)
         except subprocess.TimeoutExpired:
             self.child.kill()
             self.child.wait()

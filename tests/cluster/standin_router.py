@@ -30,6 +30,7 @@ from router.grpc.scaling import ScalingMailbox
 
 WORDS = ("two ", "pools ", "share ", "one ", "cache")
 KV_BYTES = 360 << 10
+SLOWLY, SLOWLY_S = "slowly", 120.0  # a prompt with this word is answered until its client leaves
 
 
 class Registry:
@@ -139,8 +140,10 @@ class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServic
         if request.sampling.temperature > 2:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature: must be a number in [0, 2]")
         pause_s = float(os.environ.get("STANDIN_PAUSE_S", "0.01"))
+        left = threading.Event()
+        context.add_callback(left.set)
         for index, word in enumerate(WORDS):
-            time.sleep(pause_s)
+            left.wait(SLOWLY_S if index and SLOWLY in str(request) else pause_s)
             last = index == len(WORDS) - 1
             yield inference_pb2.GenerateResponse(
                 request_id="r",

@@ -78,7 +78,7 @@ def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
         await asyncio.wait_for(test(), 60)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
-            await asyncio.wait(others, timeout=10)  # cancelled ones need a turn to end
+            await asyncio.wait(others, timeout=60)  # cancelled ones need a turn to end
         assert not [task for task in others if not task.done()]
 
     asyncio.run(checked())

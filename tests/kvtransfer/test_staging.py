@@ -108,7 +108,7 @@ async def world(*, stuck_after_s: float = 60.0, clean: bool = True) -> AsyncIter
         await thread.close()
         staging.close()
     assert thread.num_unstopped == 0
-    await asyncio.to_thread(lambda: [t.join(10) for t in threading.enumerate() if t.name.startswith(CONVERTER)])
+    await asyncio.to_thread(lambda: [t.join(60) for t in threading.enumerate() if t.name.startswith(CONVERTER)])
     assert not [t for t in threading.enumerate() if t.name.startswith(CONVERTER)]
 
 

@@ -78,7 +78,7 @@ def test_threads_that_throw_stand_still_or_come_late_hold_nobody_up(pool_check: 
     """What a thread throws reaches the caller, and the pool goes on: it ended the process, or left the others waiting. One
     that stands still holds up the piece that it has and nothing else, one that comes late nothing: each phase had a barrier
     for all."""
-    done = subprocess.run([pool_check, what], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([pool_check, what], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, f"{what}\n"), done.stderr
 
 
