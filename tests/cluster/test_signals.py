@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_real_up import wait_for
 
 from pdserve.cluster import processes
 
@@ -64,7 +65,7 @@ def test_up_killed_takes_router_ray_and_workers_along(run_command: Any) -> None:
     command.child.send_signal(signal.SIGKILL)
     command.end()
     assert not processes.wait_gone(serving, 60.0)
-    assert [folder.name[:13] for folder in command.temporary.iterdir()] == ["pdserve-logs-"]  # the rest is removed
+    wait_for(lambda: [folder.name[:13] for folder in command.temporary.iterdir()] == ["pdserve-logs-"])  # the rest is removed
 
 
 def test_a_wrong_setting_that_a_worker_refuses_is_one_line_and_leaves_no_unnamed_log_folder(run_command: Any) -> None:
