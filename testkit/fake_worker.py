@@ -25,6 +25,7 @@ from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, pref
 PREFILL = common_pb2.ROLE_PREFILL
 DECODE = common_pb2.ROLE_DECODE
 
+WAIT_S = 30.0  # for what takes milliseconds: only what hangs should fail
 _MAX_OUTBOUND = 1 << 16
 _LENGTH = common_pb2.FINISH_REASON_LENGTH
 _STOP = common_pb2.FINISH_REASON_STOP
@@ -141,7 +142,7 @@ class FakeWorker:
     ) -> None:
         await self.stop()
 
-    async def start(self, *, timeout_s: float = 10.0) -> None:
+    async def start(self, *, timeout_s: float = WAIT_S) -> None:
         """Dial, and return when the router has said Welcome. Raises the router's refusal as `grpc.aio.AioRpcError`, or
         TimeoutError."""
         self._channel = grpc.aio.insecure_channel(self.router_address)
@@ -181,11 +182,11 @@ class FakeWorker:
         """The handles for which this worker holds blocks. It is empty when everything was released."""
         return list(self._sequences)
 
-    async def wait_empty(self, *, timeout_s: float = 5.0) -> None:
+    async def wait_empty(self, *, timeout_s: float = WAIT_S) -> None:
         """Wait until nothing is held. Raises TimeoutError naming what is."""
         await self.wait_for(lambda: not self._sequences, timeout_s=timeout_s)
 
-    async def wait_for(self, condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+    async def wait_for(self, condition: Callable[[], bool], *, timeout_s: float = WAIT_S) -> None:
         """Wait until a condition holds. Raises TimeoutError with the live handles and the commands."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s

@@ -16,7 +16,7 @@ from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from testkit.client import Answer, collect
 
-FINISH_TIMEOUT_S: Final = 90.0
+FINISH_TIMEOUT_S: Final = 120.0
 RETRYABLE: Final = frozenset({"overloaded", "lease_gone", "transfer_failed", "replica_lost", "unavailable"})
 """The reasons after which a client may send the same request again."""
 
@@ -69,7 +69,7 @@ class Load:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def until(self, predicate: Callable[[list[Outcome]], bool], timeout_s: float = 30.0) -> None:
+    def until(self, predicate: Callable[[list[Outcome]], bool], timeout_s: float = FINISH_TIMEOUT_S) -> None:
         """Wait until the predicate of the growing outcomes holds. Raises TimeoutError with the outcomes so far."""
         end_s = time.monotonic() + timeout_s
         while not predicate(self.outcomes):

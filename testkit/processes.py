@@ -28,8 +28,9 @@ from pdserve.config import EngineConfig, RouterConfig, RouterProcessConfig, Work
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
 
 READY_TIMEOUT_S: Final = 120.0
-STOP_TIMEOUT_S: Final = 15.0
+STOP_TIMEOUT_S: Final = 60.0
 HEAL_TIMEOUT_S: Final = 90.0  # four workers may import torch at once, on two cores that do other work as well
+BOUND_S: Final = 60.0  # for anything that takes at most a few seconds on an idle machine: only what hangs should fail
 FRESH_S: Final = 2.0  # a worker whose last heartbeat is older stands still; the default interval is 1 s
 
 MODULE: Final = "PDSERVE_TESTING_MODULE"
@@ -85,7 +86,7 @@ class Process:
         finally:
             timer.cancel()
         if not line:
-            self.popen.wait(5)
+            self.popen.wait(STOP_TIMEOUT_S)
             raise RuntimeError(f"{self.name} did not start (exit {self.popen.returncode}): {self.log()[-3000:]}")
         self.ready = json.loads(line)
 
@@ -228,7 +229,7 @@ class ProcessCluster:
             self.start_worker(name, wait=False)
         for name in self.worker_names:
             self.processes[name].wait_ready()
-        self.wait_whole(30.0)
+        self.wait_whole()
 
     def start_router(self, *, wait: bool = True) -> Process:
         """Start the router. Its ports are any free ones at the first start, and the same at later ones."""
@@ -283,14 +284,14 @@ class ProcessCluster:
         """Return the ends of all members' logs."""
         return "\n".join(f"--- {name}\n{process.log()[-3000:]}" for name, process in list(self.processes.items()))
 
-    def state(self, timeout_s: float = 10.0) -> State:
+    def state(self, timeout_s: float = BOUND_S) -> State:
         """Return the state that the router reports. Raises grpc.RpcError when the router does not answer."""
         with grpc.insecure_channel(self.admin) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             state: State = stub.GetClusterState(inference_pb2.GetClusterStateRequest(), timeout=timeout_s)
             return state
 
-    def wait_state(self, predicate: Callable[[State], bool], timeout_s: float = 30.0) -> State:
+    def wait_state(self, predicate: Callable[[State], bool], timeout_s: float = BOUND_S) -> State:
         """Poll until the predicate of the cluster's state holds, and return that state. A router that does not answer is asked
         again.
 
@@ -309,7 +310,7 @@ class ProcessCluster:
                 raise TimeoutError(f"not reached within {timeout_s} s; the state is\n{seen}\n{self.logs()}")
             time.sleep(0.05)
 
-    def assert_empty(self, timeout_s: float = 10.0) -> None:
+    def assert_empty(self, timeout_s: float = BOUND_S) -> None:
         """Check that no request, lease or block is left on any worker, and that no block is lost, by heartbeats that came after
         the call. Raises TimeoutError."""
         asked_s = time.monotonic()

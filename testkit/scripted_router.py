@@ -16,7 +16,7 @@ from pdserve.rpc.bundle import unbundled
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 _END = link_pb2.RouterMessage()
 
 

@@ -136,8 +136,8 @@ input()
 
 
 def stands_still(process: psutil.Process) -> bool:
-    """Wait until a process is stopped. False: it still runs after ten seconds."""
-    end_s = time.monotonic() + 10.0
+    """Wait until a process is stopped. False: it still runs after a minute."""
+    end_s = time.monotonic() + 60.0
     while process.status() != psutil.STATUS_STOPPED:
         if time.monotonic() > end_s:
             return False

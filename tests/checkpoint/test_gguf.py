@@ -195,7 +195,7 @@ def test_a_file_with_flipped_bytes_is_converted_or_refused(small):
             converted(small)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(60)
 def test_a_count_that_the_file_cannot_hold_is_refused_at_once(small):
     """Numbers past the end have no bytes: reading 2**60 of them once went on until memory ran out."""
     whole = small.read_bytes()

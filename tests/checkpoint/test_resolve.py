@@ -74,7 +74,7 @@ def test_processes_that_ask_at_once_all_get_a_whole_directory(tmp_path):
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    outputs = [process.communicate(timeout=60)[0] for process in started]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0]
     assert len(set(outputs)) == 1
     assert entries(tmp_path) == [f"tiny-v{tiny.VERSION}"]
@@ -198,7 +198,7 @@ def test_weights_that_do_not_fit_the_disk_are_one_line(tmp_path):
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -253,7 +253,7 @@ def test_the_cache_follows_the_environment(tmp_path, monkeypatch):
 def command(*args: str, cache_dir: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pdserve.checkpoint", *args],
-        cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": str(cache_dir)}, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": str(cache_dir)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 

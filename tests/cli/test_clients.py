@@ -115,13 +115,13 @@ def test_watching_and_generating_end_with_ctrl_c(address: str) -> None:
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=ROOT, **heeding) as child:
             assert child.stdin is not None
             assert child.stdout is not None
-            child.stdin.write(b"hello")
+            child.stdin.write(b"hello, slowly")
             child.stdin.close()
-            watchdog = threading.Timer(20.0, child.kill)
+            watchdog = threading.Timer(60.0, child.kill)
             watchdog.start()
             assert child.stdout.read(4)
             child.send_signal(signal.SIGINT)
-            assert child.wait(20) == status
+            assert child.wait(60) == status
             watchdog.cancel()
 
 
@@ -138,7 +138,7 @@ def test_a_router_that_hangs_does_not_hang_its_clients_for_ever(tmp_path: Path, 
             client.model_info()
             os.kill(endpoints.pid, signal.SIGSTOP)
             answer = client.generate(build(text="hello"))
-            watchdog = threading.Timer(45.0, answer.cancel)
+            watchdog = threading.Timer(90.0, answer.cancel)
             watchdog.start()
             with pytest.raises(CallFailed) as failed:
                 list(answer)

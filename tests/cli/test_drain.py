@@ -16,7 +16,7 @@ from pdserve.cli import main
 from pdserve.client import AdminClient
 from pdserve.cluster.router_process import Endpoints
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def run(*arguments: str) -> Result:

@@ -18,7 +18,7 @@ from pdserve.cluster.router_process import Endpoints
 from pdserve.commands.scaling import tables
 from pdserve.rpc.v1 import common_pb2, inference_pb2, scaling_pb2
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def run(*arguments: str) -> Result:

@@ -16,7 +16,7 @@ import psutil
 from pdserve.cluster import processes
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 
 
 class RayNode:
@@ -60,7 +60,7 @@ class RayNode:
         started = self.processes()
         self.child.terminate()
         try:
-            self.child.wait(20.0)
+            self.child.wait(60.0)
         except subprocess.TimeoutExpired:
             self.child.kill()
             self.child.wait()

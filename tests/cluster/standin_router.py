@@ -30,6 +30,7 @@ from router.grpc.scaling import ScalingMailbox
 
 WORDS = ("two ", "pools ", "share ", "one ", "cache")
 KV_BYTES = 360 << 10
+SLOWLY, SLOWLY_S = "slowly", 120.0  # a prompt with this word is answered until its client leaves
 
 
 class Registry:
@@ -117,8 +118,8 @@ class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServic
     def Flip(self, request: scaling_pb2.FlipRequest, context: Any) -> Iterator[inference_pb2.DrainProgress]:
         hello = self.registry.workers[request.worker_id]
         hello["draining"] = True
+        hello["link"].sendall(b"f")  # before the first message, after which the caller may leave
         yield inference_pb2.DrainProgress(requests_placed=2, blocks_held=30)
-        hello["link"].sendall(b"f")
 
     def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:
         return inference_pb2.GetModelInfoResponse(model="scripted", block_size=16, max_model_len=1600, dtype="bfloat16")
@@ -128,9 +129,9 @@ class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServic
         if hello is None:
             context.set_trailing_metadata((("pdserve-error-reason", "unknown_worker"),))
             context.abort(grpc.StatusCode.NOT_FOUND, f"worker_id: {request.worker_id!r} is not linked; linked: decode-0")
-        yield inference_pb2.DrainProgress(requests_placed=2, blocks_held=30)
         hello["draining"] = True
-        hello["link"].sendall(b"d")
+        hello["link"].sendall(b"d")  # before the first message, after which the caller may leave
+        yield inference_pb2.DrainProgress(requests_placed=2, blocks_held=30)
         while self.registry.workers.get(request.worker_id) is hello:
             time.sleep(0.01)
         yield inference_pb2.DrainProgress(elapsed_s=0.1, done=True)
@@ -139,8 +140,10 @@ class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServic
         if request.sampling.temperature > 2:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature: must be a number in [0, 2]")
         pause_s = float(os.environ.get("STANDIN_PAUSE_S", "0.01"))
+        left = threading.Event()
+        context.add_callback(left.set)
         for index, word in enumerate(WORDS):
-            time.sleep(pause_s)
+            left.wait(SLOWLY_S if index and SLOWLY in str(request) else pause_s)
             last = index == len(WORDS) - 1
             yield inference_pb2.GenerateResponse(
                 request_id="r",

@@ -14,7 +14,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.worker.memory_report import MemoryReport
 
-LOAD_TIMEOUT_S = 20.0
+LOAD_TIMEOUT_S = 60.0
 
 
 class Worker:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdserve.cluster.guard import Guard
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @dataclass

@@ -29,12 +29,14 @@ from pdserve.cluster.events import (
     WorkerPhase,
 )
 from pdserve.cluster.launch import Cluster
+from pdserve.cluster.scaling import port
 from pdserve.config import ClusterConfig, PoolConfig, RouterConfig
 from pdserve.rpc.v1 import inference_pb2, scaling_pb2
 
 pytestmark = pytest.mark.ray
 HERE = Path(__file__).resolve().parent
-WAIT_S = 30.0
+WAIT_S = 90.0
+DEAD = "decode 2 -> 1: decode-1 is dead"
 
 
 @dataclass
@@ -87,6 +89,7 @@ def running(broken: Path) -> Iterator[Running]:
                 patch.setenv("STANDIN_BROKEN", str(broken))
                 patch.setenv("STANDIN_LOADS_UNTIL", str(broken.with_name("followed")))
                 patch.setattr(ray_pool, "PROGRESS_S", 0.0)
+                patch.setattr(port, "CALL_TIMEOUT_S", WAIT_S)  # a lost answer is tried again, and told by other events
                 patch.setenv("RAY_ADDRESS", "192.0.2.1:1")  # address: local must not look at it
                 cluster = Cluster(
                     config,
@@ -107,12 +110,12 @@ def running(broken: Path) -> Iterator[Running]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    assert started.wait(60.0)
+    assert started.wait(2 * WAIT_S)
     if outcome:
         raise outcome[0]
     yield holder[0]
     stop.set()
-    thread.join(30.0)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     assert not holder[0].cluster.folders.private.exists()
     assert outcome == []
@@ -228,7 +231,7 @@ def test_orders_change_the_pools_of_a_running_cluster(running: Running, broken: 
         assert not processes.wait_gone(left, WAIT_S)
         broken.touch()
         number = client.scale(scaling_pb2.ScaleRequest(decode=2))
-        running.wait_event(lambda event: isinstance(event, PoolsResized) and "decode 2 -> 1: decode-1 is dead" in event.text)
+        running.wait_event(lambda event: isinstance(event, PoolsResized) and event.text.startswith(DEAD))
         broken.unlink()
         assert client.cluster_state().scaling.report.order == number
         assert [worker.hello.worker_id for worker in client.cluster_state().workers] == list({*pids} - {moved.worker_id})

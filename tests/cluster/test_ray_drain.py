@@ -11,7 +11,7 @@ from pdserve.client import AdminClient
 from pdserve.cluster import processes
 
 pytestmark = pytest.mark.ray
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 def test_up_says_who_drained_and_does_not_start_it_again(run_command: Any) -> None:

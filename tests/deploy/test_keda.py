@@ -99,7 +99,7 @@ def test_a_pods_script_writes_settings_that_its_process_takes(role: str, kind: t
     script = script.replace("/tmp/", f"{tmp_path}/").replace("/etc/pdserve", str(mounted))
     own = {"POD_NAME": "pd-prefill-7f-x", "POD_IP": "10.0.0.9", "PDSERVE_CLUSTER_TOKEN": "0123456789" * 4}
     environment = {**os.environ, **own, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
-    done = subprocess.run([shell, flag, script], env=environment, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run([shell, flag, script], env=environment, capture_output=True, text=True, check=True, timeout=120)
     module = role if role == "router" else f"{role}_worker"
     assert done.stdout.split() == ["-m", module, "--config", f"{tmp_path}/{role}.yaml"]
     file = tmp_path / f"{role}.yaml"

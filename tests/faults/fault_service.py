@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -24,6 +25,7 @@ LOST_S = 3.0  # instead of 5: half of the tests wait for it
 ROUTER = RouterConfig(heartbeat_lost_s=LOST_S, retry_burst=200)  # these tests lose more than a tenth of their requests
 BOUND_S = 40.0  # for anything that takes a few seconds on an idle machine
 PLAIN_IDS = 256
+TRIES = 5
 
 
 def tiny(**changes: Any) -> EngineConfig:
@@ -89,16 +91,37 @@ class Phase(Enum):
     DECODING = "decoding"
 
 
+class Over(Exception):
+    """All requests had ended before the moment to strike at was seen."""
+
+
+@contextmanager
+def load_in(
+    phase: Phase, cluster: ProcessCluster, asked: Sequence[inference_pb2.GenerateRequest]
+) -> Iterator[tuple[Load, list[str]]]:
+    """A load with requests in `phase`, and the workers that are held. It is sent again if it was over before that was seen,
+    as it may be on a machine that stands still for a moment."""
+    for _ in range(TRIES):
+        with Load(cluster.grpc, asked) as load:
+            try:
+                held = wait_phase(cluster, load, phase)
+            except Over:
+                continue
+            yield load, held
+            return
+    raise AssertionError(f"{phase} was over each of {TRIES} times before it was seen")
+
+
 def wait_phase(cluster: ProcessCluster, load: Load, phase: Phase) -> list[str]:
-    """Until requests of the load are in `phase`; some of the others may be further or less far.
+    """Until requests of the load are in `phase`; some of the others may be further or less far. Raises `Over`.
 
     Handoff is held: the decode workers named in the answer stand still, tokens 0 have come from prefill, and no KV
     of theirs was committed since. The caller lets them go within the time after which they count as lost.
     """
     if phase is Phase.QUEUED:
-        cluster.wait_state(lambda state: state.queued_requests > 0 and placed(state), BOUND_S)
+        wait_seen(cluster, load, lambda state: state.queued_requests > 0 and placed(state))
     elif phase is Phase.PREFILL:
-        cluster.wait_state(lambda state: any(w.load.leases_held for w in state.workers), BOUND_S)
+        wait_seen(cluster, load, lends)
     elif phase is Phase.DECODING:
         load.until(lambda outcomes: sum(len(o.answer.ids) >= 5 for o in outcomes) >= 4, BOUND_S)
     else:
@@ -106,14 +129,33 @@ def wait_phase(cluster: ProcessCluster, load: Load, phase: Phase) -> list[str]:
     return []
 
 
+def wait_seen(cluster: ProcessCluster, load: Load, predicate: Callable[[State], bool]) -> None:
+    def seen(state: State) -> bool:
+        over = all(outcome.done for outcome in load.outcomes)
+        if over and not predicate(state):
+            raise Over
+        return predicate(state)
+
+    cluster.wait_state(seen, BOUND_S)
+
+
+def lends(state: State) -> bool:
+    return any(w.load.leases_held for w in state.workers)
+
+
 def hold_handoff(cluster: ProcessCluster, load: Load) -> list[str]:
-    cluster.wait_state(lambda state: any(w.load.leases_held for w in state.workers), BOUND_S)
+    wait_seen(cluster, load, lends)
     decoders = [name for name in cluster.worker_names if name.startswith("decode")]
     for name in decoders:
         cluster.processes[name].pause()
     time.sleep(0.05)  # what they had sent before reaches the client
     before = sum(len(o.answer.ids) == 1 for o in load.outcomes)
-    load.until(lambda outcomes: sum(len(o.answer.ids) == 1 for o in outcomes) > before, LOST_S)
+    try:
+        load.until(lambda outcomes: sum(len(o.answer.ids) == 1 for o in outcomes) > before, LOST_S)
+    except TimeoutError:
+        for name in decoders:
+            cluster.processes[name].resume()
+        raise Over from None
     return decoders
 
 

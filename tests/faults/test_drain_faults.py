@@ -7,11 +7,10 @@ import threading
 
 import grpc
 import pytest
-from fault_service import BOUND_S, Phase, Service, assert_all_equal, wait_phase
+from fault_service import BOUND_S, Phase, Service, assert_all_equal, load_in
 
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
-from testkit.load import Load
-from testkit.processes import ProcessCluster
+from testkit.processes import ProcessCluster, State
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -44,8 +43,7 @@ def test_an_operators_drain_is_seen_by_nobody_else(service: Service, victim: str
     """(1) It has work; (2) it is drained; (3) the call ends when it has left, which it does with 0; (4) all requests
     end as undisturbed; (5) a new process takes its name."""
     cluster = service.cluster
-    with Load(cluster.grpc, service.load) as load:
-        wait_phase(cluster, load, PHASES[victim])
+    with load_in(PHASES[victim], cluster, service.load) as (load, _):
         call = DrainCall(cluster, victim)
         call.start()
         assert cluster.processes[victim].popen.wait(BOUND_S) == 0, cluster.processes[victim].log()
@@ -59,8 +57,7 @@ def test_an_operators_drain_is_seen_by_nobody_else(service: Service, victim: str
 @VICTIMS
 def test_sigterm_is_a_drain(service: Service, victim: str) -> None:
     cluster = service.cluster
-    with Load(cluster.grpc, service.load) as load:
-        wait_phase(cluster, load, PHASES[victim])
+    with load_in(PHASES[victim], cluster, service.load) as (load, _):
         assert cluster.processes[victim].terminate(BOUND_S) == 0, cluster.processes[victim].log()
         assert_all_equal(load.finish(), service.expected)
     service.assert_healed()
@@ -72,10 +69,13 @@ def test_a_second_signal_stops_at_once_and_loses_nothing(service: Service, victi
     end elsewhere as undisturbed."""
     cluster = service.cluster
     process = cluster.processes[victim]
-    with Load(cluster.grpc, service.load) as load:
-        wait_phase(cluster, load, PHASES[victim])
+    with load_in(PHASES[victim], cluster, service.load) as (load, _):
         process.send(signal.SIGTERM)
-        cluster.wait_state(lambda state: any(w.draining and w.hello.worker_id == victim for w in state.workers), BOUND_S)
+        cluster.wait_state(lambda state: not process.alive or drains(state, victim), BOUND_S)
         process.terminate(BOUND_S)
         assert_all_equal(load.finish(), service.expected)
     service.assert_healed()
+
+
+def drains(state: State, worker_id: str) -> bool:
+    return any(w.draining and w.hello.worker_id == worker_id for w in state.workers)

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from fault_service import LOST_S, ROUTER, WORKER, Phase, Service, assert_all_equal, messages, tiny, wait_phase
+from fault_service import BOUND_S, ROUTER, WORKER, Phase, Service, assert_all_equal, load_in, messages, tiny
 
 from testkit.faults import Supervisor
-from testkit.load import Load
 from testkit.processes import ProcessCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -34,13 +33,12 @@ def test_a_lender_that_stood_still_while_its_reader_died_is_survived(tcp_service
     aborted = 0
     for _ in range(ROUNDS):
         lender = cluster.processes["prefill-0"]
-        with Load(cluster.grpc, tcp_service.load) as load, Supervisor(cluster) as supervisor:
-            wait_phase(cluster, load, Phase.PREFILL)
+        with Supervisor(cluster) as supervisor, load_in(Phase.PREFILL, cluster, tcp_service.load) as (load, _):
             lender.pause()
             load.until(lambda outcomes: any(o.answer.ids for o in outcomes))
             cluster.processes["decode-0"].kill()
             cluster.wait_state(
-                lambda state: all(w.hello.worker_id != "prefill-0" or not w.ready for w in state.workers), 4 * LOST_S
+                lambda state: all(w.hello.worker_id != "prefill-0" or not w.ready for w in state.workers), BOUND_S
             )
             lender.resume()
             assert_all_equal(load.finish(), tcp_service.expected)

@@ -15,7 +15,7 @@ from router.http import serve_http
 from testkit.fake_worker import DECODE
 from tests.router.local_cluster import LocalCluster, local_cluster, right_text
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 COMPLETIONS = "/v1/completions"
 
 
@@ -38,7 +38,7 @@ async def http_cluster(**config: Any) -> AsyncIterator[tuple[LocalCluster, str]]
 
 
 def client(base: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 async def first_chunk(base: str, cluster: LocalCluster, prompt: Any) -> asyncio.StreamWriter:

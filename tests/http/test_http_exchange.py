@@ -25,7 +25,7 @@ from router.service.buffered_generation import BufferedGeneration
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": MODEL, "prompt": "p", "stream": True}
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Writes(asyncio.Transport):

@@ -105,7 +105,7 @@ def test_the_public_client_takes_it_all() -> None:
     async def run() -> None:
         async with (
             served(FakeApi()) as base,
-            openai.AsyncOpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=20) as client,
+            openai.AsyncOpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=60) as client,
         ):
             raw = await client.chat.completions.with_raw_response.create(model=MODEL, **BODIES[CHAT])
             assert json.loads(raw.headers[TIMELINE_METADATA])["binds"] == 1

@@ -17,7 +17,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Say hello"}]
 
 
 def client(base: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_chat_whole() -> None:
@@ -194,7 +194,7 @@ def test_closing_a_stream_closes_the_generation() -> None:
             await anext(aiter(stream))
             api.gate.clear()
             await stream.close()
-            await asyncio.wait_for(api.closed.wait(), 10)
+            await asyncio.wait_for(api.closed.wait(), 60)
         assert not api.generations[0].finished
 
     asyncio.run(run())
@@ -202,7 +202,7 @@ def test_closing_a_stream_closes_the_generation() -> None:
 
 def test_the_synchronous_client() -> None:
     def talk(base: str) -> str:
-        with openai.OpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=20) as c:
+        with openai.OpenAI(base_url=base + "/v1", api_key="none", max_retries=0, timeout=60) as c:
             stream = c.completions.create(model=MODEL, prompt="p", stream=True, max_tokens=5)
             return "".join(chunk.choices[0].text for chunk in stream)
 

@@ -29,16 +29,32 @@ from real_service import (
 from pdserve.rpc.status import CANCEL_TOKEN_METADATA, REQUEST_ID_METADATA
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from testkit.client import generate, generate_all, request
+from testkit.held_worker import Hold
 from testkit.processes import ProcessCluster, is_empty
 
 pytestmark = pytest.mark.cluster
 
 
+HELD = 100  # tokens: a request that is held here has not ended when its client leaves
+
+
 @pytest.fixture(scope="module")
-def cluster():
+def hold(tmp_path_factory):
+    return Hold(tmp_path_factory.mktemp("hold"))
+
+
+@pytest.fixture(scope="module")
+def cluster(hold):
     """Eight tokens a step: a long prompt takes 225 steps."""
-    with ProcessCluster(tiny(max_num_batched_tokens=8), prefill=1, decode=2, worker=QUICK_BEATS) as running:
+    places = hold.places("prefill-0", "decode-0", "decode-1")
+    engine = tiny(max_num_batched_tokens=8)
+    with ProcessCluster(engine, prefill=1, decode=2, worker=QUICK_BEATS, places=places) as running:
         yield running
+
+
+def wait_left(cluster: ProcessCluster) -> None:
+    """Until the router has noticed that the client has left."""
+    cluster.wait_state(lambda state: state.running_requests + state.queued_requests == 0, BOUND_S)
 
 
 def wait_empty(cluster: ProcessCluster) -> None:
@@ -52,54 +68,60 @@ def assert_cancelled_before_its_first_token(cluster: ProcessCluster, request_id:
 
 
 @pytest.mark.parametrize("placement", [APART, TOGETHER], ids=["apart", "together"])
-def test_a_cancelled_grpc_stream_frees_every_block(cluster, placement):
-    with long_stream(cluster, placement) as stream:
+def test_a_cancelled_grpc_stream_frees_every_block(cluster, hold, placement):
+    with hold.at(HELD), long_stream(cluster, placement) as stream:
         stream.read(5)
         wait_holding(cluster)
         stream.cancel()
-        wait_empty(cluster)
+        wait_left(cluster)
+    wait_empty(cluster)
 
 
-def test_a_cancelled_prefill_frees_both_sides(cluster):
-    with long_prefill(cluster, request_id="long-grpc") as stream:
+def test_a_cancelled_prefill_frees_both_sides(cluster, hold):
+    with hold.at(HELD), long_prefill(cluster, request_id="long-grpc") as stream:
         wait_prefilling(cluster)
         stream.cancel()
-        wait_empty(cluster)
+        wait_left(cluster)
+    wait_empty(cluster)
     assert_cancelled_before_its_first_token(cluster, "long-grpc")
 
 
-def test_cancel_by_id_from_another_connection(cluster):
+def test_cancel_by_id_from_another_connection(cluster, hold):
     message = request("hello there", APART, max_tokens=LONG_OUTPUT, **GREEDY)
-    with OpenStream(cluster, message) as stream, grpc.insecure_channel(cluster.grpc) as channel:
+    with hold.at(HELD), OpenStream(cluster, message) as stream, grpc.insecure_channel(cluster.grpc) as channel:
         stream.read(1)
         wait_holding(cluster)
         other = inference_pb2_grpc.InferenceStub(channel)
         told = stream.initial_metadata()
         mine = inference_pb2.CancelRequest(request_id=told[REQUEST_ID_METADATA], cancel_token=told[CANCEL_TOKEN_METADATA])
         nobodys = inference_pb2.CancelRequest(request_id="nobody's", cancel_token=mine.cancel_token)
-        assert [other.Cancel(request, timeout=10).found for request in (nobodys, mine)] == [False, True]
+        assert [other.Cancel(request, timeout=BOUND_S).found for request in (nobodys, mine)] == [False, True]
         assert stream.failure().code() is grpc.StatusCode.CANCELLED
     wait_empty(cluster)
 
 
 @pytest.mark.parametrize("leave", [RawHttp.close, RawHttp.reset], ids=["close", "reset"])
-def test_an_http_client_that_vanishes_in_its_stream_frees_every_block(cluster, leave):
+def test_an_http_client_that_vanishes_in_its_stream_frees_every_block(cluster, hold, leave):
     body = {"prompt": "hello there", "max_tokens": LONG_OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
-    client = RawHttp(cluster.http, "/v1/completions", body)
-    client.read_until(b"data: ")
-    wait_holding(cluster)
-    leave(client)
+    with hold.at(HELD):
+        client = RawHttp(cluster.http, "/v1/completions", body)
+        client.read_until(b"data: ")
+        wait_holding(cluster)
+        leave(client)
+        wait_left(cluster)
     wait_empty(cluster)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_an_http_client_that_vanishes_in_a_long_prefill_frees_both_sides(cluster, stream):
+def test_an_http_client_that_vanishes_in_a_long_prefill_frees_both_sides(cluster, hold, stream):
     """Nothing is being sent then, so only the closed socket can tell the router."""
     name = f"long-http-{stream}"
     body = {"prompt": LONG_PROMPT, "max_tokens": 4, "stream": stream, "placement": "disaggregated", "request_id": name}
-    client = RawHttp(cluster.http, "/v1/completions", body)
-    wait_prefilling(cluster)
-    client.close()
+    with hold.at(HELD):
+        client = RawHttp(cluster.http, "/v1/completions", body)
+        wait_prefilling(cluster)
+        client.close()
+        wait_left(cluster)
     wait_empty(cluster)
     assert_cancelled_before_its_first_token(cluster, name)
 

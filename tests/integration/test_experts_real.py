@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from real_service import APART, QUICK_BEATS, TOGETHER, tiny
+from real_service import APART, BOUND_S, QUICK_BEATS, TOGETHER, tiny
 
 from testkit.client import generate_all, request
 from testkit.processes import ProcessCluster
@@ -49,8 +49,8 @@ def test_experts_give_the_same_tokens_apart_and_together_and_the_spread_is_told(
         assert {one.layer for one in load.hottest} == {0, 2}, "layer 1 is dense"
 
     command = [sys.executable, "-m", "pdserve.cli", "status", "--json", "--address", cluster.admin]
-    shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+    shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=BOUND_S).stdout)
     assert all(worker["load"]["experts"]["hottest"] for worker in shown["workers"])
-    with urllib.request.urlopen(f"http://{cluster.http}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{cluster.http}/metrics", timeout=BOUND_S) as answer:
         lines = answer.read().decode().splitlines()
     assert sum(line.startswith("pdserve_worker_expert_imbalance{") for line in lines) == 2

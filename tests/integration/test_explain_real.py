@@ -16,6 +16,7 @@ from real_service import APART, BOUND_S, GREEDY, QUICK_BEATS, OpenStream, long_p
 from pdserve.config import RouterConfig
 from pdserve.rpc.status import REQUEST_ID_METADATA
 from testkit.client import request
+from testkit.held_worker import Hold
 from testkit.processes import ProcessCluster
 
 pytestmark = pytest.mark.cluster
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).resolve().parents[2]
 SALT = "the salt of a tenant"
 PROMPT = "hello there"
+HELD = 100  # tokens: a request that is held here has not ended when a worker dies
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +33,16 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(recording: Path) -> Iterator[ProcessCluster]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
+    return Hold(tmp_path_factory.mktemp("hold"))
+
+
+@pytest.fixture(scope="module")
+def cluster(recording: Path, hold: Hold) -> Iterator[ProcessCluster]:
     router = RouterConfig(record_file=str(recording))
     engine = tiny(max_num_batched_tokens=4)
-    with ProcessCluster(engine, prefill=1, decode=2, router=router, worker=QUICK_BEATS) as running:
+    places = hold.places("prefill-0", "decode-0", "decode-1")
+    with ProcessCluster(engine, prefill=1, decode=2, router=router, worker=QUICK_BEATS, places=places) as running:
         yield running
 
 
@@ -43,7 +51,7 @@ def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "pdserve.cli", command, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=BOUND_S,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
         check=False,
@@ -62,15 +70,18 @@ def explained(cluster: ProcessCluster, request_id: str) -> dict[str, list[str]]:
     return kinds
 
 
-def test_a_lost_decode_worker_is_in_the_story_and_in_the_recording(cluster: ProcessCluster, recording: Path) -> None:
+def test_a_lost_decode_worker_is_in_the_story_and_in_the_recording(
+    cluster: ProcessCluster, recording: Path, hold: Hold
+) -> None:
     """(1) A worker dies under a stream. (2) The story has the loss, the retry and what both workers that live did. (3) Another
     dies in a handoff. (4) The recording of it all replays."""
     message = request(PROMPT, APART, max_tokens=200, **GREEDY)
     message.cache_salt, message.request_id = SALT, "mine"
-    with OpenStream(cluster, message) as stream:
+    with hold.at(HELD), OpenStream(cluster, message) as stream:
         stream.read(5)
         victim = serving(cluster)
         cluster.processes[victim].kill()
+        hold.release()
         stream.read(200)
         assert stream.report.attempts == 2
         request_id = stream.report.request_id
@@ -90,7 +101,7 @@ def test_a_lost_decode_worker_is_in_the_story_and_in_the_recording(cluster: Proc
     for secret in (SALT, PROMPT):
         assert secret not in text
 
-    with long_prefill(cluster, APART, request_id="handoff") as prompt:
+    with hold.at(HELD), long_prefill(cluster, APART, request_id="handoff") as prompt:
         failing = prompt.initial_metadata()[REQUEST_ID_METADATA]
         wait_prefilling(cluster)
         cluster.processes[survivor].kill()

@@ -19,11 +19,13 @@ from pdserve.client import AdminClient, CallFailed
 from pdserve.core.worker import Role
 from pdserve.rpc.v1 import common_pb2
 from testkit.client import Answer, generate_all, request
+from testkit.held_worker import Hold
 from testkit.load import Load
 from testkit.processes import ProcessCluster
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 REQUESTS = 16
+HELD = 160  # tokens: every request passes it, in its prompt or in its output
 
 pytestmark = pytest.mark.cluster
 
@@ -50,6 +52,12 @@ class Service:
         """Some requests have ended, and others stream."""
         load.until(lambda outcomes: sum(o.done for o in outcomes) >= done)
 
+    def busy(self, worker_id: str) -> None:
+        """It has a request, which cannot end while the hold is set."""
+        self.cluster.wait_state(
+            lambda state: any(w.hello.worker_id == worker_id and w.requests_placed for w in state.workers), BOUND_S
+        )
+
     def all_equal(self, load: Load) -> None:
         outcomes = load.finish()
         assert [outcome.reason or outcome.status for outcome in outcomes if not outcome.ok] == []
@@ -66,9 +74,15 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Service]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
+    return Hold(tmp_path_factory.mktemp("hold"))
+
+
+@pytest.fixture(scope="module")
+def shared(hold: Hold) -> Iterator[Service]:
     engine = tiny(max_num_batched_tokens=32, enable_prefix_caching=True, max_model_len=512)
-    with ProcessCluster(engine, prefill=2, decode=2, worker=QUICK_BEATS) as cluster:
+    places = hold.places("prefill-0", "prefill-1", "decode-0", "decode-1")
+    with ProcessCluster(engine, prefill=2, decode=2, worker=QUICK_BEATS, places=places) as cluster:
         yield Service(cluster)
 
 
@@ -112,13 +126,14 @@ def test_a_decode_worker_with_streams_changes_its_pool(service: Service) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_in_its_flip_comes_back_in_its_first_role(service: Service) -> None:
+def test_a_worker_that_is_killed_in_its_flip_comes_back_in_its_first_role(service: Service, hold: Hold) -> None:
     """(1) A decode worker drains for its flip. (2) SIGKILL. (3) Its streams go on elsewhere, and the flip is told as a loss."""
-    with AdminClient(service.cluster.admin) as client, service.streaming() as load:
-        service.under_way(load)
+    with AdminClient(service.cluster.admin) as client, hold.at(HELD), service.streaming() as load:
+        service.busy("decode-1")
         said = iter(client.flip("decode-1", PREFILL, timeout_s=BOUND_S))
         next(said)
         service.cluster.processes["decode-1"].kill()
+        hold.release()
         service.cluster.start_worker("decode-1")
         with pytest.raises(CallFailed, match="it was started anew"):
             for _ in said:
@@ -151,21 +166,23 @@ def test_a_search_reshapes_the_cluster_and_brings_it_back(service: Service) -> N
     asyncio.run(story())
 
 
-def test_flips_that_cannot_be_are_refused_by_name(service: Service) -> None:
+def test_flips_that_cannot_be_are_refused_by_name(service: Service, hold: Hold) -> None:
     """(1) The same role, (2) a second flip, and (3) a flip of a draining worker are refused, and (4) a drain ends a flip."""
     cluster = service.cluster
     assert "has this role already" in service.flip("decode-0", "--to", "decode").stderr
     assert "is not linked to this router" in service.flip("moon").stderr
-    with AdminClient(cluster.admin) as client, service.streaming() as load:
-        service.under_way(load)
+    with AdminClient(cluster.admin) as client, hold.at(HELD), service.streaming() as load:
+        service.busy("decode-0")
         first = client.flip("decode-0", PREFILL)
         next(iter(first))
         with pytest.raises(CallFailed, match="drains already"):
             next(iter(client.flip("decode-0", PREFILL)))
         with pytest.raises(CallFailed, match="the last decode worker"):
             next(iter(client.flip("decode-1", PREFILL)))
-        left = list(client.drain("decode-0"))
-        assert left[-1].done
+        draining = iter(client.drain("decode-0"))
+        next(draining)
+        hold.release()
+        assert list(draining)[-1].done
         assert cluster.processes["decode-0"].popen.wait(BOUND_S) == 0
         first.cancel()
         service.all_equal(load)

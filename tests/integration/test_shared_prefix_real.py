@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cluster
 BLOCK = 16
 SYSTEM = [random.Random(1).randrange(256) for _ in range(1000)]
 SHARED = len(SYSTEM) // BLOCK * BLOCK  # whole blocks
-BOUND_S = 15.0
+BOUND_S = 60.0
 ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import grpc
@@ -27,19 +26,30 @@ from pdserve.config import RouterConfig
 from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import common_pb2
 from testkit.client import Answer, generate_all, request
+from testkit.held_worker import Hold
 from testkit.load import Load
-from testkit.processes import ProcessCluster
+from testkit.processes import ProcessCluster, State
 
-MANY = 400  # tokens: half a second of decoding at least
-MORE = 800
+MANY = 200  # tokens
+HELD = 100  # tokens: a worker that is held here has sent the first ones and has many to go
+CROWD = 5000  # requests: more than both decode workers serve while a third worker starts, however slowly
+BOTH = ("prefill-0", "decode-0")
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[ProcessCluster]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
+    return Hold(tmp_path_factory.mktemp("hold"))
+
+
+@pytest.fixture(scope="module")
+def cluster(hold: Hold) -> Iterator[ProcessCluster]:
     """Four tokens a step: a long prompt takes 450 steps."""
-    with ProcessCluster(tiny(max_num_batched_tokens=4), prefill=1, decode=2, worker=QUICK_BEATS) as running:
+    rules_only = RouterConfig(colocate_by_cost=False)  # measured costs differ from run to run
+    places = hold.places("prefill-0", "decode-0", "decode-1")
+    engine = tiny(max_num_batched_tokens=4)
+    with ProcessCluster(engine, prefill=1, decode=2, router=rules_only, worker=QUICK_BEATS, places=places) as running:
         yield running
 
 
@@ -59,15 +69,16 @@ def start_again(cluster: ProcessCluster, worker_id: str) -> None:
 
 
 @pytest.mark.parametrize("placement", [APART, TOGETHER], ids=["apart", "together"])
-def test_a_killed_decode_worker_costs_its_stream_nothing_but_time(cluster, placement):
+def test_a_killed_decode_worker_costs_its_stream_nothing_but_time(cluster, hold, placement):
     """(1) It dies in the middle of a stream. (2) The stream goes on where it stopped and ends like an undisturbed one.
     (3) The worker comes back and serves."""
     message = request("hello there", placement, max_tokens=MANY, **GREEDY)
     expected = generate_all(cluster.grpc, [message])[0]
-    with OpenStream(cluster, message) as stream:
+    with hold.at(HELD), OpenStream(cluster, message) as stream:
         early = stream.read(5)
         victim = serving(cluster)
         kill(cluster, victim)
+        hold.release()
         late = stream.read(MANY)
         assert early + late == expected.ids
         assert stream.report.attempts == 2
@@ -78,13 +89,14 @@ def test_a_killed_decode_worker_costs_its_stream_nothing_but_time(cluster, place
     assert all(answer.ids == expected.ids[: len(answer.ids)] for answer in answers)
 
 
-def test_a_killed_prefill_worker_leaves_its_prompts_to_decode(cluster):
+def test_a_killed_prefill_worker_leaves_its_prompts_to_decode(cluster, hold):
     """(1) It dies in the middle of a prompt. (2) That prompt is computed again, colocated for want of another. (3) Who
     insists on two pools is refused. (4) It comes back under its id and KV moves again."""
     expected = ask(cluster, APART).ids
-    with long_prefill(cluster, AUTO) as stream:
+    with hold.at(HELD), long_prefill(cluster, AUTO) as stream:
         wait_prefilling(cluster)
         kill(cluster, "prefill-0")
+        hold.release()
         assert len(stream.read(4)) == 4
         # The reader's failed pull may be heard before the broken link: then the other decode worker asks the dead one too.
         assert stream.report.attempts in (2, 3)
@@ -105,7 +117,7 @@ def test_a_prefill_worker_that_comes_back_while_decode_is_full_serves_again(clus
     probe gets through while they do."""
     kill(cluster, "prefill-0")
     cluster.wait_state(lambda state: len(state.workers) == 2, BOUND_S)
-    crowd = [request(f"hello {n}", AUTO, max_tokens=200, **GREEDY) for n in range(600)]
+    crowd = [request(f"hello {n}", AUTO, max_tokens=200, **GREEDY) for n in range(CROWD)]
     with Load(cluster.grpc, crowd, concurrency=24) as load:
         cluster.wait_state(lambda state: state.queued_requests > 8, BOUND_S)
         start_again(cluster, "prefill-0")
@@ -158,42 +170,54 @@ def test_without_prefill_workers_everything_is_colocated_or_refused():
                     assert stream.failure().code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_sigterm_under_load_drains_both_roles_and_loses_nothing():
+def terminate_both(cluster: ProcessCluster) -> None:
+    for name in BOTH:
+        cluster.processes[name].popen.terminate()
+
+
+def both_drain(state: State) -> bool:
+    return {worker.hello.worker_id for worker in state.workers if worker.draining} == set(BOTH)
+
+
+def test_sigterm_under_load_drains_both_roles_and_loses_nothing(hold):
     """(1) Both are told to stop in the middle of a prompt and of an answer. (2) Nothing new is taken. (3) Both requests
     end well: decode could not have left before it had the prompt's KV. (4) Both exit with 0."""
     with (
-        ProcessCluster(tiny(max_num_batched_tokens=4), prefill=1, decode=1, worker=QUICK_BEATS) as cluster,
+        ProcessCluster(tiny(max_num_batched_tokens=4), worker=QUICK_BEATS, places=hold.places(*BOTH)) as cluster,
+        hold.at(HELD),
         long_prefill(cluster) as prompt,
-        long_stream(cluster, TOGETHER, MORE) as answer,
+        long_stream(cluster, TOGETHER, MANY) as answer,
     ):
         wait_prefilling(cluster)
-        answer.read(5)
-        for name in ("prefill-0", "decode-0"):
-            cluster.processes[name].popen.terminate()
-        cluster.wait_state(lambda state: all(worker.draining for worker in state.workers), BOUND_S)
+        read = len(answer.read(5))
+        terminate_both(cluster)
+        cluster.wait_state(both_drain, BOUND_S)
+        hold.release()
         assert len(prompt.read(4)) == 4
-        assert len(answer.read(MORE - 5)) == MORE - 5
-        for name in ("prefill-0", "decode-0"):
+        assert read + len(answer.read(MANY - read)) == MANY
+        for name in BOTH:
             assert cluster.processes[name].popen.wait(BOUND_S) == 0, cluster.processes[name].log()
         cluster.wait_state(lambda state: not state.workers, BOUND_S)
 
 
-def test_a_second_sigterm_stops_at_once():
-    """Its requests end with a clean error where nobody is left to take them over; nothing hangs."""
-    engine = tiny(max_num_batched_tokens=4)
+def test_a_second_sigterm_stops_at_once(hold):
+    """(1) Both are told to stop, and act on it. (2) Told again, they leave with their work undone. (3) Their requests end with
+    a clean error where nobody is left to take them over. (4) Both exit with 0."""
+    engine, router = tiny(max_num_batched_tokens=4), RouterConfig(recovery_wait_s=1.0)
     with (
-        ProcessCluster(engine, prefill=1, decode=1, router=RouterConfig(recovery_wait_s=1.0), worker=QUICK_BEATS) as cluster,
+        ProcessCluster(engine, router=router, worker=QUICK_BEATS, places=hold.places(*BOTH)) as cluster,
+        hold.at(HELD),
         long_prefill(cluster) as prompt,
         long_stream(cluster, TOGETHER) as answer,
     ):
         wait_prefilling(cluster)
         answer.read(5)
-        for name in ("prefill-0", "decode-0"):
-            cluster.processes[name].popen.terminate()
-        time.sleep(0.5)  # the first is acted on, not only delivered
-        for name in ("prefill-0", "decode-0"):
-            cluster.processes[name].popen.terminate()
-        for name in ("prefill-0", "decode-0"):
+        terminate_both(cluster)
+        cluster.wait_state(both_drain, BOUND_S)
+        terminate_both(cluster)
+        cluster.wait_state(lambda state: not state.workers, BOUND_S)
+        hold.release()
+        for name in BOTH:
             assert cluster.processes[name].popen.wait(BOUND_S) == 0, cluster.processes[name].log()
         assert prompt.failure().code() is grpc.StatusCode.UNAVAILABLE
         assert answer.failure().code() is grpc.StatusCode.UNAVAILABLE

@@ -24,7 +24,7 @@ from pdserve.core.sampling import FinishReason
 CONFIG = LeaseConfig(ttl_s=30.0, commit_timeout_s=5.0)
 HASTY = LeaseConfig(ttl_s=1.2, commit_timeout_s=5.0)  # renews every 0.2 s
 
-WATCHFUL = LeaseConfig(ttl_s=30.0, heartbeat_s=0.2, lost_s=2.0)
+WATCHFUL = LeaseConfig(ttl_s=30.0, heartbeat_s=0.2, lost_s=4.0)  # a call may stand still with the machine for two seconds
 
 
 class Connector:
@@ -78,7 +78,7 @@ def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
         await asyncio.wait_for(test(), 60)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
-            await asyncio.wait(others, timeout=10)  # cancelled ones need a turn to end
+            await asyncio.wait(others, timeout=60)  # cancelled ones need a turn to end
         assert not [task for task in others if not task.done()]
 
     asyncio.run(checked())
@@ -175,11 +175,14 @@ def test_a_lease_that_is_not_followed_any_more_expires() -> None:
             lease.close()
             lease.close()
             await asyncio.sleep(2 * HASTY.renew_interval_s)
+            renewals = w.lender.calls.count["Renew"]  # at most one more was under way
+            assert renewals <= 2
+            await asyncio.sleep(2 * HASTY.renew_interval_s)
             w.lender.skew_s += w.lender.table.ttl_s
             w.lender.expire_due()
             assert w.state(lease.lease_id) is LeaseState.EXPIRED
             assert w.lender.service.num_watched == 0
-            assert w.lender.calls.count["Renew"] == 1
+            assert w.lender.calls.count["Renew"] == renewals
 
     run(test)
 

@@ -27,6 +27,7 @@ from pdserve.core.kv_layout import KvSpec
 
 CONFIG = LeaseConfig()
 SLOTS, CHUNK = 8, 2
+LATE_S = 2.5  # longer than a busy machine stands still, so that a read is posted before it is late
 CONVERTER = "pdserve-convert"
 
 
@@ -107,7 +108,7 @@ async def world(*, stuck_after_s: float = 60.0, clean: bool = True) -> AsyncIter
         await thread.close()
         staging.close()
     assert thread.num_unstopped == 0
-    await asyncio.to_thread(lambda: [t.join(10) for t in threading.enumerate() if t.name.startswith(CONVERTER)])
+    await asyncio.to_thread(lambda: [t.join(60) for t in threading.enumerate() if t.name.startswith(CONVERTER)])
     assert not [t for t in threading.enumerate() if t.name.startswith(CONVERTER)]
 
 
@@ -160,7 +161,8 @@ def test_a_staging_block_that_a_read_may_still_write_is_not_used_again() -> None
     async def test() -> None:
         async with world() as w:
             w.fabric.hold(w.peers[0].incarnation)
-            read = w.read([1, 2], [3, 4], deadline_s=0.1)
+            read = w.read([1, 2], [3, 4], deadline_s=LATE_S)
+            await w.until(lambda: w.staging.num_held == 2)
             with pytest.raises(TransferFailed):
                 await read.result
             await asyncio.sleep(0.01)
@@ -179,7 +181,7 @@ def test_a_lender_that_stands_still_leaves_room_for_the_others() -> None:
     async def test() -> None:
         async with world() as w:
             w.fabric.hold(w.peers[0].incarnation)
-            stalled = w.read(range(10), range(10), deadline_s=0.3)
+            stalled = w.read(range(10), range(10), deadline_s=LATE_S)
             await w.until(lambda: w.staging.num_held == SLOTS // 2)
             await w.read(range(12), range(20, 32), peer=1).result
             assert w.arrived(range(12), range(20, 32), peer=1)
@@ -316,7 +318,7 @@ def test_what_waits_counts_for_the_next_deadline() -> None:
             assert behind_s > alone_s + 4 * 30 * BLOCK_BYTES / CONFIG.transfer_bandwidth_bytes_s
             w.halves.may_convert.set()
             await waiting.result
-            assert reads.deadline_s(w.peers[0].incarnation, BLOCK_BYTES, CONFIG) <= alone_s + 0.1
+            assert reads.deadline_s(w.peers[0].incarnation, 0, CONFIG) == CONFIG.transfer_deadline_floor_s, "nothing waits"
 
     run(test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -18,6 +19,8 @@ from kvtransfer.reads.thread import TransferThread
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation
+
+LATE_S = 2.5  # longer than a busy machine stands still, so that a read is posted before it is late
 
 
 @dataclass
@@ -88,8 +91,8 @@ def test_a_deadline_fails_the_wait_but_the_blocks_stay_taken() -> None:
     async def test() -> None:
         async with world() as w:
             w.fabric.hold(w.peer.incarnation)
-            read = w.read([1], [2], deadline_s=0.3)
-            with pytest.raises(TransferFailed, match=r"more than 0\.3 s"):
+            read = w.read([1], [2], deadline_s=LATE_S)
+            with pytest.raises(TransferFailed, match=rf"more than {LATE_S} s"):
                 await read.result
             assert not read.is_stopped
             assert w.thread.num_unstopped == 1
@@ -106,12 +109,15 @@ def test_deadlines_pass_in_their_own_order() -> None:
         async with world() as w:
             w.fabric.hold(w.peer.incarnation)
             order: list[float] = []
-            reads = {deadline_s: w.read([1], [2], deadline_s=deadline_s) for deadline_s in (0.6, 0.2, 0.4)}
-            for deadline_s, read in reads.items():
-                read.result.add_done_callback(lambda _, d=deadline_s: order.append(d))
+            loop = asyncio.get_running_loop()
+            with pytest.MonkeyPatch.context() as patch:  # all are asked for at one time, however slow the machine is
+                patch.setattr(loop, "time", functools.partial(float, loop.time()))
+                reads = {late_s: w.read([1], [2], deadline_s=LATE_S + late_s) for late_s in (0.4, 0.0, 0.2)}
+            for late_s, read in reads.items():
+                read.result.add_done_callback(lambda _, late_s=late_s: order.append(late_s))
             await asyncio.wait([read.result for read in reads.values()])
             await asyncio.sleep(0)
-            assert order == [0.2, 0.4, 0.6]
+            assert order == [0.0, 0.2, 0.4]
 
     run(test)
 
@@ -213,6 +219,10 @@ class Blocking:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
+    async def until_posted(self) -> None:
+        while not self.posts:  # noqa: ASYNC110 - of another thread
+            await asyncio.sleep(0.001)
+
     def post_read(self, *args: object) -> TransportRead:
         self.posts += 1
         assert self.may_post.wait(30)
@@ -225,8 +235,9 @@ def test_deadlines_hold_while_the_transport_blocks() -> None:
     async def test() -> None:
         made: list[Blocking] = []
         async with world(lambda transport: made.append(Blocking(transport)) or made[-1]) as w:  # type: ignore[func-returns-value, return-value]
-            blocked = w.read([1], [2], deadline_s=0.5)
-            queued = w.read([3], [4], deadline_s=0.5)
+            blocked = w.read([1], [2], deadline_s=LATE_S)
+            await made[0].until_posted()
+            queued = w.read([3], [4], deadline_s=0.1)
             for read in (blocked, queued):
                 with pytest.raises(TransferFailed):
                     await read.result
@@ -253,6 +264,7 @@ def test_a_thread_that_does_not_end_is_left_behind_and_said() -> None:
         await thread.start()
         await thread.connect(peer.incarnation, peer.metadata)
         read = thread.read(peer.incarnation, peer.region, [1], [2], deadline_s=30, into=pool.region)
+        await made[0].until_posted()
         await thread.close(timeout_s=0.05)
         with pytest.raises(TransferFailed, match="closing"):
             await read.result

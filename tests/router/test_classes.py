@@ -25,7 +25,7 @@ CLASSES = {
 
 def run(story: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             await story
 
     asyncio.run(bounded())

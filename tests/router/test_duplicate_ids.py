@@ -20,7 +20,7 @@ from .core_peers import Stage
 from .local_cluster import TOKEN, LocalCluster, local_cluster
 
 LOST_S = 5.0
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def closed(stage: Stage) -> list[ev.CloseLink]:

@@ -50,7 +50,7 @@ async def serve(cluster: LocalCluster, **more: Any) -> str:
 
 def test_a_good_request_is_told_with_the_parts_of_both_workers() -> None:
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             request_id = await serve(cluster, request_id="mine")
             for name in (request_id, "mine"):
                 told = await ask(cluster, name)
@@ -77,7 +77,7 @@ def test_a_failed_request_says_why_and_which_worker_does_not_answer(monkeypatch:
     monkeypatch.setattr(explaining, "ANSWER_S", 0.1)
 
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             cluster.decode.fail_next = common_pb2.ERROR_REASON_INTERNAL_BUG
             cluster.decode.explains = False
             told = await ask(cluster, await serve(cluster))
@@ -93,7 +93,7 @@ def test_a_failed_request_says_why_and_which_worker_does_not_answer(monkeypatch:
 
 def test_a_worker_that_left_is_named_and_a_running_request_is_told_too() -> None:
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster((PREFILL, DECODE, DECODE)) as cluster:
+        async with asyncio.timeout(60), local_cluster((PREFILL, DECODE, DECODE)) as cluster:
             for worker in cluster.workers:
                 worker.gate.clear()
             call = cluster.stub.Generate(generate_request([1, 2, 3], 3, placement=common_pb2.PLACEMENT_COLOCATED))
@@ -130,7 +130,7 @@ def test_what_a_lying_worker_tells_is_cut_and_no_worker_answers_for_another() ->
         assert len(entry.fields) == MAX_FIELDS
 
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             explainer = cluster.service._explainer
             waits: asyncio.Future[WorkExplained] = asyncio.get_running_loop().create_future()
             explainer._waiting[1] = (LinkId(8), waits)
@@ -144,7 +144,7 @@ def test_what_a_lying_worker_tells_is_cut_and_no_worker_answers_for_another() ->
 
 def test_an_unknown_id_is_a_typed_error_that_says_what_is_kept() -> None:
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             for name in ("nobody", ""):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await ask(cluster, name)
@@ -160,7 +160,7 @@ def test_too_many_questions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(explaining, "MAX_QUESTIONS", 1)
 
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask(cluster, await serve(cluster))
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -172,7 +172,7 @@ def test_the_error_of_a_failed_request_names_the_command_that_explains_it() -> N
     """A request that was refused at once has no story, and no hint."""
 
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             cluster.decode.fail_next = common_pb2.ERROR_REASON_INTERNAL_BUG
             asked = ("generate", "hi", "--max-tokens", "3", "--address", cluster.grpc_address)
             failed = await asyncio.to_thread(CliRunner().invoke, main, asked)
@@ -188,7 +188,7 @@ def test_the_error_of_a_failed_request_names_the_command_that_explains_it() -> N
 
 def test_the_command_prints_one_timeline_of_router_and_workers() -> None:
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             request_id = await serve(cluster)
             address = f"127.0.0.1:{cluster.admin_port}"
             shown = await asyncio.to_thread(CliRunner().invoke, main, ["explain", request_id, "--address", address])

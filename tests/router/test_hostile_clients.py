@@ -100,7 +100,7 @@ def test_a_swarm_of_hostile_clients_costs_little_memory_and_nobody_else(tmp_path
         ready = ready_line(process)
         asyncio.run(story(ready, process.pid))
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=BOUND_S)
         assert "Traceback" not in err, err[-3000:]
         assert "was silent" not in err
 
@@ -132,7 +132,7 @@ def test_a_flood_of_connections_locks_no_worker_out(tmp_path: Path) -> None:
         ready = ready_line(process)
         asyncio.run(story(ready, process.pid))
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=BOUND_S)
         assert "router.max_connections 1024 is lowered to 32" in err
 
 
@@ -147,7 +147,7 @@ def test_a_flood_of_the_links_port_or_the_admins_locks_no_client_out(tmp_path: P
         return False
 
     async def story(ready: dict[str, Any]) -> None:
-        async with asyncio.timeout(20.0), contextlib.AsyncExitStack() as stack, worker(ready["link"]) as linked:
+        async with asyncio.timeout(BOUND_S), contextlib.AsyncExitStack() as stack, worker(ready["link"]) as linked:
             await linked.wait_for(lambda: linked.alive_seen > 0)
             for address in (ready["link"], ready["admin"]):
                 while await admitted(address, stack):

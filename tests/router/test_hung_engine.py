@@ -15,7 +15,7 @@ from .core_peers import Stage
 from .local_cluster import LocalCluster, local_cluster, right_ids
 
 STEP_TIMEOUT_S = 60.0
-WAIT_S = 10.0
+WAIT_S = 60.0
 BEAT_S = 0.02
 
 

@@ -137,7 +137,7 @@ def test_the_history_is_bounded_and_keeps_the_newest(counts: list[int]) -> None:
 
 def test_a_drain_of_an_ended_term_or_of_an_earlier_incarnation_is_refused() -> None:
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             server = AdminServer(cluster.service, TOKEN, 32)
             await server.start("127.0.0.1", 0)
             try:

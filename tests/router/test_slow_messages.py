@@ -23,7 +23,7 @@ def test_a_call_without_its_message_is_given_up(method: str, monkeypatch: pytest
         yield b""
 
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             call = cluster.channel.stream_stream(f"/pdserve.rpc.v1.Inference/{method}")(nothing())
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
@@ -41,7 +41,7 @@ def test_a_call_that_ends_before_its_message_is_invalid() -> None:
         yield b""
 
     async def story() -> None:
-        async with asyncio.timeout(30), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster() as cluster:
             call = cluster.channel.stream_stream("/pdserve.rpc.v1.Inference/Generate")(none())
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()

@@ -21,7 +21,7 @@ from router.grpc.front import GrpcFront
 from router.http import serve_http
 from router.parsing.parser import RequestParser
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:

@@ -81,7 +81,7 @@ def test_a_cluster_serves_over_parts_of_the_operators_own(plugins: Path) -> None
         assert len({answer.report.decode_worker for answer in answers}) == 1
         reads = (plugins / "reads").read_text().splitlines()[len(probes) :]
         assert sum(map(int, reads)) == 4 * 4, "each handoff reads blocks over the operator's transport"
-        with urllib.request.urlopen(f"http://{cluster.http}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{cluster.http}/metrics", timeout=60) as response:
             metrics = response.read().decode()
         faults = 'pdserve_placement_policy_faults_total{reason="raised",role="prefill"}'
         assert f"{faults} 4.0" in metrics

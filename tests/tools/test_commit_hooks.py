@@ -21,7 +21,7 @@ def commit(tmp_path: Path, message: str) -> subprocess.CompletedProcess:
     file = tmp_path / "COMMIT_EDITMSG"
     file.write_text(message)
     command = [sys.executable, "-m", "tools.commit_subject", str(file)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_subject_of_the_limit_is_refused_and_one_character_less_is_not(tmp_path):

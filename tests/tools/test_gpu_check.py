@@ -26,16 +26,16 @@ def run(*arguments: str, limit_s: float) -> subprocess.CompletedProcess:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_every_part_says_why_it_did_not_run():
-    done = run(limit_s=60)
+    done = run(limit_s=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("skipped") == done.stdout.count("torch sees no CUDA device") == len(gpu_check.PARTS)
 
 
 def test_a_part_that_fails_or_hangs_spoils_no_other():
     parts = [
-        gpu_check.Part("unheard-of", "machine", "run", (), 30),
-        gpu_check.Part("machine", "machine", "run", ("surely_not_installed",), 30),
-        gpu_check.Part("machine", "machine", "run", (), 60),
+        gpu_check.Part("unheard-of", "machine", "run", (), 120),
+        gpu_check.Part("machine", "machine", "run", ("surely_not_installed",), 120),
+        gpu_check.Part("machine", "machine", "run", (), 120),
         gpu_check.Part("machine", "machine", "run", (), 0.01),
     ]
     shown: list[Row] = []
@@ -49,14 +49,14 @@ def test_a_part_that_fails_or_hangs_spoils_no_other():
 
 def test_what_a_part_has_started_ends_with_it():
     """A lender that outlived its part would hold the GPU's memory while the next one is measured."""
-    status, printed, _ = gpu_check.run_bounded(["sh", "-c", "sleep 300 & echo $!; wait"], dict(os.environ), 1.0)
+    status, printed, _ = gpu_check.run_bounded(["sh", "-c", "sleep 300 & echo $!; wait"], dict(os.environ), 3.0)
     assert status is None
     assert is_over(int(printed)), "the grandchild lives"
 
 
 def is_over(pid: int) -> bool:
-    """Within 10 s; nobody may be there to collect its exit status."""
-    ends_s = time.monotonic() + 10
+    """Within a minute; nobody may be there to collect its exit status."""
+    ends_s = time.monotonic() + 60
     while time.monotonic() < ends_s:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -142,7 +142,7 @@ def test_failed_kernel_tests_are_named_one_by_one():
 
 def test_kernel_tests_that_hang_have_said_how_far_they_came():
     command = ["sh", "-c", "echo tests/a.py::b PASSED; exec sleep 300"]
-    lines, over = kernels.tested(command, 1.0, "1")
+    lines, over = kernels.tested(command, 3.0, "1")
     assert not over
     assert kernels.verdicts(lines)[0] == {"PASSED": 1}
 

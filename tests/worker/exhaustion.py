@@ -43,9 +43,9 @@ BLOCK, LONGEST, BUDGET, SEQS = 16, 200, 64, 16
 MOST_PROMPT, MOST_OUTPUT = 120, 60
 OPEN = 48  # requests at a time: about ten times what the pools hold
 COMPARED = 120  # outputs, with those of an undisturbed run
-WAIT_S = 20.0  # far above any step
+WAIT_S = 60.0  # far above any step
 STALL_S = 0.05
-LONGER_S = 60.0
+LONGER_S = 200.0
 WANTED = ("preempted", "no room", "aborted", "quarantined", "decode full", "prefill full", "handed over", "local")
 STEPS_EACH = MOST_OUTPUT + 2 * (LONGEST // BUDGET + 1)
 """A request alone needs at most so many steps, its prompt computed twice. Nobody may wait for more than all others."""

@@ -17,7 +17,7 @@ from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.messages import Abort, Activate, AddLent, EndQuarantine, Rehash, Rehashed, Reserve, ReturnLease, StepEvents
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class CountingRunner:

@@ -49,5 +49,5 @@ def test_every_block_of_a_prompt_arrives_as_it_was(tmp_path):
             assert set(sent) <= set(digests(ours.kv.caches[0].tensor))
         finally:
             ours.stop()
-            child.communicate(timeout=30)
+            child.communicate(timeout=60)
         assert child.returncode == 0

@@ -103,7 +103,7 @@ BUG = common_pb2.ERROR_REASON_INTERNAL_BUG
 
 
 def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(), 10))
+    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 def test_a_token_whose_text_fails_costs_its_request_and_no_other_row_of_the_step(monkeypatch):

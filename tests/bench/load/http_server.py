@@ -100,7 +100,7 @@ async def ask(url: BaseUrl, calls: Sequence[Call], http: HttpOptions | None = No
     try:
         for call in calls:
             answer = Answer()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await target.send(call, answer)
             answers.append(answer)
     finally:

@@ -67,7 +67,7 @@ async def scripted_router(answer: Callable[[], Iterable[Any]]) -> AsyncIterator[
 
 async def send(target: GrpcTarget, call: Call = CALL) -> Answer:
     answer = Answer()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await target.send(call, answer)
     return answer
 
@@ -124,7 +124,7 @@ def test_cancelled_call_is_cancelled_on_the_server() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await servicer.cancelled.wait()
 
     asyncio.run(run())

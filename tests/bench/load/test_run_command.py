@@ -57,7 +57,7 @@ def serving_all(answer: Callable[[int], list[bytes]]) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
-        assert up.wait(20)
+        assert up.wait(60)
         yield ready[0]
     finally:
         loops[0].call_soon_threadsafe(stop.set)

@@ -25,7 +25,7 @@ from pdserve.planner.observations import DemandObserved, Observations
 from pdserve.planner.policy import PolicySize, ScalingContext
 
 HERE = Path(__file__).resolve().parent
-WAIT_S = 30.0
+WAIT_S = 60.0
 SETTING = "prefill.scaling_policy"
 CONTEXT = ScalingContext(Role.PREFILL, 2, 1, 9, Observations(10.0, 10.0, DemandObserved(queued_requests=2.0)), Targets())
 

@@ -19,7 +19,7 @@ from pdserve.core.worker import Role
 from pdserve.rpc.v1 import scaling_pb2
 
 HERE = Path(__file__).resolve().parent
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_the_example_follows_the_queue(run_command: type[Command], short_tmp: Pa
     policies = [each for each in command.seen if "policy_child" in processes.command(each)]
     assert policies
     os.kill(command.child.pid, signal.SIGKILL)
-    assert not processes.wait_gone(policies, 30.0)
+    assert not processes.wait_gone(policies, 60.0)
     command.end()
 
 

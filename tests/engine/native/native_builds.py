@@ -35,5 +35,5 @@ def build(compiler_path: str, target: Path, *more: str, sources: Sequence[str] |
     how = extension()
     sources = sources or [str(ROOT / source) for source in how["sources"]]
     flags = [*how["extra-compile-args"], *how["extra-link-args"], "-fPIC", "-shared", *more]
-    subprocess.run([compiler_path, *flags, *sources, "-o", str(target)], check=True, timeout=280)
+    subprocess.run([compiler_path, *flags, *sources, "-o", str(target)], check=True, timeout=560)
     return target

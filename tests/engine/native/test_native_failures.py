@@ -55,7 +55,7 @@ def test_whatever_a_first_step_lacks_is_an_error_and_the_next_step_runs(quantiza
     """Room for nothing, then a little more each time until a step goes well: memory is short first, and then there is none
     for a thread's stack. Without a word for that the process ended by a signal."""
     done = subprocess.run(
-        [sys.executable, "-c", STARVED, quantization], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+        [sys.executable, "-c", STARVED, quantization], capture_output=True, text=True, timeout=400, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout.split()
@@ -69,7 +69,7 @@ def pool_check(tmp_path_factory) -> Path:
     program = tmp_path_factory.mktemp("pool") / "pool_check"
     source = Path(__file__).parent / "pool_check.cpp"
     build = [compiler("g++"), "-std=c++20", "-O1", "-pthread", f"-I{NATIVE}", str(source), "-o", str(program)]
-    subprocess.run(build, check=True, timeout=120)
+    subprocess.run(build, check=True, timeout=400)
     return program
 
 
@@ -78,7 +78,7 @@ def test_threads_that_throw_stand_still_or_come_late_hold_nobody_up(pool_check: 
     """What a thread throws reaches the caller, and the pool goes on: it ended the process, or left the others waiting. One
     that stands still holds up the piece that it has and nothing else, one that comes late nothing: each phase had a barrier
     for all."""
-    done = subprocess.run([pool_check, what], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([pool_check, what], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, f"{what}\n"), done.stderr
 
 

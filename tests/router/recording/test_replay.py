@@ -267,7 +267,7 @@ def test_a_slow_disk_stops_the_recording_and_never_the_router(tmp_path: Path, mo
     slow = Transcript.line
 
     def held(self: Transcript, now_s: float, event: ev.Event, outcome: object) -> bytes:
-        gate.wait(10)
+        gate.wait(60)
         return slow(self, now_s, event, outcome)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Transcript, "line", held)

@@ -131,7 +131,7 @@ def test_each_delta_goes_to_the_taker_or_to_the_task_in_order(turns: list[tuple[
         slow = False
         generation.push(Delta(index, (index,), f"{index} ", FinishReason.LENGTH))
         generation.end(REPORT, None)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await client
         assert [i for delta in got for i in delta.ids] == list(range(index + 1))
         assert "".join(delta.text for delta in got) == "".join(f"{i} " for i in range(index + 1))

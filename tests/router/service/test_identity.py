@@ -24,7 +24,7 @@ TOKENS = CancelTokens(Incarnation(0xABC), KEY)
 
 def run(story: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await story
 
     asyncio.run(bounded())

@@ -20,7 +20,7 @@ from router.core import events as ev
 from router.workers.link import LinkService
 from router.workers.wire import hello_from_wire, welcome
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Core:

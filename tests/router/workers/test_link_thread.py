@@ -20,7 +20,7 @@ from router.workers.link_thread import LinkThread
 from router.workers.wire import welcome
 from testkit.fake_worker import DECODE, FakeWorker
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:

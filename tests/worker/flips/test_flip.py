@@ -29,7 +29,8 @@ ENGINE = EngineConfig(
 )  # fmt: skip
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 FLIPS = 10
-WAIT_S = 30.0
+WAIT_S = 60.0
+LEASE = LeaseConfig(ttl_s=4.0)  # twice as long as a busy machine may stand still
 
 
 class Cluster:
@@ -67,9 +68,7 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     """Every worker is empty again after the test."""
     with ScriptedRouter() as router:
-        configs = {
-            name: WorkerConfig(name, router.address, ENGINE, LeaseConfig(ttl_s=2.0), heartbeat_interval_s=0.05) for name in "pd"
-        }
+        configs = {name: WorkerConfig(name, router.address, ENGINE, LEASE, heartbeat_interval_s=0.05) for name in "pd"}
         workers = {"p": start_prefill(configs["p"]), "d": start_decode(configs["d"])}
         try:
             cluster = Cluster(router, workers)
@@ -148,7 +147,7 @@ def test_a_flip_waits_for_the_readers_of_what_was_lent(cluster):
 def alone() -> Iterator[tuple[ScriptedRouter, RunningWorker]]:
     """A prefill worker "x" that may end in the test."""
     with ScriptedRouter() as router:
-        worker = start_prefill(WorkerConfig("x", router.address, ENGINE, LeaseConfig(ttl_s=2.0), heartbeat_interval_s=0.05))
+        worker = start_prefill(WorkerConfig("x", router.address, ENGINE, LEASE, heartbeat_interval_s=0.05))
         try:
             yield router, worker
         finally:
