@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import itertools
 import json
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import grpc.aio
 
+from bench.http_stream import HttpStream, post
 from bench.router.floors import GENERATE
 from bench.router.peer_config import WORD
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 
 ANSWER_TIMEOUT_S: Final = 60.0
-_BODY_END: Final = b"\r\n0\r\n\r\n"
 _PROMPT: Final = "the of and to in is that for it as was with"
 
 
@@ -52,42 +52,10 @@ class GrpcClient:
         return [message async for message in self._generate(request, timeout=ANSWER_TIMEOUT_S)]
 
 
-class _HttpStream(asyncio.Protocol):
-    """One kept-alive connection, with at most one request under way."""
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-        self._whole: asyncio.Future[bytes] | None = None
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from asyncio's
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if self._received.endswith(_BODY_END) and self._whole is not None:
-            self._whole.set_result(bytes(self._received))
-            self._received.clear()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._whole is not None and not self._whole.done():
-            self._whole.set_exception(ConnectionError(f"closed after {bytes(self._received)!r}"))
-
-    async def ask(self, request: bytes) -> bytes:
-        assert self._transport is not None
-        self._whole = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        return await self._whole
-
-    def close(self) -> None:
-        assert self._transport is not None
-        self._transport.abort()
-
-
 class HttpClient:
     """One connection for each stream."""
 
-    def __init__(self, streams: list[_HttpStream]) -> None:
+    def __init__(self, streams: list[HttpStream]) -> None:
         self._streams = streams
 
     @classmethod
@@ -97,7 +65,7 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         opened = []
         for _ in range(streams):
-            _, stream = await loop.create_connection(_HttpStream, host, int(port))
+            _, stream = await loop.create_connection(HttpStream, host, int(port))
             stack.callback(stream.close)
             opened.append(stream)
         return cls(opened)
@@ -122,12 +90,4 @@ def _post(tokens: int, interval_us: int) -> bytes:
         "seed": interval_us,
         "temperature": 0,
     }
-    encoded = json.dumps(body).encode()
-    head = (
-        "POST /v1/chat/completions HTTP/1.1",
-        "Host: bench",
-        "Content-Type: application/json",
-        f"Content-Length: {len(encoded)}",
-        "\r\n",
-    )
-    return "\r\n".join(head).encode() + encoded
+    return post("/v1/chat/completions", json.dumps(body).encode())

@@ -23,11 +23,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.http_stream import HttpStream, post
 from bench.ratios import ratio
 from bench.service.bare_engine import TIMEOUT_S, Turn, Work, started
 from pdserve.checkpoint.card import ModelCard
@@ -37,20 +38,14 @@ from pdserve.config import EngineConfig
 GOAL: Final = 1.25
 PDSERVE: Final = (sys.executable, "-m", "pdserve.cli")
 READY_TIMEOUT_S: Final = 240.0
-_END: Final = b"\r\n0\r\n\r\n"
 
 
-class _Stream(asyncio.Protocol):
-    """One kept-alive connection. `first_s` and `last_s` are the times of the first and last token of its answer."""
+class _Stream(HttpStream):
+    """One connection. `first_s` and `last_s` are the times of the first and last token of its answer."""
 
     def __init__(self) -> None:
-        self._received = bytearray()
-        self._whole: asyncio.Future[bytes] | None = None
-        self._transport: asyncio.Transport | None = None
+        super().__init__()
         self.first_s = self.last_s = 0.0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         now_s = time.perf_counter()
@@ -58,34 +53,18 @@ class _Stream(asyncio.Protocol):
             self.first_s = now_s
         if b'"finish_reason":"length"' in data:
             self.last_s = now_s
-        self._received += data
-        if self._received.endswith(_END) and self._whole is not None:
-            self._whole.set_result(bytes(self._received))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._whole is not None and not self._whole.done():
-            self._whole.set_exception(ConnectionError(f"closed after {bytes(self._received)!r}"))
+        super().data_received(data)
 
     async def ask(self, request: bytes) -> bytes:
-        assert self._transport is not None
-        self._received.clear()
         self.first_s = self.last_s = 0.0
-        self._whole = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        return await self._whole
-
-    def close(self) -> None:
-        assert self._transport is not None
-        self._transport.abort()
+        return await super().ask(request)
 
 
-def post(prompt: Sequence[int], tokens: int) -> bytes:
+def completion(prompt: Sequence[int], tokens: int) -> bytes:
     """Return the bytes of an HTTP request for a streamed completion."""
     body: dict[str, Any] = {"model": "bench", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    encoded = json.dumps(body).encode()
-    head = ("POST /v1/completions HTTP/1.1", "Host: bench", "Content-Type: application/json")
-    return "\r\n".join((*head, f"Content-Length: {len(encoded)}", "\r\n")).encode() + encoded
+    return post("/v1/completions", json.dumps(body).encode())
 
 
 async def serve(address: str, work: Work) -> Turn:
@@ -93,7 +72,7 @@ async def serve(address: str, work: Work) -> Turn:
     host, _, port = address.rpartition(":")
     loop, turn = asyncio.get_running_loop(), Turn()
     streams = [(await loop.create_connection(_Stream, host, int(port)))[1] for _ in work.streams]
-    requests = [[post(prompt, work.tokens) for prompt in prompts] for prompts in work.streams]
+    requests = [[completion(prompt, work.tokens) for prompt in prompts] for prompts in work.streams]
 
     async def one(stream: _Stream, bodies: Sequence[bytes]) -> None:
         for body in bodies:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -23,10 +24,18 @@ from pdserve.core.errors import ConfigError
 
 @functools.cache
 def published_models() -> Mapping[str, Mapping[str, Any]]:
-    """Return the models that are known by name: each with its `config` and its `source`."""
+    """Return the models that are known by name: each with its `config` and its `source`.
+
+    refused: the reason why `pdserve up` refuses the published checkpoint, of an entry that has one.
+    """
     text = (resources.files("pdserve.capacity") / "data" / "models.json").read_text(encoding="utf-8")
     found: dict[str, Mapping[str, Any]] = json.loads(text)
     return found
+
+
+def published_model(model: str) -> Mapping[str, Any] | None:
+    """Return the entry of a published name, in any case. None: another name, or that of a path that exists."""
+    return None if os.path.exists(os.path.expanduser(model)) else published_models().get(model.lower())
 
 
 def find_model(model: str, num_kv_heads: int | None = None) -> PublishedModel:
@@ -52,8 +61,9 @@ def _config(model: str) -> Mapping[str, Any]:
         gguf = GgufFile(path)
         check_supported(gguf)
         return hf_config(gguf)
-    if model.lower() in published_models():
-        config: Mapping[str, Any] = published_models()[model.lower()]["config"]
+    published = published_model(model)
+    if published is not None:
+        config: Mapping[str, Any] = published["config"]
         return config
     if model.count("/") == 1 and not model.startswith((".", "/", "~")) and not is_file:
         return read_json(hub.download(model, only=("config.json",)) / "config.json")

@@ -32,7 +32,8 @@ YES = "yes"
 def models(model: str | None, dtype: str, kv_cache_dtype: str, as_json: bool) -> int:
     """List the families of models with the code that computes each, or tell what MODEL needs and which code runs it here.
 
-    MODEL is what `pdserve up --model` takes. Its weights are not read, and need not be there.
+    MODEL is what `pdserve up --model` takes, or the name of a published model that `pdserve capacity` knows, as qwen3-8b. Its
+    weights are not read, and need not be there.
     """
     from pdserve.commands.console import make_console
 
@@ -65,31 +66,54 @@ def families() -> list[dict[str, Any]]:
 
 def describe(model: str, dtype: str, kv_cache_dtype: str) -> dict[str, Any]:
     """Return what a model needs, and which backend runs it here. Raises `ConfigError`."""
-    from pdserve.checkpoint.card import ModelCard, resolve_dtype, resolve_kv_dtype
-    from pdserve.checkpoint.resolve import resolve
+    from pdserve.checkpoint.card import resolve_dtype, resolve_kv_dtype
     from pdserve.core.kv_layout import DTYPE_BITS
     from pdserve.engine.runner import device_of
     from pdserve.engine.ways import ways_of
 
-    card = ModelCard.load(resolve(model, load_format="dummy"), load_format="dummy")
+    name, architecture, spec, refused = _find(model)
     computed, kv_dtype, device = resolve_dtype(dtype), resolve_kv_dtype(kv_cache_dtype, dtype), device_of("auto")
-    ways = ways_of(card.spec, device=device, dtype=computed, kv_dtype=kv_dtype)
+    ways = ways_of(spec, device=device, dtype=computed, kv_dtype=kv_dtype)
     block_size = 16
     return {
-        "model": card.name,
-        "architecture": card.architecture,
-        **_kinds(card.spec),
-        "layers": len(card.spec.layers),
-        "parameters": card.spec.numbers,
-        "max_position": card.max_position,
+        "model": name,
+        "architecture": architecture,
+        **_kinds(spec),
+        "layers": len(spec.layers),
+        "parameters": spec.numbers,
+        "max_position": spec.max_position,
         "dtype": computed,
-        "weights_bytes": card.spec.numbers * DTYPE_BITS[computed] // 8,
+        "weights_bytes": spec.numbers * DTYPE_BITS[computed] // 8,
         "kv_dtype": kv_dtype,
-        "kv_bytes_per_token": card.kv_layout(block_size, dtype, kv_cache_dtype).block_bytes / block_size,
+        "kv_bytes_per_token": spec.kv_spec(block_size, kv_dtype).block_bytes / block_size,
         "device": device.type,
         "runs_by": next((way.name for way in ways if way.obstacle is None), None),
         "backends": _plain(ways),
+        "checkpoint_refused": refused,
     }
+
+
+def _find(model: str) -> tuple[str, str, ModelSpec, str | None]:
+    """Return the name, the architecture and the spec of a model, and the reason why its published checkpoint is refused.
+
+    Raises `ConfigError`, also for a published model that no family reads.
+    """
+    from pdserve.capacity.model_source import published_model
+    from pdserve.checkpoint.card import ModelCard
+    from pdserve.checkpoint.families.registry import family_of
+    from pdserve.checkpoint.resolve import resolve
+    from pdserve.core.errors import ConfigError
+
+    published = published_model(model)
+    if published is None:
+        card = ModelCard.load(resolve(model, load_format="dummy"), load_format="dummy")
+        return card.name, card.architecture, card.spec, None
+    name, refused = model.lower(), published.get("refused")
+    config = {key: value for key, value in published["config"].items() if key != "quantization_config"}
+    if "architectures" not in config:
+        raise ConfigError(f"{name} has no family: {refused}")
+    (architecture,) = config["architectures"]
+    return name, architecture, family_of(architecture).read(config), refused
 
 
 def _plain(ways: Iterable[Way]) -> dict[str, str]:
@@ -156,6 +180,8 @@ def _model_table(found: dict[str, Any]) -> Table:
         made.add_row(name.replace("_", " "), str(found[name]) or "none")
     made.add_row("parameters", f"{found['parameters']:,}")
     made.add_row("weights", f"{size(found['weights_bytes'])} in {found['dtype']}")
+    if found["checkpoint_refused"]:
+        made.add_row("published checkpoint", f"refused: {found['checkpoint_refused']}")
     made.add_row("KV of a token", f"{size(found['kv_bytes_per_token'])} in {found['kv_dtype']}")
     made.add_row(f"runs here ({found['device']}) by", runs, style="bold")
     for name, told in found["backends"].items():

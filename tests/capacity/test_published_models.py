@@ -70,6 +70,7 @@ def test_a_sliding_window_bounds_what_its_layers_store() -> None:
     [
         ("llama-2-7b", 6.74), ("llama-2-70b", 68.98), ("llama-3-8b", 8.03), ("llama-3-70b", 70.55), ("llama-3-405b", 405.85),
         ("mistral-7b", 7.24), ("mixtral-8x7b", 46.7), ("qwen2.5-7b", 7.62), ("qwen2.5-72b", 72.7), ("qwen3-30b-a3b", 30.53),
+        ("qwen3-8b", 8.19),
         ("gemma-3-27b", 27.0), ("deepseek-v3", 671.0), ("smollm2-135m", 0.1345), ("gpt-3-175b", 174.6), ("bloom-176b", 176.2),
     ],
 )  # fmt: skip

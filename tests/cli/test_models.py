@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from pdserve.capacity.model_source import find_model, published_models
 from pdserve.checkpoint.families.examples import example
 from pdserve.checkpoint.families.registry import FAMILIES, family_of
 from pdserve.checkpoint.resolve import resolve
@@ -54,6 +55,50 @@ def test_one_model_is_described_without_its_weights(tmp_path: Path) -> None:
     assert found["runs_by"] in (COMPILED, TORCH, TRITON)
     if found["device"] == "cpu":
         assert found["backends"][TRITON] == NO_GPU
+
+
+SERVED = [name for name, entry in published_models().items() if entry["config"].get("architectures", [""])[0] in FAMILIES]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_published_name_is_described_as_capacity_planning_describes_it(name: str) -> None:
+    """Two readers of one configuration: a family here, and the formulas of `pdserve capacity` there."""
+    found, shape = told(name), find_model(name).shape
+    assert found["model"] == name
+    assert [found["architecture"]] == published_models()[name]["config"]["architectures"]
+    assert found["layers"] == shape.num_layers
+    assert found["parameters"] == shape.numbers
+    assert found["kv_bytes_per_token"] == 2 * shape.kv_numbers
+    assert found["runs_by"] in (COMPILED, TORCH, TRITON)
+
+
+def test_published_names_have_the_attention_of_their_families() -> None:
+    kinds = {name: told(name)["attention"] for name in ("Qwen3-8B", "llama-2-7b", "mistral-7b", "qwen2.5-7b", "gemma-3-27b")}
+    assert kinds == {
+        "Qwen3-8B": "GQA, qk_norm", "llama-2-7b": "MHA", "mistral-7b": "GQA, window", "qwen2.5-7b": "GQA, bias",
+        "gemma-3-27b": "GQA, window, qk_norm, scale; GQA, qk_norm, scale",
+    }  # fmt: skip
+    deepseek = told("deepseek-v3")
+    assert (deepseek["attention"], deepseek["mlp"]) == ("MLA", "dense; 8 of 256 experts and a shared one")
+
+
+def test_a_published_checkpoint_that_is_refused_says_why() -> None:
+    assert "fp8" in told("deepseek-v3")["checkpoint_refused"]
+    assert told("qwen3-8b")["checkpoint_refused"] is None
+    drawn = CliRunner().invoke(main, ["models", "gemma-3-27b"], catch_exceptions=False)
+    assert "only the text part" in drawn.output
+    unpublished = CliRunner().invoke(main, ["models", "gpt-3-175b"])
+    assert unpublished.exit_code == 2
+    assert "never published" in unpublished.output
+    unread = CliRunner().invoke(main, ["models", "bloom-176b"])
+    assert unread.exit_code == 2
+    assert "BloomForCausalLM is not supported" in unread.output
+
+
+def test_a_directory_wins_over_a_published_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(resolve("tiny"), tmp_path / "qwen3-8b")
+    monkeypatch.chdir(tmp_path)
+    assert told("qwen3-8b")["layers"] == 4
 
 
 def test_both_tables_are_drawn_and_a_wrong_model_is_one_line() -> None:

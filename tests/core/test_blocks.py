@@ -8,18 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pdserve.core.blocks import BlockPool, Holder, HolderKind
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import SeqId
-
-
-def sequence(i: int) -> Holder:
-    return Holder(HolderKind.SEQUENCE, SeqId(i))
-
-
-def lease(i: int) -> Holder:
-    return Holder(HolderKind.LEASE, SeqId(i))
-
-
-def inbound(i: int) -> Holder:
-    return Holder(HolderKind.INBOUND, SeqId(i))
+from tests.core.holders import inbound, lease, sequence
 
 
 def test_allocation_is_all_or_nothing():

@@ -9,20 +9,9 @@ from pdserve.core.block_hash import BlockHash
 from pdserve.core.blocks import TRANSITIONS, BlockEvent, BlockPool, BlockState, Holder, HolderKind
 from pdserve.core.errors import IllegalTransition, InternalBug
 from pdserve.core.ids import BlockId, BlockSum, SeqId
+from tests.core.holders import inbound, lease, sequence
 
 A, B, C = (BlockHash(name) for name in (b"a", b"b", b"c"))
-
-
-def sequence(i: int) -> Holder:
-    return Holder(HolderKind.SEQUENCE, SeqId(i))
-
-
-def lease(i: int) -> Holder:
-    return Holder(HolderKind.LEASE, SeqId(i))
-
-
-def inbound(i: int) -> Holder:
-    return Holder(HolderKind.INBOUND, SeqId(i))
 
 
 def with_prefix(num_blocks: int, *hashes: BlockHash) -> BlockPool:

@@ -11,35 +11,12 @@ from engine_ways import WAYS
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
-from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError
-from pdserve.core.ids import SeqId
-from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.layers import linear
 from pdserve.engine.runner import ModelRunner
-from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.engine.schedule.sequence import SequenceKind
-
-
-def serve(runner: ModelRunner, requests, *, blocks: int, budget: int) -> tuple[list[list[int]], int]:
-    """All requests at once through one scheduler. Returns their outputs and how often one was preempted."""
-    pool = BlockPools(blocks)
-    limit = blocks * runner.kv.spec.block_size
-    scheduler = Scheduler(pool, 16, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=limit, eos_token_ids=(2,))
-    outputs: list[list[int]] = [[] for _ in requests]
-    for i, (prompt, params) in enumerate(requests):
-        scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
-    preempted = 0
-    while scheduler.has_work:
-        outcome = scheduler.collect(runner.execute(scheduler.plan()))
-        preempted += len(outcome.preempted)
-        for token in outcome.tokens:
-            outputs[token.seq_id].append(token.token_id)
-    scheduler.check_invariants()
-    assert pool.num_free == blocks
-    return outputs, preempted
+from tests.engine.serving import serve
 
 
 @pytest.fixture(scope="module")

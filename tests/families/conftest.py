@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
-import torch
-from family_models import LENGTH, Made
+from family_models import Made, write_model
 
-from pdserve.checkpoint.card import ModelCard
-from testkit.random_models import reference_logits, write_random
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.one_thread import one_thread as one_thread
 
 
 @pytest.fixture(scope="session")
@@ -30,10 +19,7 @@ def made(tmp_path_factory) -> Callable[[str], Made]:
 
     def make(name: str) -> Made:
         if name not in models:
-            directory = tmp_path_factory.mktemp(name)
-            model = write_random(directory, name)
-            ids = random.Random(name).choices(range(512), k=LENGTH)
-            models[name] = Made(directory, ModelCard.load(directory), tuple(ids), reference_logits(model, ids))
+            models[name] = write_model(tmp_path_factory.mktemp(name), name)
         return models[name]
 
     return make

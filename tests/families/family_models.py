@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard
@@ -17,6 +18,7 @@ from pdserve.core.model_spec import ModelSpec
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.models.weights import ModelWeights
 from pdserve.engine.runner import ModelRunner
+from testkit.random_models import reference_logits, write_random
 
 LENGTH = 56
 """The tokens of the prompt: more than any window, three blocks and a half."""
@@ -42,6 +44,20 @@ class Made:
     def error(self, logits: Tensor) -> float:
         """Return the largest error of the prompt's logits, relative to the largest logit."""
         return float((logits - self.reference).abs().max() / self.reference.abs().max())
+
+
+def write_model(directory: Path, name: str, *, rounded: bool = False, **settings: object) -> Made:
+    """Make a model of `RANDOM_MODELS` and a prompt in the empty `directory`.
+
+    rounded: the reference computes with the weights rounded to bfloat16. settings: see `write_random`.
+    """
+    model = write_random(directory, name, **settings)
+    if rounded:
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor.copy_(tensor.bfloat16())
+    ids = random.Random(name).choices(range(512), k=LENGTH)
+    return Made(directory, ModelCard.load(directory), tuple(ids), reference_logits(model, ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,11 @@ import pytest
 import torch
 from family_models import LENGTH, Made, Sheet
 
-from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import NULL_BLOCK, SeqId
-from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.runner import ModelRunner
-from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.engine.schedule.sequence import SequenceKind
+from tests.engine.serving import serve
 
 KINDS = {"window": "mistral", "gemma": "gemma3", "bounded scores": "gemma2", "experts": "qwen2-moe", "latent": "deepseek-v3"}
 BLOCK = 16
@@ -67,32 +64,12 @@ def test_blocks_moved_to_another_engine_go_on_alike(pair):
         assert torch.equal(decode.logits(StepPlan((taken.piece(position, position + 1),)))[0], whole[position])
 
 
-def serve(runner: ModelRunner, prompts: list[tuple[int, ...]], *, blocks: int, budget: int) -> tuple[list[list[int]], int]:
-    """Serve all prompts at once through one scheduler. Return their outputs, and how often one was preempted."""
-    groups = runner.kv.spec.groups
-    pool = BlockPools(*(blocks for _ in groups), layouts=groups)
-    limit = blocks * BLOCK
-    scheduler = Scheduler(pool, BLOCK, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=limit, eos_token_ids=())
-    params = SamplingParams(max_tokens=OUTPUT, temperature=0.8, seed=7, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
-        scheduler.add(SeqId(number), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    preempted = 0
-    while scheduler.has_work:
-        outcome = scheduler.collect(runner.execute(scheduler.plan()))
-        preempted += len(outcome.preempted)
-        for token in outcome.tokens:
-            outputs[token.seq_id].append(token.token_id)
-    scheduler.check_invariants()
-    assert pool.num_free == pool.num_blocks
-    return outputs, preempted
-
-
 def test_preempted_sequences_get_the_tokens_of_lone_ones(pair):
     _, runner = pair
     rng = random.Random(2)
-    prompts = [tuple(rng.choices(range(3, 512), k=count)) for count in (9, 16, 30)]
-    alone = [serve(runner, [prompt], blocks=12, budget=64)[0][0] for prompt in prompts]
-    squeezed, preempted = serve(runner, prompts, blocks=4, budget=24)
+    params = SamplingParams(max_tokens=OUTPUT, temperature=0.8, seed=7, ignore_eos=True)
+    requests = [(tuple(rng.choices(range(3, 512), k=count)), params) for count in (9, 16, 30)]
+    alone = [serve(runner, [request], blocks=12, budget=64)[0][0] for request in requests]
+    squeezed, preempted = serve(runner, requests, blocks=4, budget=24)
     assert squeezed == alone
     assert preempted > 0

@@ -29,7 +29,6 @@ from pdserve.core.model_spec import MlaSpec, MoeSpec, NormSpec, RopeSpec
 from pdserve.engine.kernels import tiling
 from pdserve.engine.kernels.activation import gelu_and_mul, silu_and_mul
 from pdserve.engine.kernels.block_sums import stripe_sums
-from pdserve.engine.kernels.blocks import gather_tokens, scatter_tokens
 from pdserve.engine.kernels.experts import GroupedExperts
 from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
 from pdserve.engine.kernels.quantise import quantise_write
@@ -175,16 +174,10 @@ def routing() -> None:
     sort_few(chosen, 256, 16, 40, torch.tensor(3))
 
 
-def blocks() -> None:
-    kv = pool(KvFormat.PLAIN, 128, BF16)
-    scatter_tokens(gather_tokens(kv, torch.zeros(2, dtype=torch.int32), 20, BF16), kv, (0, 1))
-
-
 def quantised(kind: KvFormat) -> None:
     kv = pool(kind, 128, BF16)
     new = torch.zeros((4, 2, 128), dtype=BF16)
     quantise_write(kv, kv.layer(0), new, new, torch.zeros((1, 4), dtype=torch.int32))
-    gather_tokens(kv, torch.zeros(2, dtype=torch.int32), 20, BF16)
 
 
 def sums() -> None:
@@ -194,7 +187,6 @@ def sums() -> None:
 CASES = {
     "sums": sums,
     "rows": rows,
-    "blocks": blocks,
     "routing": routing,
     **{f"experts_{rows}": lambda rows=rows: experts(rows) for rows in (8, 128, 256, 4096)},
     "decode": lambda: attention(KvFormat.PLAIN, 128, BF16, parts="d"),

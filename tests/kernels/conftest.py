@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from pdserve.engine.kernels.support import triton_installed
+from tests.one_thread import one_thread as one_thread
 
 
 class WithoutTriton(pytest.Module):
@@ -19,11 +19,3 @@ class WithoutTriton(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent):
     return None if triton_installed() else WithoutTriton.from_parent(parent, path=module_path)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -58,6 +58,15 @@ def make_pool(
     return Pool(moved, values)
 
 
+def random_settings(rng: random.Random, seed: int) -> dict[str, object]:
+    """Settings of attention that both kernels take: any heads, sizes, format and dtype."""
+    return {
+        "kv_heads": rng.randrange(1, 3), "group": rng.choice([1, 2, 3, 4, 6, 8, 16]), "dim": rng.choice([64, 80, 96, 128]),
+        "block_size": rng.choice([16, 32, 64]), "window": rng.choice([0, 0, rng.randrange(1, 50)]),
+        "kind": rng.choice(list(KvFormat)), "dtype": rng.choice([torch.float32, torch.bfloat16, torch.float16]), "seed": seed,
+    }  # fmt: skip
+
+
 def random_stored(shape: torch.Size, kind: KvFormat, generator: torch.Generator) -> Tensor:
     """Random bytes that stand for numbers."""
     random_bytes = torch.randint(0, 256, shape, generator=generator, dtype=torch.int32)

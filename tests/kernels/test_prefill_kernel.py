@@ -6,7 +6,16 @@ import random
 
 import pytest
 import torch
-from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_attention, tables_tensor, tolerance
+from kernel_cases import (
+    DEVICE,
+    make_pool,
+    make_sequences,
+    poisoned,
+    random_settings,
+    reference_attention,
+    tables_tensor,
+    tolerance,
+)
 
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
 from pdserve.engine.kernels.shape import AttentionShape, grouped
@@ -101,10 +110,5 @@ def test_many_ragged_batches_equal_the_definition(seed):
 
 def check_random(seed: int) -> None:
     rng = random.Random(seed)
-    check(
-        [(rng.choice([0, rng.randrange(60)]), rng.randrange(1, 20)) for _ in range(rng.randrange(1, 4))],
-        kv_heads=rng.randrange(1, 3), group=rng.choice([1, 2, 3, 4, 6, 8, 16]), dim=rng.choice([64, 80, 96, 128]),
-        block_size=rng.choice([16, 32, 64]), window=rng.choice([0, 0, rng.randrange(1, 50)]), kind=rng.choice(list(KvFormat)),
-        dtype=rng.choice([torch.float32, torch.bfloat16, torch.float16]), seed=seed,
-        tiling=Tiling(rng.choice([16, 32]), rng.choice([16, 32]), 4, 1),
-    )  # fmt: skip
+    lengths = [(rng.choice([0, rng.randrange(60)]), rng.randrange(1, 20)) for _ in range(rng.randrange(1, 4))]
+    check(lengths, **random_settings(rng, seed), tiling=Tiling(rng.choice([16, 32]), rng.choice([16, 32]), 4, 1))

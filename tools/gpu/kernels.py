@@ -15,7 +15,7 @@ from pathlib import Path
 from tools.gpu.row import Row, Setup
 
 # The interpreter is slow; one file is enough to see that the part runs.
-REHEARSED = ("tests/kernels/test_block_kernels.py",)
+REHEARSED = ("tests/kernels/test_quantise_kernel.py",)
 MOST_FAILURES = 8  # that get a row
 SPARE_S = 8.0  # left before the part is ended, to say how far the tests have come
 _VERDICT = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")

@@ -20,7 +20,6 @@ from pdserve.core.step_plan import Sampled, StepPlan
 
 BLOCK: Final = {"paged": 16, "contiguous": MOST_TOKENS}
 POOL_TOKENS: Final = 12 * MOST_TOKENS  # 540 MiB of KV for the default model
-MOST_SEQUENCES: Final = 64
 REPEATS: Final = 4  # the lengths are served so many times, so that most of the run has a full pool
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from pdserve.bench.row import Served
@@ -10,27 +12,12 @@ from pdserve.rpc.v1 import common_pb2, inference_pb2
 _PLACEMENTS = {common_pb2.PLACEMENT_DISAGGREGATED: "disaggregated", common_pb2.PLACEMENT_COLOCATED: "colocated"}
 
 
-class JsonReport(msgspec.Struct):
-    """The fields of a `RequestReport` in JSON that a row keeps. Others are ignored."""
-
-    request_id: str = ""
-    placement: str = ""
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    transfer_s: float | None = None
-    exposed_transfer_s: float | None = None
-    kv_bytes: int | None = None
-    attempts: int | None = None
+_TIMELINE = msgspec.json.Decoder(Served)
 
 
-_TIMELINE = msgspec.json.Decoder(JsonReport)
-
-
-def served_of_json(report: JsonReport, cached_prompt_tokens: int | None = None) -> Served:
-    """Return what a row keeps of a report in JSON."""
-    return Served(**msgspec.structs.asdict(report), cached_prompt_tokens=cached_prompt_tokens)
+def served_of_json(report: Served, cached_prompt_tokens: int | None = None) -> Served:
+    """Return what a row keeps of a report in JSON, whose other fields were ignored."""
+    return replace(report, cached_prompt_tokens=cached_prompt_tokens)
 
 
 def served_of_timeline(line: str | bytes) -> Served:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from pdserve.bench.load.failures import BAD_JSON, BROKEN_STREAM, LINE_TOO_LONG, REDIRECTED, TOO_MANY_TOKENS
-from pdserve.bench.load.served import JsonReport, served_of_json, served_of_timeline
+from pdserve.bench.load.served import served_of_json, served_of_timeline
 from pdserve.bench.load.target import Answer, Call
 from pdserve.bench.row import Served
 
@@ -49,7 +49,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    pdserve: JsonReport | None = None
+    pdserve: Served | None = None
     error: Any = None
 
 

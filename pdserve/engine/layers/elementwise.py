@@ -22,8 +22,6 @@ _PIECE: Final = 16384  # below torch's grain of 32,768 elements, a multiple of _
 _GELU: Final = (sqrt(2 / pi), 0.044715)
 """The factors of x, and of x^3, within the tangent hyperbolic of GELU (Hendrycks and Gimpel 2016, section 2)."""
 
-Gated = Callable[[Tensor], Tensor]
-"""Function of gate_up [rows, 2 * width], the gate first, that returns activation(gate) * up: [rows, width]."""
 Softcap = Callable[[Tensor, float], Tensor]
 """Function of float32 numbers x and of a bound c that returns c * tanh(x / c), in place of x."""
 
