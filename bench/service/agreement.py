@@ -11,8 +11,9 @@ ran and waited for a core. The third one compares the tools with each other: the
 rates, and whether the interval of each other tool overlaps ours. In a closed loop, the pause that a tool makes between two
 requests lowers its rates.
 
-Every tool runs in a session of its own, so all get the same share of the cores from Linux. What a tool does with its own
-priority is its own: ours makes its threads real-time threads where the system allows it.
+Every tool runs in a session of its own, so all get the same share of the cores from Linux. `--shared-session` runs each tool in
+the server's session as well, and shows what that costs. What a tool does with its own priority is its own: ours makes its
+threads real-time threads where the system allows it.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--shared-session", action="store_true", help="run each tool in the server's session as well")
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error(f"--rounds: {args.rounds} is below 2; the rates of one round have no interval")
@@ -121,6 +123,8 @@ def main() -> int:
     )
     try:
         all_tools = tools(console.print)
+        if args.shared_session:
+            all_tools += [replace(tool, name=f"{tool.name}, shared", own_session=False) for tool in all_tools]
         with ProcessCluster(engine, prefill=1, decode=1) as cluster:
             tokenizer = resolve(args.model)
             shape = (args.prompt_tokens, args.output_tokens, args.requests, args.concurrency)

@@ -65,16 +65,18 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A load generator. `command` gets a turn and an empty folder; `read` gets that folder."""
+    """A load generator. `command` gets a turn and an empty folder; `read` gets that folder. `own_session`: it runs in a session
+    of its own, as in a terminal of its own."""
 
     name: str
     command: Callable[[Turn, Path], list[str]]
     read: Callable[[Path], Measured]
+    own_session: bool = True
 
     def measure(self, turn: Turn, folder: Path) -> Measured:
         """Run the tool once. Raises `TurnFailed`."""
         try:
-            done = _run(self.command(turn, folder), folder)
+            done = _run(self.command(turn, folder), folder, own_session=self.own_session)
         except subprocess.TimeoutExpired as exc:
             raise TurnFailed(f"{self.name} took more than {TURN_LIMIT_S:g} s") from exc
         if done.returncode != 0:
@@ -88,14 +90,21 @@ class Tool:
         return measured
 
 
-def _run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str], folder: Path, *, own_session: bool) -> subprocess.CompletedProcess[str]:
     """Run a tool, and end whatever it leaves behind.
 
-    It gets a session of its own, as in a terminal of its own. Linux may share the cores between sessions first (sched(7), "The
-    autogroup feature"): a tool of several processes then takes no more from the server than a tool of one process.
+    Linux may share the cores between sessions first (sched(7), "The autogroup feature"). A tool of several processes takes more
+    cores from the server in the server's session than in one of its own.
     """
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", cwd=folder, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        cwd=folder,
+        start_new_session=own_session,
+        process_group=None if own_session else 0,
     ) as child:
         try:
             output, errors = child.communicate(timeout=TURN_LIMIT_S)

@@ -140,23 +140,25 @@ def test_aiperf_s_times_are_read_in_the_unit_that_each_has(tmp_path):
     assert read_aiperf(tmp_path).means_s == pytest.approx({"TTFT": 0.5, "TPOT": 0.02, "E2E": 1.76})
 
 
-def test_a_tool_runs_in_a_session_of_its_own_and_nothing_of_it_outlives_its_turn(tmp_path):
+@pytest.mark.parametrize("own", [True, False])
+def test_a_tool_runs_in_the_session_that_it_is_given_and_nothing_of_it_outlives_its_turn(tmp_path, own):
     """A process that a tool leaves behind would take cores from the server in the next tool's turn."""
     code = (
         "import os, subprocess\n"
         "null = subprocess.DEVNULL\nchild = subprocess.Popen(['sleep', '600'], stdout=null, stderr=null)\n"
-        "print(os.getsid(0) == os.getpid(), os.getsid(child.pid) == os.getpid(), child.pid, file=open('said', 'w'))"
+        "print(os.getpid(), os.getsid(0), os.getsid(child.pid), child.pid, file=open('said', 'w'))"
     )
     said = []
 
     def read(folder):
-        said.extend((folder / "said").read_text().split())
+        said.extend(map(int, (folder / "said").read_text().split()))
         return Measured([0.1], [0.1], [0.1], 1.0, 1.0)
 
     turn = Turn("http://nowhere", "model", tmp_path, 1, 2, 1, 1, 0)
-    Tool("a tool", lambda turn, folder: [sys.executable, "-c", code], read).measure(turn, tmp_path)
-    assert said[:2] == ["True", "True"]
-    wait_gone(int(said[2]))
+    Tool("a tool", lambda turn, folder: [sys.executable, "-c", code], read, own_session=own).measure(turn, tmp_path)
+    pid, *sessions, child = said
+    assert sessions == [pid if own else os.getsid(0)] * 2
+    wait_gone(child)
 
 
 def test_a_tool_that_fails_ends_the_turn_with_its_last_words(tmp_path):
