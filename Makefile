@@ -97,7 +97,7 @@ bench-peers: setup ## measure the service beside vLLM's CPU server, in turns; in
 	@$(BIN)/python -m bench.service --peers $(if $(NICED),--niced)
 
 bench-agreement: setup ## compare our load generator with those of vLLM and AIPerf on one server; installs both
-	@$(BIN)/python -m bench.service.agreement
+	@$(BIN)/python -m bench.service.agreement $(ARGS)
 
 bench-step: setup ## measure what a decode step costs besides the model, phase by phase
 	$(BIN)/python -m bench.engine.step_cost

@@ -1,18 +1,24 @@
-"""Three load generators that measure one server by OpenAI's API: ours, vLLM's and AIPerf. Each is a process of its own."""
+"""Three load generators that measure one server by OpenAI's API: ours, vLLM's and AIPerf. Each runs in a session of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from bench.engine.peers.install import environment
 
 TURN_LIMIT_S: Final = 600.0
+FIGURES: Final = ("TTFT", "TPOT", "E2E")
+"""The times of a request that all tools tell."""
 _VLLM: Final = """
 import argparse, sys
 from vllm.benchmarks.serve import add_cli_args, main
@@ -47,24 +53,30 @@ class Measured:
 
     ttft_s: list[float]
     tpot_s: list[float]
+    e2e_s: list[float]
     requests_per_s: float
     output_tokens_per_s: float
+
+    @property
+    def means_s(self) -> dict[str, float]:
+        """The mean of each figure over the requests."""
+        return dict(zip(FIGURES, map(fmean, (self.ttft_s, self.tpot_s, self.e2e_s)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A load generator. `command` gets a turn and an empty folder; `read` gets that folder."""
+    """A load generator. `command` gets a turn and an empty folder; `read` gets that folder. `own_session`: it runs in a session
+    of its own, as in a terminal of its own."""
 
     name: str
     command: Callable[[Turn, Path], list[str]]
     read: Callable[[Path], Measured]
+    own_session: bool = True
 
     def measure(self, turn: Turn, folder: Path) -> Measured:
         """Run the tool once. Raises `TurnFailed`."""
         try:
-            done = subprocess.run(
-                self.command(turn, folder), capture_output=True, text=True, timeout=TURN_LIMIT_S, cwd=folder, errors="replace"
-            )
+            done = _run(self.command(turn, folder), folder, own_session=self.own_session)
         except subprocess.TimeoutExpired as exc:
             raise TurnFailed(f"{self.name} took more than {TURN_LIMIT_S:g} s") from exc
         if done.returncode != 0:
@@ -78,13 +90,37 @@ class Tool:
         return measured
 
 
+def _run(command: Sequence[str], folder: Path, *, own_session: bool) -> subprocess.CompletedProcess[str]:
+    """Run a tool, and end whatever it leaves behind.
+
+    Linux may share the cores between sessions first (sched(7), "The autogroup feature"). A tool of several processes takes more
+    cores from the server in the server's session than in one of its own.
+    """
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        cwd=folder,
+        start_new_session=own_session,
+        process_group=None if own_session else 0,
+    ) as child:
+        try:
+            output, errors = child.communicate(timeout=TURN_LIMIT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, child.returncode, output, errors)
+
+
 def tools(say: Callable[[str], None]) -> list[Tool]:
     """Return the three tools, installed. Raises `NotInstalled`."""
     vllm, aiperf = environment("vllm", say), environment("aiperf", say)
     return [
         Tool("pdserve bench run", _ours, _read_ours),
-        Tool("vllm bench serve", lambda turn, folder: _vllm(str(vllm), turn, folder), _read_vllm),
-        Tool("aiperf profile", lambda turn, folder: _aiperf(str(aiperf.with_name("aiperf")), turn, folder), _read_aiperf),
+        Tool("vllm bench serve", lambda turn, folder: _vllm(str(vllm), turn, folder), read_vllm),
+        Tool("aiperf profile", lambda turn, folder: _aiperf(str(aiperf.with_name("aiperf")), turn, folder), read_aiperf),
     ]
 
 
@@ -108,6 +144,7 @@ def _read_ours(folder: Path) -> Measured:
     return Measured(
         [row.ttft_s for row in good if row.ttft_s is not None],
         [row.tpot_s for row in good if row.tpot_s is not None],
+        [row.e2e_s for row in good],
         figures.requests_per_s or 0.0,
         figures.output_tokens_per_s or 0.0,
     )
@@ -123,14 +160,16 @@ def _vllm(python: str, turn: Turn, folder: Path) -> list[str]:
     ]
 
 
-def _read_vllm(folder: Path) -> Measured:
+def read_vllm(folder: Path) -> Measured:
+    """Read the result file of vLLM's tool. Its gaps between chunks add up to the time from the first token to the last one."""
     told = json.loads((folder / "run.json").read_text())
     ttft_s = [float(one) for one in told["ttfts"]]
-    gaps = zip(told["itls"], told["output_lens"], strict=True)
-    tpot_s = [sum(itl) / (count - 1) for itl, count in gaps if count > 1]
+    decode_s = [sum(one) for one in told["itls"]]
+    tpot_s = [total / (count - 1) for total, count in zip(decode_s, told["output_lens"], strict=True) if count > 1]
+    e2e_s = [first + rest for first, rest in zip(ttft_s, decode_s, strict=True)]
     if told["failed"]:
         raise ValueError(f"{told['failed']} requests failed")
-    return Measured(ttft_s, tpot_s, float(told["request_throughput"]), float(told["output_throughput"]))
+    return Measured(ttft_s, tpot_s, e2e_s, float(told["request_throughput"]), float(told["output_throughput"]))
 
 
 def _aiperf(program: str, turn: Turn, folder: Path) -> list[str]:
@@ -145,13 +184,15 @@ def _aiperf(program: str, turn: Turn, folder: Path) -> list[str]:
     ]
 
 
-def _read_aiperf(folder: Path) -> Measured:
+def read_aiperf(folder: Path) -> Measured:
+    """Read the records of AIPerf, one for each request, and its rates."""
     out = folder / "out"
     whole = json.loads((out / "profile_export_aiperf.json").read_text())
     records = [json.loads(line)["metrics"] for line in (out / "profile_export.jsonl").read_text().splitlines()]
     return Measured(
         [_ms(one["time_to_first_token"]) for one in records],
         [_ms(one["inter_token_latency"]) for one in records],
+        [_ms(one["request_latency"]) for one in records],
         float(whole["request_throughput"]["avg"]),
         float(whole["output_token_throughput"]["avg"]),
     )
