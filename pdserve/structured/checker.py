@@ -63,7 +63,7 @@ class GrammarChecker:
         if verdict is None:
             verdict = await self._judged(constraint)
         message, field = verdict
-        if message:
+        if message and field:
             raise InvalidRequest(message.removeprefix(f"{field}: "), field=field)
 
     async def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import llguidance
 
 from pdserve.text.tokenizer import Tokenizer
@@ -19,7 +21,8 @@ class Vocabulary:
         spelled = [tokenizer.written_bytes(token_id) for token_id in range(vocab_size)]
         self._spelled = spelled
         wrapper = _Wrapper(self, spelled)
-        self.tokens = llguidance.LLTokenizer(wrapper, eos_token=list(self.eos_token_ids) or None)
+        reads = cast(llguidance.TokenizerWrapper, wrapper)  # which the library knows by its attributes alone
+        self.tokens = llguidance.LLTokenizer(reads, eos_token=list(self.eos_token_ids) or None)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text that the grammar forces. Their bytes are those of the text.

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 import jsonschema
 import pytest
 import torch
-from conftest import tokenizer_of, vocabulary_of
-from random_schemas import random_schema
+from vocabularies import tokenizer_of, vocabulary_of
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
@@ -30,6 +29,7 @@ from pdserve.engine.schedule.outcome import OutputToken, StepOutcome
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 from pdserve.structured.compiler import Compiler
+from testkit.random_schemas import random_schema
 
 K = ConstraintKind
 BLOCK = 16

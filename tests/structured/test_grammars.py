@@ -8,15 +8,15 @@ import re
 
 import jsonschema
 import pytest
-from conftest import tokenizer_of, vocabulary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schemas import allowed_ids, random_schema, walk
+from vocabularies import tokenizer_of, vocabulary_of
 
 from pdserve.core.constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, Constraint, ConstraintKind
 from pdserve.core.errors import InvalidRequest
 from pdserve.structured.compiler import Compiler
 from pdserve.structured.state import State
+from testkit.random_schemas import allowed_ids, random_schema, walk
 
 K = ConstraintKind
 COMPILERS = {model: Compiler(vocabulary_of(model)) for model in ("tiny", "default")}

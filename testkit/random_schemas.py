@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from pdserve.structured.state import State
 
 Schema = dict[str, Any]
+Draw = Callable[[random.Random, int], Schema]
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> Schema:
     """Draw a schema whose values are short, so that most outputs end."""
-    leaves = [_string, _integer, _number, _word, _plain]
-    nodes = [_object, _array, _either] if depth < 3 else []
+    leaves: list[Draw] = [_string, _integer, _number, _word, _plain]
+    nodes: list[Draw] = [_object, _array, _either] if depth < 3 else []
     return rng.choice(leaves + 2 * nodes)(rng, depth)
 
 
