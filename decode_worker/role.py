@@ -22,16 +22,19 @@ from kvtransfer.lease.peer_link import PeerLink
 from kvtransfer.reads.pull import PullResult
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
+from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.engine.schedule.outcome import OutputToken
 from pdserve.observe.story import Value
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import decode_pb2, link_pb2
+from pdserve.structured.compilations import Compilations
 from pdserve.worker.host import Host, KvDamage
 from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import fail_foreign, failed, no_numbers, read_request, refuse
+from pdserve.worker.refuse import broken_grammar, fail_foreign, fail_unstarted, failed, no_numbers, read_request, refuse
 from pdserve.worker.stories import WorkKind
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class DecodeRole:
         self._by_seq: dict[SeqId, BoundRequest] = {}
         self._clean_ups: set[asyncio.Task[None]] = set()
         self._binds = 0
+        self._compilations = Compilations(host.start_grammar, functools.partial(fail_unstarted, host))
         self._leases = LeaseClient(
             host.transfer,
             host.config.lease,
@@ -85,7 +89,7 @@ class DecodeRole:
     @property
     def idle(self) -> bool:
         """True when no request and no clean-up is left."""
-        return not self._by_handle and not self._clean_ups
+        return not self._by_handle and not self._clean_ups and self._compilations.idle
 
     def on_command(self, message: link_pb2.RouterMessage) -> None:
         """Handle Bind, Attach or Cancel. A command of the other role fails its request, which is served elsewhere."""
@@ -126,18 +130,23 @@ class DecodeRole:
         for seq_id in events.failed:
             if (request := self._by_seq.get(seq_id)) is not None:
                 self._fail(request, no_numbers(self._host))
+        for seq_id, reason in events.grammars_failed:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._fail(request, broken_grammar(reason))
 
     def on_tick(self) -> None:
         """Do nothing: a decode worker has no lease that could expire."""
 
     def on_link_lost(self) -> None:
         """Cancel all requests, because the router has dropped them."""
+        self._compilations.cancel_all()
         for handle in list(self._by_handle):
             self._cancel(handle)
 
     async def close(self) -> None:
         """Cancel all requests, wait until their reads have stopped, and close the links to the lenders."""
         self.on_link_lost()
+        self._compilations.close()
         await asyncio.gather(*self._clean_ups, return_exceptions=True)
         await self._leases.close()
 
@@ -151,12 +160,21 @@ class DecodeRole:
             if self._host.draining:
                 self._no_room(handle, command.request_id, prompt_len)
                 return
-            seq_id = self._host.next_seq_id(handle)
-            self._host.submit(Reserve(seq_id, spec, command.local_prefill, resumed))
+            if spec.constraint is None:
+                self._begin(command, spec, resumed, None)
+            else:
+                then = functools.partial(self._begin, command, spec, resumed)
+                self._compilations.begin(handle, command.request_id, spec.constraint, then)
         except PdserveError as exc:
-            self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code, message=exc.message)
-            self._host.send(failed(handle, exc))
-            return
+            fail_unstarted(self._host, handle, command.request_id, exc)
+
+    def _begin(
+        self, command: decode_pb2.Bind, spec: RequestSpec, resumed: tuple[int, ...], grammar: GrammarState | None
+    ) -> None:
+        """Ask the engine for the room of a request. Raises `Overloaded`."""
+        handle, prompt_len = Handle(command.handle), len(spec.prompt_ids) + len(resumed)
+        seq_id = self._host.next_seq_id(handle)
+        self._host.submit(Reserve(seq_id, spec, command.local_prefill, resumed, grammar))
         local = int(command.local_prefill)
         self._host.stories.note(command.request_id, WorkKind.RECEIVED, tokens=prompt_len, local_prefill=local)
         self._binds += 1
@@ -262,7 +280,9 @@ class DecodeRole:
 
     def _cancel(self, handle: Handle) -> None:
         request = self._by_handle.get(handle)
-        if request is not None:
+        if request is None:
+            self._compilations.cancel(handle)
+        else:
             self._note(request, WorkKind.CANCELLED)
             self._drop(request, release=False)
 

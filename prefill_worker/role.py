@@ -15,23 +15,27 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvtransfer.lease.service import LeaseService, PeerService
 from kvtransfer.lease.ticket import Ticket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
+from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import InternalBug, PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
+from pdserve.core.request_spec import RequestSpec
 from pdserve.engine.schedule.outcome import OutputToken
 from pdserve.observe.story import Value
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
+from pdserve.structured.compilations import Compilations
 from pdserve.worker.host import Host, KvDamage
 from pdserve.worker.messages import Abort, AddLent, Lent, Rehash, Rehashed, ReturnLease, Sealed, StepEvents
 from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import fail_foreign, failed, no_numbers, read_request, refuse
+from pdserve.worker.refuse import broken_grammar, fail_foreign, fail_unstarted, failed, no_numbers, read_request, refuse
 from pdserve.worker.stories import WorkKind
 
 log = logging.getLogger(__name__)
@@ -63,6 +67,7 @@ class PrefillRole:
         self._table = LeaseTable(host.incarnation, ttl_s=host.config.lease.ttl_s)
         self._by_handle: dict[Handle, LentRequest] = {}
         self._by_seq: dict[SeqId, LentRequest] = {}
+        self._compilations = Compilations(host.start_grammar, partial(fail_unstarted, host))
         token = host.config.cluster_token
         self._rehashes: dict[SeqId, asyncio.Future[int]] = {}
         self._rotted_blocks = 0
@@ -84,7 +89,7 @@ class PrefillRole:
     @property
     def idle(self) -> bool:
         """True when no request and no lease is left."""
-        return not self._by_seq and self._table.num_held == 0
+        return not self._by_seq and self._table.num_held == 0 and self._compilations.idle
 
     def on_command(self, message: link_pb2.RouterMessage) -> None:
         """Handle Prefill or Cancel. A command of the other role fails its request, which is served elsewhere."""
@@ -112,6 +117,9 @@ class PrefillRole:
         for seq_id in events.failed:
             if (request := self._by_seq.get(seq_id)) is not None:
                 self._fail(request, no_numbers(self._host))
+        for seq_id, reason in events.grammars_failed:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._fail(request, broken_grammar(reason))
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
         for sealed in events.sealed:
@@ -143,12 +151,14 @@ class PrefillRole:
 
     def on_link_lost(self) -> None:
         """Cancel all requests, because the router has dropped them."""
+        self._compilations.cancel_all()
         for handle in list(self._by_handle):
             self._cancel(handle)
 
     async def close(self) -> None:
         """Cancel all requests."""
         self.on_link_lost()
+        self._compilations.close()
 
     def _prefill(self, command: prefill_pb2.Prefill) -> None:
         handle = Handle(command.handle)
@@ -158,12 +168,21 @@ class PrefillRole:
             if self._host.draining:  # a router without `Refused` takes this for a failure
                 raise Unavailable("this worker is draining")
             spec, resumed = read_request(command, self._host)
-            seq_id = self._host.next_seq_id(handle)
-            self._host.submit(AddLent(seq_id, spec, resumed))
+            if spec.constraint is None:
+                self._begin(command, spec, resumed, None)
+            else:
+                then = partial(self._begin, command, spec, resumed)
+                self._compilations.begin(handle, command.request_id, spec.constraint, then)
         except PdserveError as exc:
-            self._host.stories.note(command.request_id, WorkKind.FAILED, error=exc.code, message=exc.message)
-            self._host.send(failed(handle, exc))
-            return
+            fail_unstarted(self._host, handle, command.request_id, exc)
+
+    def _begin(
+        self, command: prefill_pb2.Prefill, spec: RequestSpec, resumed: tuple[int, ...], grammar: GrammarState | None
+    ) -> None:
+        """Give a request to the engine. Raises `Overloaded`."""
+        handle = Handle(command.handle)
+        seq_id = self._host.next_seq_id(handle)
+        self._host.submit(AddLent(seq_id, spec, resumed, grammar))
         output = OutputStream(handle, self._host.tokenizer, spec.sampling, resumed)
         name = prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt)
         request = LentRequest(handle, command.request_id, seq_id, name, len(spec.prompt_ids) + len(resumed), output)
@@ -176,6 +195,7 @@ class PrefillRole:
     def _cancel(self, handle: Handle) -> None:
         request = self._by_handle.pop(handle, None)
         if request is None:
+            self._compilations.cancel(handle)
             return
         self._note(request, WorkKind.CANCELLED)
         if request.lease_id is None:

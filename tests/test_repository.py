@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer")
 TORCH_FREE = (
     "router", "pdserve.core", "pdserve.config", "pdserve.rpc", "pdserve.text", "pdserve.checkpoint", "pdserve.observe",
-    "pdserve.client", "pdserve.capacity",
+    "pdserve.client", "pdserve.capacity", "pdserve.structured",
 )  # fmt: skip
 HEAVY = ("torch", "triton", "ray", "nixl", "nixl_cu12", "transformers")
 MAX_LINES = 500  # a file that nears it holds a second idea

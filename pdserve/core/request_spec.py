@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from pdserve.core.constraint import Constraint
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import IntRange, MaxBytes, field_types, limited
 from pdserve.core.sampling import SamplingParams
 
@@ -27,7 +29,15 @@ class RequestSpec:
     tpot_s: float = 0.0
     """The target of the request's class for the time between its tokens. Steps that generate them compute fewer prompt tokens
     to meet it. 0: there is no target."""
+    constraint: Constraint | None = None
+    """What the text of the output must be. None: any text. Raises `InvalidRequest` for a least length beside it, which could
+    forbid the end that the constraint wants."""
+
+    def __post_init__(self) -> None:
+        if self.constraint is not None and self.sampling.min_tokens:
+            raise InvalidRequest("must be 0 beside structured_outputs", field="min_tokens")
 
 
-OPTIONS: Final = tuple(name for name in field_types(RequestSpec) if name not in ("prompt_ids", "sampling", "tpot_s"))
+_NOT_DIRECT: Final = ("prompt_ids", "sampling", "tpot_s", "constraint")
+OPTIONS: Final = tuple(name for name in field_types(RequestSpec) if name not in _NOT_DIRECT)
 """The fields that a client sets directly. Front ends pass them on by these names."""

@@ -11,6 +11,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from pdserve.core.constraint import GrammarState
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits
 from pdserve.core.logprobs import TokenLogprobs
@@ -27,6 +28,9 @@ class SampleSpec(NamedTuple):
     """Ids that may not be drawn: the end-of-sequence and stop ids while min_tokens is not reached."""
     edits: LogitEdits | None = None
     """The sequence's own edits, which grow once this step is collected. None unless `params.edits_logits`."""
+    grammar: GrammarState | None = None
+    """The sequence's place in its grammar, which says which ids may be drawn. It goes on once this step is collected. None: any
+    id may be drawn."""
 
 
 GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)

@@ -41,10 +41,11 @@ class VersionRange(NamedTuple):
         return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-LINK_VERSIONS: Final = VersionRange(0, 2)
+LINK_VERSIONS: Final = VersionRange(0, 3)
 """The versions of the link's protocol that this release speaks. A side without versions speaks version 0. Version 1 has
-`Refused` and `Flip`; in version 2 a budget may have `max_num_seqs`."""
+`Refused` and `Flip`; in version 2 a budget may have `max_num_seqs`; in version 3 a request may have a constraint."""
 SEQS_LINK_VERSION: Final = 2
+CONSTRAINT_LINK_VERSION: Final = 3
 PEER_VERSIONS: Final = VersionRange(0, 1)
 """The versions of the protocol between workers that this release speaks. A worker without versions speaks version 0. In version
 1 both sides name their versions at the handshake."""

@@ -34,6 +34,7 @@ from pdserve.engine.layers.linear import COMPILED_SCHEMES
 from pdserve.engine.layers.rows import TiledRows, WholeRows
 from pdserve.engine.layers.torch_ops import TorchOps
 from pdserve.engine.loading.load import stream_weights
+from pdserve.engine.masks import MaskThread
 from pdserve.engine.memory.device import PoolMeasure, is_memory_error
 from pdserve.engine.memory.host import return_freed_memory
 from pdserve.engine.memory.largest_steps import StepLimits, largest_steps, prompt_step
@@ -91,6 +92,7 @@ class ModelRunner:
         self.drafts_obstacle = DRAFTS_OBSTACLE if kv.spec.quantised else None
         """The reason, in words, why steps cannot take drafts; None when they can."""
         self._on_cuda = kv.device.type == "cuda"
+        self._masks = MaskThread()
         self._model = model
         self._why = why
 
@@ -228,7 +230,8 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> Pending:
         specs = plan.specs  # taken now, while they are in the CPU's caches
-        logits = self._model.forward(plan, plan.sampled_rows)
+        with self._masks.computing(specs):
+            logits = self._model.forward(plan, plan.sampled_rows)
         drawn: list[Sampled] = []
         best: Tensor | None = None
         if logits is not None and self._on_cuda and all(spec is GREEDY for spec in specs):

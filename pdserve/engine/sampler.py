@@ -1,10 +1,10 @@
 """Draws tokens from logits: all rows of a step together, on any device, with the same result on each.
 
-Each row goes through these steps. Its log-probabilities are taken where they are asked for. Then bias, penalties and bans
-are applied. Then a greedy row takes the largest logit; other rows apply temperature, top-k, top-p and min-p, each to the
-renormalised result of the one before. The remaining ids are ordered by id, and the draw `uniform(seed, output_index)` is
-inverted through their cumulative sum. So a row's token depends only on its logits and its `SampleSpec`. When probabilities
-are equal at the edge of a filter, lower ids are kept first.
+Each row goes through these steps. Its log-probabilities are taken where they are asked for. Then bias, penalties, bans and
+the mask of its grammar are applied. Then a greedy row takes the largest logit; other rows apply temperature, top-k, top-p and
+min-p, each to the renormalised result of the one before. The remaining ids are ordered by id, and the draw `uniform(seed,
+output_index)` is inverted through their cumulative sum. So a row's token depends only on its logits and its `SampleSpec`.
+When probabilities are equal at the edge of a filter, lower ids are kept first.
 
 Two programs draw the same token for this reason: a weight is float32, made of single multiplications and additions in one
 order, and rounded to a multiple of 2^-34. So sums of up to 2^19 weights are exact in float64 in any order, on a GPU and in
@@ -30,6 +30,7 @@ from pdserve.core.logit_edits import LogitEdits
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams, uniform
 from pdserve.core.step_plan import GREEDY, NO_TOKEN, Sampled, SampleSpec
+from pdserve.engine.masks import apply_mask
 from pdserve.engine.models.api import Samples
 
 ROWS_AT_ONCE: Final = 32
@@ -50,17 +51,39 @@ def sample(
     `best` and `sample` of `Logits`, or None. Plainly greedy rows need only `best`.
     """
     assert best is None or len(best) == len(specs)
-    others = [i for i, spec in enumerate(specs) if spec is not GREEDY and (not spec.params.plainly_greedy or spec.banned_ids)]
+    others = [i for i, spec in enumerate(specs) if spec is not GREEDY and _edits_or_draws(spec)]
     if best is None:
         best = best_ids(logits).tolist() if len(others) < len(specs) else [0] * len(specs)
     taken: list[Sampled] = list(zip(best, repeat(None)))
     if others and NO_TOKEN in best:
         others = [i for i in others if best[i] != NO_TOKEN]
-    if others:
-        results = (fast or partial(_take_all, logits))(others, [specs[i] for i in others])
-        for i, result in zip(others, results, strict=True):
+    for rows, take in _ways(logits, others, specs, fast):
+        for i, result in zip(rows, take(rows, [specs[i] for i in rows]), strict=True):
             taken[i] = result
     return taken
+
+
+def _edits_or_draws(spec: SampleSpec) -> bool:
+    return not spec.params.plainly_greedy or bool(spec.banned_ids) or spec.grammar is not None
+
+
+def _ways(
+    logits: Tensor, rows: list[int], specs: Sequence[SampleSpec], fast: Samples | None
+) -> list[tuple[list[int], Samples]]:
+    """Return which rows are taken by which function. Compiled code knows no masks, so it gets rows that are masked already. It
+    would take log-probabilities from these, so masked rows with log-probabilities go the other way."""
+    slow = partial(_take_all, logits)
+    if fast is None:
+        return [(rows, slow)] if rows else []
+    masked = [i for i in rows if specs[i].grammar is not None]
+    if not masked:
+        return [(rows, fast)] if rows else []
+    asking = {i for i in masked if specs[i].params.logprobs is not None}
+    for i in masked:
+        if i not in asking:
+            _mask(logits[i], specs[i])
+    ways: list[tuple[list[int], Samples]] = [([i for i in rows if i not in asking], fast), (sorted(asking), slow)]
+    return [(some, take) for some, take in ways if some]
 
 
 def best_ids(logits: Tensor) -> Tensor:
@@ -84,7 +107,7 @@ def _take(logits: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
     """Draw a token for each row. logits: a copy, [rows, vocab], which is changed in place."""
     asking = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
     raw = logits[asking]
-    edited = any(spec.edits is not None or spec.banned_ids for spec in specs)
+    edited = any(spec.edits is not None or spec.banned_ids or spec.grammar is not None for spec in specs)
     usable = logits.amax(dim=1).isfinite() if edited else None  # an edit could hide that they are not finite
     for row, spec in zip(logits, specs, strict=True):
         _edit(row, spec)
@@ -143,13 +166,25 @@ def _single(value: float) -> float:
 
 
 def _edit(row: Tensor, spec: SampleSpec) -> None:
-    """Apply bias, penalties and bans to a row [vocab] in place. Ids outside the vocabulary are skipped."""
+    """Apply bias, penalties, bans and the mask to a row [vocab] in place. Ids outside the vocabulary are skipped."""
     assert (spec.edits is not None) == spec.params.edits_logits
     if spec.edits is not None:
         _add_bias(row, spec.edits)
         _penalise(row, spec.edits, spec.params)
     if banned := [token_id for token_id in spec.banned_ids if 0 <= token_id < len(row)]:
         row[banned] = -torch.inf
+    if spec.grammar is not None:
+        _mask(row, spec)
+
+
+def _mask(row: Tensor, spec: SampleSpec) -> None:
+    """Apply the mask of the spec's grammar to a row [vocab] in place. A grammar that has failed allows no token."""
+    assert spec.grammar is not None
+    mask = spec.grammar.mask()
+    if mask is None:
+        row.fill_(-torch.inf)
+    else:
+        apply_mask(row, mask)
 
 
 def _add_bias(row: Tensor, edits: LogitEdits) -> None:

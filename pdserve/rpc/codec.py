@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from pdserve.core.blocks import BlockCounts
+from pdserve.core.constraint import FIELD, Constraint, ConstraintKind
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs
@@ -101,12 +103,33 @@ def placement_to_wire(placement: Placement | None) -> common_pb2.Placement:
     return _PLACEMENT_TO_WIRE[placement]
 
 
+def constraint_to_fields(constraint: Constraint) -> dict[str, Any]:
+    """Write a constraint as the fields of its message."""
+    if constraint.kind is ConstraintKind.CHOICE:
+        return {constraint.kind.value: {"texts": constraint.choices}}
+    return {constraint.kind.value: constraint.text or True}
+
+
+def constraint_from_wire(wire: common_pb2.StructuredOutputs) -> Constraint:
+    """Read a constraint. Raises `InvalidRequest`, also for a kind that this version does not know."""
+    name = wire.WhichOneof("kind")
+    if name is None or (name == "json_object" and not wire.json_object):
+        raise InvalidRequest("must name one kind of constraint that this version knows", field=FIELD)
+    kind = ConstraintKind(name)
+    if kind is ConstraintKind.JSON_OBJECT:
+        return Constraint(kind)
+    if kind is ConstraintKind.CHOICE:
+        return Constraint(kind, choices=tuple(wire.choice.texts))
+    return Constraint(kind, getattr(wire, name))
+
+
 _SAMPLING: Final = FieldCodec(SamplingParams, common_pb2.SamplingParams)
 _SPEC: Final = FieldCodec(
     RequestSpec,
     common_pb2.RequestSpec,
     prompt_ids=(pack_ids, unpack_ids),
     sampling=(_SAMPLING.to_fields, _SAMPLING.from_wire),
+    constraint=(constraint_to_fields, constraint_from_wire),
 )
 
 

@@ -58,9 +58,10 @@ class FieldCodec(Generic[Value, Wire]):
     def from_wire(self, message: Wire) -> Value:
         """Return the value of a message. Raises what the dataclass and the converters raise."""
         fields = dict(zip(self._names, self._read(message), strict=True))
-        for name, (_, read) in self._special.items():
-            fields[name] = read(fields[name])
         for name in self._optional:
             if not message.HasField(name):
                 fields[name] = None
+        for name, (_, read) in self._special.items():
+            if fields[name] is not None:
+                fields[name] = read(fields[name])
         return self._kind(**fields)

@@ -12,7 +12,7 @@ from pdserve.core.ids import Handle, SeqId
 
 
 class CountedCommands:
-    """The handles of one link and the sequences of one engine. Both numbers grow in the order of the commands."""
+    """The handles of one link and the sequences of one engine. The numbers of the sequences grow."""
 
     def __init__(self) -> None:
         self._given: deque[tuple[SeqId, Handle]] = deque()
@@ -25,7 +25,8 @@ class CountedCommands:
     def last_handle(self, last_seq_id: SeqId) -> Handle:
         """Return the last command that is in the counts taken when `last_seq_id` was the newest sequence. 0: no command."""
         while self._given and self._given[0][0] <= last_seq_id:
-            _, self._last = self._given.popleft()
+            _, handle = self._given.popleft()
+            self._last = max(self._last, handle)  # a request that waited for its grammar comes after later ones
         return self._last
 
     def forget(self) -> None:

@@ -12,6 +12,7 @@ from typing import Final
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import Holder, HolderKind, SumBlocks
+from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockId, BlockSum, SeqId
 from pdserve.core.roofline.step_counts import StepCounts
@@ -108,6 +109,7 @@ class EngineSteps:
             tokens=outcome.tokens,
             preempted=outcome.preempted,
             failed=outcome.failed,
+            grammars_failed=outcome.grammars_failed,
             snapshot=self._snapshot(),
         )
 
@@ -160,13 +162,17 @@ class EngineSteps:
     def _apply(self, command: Command) -> ReserveResult | Rehashed | None:
         scheduler = self._scheduler
         match command:
-            case AddLent(seq_id, spec, resumed):
+            case AddLent(seq_id, spec, resumed, grammar):
                 self._last_seq_id = seq_id
                 scheduler.add(seq_id, spec, kind=SequenceKind.LENT, resumed=resumed)
-            case Reserve(seq_id, spec, local, resumed):
+                self._constrain(seq_id, grammar)
+            case Reserve(seq_id, spec, local, resumed, grammar):
                 self._last_seq_id = seq_id
                 room = scheduler.reserve(seq_id, spec, local_prefill=local, resumed=resumed)
-                return ReserveResult(seq_id, room.block_tables, room.hits) if room is not None else ReserveResult(seq_id, None)
+                if room is None:
+                    return ReserveResult(seq_id, None)
+                self._constrain(seq_id, grammar)
+                return ReserveResult(seq_id, room.block_tables, room.hits)
             case Activate(seq_id, first_token):
                 scheduler.activate(seq_id, first_token)
             case Abort(seq_id, read_in_flight):
@@ -185,6 +191,10 @@ class EngineSteps:
             case SetLending(lends):
                 self._set_lending(lends)
         return None
+
+    def _constrain(self, seq_id: SeqId, grammar: GrammarState | None) -> None:
+        if grammar is not None:
+            self._scheduler.constrain(seq_id, grammar)
 
     def _set_lending(self, lends: bool) -> None:
         """Begin or stop to sum blocks. A lease inherits the checksums of cached blocks, so a lender has those of all.

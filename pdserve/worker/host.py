@@ -21,6 +21,7 @@ from pdserve.core.ids import Handle, Incarnation, SeqId
 from pdserve.core.kv_layout import KvSpec
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import link_pb2
+from pdserve.structured.compilations import StartGrammar, no_grammars
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.counted import CountedCommands
 from pdserve.worker.messages import Command, StepEvents
@@ -97,6 +98,8 @@ class Host:
     send: Callable[[link_pb2.WorkerMessage], None]
     open_channel: Callable[[str], grpc.aio.Channel] = open_channel
     """Opens a channel to a peer's services."""
+    start_grammar: StartGrammar = no_grammars
+    """Compiles the constraint of a request. A thread of the role calls it."""
     staging: Staging | None = None
     """Reads KV of peers that store it in another dtype. None: such peers are refused."""
     ticket_secret: bytes = field(default_factory=lambda: secrets.token_bytes(TICKET_SECRET_BYTES))

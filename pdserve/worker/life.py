@@ -32,6 +32,7 @@ from pdserve.plugins import resolve
 from pdserve.rpc import codec
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2
+from pdserve.structured.compilations import GrammarSource
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_view import EngineView
 from pdserve.worker.host import Host, close_role, region_of
@@ -106,6 +107,7 @@ class Life:
             server=self._server,
             submit=lasting.engine.submit,
             send=self.member.link.send,
+            start_grammar=GrammarSource(lasting.tokenizer, lasting.card.vocab_size, lasting.card.eos_token_ids).start,
             staging=self._staging,
             seq_ids=lasting.engine.seq_ids,
         )

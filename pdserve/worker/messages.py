@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve.core.block_pools import BlockTables
+from pdserve.core.constraint import GrammarState
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.prefix_keys import KeyChanges
 from pdserve.core.request_spec import RequestSpec
@@ -21,6 +22,8 @@ class AddLent:
     seq_id: SeqId
     spec: RequestSpec
     resumed: tuple[int, ...] = ()
+    grammar: GrammarState | None = None
+    """That of the constraint, before the first output token. The engine owns it from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Reserve:
     spec: RequestSpec
     local_prefill: bool
     resumed: tuple[int, ...] = ()
+    grammar: GrammarState | None = None
+    """As in `AddLent`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +161,5 @@ class StepEvents(NamedTuple):
     snapshot: EngineSnapshot | None = None
     sealed: tuple[Sealed, ...] = ()
     rehashed: tuple[Rehashed, ...] = ()
+    grammars_failed: tuple[tuple[SeqId, str], ...] = ()
+    """Sequences whose grammar could not go on, with the reason; the engine has forgotten them."""

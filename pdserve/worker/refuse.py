@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from pdserve.core.constraint import FIELD
 from pdserve.core.errors import InvalidRequest, NumericalError, PdserveError, Unavailable
 from pdserve.core.ids import Handle
 from pdserve.core.request_spec import RequestSpec
@@ -54,6 +55,11 @@ def no_numbers(host: Host) -> NumericalError:
     return NumericalError(f"the logits of a step were not finite numbers on worker {host.config.worker_id}")
 
 
+def broken_grammar(reason: str) -> InvalidRequest:
+    """Make the error of a sequence whose grammar cannot go on. The same request would fail anywhere."""
+    return InvalidRequest(reason, field=FIELD)
+
+
 def fail_foreign(host: Host, message: link_pb2.RouterMessage, role: str) -> None:
     """Answer a command that another role handles: its request fails here, and the router serves it elsewhere.
 
@@ -67,6 +73,12 @@ def fail_foreign(host: Host, message: link_pb2.RouterMessage, role: str) -> None
     error = Unavailable(f"{host.config.worker_id} is a {role} worker and was sent {body}")
     log.error("%s", error.message)
     host.send(failed(Handle(command.handle), error))
+
+
+def fail_unstarted(host: Host, handle: Handle, request_id: str, error: PdserveError) -> None:
+    """Report a request that has failed before the engine heard of it."""
+    host.stories.note(request_id, WorkKind.FAILED, error=error.code, message=error.message)
+    host.send(failed(handle, error))
 
 
 def failed(handle: Handle, error: PdserveError, *, pair_failed: bool = False) -> link_pb2.WorkerMessage:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pdserve.core.constraint import Constraint
 from pdserve.core.limits import MaxBytes
 from pdserve.core.sampling import Placement
 
@@ -46,3 +47,5 @@ class GenerateInput:
     session_id: str = ""
     """The client's name for the conversation that the request belongs to. Empty: it belongs to none."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    constraint: Constraint | None = None
+    """What the text of the output must be. None: any text."""

@@ -79,6 +79,8 @@ class Body(_Scalars, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, Raw] | None = None
+    response_format: dict[str, Raw] | None = None
+    structured_outputs: dict[str, Raw] | None = None
 
     n: Raw = unsupported(1)
     best_of: Raw = unsupported(1)
@@ -87,8 +89,6 @@ class Body(_Scalars, kw_only=True):
     suffix: Raw = unsupported("")
     length_penalty: Raw = unsupported(1, 1.0)
     use_beam_search: Raw = unsupported(False)
-    response_format: Raw = unsupported({"type": "text"})
-    structured_outputs: Raw = unsupported()
     guided_json: Raw = unsupported()
     guided_regex: Raw = unsupported()
     guided_choice: Raw = unsupported()

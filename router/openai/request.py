@@ -19,6 +19,7 @@ from router.openai.body import ChatBody, CompletionBody, StreamOptions
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_options, read_sampling
+from router.openai.structured import read_constraint
 from router.openai.unsupported import refuse_unsupported
 
 _CORRELATION_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
@@ -84,6 +85,7 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
         slo_class=(headers.slo_class if body.slo_class is None else body.slo_class) or "",
         session_id=_session_id(body, headers),
         options=read_options(body),
+        constraint=read_constraint(body),
     )
     chat = isinstance(body, ChatBody)
     return Call(chat, request_id, _inputs(common, prompts), stream, include_usage, continuous_usage, correlation_id)

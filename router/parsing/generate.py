@@ -10,7 +10,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES, MaxCount, limit_of
 from pdserve.core.request_spec import OPTIONS
 from pdserve.core.sampling import Placement, SamplingParams
-from pdserve.rpc.codec import placement_from_wire
+from pdserve.rpc.codec import constraint_from_wire, placement_from_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from router.api.request import ChatMessage, GenerateInput, Prompt
 
@@ -33,6 +33,7 @@ def generate_input(
         placement=_placement(request.placement),
         slo_class=request.slo_class,
         session_id=request.session_id,
+        constraint=constraint_from_wire(request.structured_outputs) if request.HasField("structured_outputs") else None,
         options={descriptor.name: value for descriptor, value in request.ListFields() if descriptor.name in OPTIONS},
     )
 

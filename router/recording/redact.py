@@ -1,9 +1,10 @@
 """Redaction: a recording tells no prompts, outputs or secrets. The same values replace them in events and in effects.
 
 Token ids, biases of tokens, text, stop strings and log-probabilities become their counts, from which `expand` makes
-placeholders of the same lengths. The core looks at nothing else of them, so a replay decides as the router did. Salts, names
-of sessions and tickets become digests with a key that is drawn for each recording and written nowhere: equal ones stay equal,
-and nobody can try out what they were. Other keys replace prefix keys in the same way (`recording.keys`).
+placeholders of the same lengths. Constraints are left out. The core looks at nothing else of them, so a replay decides as the
+router did. Salts, names of sessions and tickets become digests with a key that is drawn for each recording and written
+nowhere: equal ones stay equal, and nobody can try out what they were. Other keys replace prefix keys in the same way
+(`recording.keys`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Redaction:
                 "stop": _lengths,
                 "stop_token_ids": len,
                 "logit_bias": len,
+                "constraint": _nothing,
                 "logprobs": _logprob_counts,
             }
 
@@ -113,6 +115,10 @@ class _Expansion:
             raise ValueError(f"a count must be in [0, {self._left}], got {count}")
         self._left -= count
         return count
+
+
+def _nothing(value: Any) -> None:
+    """Return None for a constraint, whose text may tell as much as a prompt. The core does not look at it."""
 
 
 def _is_row(value: dict[str, Any]) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from pdserve.config import RouterConfig
+from pdserve.core.constraint import FIELD, Constraint
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from pdserve.core.ids import RequestId
 from pdserve.core.limits import IntRange, MaxBytes, check_limits, field_types, limit_of
@@ -25,6 +26,13 @@ _CORRELATION_ID: Final = MaxBytes(128)
 _PRIORITY: Final = limit_of(RequestSpec, "priority", IntRange)
 
 
+CheckGrammar = Callable[[Constraint], Awaitable[None]]
+
+
+async def _no_grammars(constraint: Constraint) -> None:
+    raise InvalidRequest("is not supported here", field=FIELD)
+
+
 class Admission:
     """Turns what a client wrote into a checked, tokenised request."""
 
@@ -36,8 +44,11 @@ class Admission:
         encoder: PromptEncoder,
         draw_seed: Callable[[], int],
         shared_block_size: Callable[[], int | None] = lambda: None,
+        check_grammar: CheckGrammar = _no_grammars,
     ) -> None:
-        """`shared_block_size` returns the tokens of a block of the workers that share blocks. None: no worker shares any."""
+        """`shared_block_size` returns the tokens of a block of the workers that share blocks. None: no worker shares any.
+        `check_grammar` raises the error of a constraint that does not compile."""
+        self._check_grammar = check_grammar
         self._config = config
         self._model = model
         self._limit = limit
@@ -64,7 +75,10 @@ class Admission:
             self._sampling(request.sampling, len(prompt_ids)),
             **self._options(request.options, slo),
             tpot_s=slo.tpot_s or 0.0,
+            constraint=request.constraint,
         )
+        if request.constraint is not None:
+            await self._check_grammar(request.constraint)
         block_size = self._shared_block_size()
         prefix_keys = () if block_size is None else await self._keys.of(prompt_ids, spec.cache_salt, block_size)
         return Submit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.checkpoint.resolve import resolve
@@ -21,6 +22,7 @@ class ServedModel:
     dtype: str
     kv_spec: KvSpec
     max_model_len: int  # prompt + output tokens of one request by the settings alone; see `router.service.limits`
+    directory: Path | None = None  # where the tokenizer is; None: a simulation, which has none on disk
 
     @classmethod
     def load(cls, engine: EngineConfig) -> ServedModel:
@@ -37,4 +39,5 @@ class ServedModel:
             dtype=resolve_dtype(engine.dtype),
             kv_spec=kv_spec,
             max_model_len=fit_max_model_len(engine.max_model_len, card.max_position, pool_tokens),
+            directory=directory,
         )

@@ -34,6 +34,7 @@ from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.buffered_generation import BufferedGeneration, Deliveries
 from router.service.explaining import Explainer
+from router.service.grammars import Grammars
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
 from router.service.policies import rankings_of
@@ -94,6 +95,7 @@ class RouterService:
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
+        self._grammars = Grammars(model, self._core.registry)
         self._admission = Admission(
             config,
             model,
@@ -101,6 +103,7 @@ class RouterService:
             self._encoder,
             lambda: secrets.randbelow(SEED_LIMIT),
             lambda: self._core.prefix_index.block_size,
+            self._grammars.check,
         )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
@@ -124,6 +127,7 @@ class RouterService:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
         self._encoder.close()
+        await self._grammars.close()
 
     # The interface of front ends ----------------------------------------------------------------------------------------------
 

@@ -234,7 +234,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": (LIST,),
     "stop": (TEXT, LIST),
     "logit_bias": (OBJECT,),
-    **dict.fromkeys(["placement", "stream_options"], ()),
+    **dict.fromkeys(["placement", "stream_options", "response_format", "structured_outputs"], ()),
 }
 
 

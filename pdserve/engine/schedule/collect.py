@@ -51,7 +51,7 @@ class Collector:
         sequences, decodes, drafts = step
         assert len(sampled) >= decodes, "there are fewer sampled tokens than decodes"
         tokens: list[OutputToken] = []
-        failed: list[SeqId] = []
+        failed: list[Sequence] = []
         drawn = iter(sampled)
         # zip asks for a sequence first, so it takes no token too many.
         for seq, token in zip(sequences[:decodes], drawn, strict=False):
@@ -77,10 +77,10 @@ class Collector:
                 self._append_run(seq, run, tokens, failed)
         advanced, final = self._chunks(sequences[decodes + len(drafts) :], drawn, tokens, failed)
         assert next(drawn, None) is None, "there are more sampled tokens than slices that draw one"
-        return StepOutcome(tuple(tokens), advanced, preempted, tuple(failed), final)
+        return StepOutcome(tuple(tokens), advanced, preempted, *_reasons(failed), final)
 
     def _chunks(
-        self, sequences: list[Sequence], drawn: Iterator[Sampled], tokens: list[OutputToken], failed: list[SeqId]
+        self, sequences: list[Sequence], drawn: Iterator[Sampled], tokens: list[OutputToken], failed: list[Sequence]
     ) -> tuple[tuple[Advance, ...], tuple[Final, ...]]:
         """Finish the chunks of the step. A token was drawn after each chunk that reached the last known token."""
         advanced: list[Advance] = []
@@ -134,7 +134,7 @@ class Collector:
             self._forget(seq, _E.FINISHED)
         return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
 
-    def _append_run(self, seq: Sequence, run: Many[Sampled], tokens: list[OutputToken], failed: list[SeqId]) -> None:
+    def _append_run(self, seq: Sequence, run: Many[Sampled], tokens: list[OutputToken], failed: list[Sequence]) -> None:
         """Append the accepted tokens of a sequence, as if each was drawn by a step of its own, up to the one that ends it.
 
         The KV of the other drafts is behind `computed`, where the next slice overwrites it before anything reads it.
@@ -152,8 +152,19 @@ class Collector:
             if tokens[-1].finish_reason is not None:
                 return
 
-    def _fail(self, seq: Sequence, failed: list[SeqId]) -> None:
-        """End a sequence whose logits are not finite numbers. Its KV may be the reason, so no other sequence may find it."""
-        self._prefix.withdraw(seq)
+    def _fail(self, seq: Sequence, failed: list[Sequence]) -> None:
+        """End a sequence for which no token could be drawn. If its logits are not finite numbers, its KV may be the reason, so
+        no other sequence may find it."""
+        if seq.grammar is None or seq.grammar.failure is None:
+            self._prefix.withdraw(seq)
         self._forget(seq, _E.FAILED)
-        failed.append(seq.seq_id)
+        failed.append(seq)
+
+
+def _reasons(failed: Many[Sequence]) -> tuple[tuple[SeqId, ...], tuple[tuple[SeqId, str], ...]]:
+    """Return the sequences without finite logits, and those whose grammar has failed, with the reason."""
+    if not failed:
+        return (), ()
+    grammars = [(seq.seq_id, seq.grammar.failure) for seq in failed if seq.grammar is not None and seq.grammar.failure]
+    ids = {seq_id for seq_id, _ in grammars}
+    return tuple([seq.seq_id for seq in failed if seq.seq_id not in ids]), tuple(grammars)

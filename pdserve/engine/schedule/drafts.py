@@ -21,12 +21,12 @@ def take_drafts(
 
     room: the largest number of drafts of all sequences together. fit: takes a sequence and a number of drafts, and returns how
     many of them the sequence's blocks can hold. A sequence gets no drafts that lie behind its longest length. It gets none at
-    all if it has edits, because these depend on every token before.
+    all if it has edits or a grammar, because these depend on every token before.
     """
     taken: dict[SeqId, tuple[int, ...]] = {}
     for seq in decoding:
         wanted = drafts.get(seq.seq_id, ())[: min(room, seq.longest - len(seq.tokens) - 1)]
-        if not wanted or seq.edits is not None:
+        if not wanted or not seq.takes_drafts:
             continue
         if kept := wanted[: fit(seq, len(wanted))]:
             taken[seq.seq_id] = kept

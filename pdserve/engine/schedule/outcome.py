@@ -57,4 +57,6 @@ class StepOutcome(NamedTuple):
     """Sequences that lost their blocks since the last collected step. They will be recomputed."""
     failed: tuple[SeqId, ...] = ()
     """Sequences that ended because no token could be drawn: their logits were not finite numbers."""
+    grammars_failed: tuple[tuple[SeqId, str], ...] = ()
+    """Sequences that ended because their grammar could not go on, each with the reason in words."""
     final: tuple[Final, ...] = ()

@@ -26,6 +26,7 @@ from operator import attrgetter
 from pdserve.core.block_hash import PrefixChain
 from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.blocks import Holder, HolderKind
+from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import NULL_BLOCK, SeqId
 from pdserve.core.kv_layout import ceil_div
@@ -151,6 +152,10 @@ class Scheduler:
         if local_prefill and seq.decodes:
             self._move(seq, _E.PREFILLED)
         return reservation
+
+    def constrain(self, seq_id: SeqId, grammar: GrammarState) -> None:
+        """Let the output of a sequence follow a grammar. Call it right after `add` or `reserve`, before the next plan."""
+        self._sequences[seq_id].constrain(grammar)
 
     def activate(self, seq_id: SeqId, first_token: int) -> None:
         """Start to decode an inbound sequence whose KV is here and whose lease is committed.
@@ -314,12 +319,7 @@ class Scheduler:
     # --- inside
 
     def _new(
-        self,
-        seq_id: SeqId,
-        spec: RequestSpec,
-        kind: SequenceKind,
-        resumed: tuple[int, ...],
-        chain: PrefixChain | None,
+        self, seq_id: SeqId, spec: RequestSpec, kind: SequenceKind, resumed: tuple[int, ...], chain: PrefixChain | None
     ) -> Sequence:
         tokens = [*spec.prompt_ids, *resumed]
         assert seq_id not in self._sequences

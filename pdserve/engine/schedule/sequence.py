@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import Holder, HolderKind
+from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
@@ -82,6 +83,8 @@ class Sequence:
     planned: int = 0
     """Known tokens that the step under way computes; its drafts do not count."""
     prompt_len: int = field(init=False)
+    grammar: GrammarState | None = field(init=False, default=None)
+    """Its place in the grammar of its output; None: any token may follow. It knows the tokens of `tokens`, as edits do."""
     params: SamplingParams = field(init=False)
     edits: LogitEdits | None = field(init=False)
     holder: Holder = field(init=False)
@@ -113,6 +116,14 @@ class Sequence:
         if self.kind is not SequenceKind.LENT:  # a lent one draws one token here; its reader applies the model's limit
             self.longest = min(self.longest, self.rule.max_model_len)
 
+    def constrain(self, grammar: GrammarState) -> None:
+        """Let the output follow a grammar. Asserts that no least length is asked for, which could forbid the end that
+        the grammar wants."""
+        assert not self._min_tokens, "the caller refuses min_tokens beside a grammar"
+        self.grammar = grammar
+        self._plain = False
+        grammar.catch_up(self.tokens, self.prompt_len)
+
     @property
     def remaining(self) -> int:
         """Tokens that are known and not yet computed; at least 1 while the sequence lives."""
@@ -122,6 +133,11 @@ class Sequence:
     def output_count(self) -> int:
         """Output tokens so far."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def takes_drafts(self) -> bool:
+        """True when its draws do not depend on the tokens before, so that drafts of them can be computed in one step."""
+        return self.edits is None and self.grammar is None
 
     @property
     def decodes(self) -> bool:
@@ -178,8 +194,8 @@ class Sequence:
 
     def drafted_slice(self, drafts: tuple[int, ...]) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence, and guesses of the tokens after it. Asserts that the
-        sequence has no edits, because these depend on the tokens that are drawn before."""
-        assert self.edits is None
+        sequence has neither edits nor a grammar, because these depend on the tokens that are drawn before."""
+        assert self.takes_drafts
         self.planned = 1
         index = self.output_count
         samples = tuple([self._spec(i) for i in range(index, index + len(drafts) + 1)])
@@ -214,10 +230,14 @@ class Sequence:
     def _spec(self, index: int) -> SampleSpec:
         if self._plain:
             return GREEDY
-        return SampleSpec(self.params, index, self.stop_ids if index < self._min_tokens else (), self.edits)
+        return SampleSpec(self.params, index, self.stop_ids if index < self._min_tokens else (), self.edits, self.grammar)
 
     def finish_reason(self) -> FinishReason | None:
         """Return why the last output token ended the sequence; None when it goes on. The token is output in both cases."""
         if self.tokens[-1] in self._stops and self.output_count >= self._min_tokens:
             return FinishReason.STOP
+        if self.grammar is not None:
+            self.grammar.catch_up(self.tokens, self.prompt_len)
+            if self.grammar.ended:
+                return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.longest else None

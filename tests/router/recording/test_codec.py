@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.blocks import BlockCounts
+from pdserve.core.constraint import Constraint, ConstraintKind
 from pdserve.core.error_table import CLASSES
 from pdserve.core.errors import IllegalTransition, InvalidRequest, Overloaded, PdserveError, ReplicaLost
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
@@ -40,6 +41,10 @@ PARAMS = st.builds(
     logit_bias=st.sampled_from([(), ((1, 2.5), (7, -3.0))]),
     logprobs=st.none() | st.integers(0, 20),
 )
+CONSTRAINTS = [
+    Constraint(ConstraintKind.JSON_OBJECT), Constraint(ConstraintKind.REGEX, "a+"),
+    Constraint(ConstraintKind.CHOICE, choices=("a", "b")),
+]  # fmt: skip
 ERRORS = st.sampled_from(sorted(CLASSES.values(), key=lambda cls: cls.code.value)).flatmap(
     lambda cls: st.builds(
         cls,
@@ -72,6 +77,8 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         return ERRORS | st.builds(KeyError, TEXTS)
     if hint is SamplingParams:
         return PARAMS
+    if hint is Constraint:
+        return st.sampled_from(CONSTRAINTS)
     if hint is TokenLogprobs:
         return st.builds(TokenLogprobs, REALS, st.sampled_from([(), ((1, -0.5), (2, -1.5))]))
     if hasattr(hint, "_fields"):

@@ -1,0 +1,57 @@
+"""Masks of the tokens that grammars allow: they are computed while the model runs, and applied to the logits before a draw.
+
+A mask depends on the tokens before the step alone, so nobody waits for it if it takes less time than the step. One thread
+computes the masks of a step, one after the other, without the interpreter lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.core.constraint import GrammarState
+from pdserve.core.step_plan import SampleSpec
+
+
+class MaskThread:
+    """The thread of one engine, which the first step with a mask starts. It ends with the engine."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+
+    @contextmanager
+    def computing(self, specs: Sequence[SampleSpec]) -> Iterator[None]:
+        """Compute the masks of these samples during the body. They are known, and no thread uses a grammar, after it.
+
+        The grammars belong to the engine thread again when the body ends, also with an exception.
+        """
+        grammars = [spec.grammar for spec in specs if spec.grammar is not None]
+        if not grammars:
+            yield
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+        computed = self._executor.submit(_compute, grammars)
+        try:
+            yield
+        finally:
+            computed.result()
+
+
+def _compute(grammars: Sequence[GrammarState]) -> None:
+    for grammar in grammars:
+        grammar.mask()
+
+
+def apply_mask(row: Tensor, mask: bytes) -> None:
+    """Set the logits of all tokens that a mask does not allow to minus infinity. row: [vocab] float32, changed in place.
+
+    mask: bit i % 8 of byte i // 8 is that of token id i. It has a bit for each token, and may have more.
+    """
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=len(row), bitorder="little")
+    row.masked_fill_(torch.from_numpy(bits == 0).to(row.device), -torch.inf)

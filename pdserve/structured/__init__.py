@@ -1,0 +1,1 @@
+"""Structured output: constraints become grammars, and these say which tokens may come next. It loads no torch."""

@@ -1,0 +1,150 @@
+"""The process that compiles clients' grammars first: a hostile one costs its own request, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pdserve.checkpoint.resolve import resolve
+from pdserve.core.constraint import Constraint, ConstraintKind
+from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.structured import checker as checker_module
+from pdserve.structured.checker import GrammarChecker
+
+K = ConstraintKind
+MODEL = (resolve("tiny"), 512, (2,))
+GOOD = Constraint(K.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}))
+HOSTILE = {
+    "a regular expression with 10^9 states": Constraint(K.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
+    "an automaton of 2^300 states": Constraint(K.REGEX, "(a|b)*a(a|b){300}(a|b)*a(a|b){299}c"),
+    "a regular expression nested 30,000 times": Constraint(K.REGEX, "(" * 30_000 + "a" + ")" * 30_000),
+    "a grammar nested 30,000 times": Constraint(K.LARK, "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "a schema nested 8,000 times": Constraint(K.JSON_SCHEMA, '{"items":' * 6_000 + "{}" + "}" * 6_000),
+    "an intersection of many cases": Constraint(
+        K.JSON_SCHEMA,
+        json.dumps({"allOf": [{"anyOf": [{"pattern": f"{i}.*{j}"} for j in range(9)]} for i in range(12)], "type": "string"}),
+    ),
+    "a reference to itself": Constraint(K.JSON_SCHEMA, '{"$ref": "#"}'),
+    "sixty kilobytes of alternatives": Constraint(
+        K.LARK, "start: " + " | ".join(f'"{i:04x}" start "{i:04x}"' for i in range(2800))
+    ),
+}
+
+
+@asynccontextmanager
+async def checking(**fields: object) -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(*MODEL, **fields)  # type: ignore[arg-type]
+    try:
+        yield checker
+    finally:
+        await checker.close()
+    assert checker.child_pid is None
+
+
+async def refusal(check: Awaitable[None]) -> InvalidRequest | None:
+    try:
+        await check
+    except InvalidRequest as exc:
+        return exc
+    return None
+
+
+def test_hostile_grammars_end_and_others_go_on():
+    """Each is judged: it is refused, or small enough after all. A good one that waits behind all of them compiles. Nothing is
+    compiled in this process, so its loop goes on."""
+
+    async def run() -> None:
+        async with checking(timeout_s=10.0) as checker:
+            tasks = {name: asyncio.create_task(refusal(checker.check(one))) for name, one in HOSTILE.items()}
+            last = asyncio.create_task(checker.check(GOOD))
+            refused = {name: await task for name, task in tasks.items()}
+            await last
+            assert sum(exc is not None for exc in refused.values()) >= 5, refused
+            for exc in refused.values():
+                assert exc is None or exc.field.startswith("structured_outputs."), exc
+            assert checker.child_pid is not None
+
+    asyncio.run(run())
+
+
+def test_a_refusal_names_what_is_not_supported_and_is_known_from_then_on():
+    async def run() -> None:
+        async with checking() as checker:
+            unsupported = Constraint(K.JSON_SCHEMA, '{"uniqueItems": true}')
+            for _ in range(2):
+                with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
+                    await checker.check(unsupported)
+                assert caught.value.field == "structured_outputs.json"
+            pid = checker.child_pid
+            assert pid is not None
+            await checker.check(GOOD)
+            assert checker.child_pid == pid
+
+    asyncio.run(run())
+
+
+DYING = "import sys; sys.stdout.buffer.write(b'ready\\n'); sys.stdout.flush(); sys.stdin.buffer.read(9)"
+STUCK = f"{DYING}; import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize(("code", "named"), [(STUCK, r"within 0\.2 s"), (DYING, "too much memory")])
+def test_a_child_that_does_not_answer_is_ended_and_the_next_one_starts(code, named):
+    async def run() -> None:
+        async with checking(timeout_s=0.2, command=(sys.executable, "-c", code)) as checker:
+            with pytest.raises(InvalidRequest, match=named):
+                await checker.check(GOOD)
+            assert checker.child_pid is None
+            checker._command = GrammarChecker(*MODEL)._command
+            checker._timeout_s = 60.0
+            await checker.check(GOOD)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_does_not_shift_the_answers():
+    """Its verdict may be under way; it must not be taken for that of the next constraint."""
+
+    async def run() -> None:
+        async with checking(timeout_s=60.0) as checker:
+            await checker.check(GOOD)
+            leaving = asyncio.create_task(checker.check(Constraint(K.JSON_SCHEMA, '{"uniqueItems": true}')))
+            await until(lambda: checker._turns.locked())
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            await checker.check(Constraint(K.REGEX, "a+"))
+
+    asyncio.run(run())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 - the lock of another task has no event
+            await asyncio.sleep(0)
+
+
+def test_more_grammars_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch):
+    async def run() -> None:
+        monkeypatch.setattr(checker_module, "MAX_WAITING", 2)
+        async with checking() as checker:
+            tasks = [asyncio.create_task(checker.check(Constraint(K.REGEX, f"a{i}"))) for i in range(3)]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(one) for one in results] == [type(None), type(None), Overloaded]
+
+    asyncio.run(run())
+
+
+def test_the_room_loads_neither_torch_nor_the_engine():
+    import subprocess
+
+    names = "pdserve.structured.child, pdserve.structured.checker"
+    code = f"import sys, {names}; print([n for n in ('torch', 'ray') if n in sys.modules])"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[]\n", done.stderr

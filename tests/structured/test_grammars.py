@@ -1,0 +1,195 @@
+"""Grammars and masks without a model: what may be written is valid, and a state depends on the tokens alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vocabularies import tokenizer_of, vocabulary_of
+
+from pdserve.core.constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, Constraint, ConstraintKind
+from pdserve.core.errors import InvalidRequest
+from pdserve.structured.compiler import Compiler
+from pdserve.structured.state import State
+from testkit.random_schemas import allowed_ids, random_schema, walk
+
+K = ConstraintKind
+COMPILERS = {model: Compiler(vocabulary_of(model)) for model in ("tiny", "default")}
+
+
+def schema(**keywords: object) -> Constraint:
+    return Constraint(K.JSON_SCHEMA, json.dumps(keywords))
+
+
+@settings(max_examples=100)
+@given(rng=st.randoms(use_true_random=False), model=st.sampled_from(["tiny", "default"]))
+def test_whatever_is_written_to_the_end_is_valid(rng: random.Random, model: str) -> None:
+    wanted = random_schema(rng)
+    state = COMPILERS[model].start(schema(**wanted))
+    output, ended = walk(state, vocabulary_of(model).eos_token_ids, rng)
+    if ended:
+        text = tokenizer_of(model).decode(output)
+        jsonschema.validate(json.loads(text), wanted, format_checker=jsonschema.FormatChecker(["date"]))
+
+
+@settings(max_examples=100)
+@given(rng=st.randoms(use_true_random=False), model=st.sampled_from(["tiny", "default"]))
+def test_a_state_made_from_the_tokens_has_the_same_masks(rng: random.Random, model: str) -> None:
+    """One state computes each mask on its way, another one computes the last alone, as after a handoff. A third one has a
+    grammar of its own, whose lexer has seen nothing."""
+    constraint = schema(**random_schema(rng))
+    state = COMPILERS[model].start(constraint)
+    output, _ = walk(state, vocabulary_of(model).eos_token_ids, rng, most=60)
+    cuts = sorted(rng.sample(range(len(output)), min(3, len(output))))
+    for cut in cuts:
+        prompt = [1, 2, 3]
+        states = [COMPILERS[model].start(constraint), Compiler(vocabulary_of(model)).start(constraint)]
+        for other in states:
+            other.catch_up([*prompt, *output[:cut]], len(prompt))
+        on_its_way = COMPILERS[model].start(constraint)
+        for token_id in output[:cut]:
+            on_its_way.mask()
+            on_its_way.accept(token_id)
+        assert on_its_way.mask() == states[0].mask() == states[1].mask()
+        assert on_its_way.is_accepting == states[0].is_accepting
+
+
+def test_each_kind_of_constraint_is_enforced(compiler, vocabulary, tokenizer):
+    rng = random.Random(5)
+    cases = {
+        Constraint(K.REGEX, "[a-z]{2,6}=[0-9]{1,3}"): lambda text: re.fullmatch("[a-z]{2,6}=[0-9]{1,3}", text),
+        Constraint(K.CHOICE, choices=("yes", 'say "no"\n', "\\", "ja—nein", "yes please")): (
+            lambda text: text in ("yes", 'say "no"\n', "\\", "ja—nein", "yes please")
+        ),
+        Constraint(K.LARK, 'start: "(" start ")" | "x"'): lambda text: (
+            re.fullmatch(r"\(*x\)*", text) and text.count("(") * 2 + 1 == len(text)
+        ),
+    }
+    for constraint, is_valid in cases.items():
+        for _ in range(10):
+            output, ended = walk(compiler.start(constraint), vocabulary.eos_token_ids, rng, most=3000)
+            assert ended
+            assert is_valid(tokenizer.decode(output)), tokenizer.decode(output)
+    state = compiler.start(Constraint(K.JSON_OBJECT))
+    state.catch_up(tokenizer.encode('{"any": [1, "x", {}]}', add_special_tokens=False), 0)
+    assert state.failure is None
+    assert state.is_accepting
+
+
+def test_the_end_of_the_output_is_allowed_exactly_where_the_grammar_accepts(compiler, vocabulary, tokenizer):
+    state = compiler.start(Constraint(K.REGEX, "ab+"))
+    eos = set(vocabulary.eos_token_ids)
+    assert eos
+    for token_id, accepting in zip(tokenizer.encode("abb", add_special_tokens=False), (False, True, True), strict=False):
+        assert bool(eos & set(allowed_ids(state.mask()))) == state.is_accepting
+        assert state.accept(token_id)
+        assert accepting is state.is_accepting or len(tokenizer.encode("abb", add_special_tokens=False)) < 3
+    assert eos <= set(allowed_ids(state.mask()))
+    assert not state.ended
+    assert state.accept(min(eos))
+    assert state.ended
+
+
+def test_a_grammar_that_can_go_nowhere_has_ended(compiler, vocabulary, tokenizer):
+    state = compiler.start(Constraint(K.CHOICE, choices=("stop",)))
+    state.catch_up(tokenizer.encode("stop", add_special_tokens=False), 0)
+    assert state.ended
+    assert state.is_accepting
+    assert set(allowed_ids(state.mask())) == set(vocabulary.eos_token_ids)
+
+
+def test_a_token_that_is_not_allowed_fails_the_state_for_good(compiler, tokenizer):
+    state = compiler.start(Constraint(K.CHOICE, choices=("yes",)))
+    wrong = tokenizer.encode("no", add_special_tokens=False)
+    assert not state.accept(wrong[0])
+    assert state.failure is not None
+    assert "not allowed" in state.failure
+    assert (state.mask(), state.ended, state.is_accepting) == (None, False, False)
+    assert not state.accept(tokenizer.encode("yes", add_special_tokens=False)[0])
+
+
+def test_no_id_without_a_token_is_ever_allowed():
+    """A model's vocabulary may be larger than its tokenizer's. Special tokens add nothing to a text."""
+    from pdserve.structured.vocabulary import Vocabulary
+
+    tokenizer = tokenizer_of("default")
+    padded = Vocabulary(tokenizer, tokenizer.vocab_size + 77, (2,))
+    state = Compiler(padded).start(Constraint(K.REGEX, "(.|\n)*"))
+    ids = allowed_ids(state.mask())
+    assert max(ids) < tokenizer.vocab_size
+    assert [i for i in ids if not tokenizer.token_bytes(i)] == [2]
+    assert len(ids) > 40_000
+
+
+@pytest.mark.parametrize(
+    ("keywords", "named"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {"type": "null"}}, "contains"),
+        ({"type": "string", "not": {"const": "x"}}, "not"),
+        ({"if": {"type": "string"}, "then": {"minLength": 2}}, "if"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"type": "string", "format": "no-such-format"}, "no-such-format"),
+        ({"type": "string", "pattern": "(?=x)y"}, "look"),
+        ({"$ref": "https://example.com/schema.json"}, "example.com"),
+        ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(compiler, keywords, named):
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.start(schema(**keywords))
+    assert caught.value.field == "structured_outputs.json"
+    assert named in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "choices", "named"),
+    [
+        (K.REGEX, "", (), "must hold a text"),
+        (K.JSON_OBJECT, "{}", (), "takes no text"),
+        (K.CHOICE, "", (), "choice"),
+        (K.CHOICE, "", ("a", ""), "empty"),
+        (K.REGEX, "a", ("b",), "choice"),
+        (K.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1), (), str(MAX_GRAMMAR_BYTES)),
+        (K.CHOICE, "", ("a",) * (MAX_CHOICES + 1), str(MAX_CHOICES)),
+        (K.REGEX, "\ud800", (), "Unicode"),
+    ],
+)
+def test_a_constraint_has_the_fields_of_its_kind_within_limits(kind, text, choices, named):
+    with pytest.raises(InvalidRequest, match=f"structured_outputs.{kind.value}.*{named}"):
+        Constraint(kind, text, choices)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7", '{"minimum": NaN}', "false", '{"a":' * 3000])
+def test_a_text_that_is_no_schema_is_refused(compiler, text):
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.json"):
+        compiler.start(Constraint(K.JSON_SCHEMA, text))
+
+
+def test_the_last_grammars_are_kept_and_no_more(vocabulary):
+    compiler = Compiler(vocabulary, capacity=3)
+    first = Constraint(K.REGEX, "a0")
+    for i in range(5):
+        compiler.start(Constraint(K.REGEX, f"a{i}"))
+        compiler.start(first)
+    assert len(compiler) == 3
+    before = compiler._grammars[first]
+    compiler.start(first)
+    assert compiler._grammars[first] is before
+
+
+def test_a_grammar_whose_state_failed_is_compiled_anew(compiler, tokenizer):
+    constraint = Constraint(K.CHOICE, choices=("yes",))
+    state = compiler.start(constraint)
+    assert len(compiler) == 1
+    state.accept(tokenizer.encode("no", add_special_tokens=False)[0])
+    assert len(compiler) == 0
+    assert isinstance(compiler.start(constraint), State)
