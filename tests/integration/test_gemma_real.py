@@ -15,12 +15,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from real_service import APART, TOGETHER
 from safetensors import safe_open
 
 from pdserve.checkpoint.resolve import resolve
-from pdserve.config import MIB
+from pdserve.config import MIB, EngineConfig
 from pdserve.engine.native import library
 from pdserve.text.tokenizer import Tokenizer
+from testkit.client import Answer, generate_all, request
+from testkit.processes import ProcessCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
