@@ -1,4 +1,4 @@
-"""What an architecture of GGUF files means in the terms of a family: config.json, and the names and layout of the tensors."""
+"""The description of an architecture of GGUF files in the terms of a family: settings, names and layout of the tensors."""
 
 from __future__ import annotations
 

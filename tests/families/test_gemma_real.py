@@ -15,12 +15,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from real_service import APART, TOGETHER
 from safetensors import safe_open
 
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.engine.native import library
+from pdserve.rpc.v1 import common_pb2
 from pdserve.text.tokenizer import Tokenizer
 from testkit.client import Answer, generate_all, request
 from testkit.processes import ProcessCluster
@@ -157,7 +157,7 @@ def answers(expected, directory, way) -> dict[str, list[Answer]]:
     with ProcessCluster(EngineConfig(model=str(directory), dtype=way, **ENGINE)) as cluster:
         found = {
             name: generate_all(cluster.grpc, [request(prompt, placement, **GREEDY) for prompt in PROMPTS])
-            for name, placement in (("apart", APART), ("together", TOGETHER))
+            for name, placement in (("apart", common_pb2.PLACEMENT_DISAGGREGATED), ("together", common_pb2.PLACEMENT_COLOCATED))
         }
         cluster.assert_empty()
     return found
