@@ -15,8 +15,8 @@ from typing import Any
 
 from pdserve.capacity.published import PublishedModel, read_model
 from pdserve.checkpoint import hub, tiny
-from pdserve.checkpoint.gguf_file import GgufFile
-from pdserve.checkpoint.gguf_llama import check_supported, hf_config
+from pdserve.checkpoint.gguf.file import GgufFile
+from pdserve.checkpoint.gguf.model import GgufModel
 from pdserve.checkpoint.layout import read_json
 from pdserve.checkpoint.resolve import DEFAULT, resolve
 from pdserve.core.errors import ConfigError
@@ -58,9 +58,7 @@ def _config(model: str) -> Mapping[str, Any]:
     if is_directory:
         return read_json(path / "config.json")
     if is_file and path.suffix.lower() == ".gguf":
-        gguf = GgufFile(path)
-        check_supported(gguf)
-        return hf_config(gguf)
+        return GgufModel(GgufFile(path)).config()
     published = published_model(model)
     if published is not None:
         config: Mapping[str, Any] = published["config"]

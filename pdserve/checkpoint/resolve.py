@@ -11,8 +11,9 @@ import importlib.util
 from pathlib import Path
 from typing import Final
 
-from pdserve.checkpoint import gguf, hub, tiny
+from pdserve.checkpoint import hub, tiny
 from pdserve.checkpoint.cache import build_once, default_cache_dir
+from pdserve.checkpoint.gguf.convert import CONVERTER_VERSION, convert
 from pdserve.checkpoint.layout import check_directory
 from pdserve.checkpoint.progress import Progress, silent
 from pdserve.core.errors import ConfigError
@@ -66,7 +67,7 @@ def _converted(source: Path, cache: Path, progress: Progress) -> Path:
     if source.suffix.lower() != ".gguf":
         raise ConfigError(f"model {source} is a file but not a .gguf; it must be {_KNOWN}")
     target = cache / f"{source.stem}-{_key(source)}"
-    return build_once(target, lambda directory: gguf.convert(source, directory, progress))
+    return build_once(target, lambda directory: convert(source, directory, progress))
 
 
 def _key(source: Path) -> str:
@@ -77,7 +78,7 @@ def _key(source: Path) -> str:
     """
     try:
         stat = source.stat()
-        text = f"{source.name}\n{stat.st_size}\n{stat.st_mtime_ns}\n{gguf.CONVERTER_VERSION}"
+        text = f"{source.name}\n{stat.st_size}\n{stat.st_mtime_ns}\n{CONVERTER_VERSION}"
         digest = hashlib.sha256(text.encode())
         with source.open("rb") as file:
             digest.update(file.read(_HEAD_BYTES))

@@ -13,12 +13,12 @@ import pytest
 from gguf_files import ALPHABET, HEAD_DIM, TOKENS, weights, write_gguf
 from safetensors.numpy import load_file
 
-from pdserve.checkpoint import gguf_llama
 from pdserve.checkpoint.card import ModelCard
-from pdserve.checkpoint.gguf import convert, model_name
+from pdserve.checkpoint.gguf.convert import convert, model_name
+from pdserve.checkpoint.gguf.llama import llama3_factors
 from pdserve.checkpoint.resolve import resolve
 from pdserve.core.errors import ConfigError
-from pdserve.core.model_spec import AttentionSpec, Llama3Scaling, NormSpec, RopeSpec
+from pdserve.core.model_spec import AttentionSpec, LinearScaling, Llama3Scaling, NormSpec, RopeSpec
 from pdserve.text.tokenizer import Tokenizer
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -117,14 +117,22 @@ def test_the_named_rule_splits_numbers_as_its_models_do(tmp_path, pre, text, pie
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_scaling_is_found_again_from_its_factors(tmp_path, factor):
-    factors = gguf_llama._llama3_factors(500000.0, HEAD_DIM, factor).astype(np.float32)
+    factors = llama3_factors(500000.0, HEAD_DIM, factor).astype(np.float32)
     source = write_gguf(tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors})
     rope = ModelCard.load(converted(source)).spec.layers[0].attention.rope
     assert rope.scaling == Llama3Scaling(factor, 1.0, 4.0, 8192)
 
 
+@pytest.mark.parametrize(("kind", "scaling"), [("linear", LinearScaling(4.0)), (None, LinearScaling(4.0)), ("none", None)])
+def test_linear_scaling_is_read(tmp_path, kind, scaling):
+    """A factor without a kind is linear, as llama.cpp reads it."""
+    metadata = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
+    rope = ModelCard.load(converted(write_gguf(tmp_path / "m.gguf", metadata=metadata))).spec.layers[0].attention.rope
+    assert rope.scaling == scaling
+
+
 def test_shards_are_listed_and_read_back(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("pdserve.checkpoint.gguf.write_shards", _in_small_shards)
+    monkeypatch.setattr("pdserve.checkpoint.gguf.convert.write_shards", _in_small_shards)
     directory = converted(small)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -146,8 +154,11 @@ REFUSED = {
     "architecture": ({"architecture": "mamba"}, "architecture 'mamba' is not supported"),
     "experts": ({"metadata": {"llama.expert_count": 8}}, "mixture of experts"),
     "scaling": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "rope scaling 'yarn'"),
+    "unknown setting": ({"metadata": {"llama.logit_scale": 2.0}}, "llama.logit_scale is 2.0, and this setting"),
+    "wide values": ({"metadata": {"llama.attention.value_length": 16}}, "heads of values other than"),
+    "parts": ({"metadata": {"split.count": 2}}, "is one of 2 parts"),
     "partial rotation": ({"metadata": {"llama.rope.dimension_count": 4}}, "only part of a head"),
-    "tokenizer": ({"metadata": {"tokenizer.ggml.model": "llama"}}, "its tokenizer is 'llama'"),
+    "tokenizer": ({"metadata": {"tokenizer.ggml.model": "t5"}}, "its tokenizer is 't5'"),
     "rule": ({"metadata": {"tokenizer.ggml.pre": "klingon"}}, "tokenizer.ggml.pre is 'klingon'"),
     "no layers": ({"metadata": {"llama.block_count": None}}, "lacks the metadata llama.block_count"),
     "no tokens": ({"metadata": {"tokenizer.ggml.tokens": None}}, "lacks the metadata tokenizer.ggml.tokens"),

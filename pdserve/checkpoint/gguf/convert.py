@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.checkpoint import gguf_llama
-from pdserve.checkpoint.gguf_file import GgufFile
-from pdserve.checkpoint.gguf_tokenizer import write_tokenizer
+from pdserve.checkpoint.gguf.file import GgufFile
+from pdserve.checkpoint.gguf.model import GgufModel
+from pdserve.checkpoint.gguf.tokenizer import write_tokenizer
 from pdserve.checkpoint.origin import write_origin
 from pdserve.checkpoint.progress import Progress, silent
 from pdserve.checkpoint.shards import size_bytes, write_shards
@@ -25,7 +25,10 @@ _QUANTISATION_SUFFIX: Final = re.compile(r"[.\-_](?:IQ|Q|TQ)\d\w*$|[.\-_](?:BF|F
 
 
 def convert(source: Path, directory: Path, progress: Progress = silent) -> None:
-    """Convert the file `source` into the empty `directory`. Raises `ConfigError` unless it is a byte-level-BPE Llama."""
+    """Convert the file `source` into the empty `directory`.
+
+    Raises `ConfigError` for an architecture, a tokenizer, a setting or a tensor that is not known.
+    """
     progress("reading " + source.name, 0, 1)
     gguf = GgufFile(source)
     try:
@@ -35,13 +38,13 @@ def convert(source: Path, directory: Path, progress: Progress = silent) -> None:
 
 
 def _convert(gguf: GgufFile, directory: Path, progress: Progress) -> None:
-    gguf_llama.check_supported(gguf)
-    names = gguf_llama.tensor_map(gguf)
+    model = GgufModel(gguf)
+    config, names = model.config(), model.tensor_names()
 
-    _write_json(directory / "config.json", gguf_llama.hf_config(gguf))
+    _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", _generation_config(gguf))
-    write_tokenizer(gguf, directory)
-    _write_weights(gguf, names, directory, progress)
+    write_tokenizer(gguf, directory, config["max_position_embeddings"])
+    _write_weights(gguf, model, names, directory, progress)
     write_origin(directory, name=model_name(gguf.path), source=gguf.path.name)
 
 
@@ -56,7 +59,7 @@ def _generation_config(gguf: GgufFile) -> dict[str, Any]:
     return {"bos_token_id": gguf.get("tokenizer.ggml.bos_token_id"), "eos_token_id": sorted({i for i in eos if i is not None})}
 
 
-def _write_weights(gguf: GgufFile, names: dict[str, str], directory: Path, progress: Progress) -> None:
+def _write_weights(gguf: GgufFile, model: GgufModel, names: dict[str, str], directory: Path, progress: Progress) -> None:
     shapes = {hf: gguf.shape(name) for hf, name in names.items()}
     total = sum(size_bytes(shape) for shape in shapes.values())
     written = 0
@@ -66,7 +69,7 @@ def _write_weights(gguf: GgufFile, names: dict[str, str], directory: Path, progr
         written += count
         progress("converting " + gguf.path.name, written, total)
 
-    write_shards(directory, shapes, lambda hf: gguf_llama.read_tensor(gguf, names[hf]), done)
+    write_shards(directory, shapes, lambda hf: model.tensor(names[hf]), done)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -39,8 +39,18 @@ class GgufFile:
         """The names of all tensors, in the file's order."""
         return tuple(self._tensors)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of all metadata."""
+        return tuple(self._reader.fields)
+
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, outermost dimension first, as in numpy and torch. GGUF itself writes innermost first."""
+        """Return a tensor's shape, outermost dimension first, as in numpy and torch. GGUF itself writes innermost first.
+
+        Raises `ConfigError` when the file lacks the tensor.
+        """
+        if name not in self._tensors:
+            raise ConfigError(f"{self.path} lacks the tensor {name}")
         return tuple(int(n) for n in reversed(self._tensors[name].shape))
 
     def tensor(self, name: str) -> NDArray[np.float32]:
