@@ -16,6 +16,7 @@ from tests.engine.engine_ways import COMPILED
 
 pytestmark = COMPILED
 TOLERANCE = 0.05
+LATENT = {"q_lora_rank": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
 FITTING = {
     "phi3": {},
     "qwen2": {},
@@ -24,6 +25,9 @@ FITTING = {
     "gemma3": {"head_dim": 32},
     "mixtral": {},
     "qwen2-moe": {"shared_expert_intermediate_size": 64},
+    "deepseek-v2": LATENT,
+    "deepseek-v2-lite": {**LATENT, "q_lora_rank": None},
+    "deepseek-v3": LATENT,
 }
 """Settings that make all widths multiples of 16, as the compiled code needs them."""
 

@@ -37,16 +37,15 @@ class LatentPart:
         """Lay out the weights. Rows that are rotated as neighbours are sorted, so that number i pairs with i + rope_dim / 2."""
         self._spec = spec
         self._ops = ops
-        order = _rope_order(spec).to(weights.kv_a.device)
         self._q_a = None if weights.q_a is None else linear(weights.q_a)
         self._q_norm = None if weights.q_a_norm is None else Norm.of(spec.norm, weights.q_a_norm)
-        heads = weights.q.view(spec.heads, spec.qk_dim, -1)
-        self._q = linear(torch.cat((heads[:, : spec.nope_dim], heads[:, spec.nope_dim :][:, order]), 1).flatten(0, 1))
-        self._kv_a = linear(torch.cat((weights.kv_a[: spec.kv_rank], weights.kv_a[spec.kv_rank :][order])))
+        q, kv_a = in_halves(spec, weights)
+        self._q = linear(q)
+        self._kv_a = linear(kv_a)
         self._kv_norm = Norm.of(spec.norm, weights.kv_a_norm)
-        expansion = weights.kv_b.view(spec.heads, spec.nope_dim + spec.v_dim, spec.kv_rank)
-        self._to_latent = _whole_vectors(expansion[:, : spec.nope_dim])  # [heads, nope_dim, kv_rank]
-        self._to_value = _whole_vectors(expansion[:, spec.nope_dim :].transpose(1, 2))  # [heads, kv_rank, v_dim]
+        keys, values = expansion(spec, weights)
+        self._to_latent = _whole_vectors(keys)  # [heads, nope_dim, kv_rank]
+        self._to_value = _whole_vectors(values.transpose(1, 2))  # [heads, kv_rank, v_dim]
         self._out = linear(weights.out)
         self.attended_width = spec.heads * spec.kv_rank
 
@@ -75,6 +74,20 @@ class LatentPart:
         spec = self._spec
         latent = attended.view(-1, spec.heads, spec.kv_rank)
         return self._out(_by_head(latent, self._to_value)[..., : spec.v_dim].flatten(1))
+
+
+def in_halves(spec: MlaSpec, weights: MlaWeights) -> tuple[Tensor, Tensor]:
+    """Return q and kv_a with rotated rows in the order in which number i pairs with i + rope_dim / 2."""
+    order = _rope_order(spec).to(weights.kv_a.device)
+    heads = weights.q.view(spec.heads, spec.qk_dim, -1)
+    q = torch.cat((heads[:, : spec.nope_dim], heads[:, spec.nope_dim :][:, order]), 1).flatten(0, 1)
+    return q, torch.cat((weights.kv_a[: spec.kv_rank], weights.kv_a[spec.kv_rank :][order]))
+
+
+def expansion(spec: MlaSpec, weights: MlaWeights) -> tuple[Tensor, Tensor]:
+    """Return the rows of the expansion that make keys, [heads, nope_dim, kv_rank], and values, [heads, v_dim, kv_rank]."""
+    both = weights.kv_b.view(spec.heads, spec.nope_dim + spec.v_dim, spec.kv_rank)
+    return both[:, : spec.nope_dim], both[:, spec.nope_dim :]
 
 
 def _by_head(x: Tensor, weights: Tensor) -> Tensor:

@@ -33,6 +33,10 @@ HEAD: Final = 4
 """The number of the head among the weights of `pdserve_model_weight` in abi.h."""
 ROUTER: Final = 5
 """The number of the router there. Its weights are not rounded to fewer bits, because it decides."""
+ABSORB: Final = 9
+EXPAND: Final = 10
+"""The numbers of the two parts of latent attention's expansion there. Their weights are not rounded to fewer bits: they are
+9 % of DeepSeek-V3's attention, and the numbers of a head need not be a multiple of those that share a scale."""
 
 Multiply = Callable[[Tensor], Tensor]
 """Function of a contiguous x [rows, in_features] that returns [rows, out_features] of the same dtype and device."""
@@ -93,11 +97,11 @@ class CompiledScheme:
         if any(width % self.multiple for width in widths):
             raise ConfigError(f"quantization {self.name} needs a model whose widths are multiples of {self.multiple}")
 
-    def pack(self, library: ctypes.CDLL, model: int, layer: int, which: int, weight: Tensor, expert: int = 0) -> int:
-        """Copy a weight into a compiled model and return the call's result. layer, which, expert: as in abi.h."""
+    def pack(self, library: ctypes.CDLL, model: int, layer: int, which: int, weight: Tensor, part: int = 0) -> int:
+        """Copy a weight into a compiled model and return the call's result. layer, which, part: as in abi.h."""
         held = weight.contiguous()
-        bits = {HEAD: self.head_bits, ROUTER: 16}.get(which, self.bits)
-        result: int = library.pdserve_model_weight(model, layer, which, expert, held.data_ptr(), *held.shape, bits)
+        bits = {HEAD: self.head_bits, ROUTER: 16, ABSORB: 16, EXPAND: 16}.get(which, self.bits)
+        result: int = library.pdserve_model_weight(model, layer, which, part, held.data_ptr(), *held.shape, bits)
         return result
 
 

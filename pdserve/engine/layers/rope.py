@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from pdserve.core.model_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from pdserve.core.model_spec import Attention, LinearScaling, Llama3Scaling, MlaSpec, RopeSpec, YarnScaling
 
 
 def rope_table(rope: RopeSpec, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
@@ -32,6 +32,11 @@ def rope_table(rope: RopeSpec, head_dim: int, max_positions: int, device: torch.
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos() * size, angles.sin() * size
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).to(device)
+
+
+def rope_key(attention: Attention) -> tuple[RopeSpec, int]:
+    """Return what determines the table of an attention: the first two arguments of `rope_table`."""
+    return attention.rope, attention.rope_dim if isinstance(attention, MlaSpec) else attention.qk_dim
 
 
 def rotate(x: Tensor, table_rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.core.model_spec import DenseSpec, LayerSpec, MlaSpec, ModelSpec, RopeSpec
+from pdserve.core.model_spec import DenseSpec, LayerSpec, MlaSpec, ModelSpec
 from pdserve.core.roofline.expert_load import LayerCounts
 from pdserve.engine.attention.api import Attention, Scores
 from pdserve.engine.layers.elementwise import Softcap
@@ -25,7 +25,7 @@ from pdserve.engine.layers.linear import Linear, LinearFor, scheme_for
 from pdserve.engine.layers.mlp import DenseMlp
 from pdserve.engine.layers.moe import MoeMlp
 from pdserve.engine.layers.parts import AttentionPart, MlpPart
-from pdserve.engine.layers.rope import rope_table
+from pdserve.engine.layers.rope import rope_key, rope_table
 from pdserve.engine.layers.rows import PROBE_ROWS, Rows, Sample
 from pdserve.engine.layers.torch_ops import Ops
 from pdserve.engine.models.batch import Batch
@@ -168,11 +168,11 @@ class Decoder:
         self._first_norm = Norm.of(spec.layers[0].norms, weights.attention_norm(0))
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.embedding.dtype).item()
         linear = partial(Linear, scheme_for(weights.embedding.device, weights.embedding.dtype))
-        ropes = {_rope_key(layer): None for layer in spec.layers}
+        ropes = {rope_key(layer.attention): None for layer in spec.layers}
         self._tables = [rope_table(*key, max_positions, weights.embedding.device) for key in ropes]
         numbers = {key: number for number, key in enumerate(ropes)}
         self._layers = [
-            Place(Layer(one, own, norm, backend.ops[place[0]], linear, backend.rows), *place, numbers[_rope_key(one)])
+            Place(Layer(one, own, norm, backend.ops[place[0]], linear, backend.rows), *place, numbers[rope_key(one.attention)])
             for one, own, norm, place in zip(spec.layers, weights.layers, _next_norms(spec, weights), spec.places, strict=True)
         ]
         self._head = linear(weights.head)
@@ -254,11 +254,6 @@ def _next_norms(spec: ModelSpec, weights: WeightSource) -> list[Norm]:
     """Return the norm after each layer."""
     firsts = [Norm.of(spec.layers[index].norms, weights.attention_norm(index)) for index in range(1, len(spec.layers))]
     return [*firsts, Norm.of(spec.norm, weights.norm)]
-
-
-def _rope_key(layer: LayerSpec) -> tuple[RopeSpec, int]:
-    attention = layer.attention
-    return attention.rope, attention.rope_dim if isinstance(attention, MlaSpec) else attention.qk_dim
 
 
 def _pad_rows(x: Tensor, count: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate, chain
 from typing import Final
@@ -22,31 +22,33 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalBug, OutOfThreads
 from pdserve.core.ids import BlockId
-from pdserve.core.model_spec import Attention, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
+from pdserve.core.model_spec import Attention, AttentionSpec, DenseSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
 from pdserve.core.roofline.expert_load import LayerCounts
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
 from pdserve.engine.kv.pool import KvPool
-from pdserve.engine.layers.linear import HEAD, ROUTER, CompiledScheme
-from pdserve.engine.layers.rope import rope_table
+from pdserve.engine.layers.latent import expansion, in_halves
+from pdserve.engine.layers.linear import ABSORB, EXPAND, HEAD, ROUTER, CompiledScheme
+from pdserve.engine.layers.rope import rope_key, rope_table
 from pdserve.engine.models.api import Logits
-from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, MoeWeights, WeightSource
+from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, MlaWeights, MoeWeights, WeightSource
 from pdserve.engine.native import library
 from pdserve.engine.native.sampling import PackedRows
 
 LANES: Final = 16  # floats in a vector; gate and up alternate in groups of so many columns
-MOST_HEAD_DIM: Final = 512
+MOST_HEAD_DIM: Final = 640
 KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # the numbers are those of abi.h
+UNEQUAL_LATENTS: Final = "layers that share KV of one shape but have latent vectors of different sizes"
 NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
 COMPUTED: Final = frozenset({
     "window", "bias", "out_bias", "qk_norm", "softcap", "scale", "rope of a part of a head", "gelu_tanh", "post_norms",
-    "an offset of norms", "embedding_scale", "a softcap of logits", "a mixture of experts",
+    "an offset of norms", "embedding_scale", "a softcap of logits", "a mixture of experts", "latent attention",
 })  # fmt: skip
 """The features beyond Llama's that the compiled code computes, by the names of `ModelSpec.features`."""
 _ACTIVATIONS: Final = ("silu", "gelu_tanh")  # the places are the numbers of abi.h
 _QKV, _ATTENTION_OUT, _GATE_UP, _DOWN = range(HEAD)
 _BEFORE_ATTENTION, _BEFORE_MLP, _BEFORE_HEAD, _AFTER_ATTENTION, _AFTER_MLP, _OF_QUERIES, _OF_KEYS = range(7)
 _QKV_BIAS, _OUT_BIAS, _ROUTER_BIAS = range(7, 10)
-_EXPERT_GATE_UP, _EXPERT_DOWN = ROUTER + 1, ROUTER + 2
+_EXPERT_GATE_UP, _EXPERT_DOWN, _QUERY_UP = range(ROUTER + 1, ABSORB)
 
 Tables = tuple[tuple[tuple[BlockId, ...], ...], ...]
 """The block tables of all KV groups of each slice."""
@@ -61,9 +63,12 @@ def obstacle(spec: ModelSpec, kv: KvPool) -> str | None:
     lacking = spec.beyond(COMPUTED)
     if lacking is not None:
         return f"compiled steps do not compute {lacking}"
-    if any(width % LANES for width in _widths(spec, lambda attention: attention.qk_dim)):
+    ranks = ({_latent_shape(spec.layers[layer].attention).kv_rank for layer in layers} for layers in spec.kv_groups)
+    if any(len(of_group) > 1 for of_group in ranks):
+        return f"compiled steps do not compute {UNEQUAL_LATENTS}"
+    if any(width % LANES for width in _widths(spec, _head_widths)):
         return f"compiled steps need widths that are multiples of {LANES}"
-    if any(layer.attention.qk_dim > MOST_HEAD_DIM for layer in spec.layers):
+    if any(dim > MOST_HEAD_DIM for layer in spec.layers for _, dim in layer.attention.planes):
         return f"compiled steps need heads of at most {MOST_HEAD_DIM}"
     return None if library.load() is not None else library.find().why
 
@@ -87,7 +92,7 @@ class NativeDecoder:
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, kv: KvPool, max_positions: int, scheme: CompiledScheme) -> None:
         """Copy the weights. Raises `ConfigError` when a width does not allow the scheme, MemoryError without memory."""
-        scheme.check(_widths(spec, lambda attention: attention.out_width))
+        scheme.check(_widths(spec, _product_widths))
         loaded = library.load()
         assert loaded is not None, "the caller asked `supports`"
         self._library = loaded
@@ -104,7 +109,7 @@ class NativeDecoder:
         self._room = self._logits = torch.empty(0, spec.vocab_size)
         self._logits_address = self._rows = 0
         self._embedding = weights.embedding.contiguous()
-        ropes = {(one.attention.rope, one.attention.qk_dim) for one in spec.layers}
+        ropes = {rope_key(one.attention) for one in spec.layers}
         self._ropes = {key: rope_table(*key, max_positions, kv.device) for key in ropes}
         count = len(spec.layers)
         layers = (library.Layer * count)(*map(self._layer_shape, spec.layers, spec.places))
@@ -177,38 +182,51 @@ class NativeDecoder:
 
     def _layer_shape(self, layer: LayerSpec, place: tuple[int, int]) -> library.Layer:
         attention, mlp = layer.attention, layer.mlp
-        assert isinstance(attention, AttentionSpec), "`obstacle` refuses others"
-        table = self._ropes[attention.rope, attention.qk_dim]
-        heads = attention.heads, attention.kv_heads, attention.qk_dim
+        table = self._ropes[rope_key(attention)]
+        heads = attention.heads, attention.kv_heads, attention.planes[0][1]
+        softcap = attention.softcap if isinstance(attention, AttentionSpec) else None
         activation = _ACTIVATIONS.index(mlp.activation)
         moe = library.Moe() if isinstance(mlp, DenseSpec) else _moe_shape(mlp)
         return library.Layer(
             *heads, 0 if moe.experts else mlp.intermediate, *place, table.shape[2], activation, layer.norms.eps,
-            _head_norm(attention).eps, _scale_of(attention), attention.softcap or 0.0, table.data_ptr(), moe,
+            _head_norm(attention).eps, _scale_of(attention), softcap or 0.0, table.data_ptr(), _latent_shape(attention), moe,
         )  # fmt: skip
 
     def _take_layer(self, index: int, spec: LayerSpec, layer: LayerWeights) -> None:
-        attention, mlp = layer.attention, layer.mlp
-        assert isinstance(attention, GqaWeights), "`obstacle` refuses others"
-        assert isinstance(spec.attention, AttentionSpec)
-        for which, vector, offset in (
-            (_BEFORE_ATTENTION, layer.attention_norm, spec.norms.offset),
-            (_BEFORE_MLP, layer.mlp_norm, spec.norms.offset),
-            (_AFTER_ATTENTION, layer.post_attention_norm, spec.norms.offset),
-            (_AFTER_MLP, layer.post_mlp_norm, spec.norms.offset),
-            (_OF_QUERIES, attention.q_norm, _head_norm(spec.attention).offset),
-            (_OF_KEYS, attention.k_norm, _head_norm(spec.attention).offset),
-            (_QKV_BIAS, attention.qkv_bias, 0.0),
-            (_OUT_BIAS, attention.out_bias, 0.0),
-        ):
-            if vector is not None:
-                self._take_vector(index, which, vector, offset)
-        self._take(index, _QKV, attention.qkv)
-        self._take(index, _ATTENTION_OUT, attention.out)
-        if isinstance(mlp, DenseWeights):
-            self._take_mlp(index, _GATE_UP, mlp)
+        offset = spec.norms.offset
+        self._take_vectors(index, offset, {
+            _BEFORE_ATTENTION: layer.attention_norm, _BEFORE_MLP: layer.mlp_norm,
+            _AFTER_ATTENTION: layer.post_attention_norm, _AFTER_MLP: layer.post_mlp_norm,
+        })  # fmt: skip
+        if isinstance(layer.attention, MlaWeights):
+            assert isinstance(spec.attention, MlaSpec)
+            self._take_latent(index, spec.attention, layer.attention)
         else:
-            self._take_experts(index, mlp)
+            assert isinstance(spec.attention, AttentionSpec)
+            self._take_heads(index, spec.attention, layer.attention)
+        if isinstance(layer.mlp, DenseWeights):
+            self._take_mlp(index, _GATE_UP, layer.mlp)
+        else:
+            self._take_experts(index, layer.mlp)
+
+    def _take_heads(self, layer: int, spec: AttentionSpec, own: GqaWeights) -> None:
+        self._take_vectors(layer, _head_norm(spec).offset, {_OF_QUERIES: own.q_norm, _OF_KEYS: own.k_norm})
+        self._take_vectors(layer, 0.0, {_QKV_BIAS: own.qkv_bias, _OUT_BIAS: own.out_bias})
+        self._take(layer, _QKV, own.qkv)
+        self._take(layer, _ATTENTION_OUT, own.out)
+
+    def _take_latent(self, layer: int, spec: MlaSpec, own: MlaWeights) -> None:
+        self._take_vectors(layer, spec.norm.offset, {_OF_QUERIES: own.q_a_norm, _OF_KEYS: own.kv_a_norm})
+        q, kv_a = in_halves(spec, own)
+        self._take(layer, _QKV, torch.cat((q if own.q_a is None else own.q_a, kv_a)))
+        if own.q_a is not None:
+            self._take(layer, _QUERY_UP, q)
+        keys, values = expansion(spec, own)
+        for head in range(spec.heads):  # all of one kind first, so that a step reads memory from front to back
+            self._take(layer, ABSORB, keys[head].t(), head)
+        for head in range(spec.heads):
+            self._take(layer, EXPAND, values[head], head)
+        self._take(layer, _ATTENTION_OUT, own.out)
 
     def _take_mlp(self, layer: int, which: int, mlp: DenseWeights, expert: int = 0) -> None:
         """Copy a gated MLP. which: the number of its gate and up; that of down follows it."""
@@ -225,8 +243,14 @@ class NativeDecoder:
         for expert, (gate_up, down) in enumerate(zip(moe.gate_up, moe.down, strict=True)):
             self._take_mlp(layer, _EXPERT_GATE_UP, DenseWeights(gate_up, down), expert)
 
-    def _take(self, layer: int, which: int, weight: Tensor, expert: int = 0) -> None:
-        _done(self.scheme.pack(self._library, self._model, layer, which, weight, expert))
+    def _take(self, layer: int, which: int, weight: Tensor, part: int = 0) -> None:
+        _done(self.scheme.pack(self._library, self._model, layer, which, weight, part))
+
+    def _take_vectors(self, layer: int, offset: float, vectors: Mapping[int, Tensor | None]) -> None:
+        """Copy the vectors that are there, by their numbers."""
+        for which, vector in vectors.items():
+            if vector is not None:
+                self._take_vector(layer, which, vector, offset)
 
     def _take_vector(self, layer: int, which: int, vector: Tensor, offset: float) -> None:
         held = (vector.float() + offset).contiguous()
@@ -249,25 +273,47 @@ def _moe_shape(moe: MoeSpec) -> library.Moe:
     )  # fmt: skip
 
 
-def _head_norm(attention: AttentionSpec) -> NormSpec:
-    """Return the norm of heads; any where there is none."""
+def _latent_shape(attention: Attention) -> library.Latent:
+    if not isinstance(attention, MlaSpec):
+        return library.Latent()
+    return library.Latent(attention.kv_rank, attention.q_rank or 0, attention.nope_dim, attention.v_dim)
+
+
+def _head_norm(attention: Attention) -> NormSpec:
+    """Return the norm of heads or of latent vectors; any where there is none."""
+    if isinstance(attention, MlaSpec):
+        return attention.norm
     return attention.qk_norm or NormSpec(0.0)
 
 
-def _scale_of(attention: AttentionSpec) -> float:
+def _scale_of(attention: Attention) -> float:
     """Return the factor of scores. 1 / sqrt(qk_dim) is computed in float32."""
     if attention.scale is not None:
         return attention.scale
     return float(1 / torch.tensor(float(attention.qk_dim)).sqrt())
 
 
-def _widths(spec: ModelSpec, of_attention: Callable[[Attention], int]) -> set[int]:
+def _head_widths(attention: Attention) -> set[int]:
+    """Return the widths of heads and of latent vectors."""
+    if not isinstance(attention, MlaSpec):
+        return {attention.qk_dim}
+    ranks = {attention.kv_rank, attention.q_rank or attention.kv_rank}
+    return {attention.nope_dim, attention.rope_dim, attention.v_dim, *ranks}
+
+
+def _product_widths(attention: Attention) -> set[int]:
+    """Return the widths that are multiplied with weights of any scheme."""
+    rank = attention.q_rank if isinstance(attention, MlaSpec) else None
+    return {attention.out_width} | ({rank} if rank is not None else set())
+
+
+def _widths(spec: ModelSpec, of_attention: Callable[[Attention], set[int]]) -> set[int]:
     """Return the width of the model, and those of each layer's MLPs and attention."""
     return {
         spec.hidden_size,
         *(layer.mlp.intermediate for layer in spec.layers),
         *(layer.mlp.shared for layer in spec.layers if isinstance(layer.mlp, MoeSpec)),
-        *(of_attention(layer.attention) for layer in spec.layers),
+        *chain.from_iterable(of_attention(layer.attention) for layer in spec.layers),
     }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-ABI: Final = 8  # PDSERVE_ABI of abi.h
+ABI: Final = 9  # PDSERVE_ABI of abi.h
 DONE: Final = 1
 NO_MEMORY: Final = 0
 UNSOUND: Final = -1
@@ -33,6 +33,12 @@ class Moe(Structure):
     ]  # fmt: skip
 
 
+class Latent(Structure):
+    """`PdLatent` of abi.h."""
+
+    _fields_ = [(name, c_int64) for name in ("kv_rank", "q_rank", "nope_dim", "v_dim")]
+
+
 class Layer(Structure):
     """`PdLayer` of abi.h."""
 
@@ -40,7 +46,7 @@ class Layer(Structure):
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "intermediate", "group", "index")),
         *((name, c_int64) for name in ("rope_dim", "activation")),
         *((name, c_double) for name in ("rms_norm_eps", "head_norm_eps", "scale", "softcap")),
-        ("rope", c_void_p), ("moe", Moe),
+        ("rope", c_void_p), ("latent", Latent), ("moe", Moe),
     ]  # fmt: skip
 
 

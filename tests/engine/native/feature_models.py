@@ -8,13 +8,24 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, Mlp, ModelSpec, MoeSpec, NormSpec, RopeSpec
-from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, ModelWeights, MoeWeights
+from pdserve.core.model_spec import (
+    Attention,
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    MlaSpec,
+    Mlp,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+)
+from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, MlaWeights, ModelWeights, MoeWeights
 
 HIDDEN, VOCAB = 64, 160
 
 
-def model(*attentions: AttentionSpec, mlp: Mlp | None = None, layer: dict[str, Any] | None = None, **more: Any) -> ModelSpec:
+def model(*attentions: Attention, mlp: Mlp | None = None, layer: dict[str, Any] | None = None, **more: Any) -> ModelSpec:
     """Return a model with a layer for each attention. layer, more: fields of the layers and of the model."""
     fields = {"norms": NormSpec(1e-6), **(layer or {})}
     layers = tuple(LayerSpec(attention, mlp or DenseSpec(112), **fields) for attention in attentions)
@@ -25,6 +36,12 @@ def model(*attentions: AttentionSpec, mlp: Mlp | None = None, layer: dict[str, A
 def heads(heads: int, kv_heads: int, dim: int, **more: Any) -> AttentionSpec:
     """Return an attention with heads of queries and of keys, each of `dim` numbers."""
     return AttentionSpec(heads, kv_heads, dim, dim, **{"rope": RopeSpec(10000.0), **more})
+
+
+def latent(heads: int, kv_rank: int, nope_dim: int, rope_dim: int, v_dim: int, **more: Any) -> MlaSpec:
+    """Return a latent attention whose eps and neighbours show when they are not used."""
+    rope = RopeSpec(500.0, neighbours=True)
+    return MlaSpec(heads, kv_rank, nope_dim, rope_dim, v_dim, **{"rope": rope, "norm": NormSpec(0.3), "scale": 0.3, **more})
 
 
 GEMMA: Final = {"qk_norm": NormSpec(1e-6, 1.0), "scale": 0.2, "softcap": 4.0}
@@ -47,7 +64,15 @@ MODELS: Final[dict[str, ModelSpec]] = {
     ),
 }  # fmt: skip
 """Each name says which family has these features. The widths of "all" are multiples of 64, for weights of fewer bits."""
-MIXTURES: Final = {
+LATENTS: Final = {
+    "latent": model(*[latent(5, 48, 32, 16, 16)] * 2),
+    "latent_ranked": model(*[latent(3, 80, 16, 32, 48, q_rank=112, scale=None, rope=RopeSpec(500.0))] * 2),
+    "latent_wide": model(latent(9, 512, 128, 64, 128, q_rank=64, scale=0.08)),
+    "latent_many": model(latent(130, 16, 16, 16, 16), heads(4, 2, 16)),
+    "latent_all": model(*[latent(4, 64, 48, 32, 32, q_rank=128)] * 2, mlp=DenseSpec(128)),
+}  # fmt: skip
+"""Latent attention, with the widths of DeepSeek-V3 in "latent_wide". The widths of "latent_all" allow weights of fewer bits."""
+MIXTURES: Final[dict[str, ModelSpec]] = {
     "mixtral": model(*[heads(4, 2, 16)] * 2, mlp=MoeSpec(8, 2, 48)),
     "qwen2_moe": model(
         *[heads(4, 2, 16, bias=True)] * 2, mlp=MoeSpec(12, 2, 32, renormalise=False, shared=80, shared_gate=True)
@@ -62,13 +87,20 @@ MIXTURES: Final = {
             shared=16,
         ),
     ),
+    "latent_moe": model(
+        *[latent(4, 32, 16, 16, 32)] * 2,
+        mlp=MoeSpec(
+            32, 5, 64, score="sigmoid", scale=2.5, correction_bias=True, groups=8, top_groups=3, group_score="best_two",
+            shared=64,
+        ),
+    ),
     "ties": model(
         *[heads(4, 2, 64, window=70)] * 2, mlp=MoeSpec(8, 3, 64, shared=64, activation="gelu_tanh"),
         layer={"norms": NormSpec(1e-6), "post_norms": True},
     ),
 }  # fmt: skip
 """Mixtures of experts. In "ties" each two experts have equal scores, and the choice ends between two."""
-MODELS |= MIXTURES
+MODELS |= {**LATENTS, **MIXTURES}
 
 
 def weights_of(spec: ModelSpec) -> ModelWeights:
@@ -103,20 +135,33 @@ def weights_of(spec: ModelSpec) -> ModelWeights:
             shared_gate=matrix(1, HIDDEN) if one.shared_gate else None,
         )
 
+    def grouped(spec: AttentionSpec) -> GqaWeights:
+        width, of_heads = spec.query_width + spec.kv_width, spec.qk_norm
+        return GqaWeights(
+            qkv=matrix(width, HIDDEN, 1.5),
+            out=matrix(HIDDEN, spec.out_width),
+            qkv_bias=random(width) if spec.bias else None,
+            out_bias=random(HIDDEN) if spec.out_bias else None,
+            q_norm=None if of_heads is None else 1.5 * norm(spec.qk_dim, of_heads.offset),
+            k_norm=None if of_heads is None else 1.5 * norm(spec.qk_dim, of_heads.offset),
+        )
+
+    def shared_vectors(spec: MlaSpec) -> MlaWeights:
+        return MlaWeights(
+            q=matrix(spec.query_width, spec.q_rank or HIDDEN),
+            kv_a=matrix(spec.kv_rank + spec.rope_dim, HIDDEN),
+            kv_a_norm=norm(spec.kv_rank, spec.norm.offset),
+            kv_b=matrix(spec.heads * (spec.nope_dim + spec.v_dim), spec.kv_rank, 1.5),
+            out=matrix(HIDDEN, spec.out_width),
+            q_a=None if spec.q_rank is None else matrix(spec.q_rank, HIDDEN),
+            q_a_norm=None if spec.q_rank is None else norm(spec.q_rank, spec.norm.offset),
+        )
+
     def layer(one: LayerSpec) -> LayerWeights:
         attention, offset = one.attention, one.norms.offset
-        assert isinstance(attention, AttentionSpec)
-        width, of_heads = attention.query_width + attention.kv_width, attention.qk_norm
         return LayerWeights(
             attention_norm=norm(HIDDEN, offset),
-            attention=GqaWeights(
-                qkv=matrix(width, HIDDEN, 1.5),
-                out=matrix(HIDDEN, attention.out_width),
-                qkv_bias=random(width) if attention.bias else None,
-                out_bias=random(HIDDEN) if attention.out_bias else None,
-                q_norm=None if of_heads is None else 1.5 * norm(attention.qk_dim, of_heads.offset),
-                k_norm=None if of_heads is None else 1.5 * norm(attention.qk_dim, of_heads.offset),
-            ),
+            attention=shared_vectors(attention) if isinstance(attention, MlaSpec) else grouped(attention),
             mlp_norm=norm(HIDDEN, offset),
             mlp=dense(one.mlp.intermediate) if isinstance(one.mlp, DenseSpec) else mixture(one.mlp),
             post_attention_norm=norm(HIDDEN, offset) if one.post_norms else None,

@@ -1,4 +1,4 @@
-"""A decoder in float64 for any `ModelSpec` without latent attention. It shares no code with the engine."""
+"""A decoder in float64 for any `ModelSpec`. It shares no code with the engine, and latent vectors are expanded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
-from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, ModelWeights, MoeWeights
+from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, MlaWeights, ModelWeights, MoeWeights
 
 
 def spec_logits(spec: ModelSpec, weights: ModelWeights, ids: list[int]) -> Tensor:
@@ -75,6 +75,8 @@ def first(scores: Tensor, count: int) -> Tensor:
 
 def attend(layer: LayerSpec, own: LayerWeights, x: Tensor) -> Tensor:
     spec, weights = layer.attention, own.attention
+    if isinstance(spec, MlaSpec):
+        return attend_expanded(spec, weights, x)
     assert isinstance(spec, AttentionSpec)
     assert isinstance(weights, GqaWeights)
     projected = x @ weights.qkv.T
@@ -98,13 +100,31 @@ def attend(layer: LayerSpec, own: LayerWeights, x: Tensor) -> Tensor:
     return result + weights.out_bias if spec.out_bias else result
 
 
+def attend_expanded(spec: MlaSpec, weights: object, x: Tensor) -> Tensor:
+    assert isinstance(weights, MlaWeights)
+    source = x if weights.q_a is None else norm(x @ weights.q_a.T, weights.q_a_norm, spec.norm)
+    queries = (source @ weights.q.T).unflatten(1, (spec.heads, -1))
+    vector, key = (x @ weights.kv_a.T).split([spec.kv_rank, spec.rope_dim], 1)
+    vector, key = norm(vector, weights.kv_a_norm, spec.norm), rotated(key.unsqueeze(1), spec.rope)[:, 0]
+    future = torch.ones(len(x), len(x)).triu(1).bool()
+    results = []
+    for head, expansion in enumerate(weights.kv_b.unflatten(0, (spec.heads, -1))):
+        plain, turned = queries[:, head].split([spec.nope_dim, spec.rope_dim], 1)
+        keys, values = (vector @ expansion.T).split([spec.nope_dim, spec.v_dim], 1)
+        scores = plain @ keys.T + rotated(turned.unsqueeze(1), spec.rope)[:, 0] @ key.T
+        scores *= 1 / math.sqrt(spec.qk_dim) if spec.scale is None else spec.scale
+        results.append(scores.masked_fill(future, -math.inf).softmax(-1) @ values)
+    return torch.cat(results, 1) @ weights.out.T
+
+
 def rotated(heads: Tensor, rope: RopeSpec) -> Tensor:
-    """Rotate [tokens, heads, dim]: number i is paired with number i + rope.dim / 2."""
+    """Rotate [tokens, heads, dim]: number i is paired with number i + rope.dim / 2, or numbers 2i and 2i + 1 are a pair."""
     dim = rope.dim or heads.shape[2]
     half, out = dim // 2, heads.clone()
     for i in range(half):
         angles = torch.arange(len(heads), dtype=torch.float64).unsqueeze(1) * rope.theta ** (-i / half)
-        a, b = heads[..., i], heads[..., i + half]
-        out[..., i] = a * angles.cos() - b * angles.sin()
-        out[..., i + half] = b * angles.cos() + a * angles.sin()
+        low, high = (2 * i, 2 * i + 1) if rope.neighbours else (i, i + half)
+        a, b = heads[..., low], heads[..., high]
+        out[..., low] = a * angles.cos() - b * angles.sin()
+        out[..., high] = b * angles.cos() + a * angles.sin()
     return out

@@ -14,6 +14,7 @@ from spec_reference import spec_logits
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
+from pdserve.core.errors import ConfigError
 from pdserve.core.ids import NULL_BLOCK, BlockId, SeqId
 from pdserve.core.model_spec import UNEQUAL_HEADS, DenseSpec, MlaSpec, MoeSpec, NormSpec, RopeSpec
 from pdserve.core.step_plan import SequenceSlice, StepPlan
@@ -24,7 +25,7 @@ from tests.engine.engine_ways import COMPILED
 
 SIZE = 16
 LENGTHS = (1, 17, 90, 330, 601)
-ROUNDING = {"bf16": 0.02, "int8": 0.04, "fp8_e4m3": 0.1, "int4": 0.3}  # as in test_native_layers
+ROUNDING = {"bf16": 0.02, "fp32": 0.02, "int8": 0.04, "fp8_e4m3": 0.1, "int4": 0.3}  # as in test_native_layers
 
 
 @cache
@@ -85,6 +86,9 @@ def error_of_rows(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 WAYS = [(name, "bf16", threads) for name in MODELS for threads in (1, 2)]
 WAYS += [("all", kv_cache_dtype, 2) for kv_cache_dtype in ("int8", "fp8_e4m3", "int4")]
+WAYS += [
+    ("latent_wide", kv_cache_dtype, threads) for kv_cache_dtype in ("fp32", "int8", "fp8_e4m3", "int4") for threads in (1, 2)
+]
 
 
 @COMPILED
@@ -101,11 +105,19 @@ def test_prefill_and_decode_equal_the_references_up_to_rounding(make, name, kv_c
     assert measure(runner.logits(decodes), torch.stack([rows[-1] for rows in reference(name)])) < ROUNDING[kv_cache_dtype]
 
 
+QUANTISED = ("all", "ties", "latent_all", "latent_moe")
 CHANGES = {
     "qwen2": [{"bias": False}],
     "qwen3": [{"qk_norm": None}, {"qk_norm": NormSpec(1e-6)}],
     "mistral": [{"window": 8}, {"window": 2}, {"window": None}],
     "phi": [{"out_bias": False}, {"bias": False}, {"rope": RopeSpec(500.0)}, {"rope": RopeSpec(500.0, dim=24)}],
+    "latent": [
+        {"norm": NormSpec(1e-6)},
+        {"scale": None},
+        {"rope": RopeSpec(500.0)},
+        {"rope": RopeSpec(10000.0, neighbours=True)},
+    ],
+    "latent_ranked": [{"norm": NormSpec(1e-6)}, {"rope": RopeSpec(500.0, neighbours=True)}],
     "gemma3": [{"softcap": None}, {"scale": None}, {"qk_norm": NormSpec(1e-6)}, {"window": None}, {"rope": RopeSpec(10000.0)}],
 }
 
@@ -153,7 +165,7 @@ def test_a_mixture_without_one_feature_has_other_logits(name, change):
 @COMPILED
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [*((name, None) for name in MODELS), *((name, bits) for name in ("all", "ties") for bits in ("int8", "int4"))],
+    [*((name, None) for name in MODELS), *((name, bits) for name in QUANTISED for bits in ("int8", "int4"))],
 )
 def test_company_chunks_and_threads_change_no_bit(make, name, quantization):
     """(1) All sequences whole in one step of two threads, which share rows. (2) Each alone with one thread: token by token at
@@ -216,8 +228,38 @@ def test_only_the_blocks_of_the_window_are_read(make, kv_cache_dtype, threads):
         pool.blocks.zero_()
 
 
+@COMPILED
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8"])
+def test_latent_attention_reads_only_what_its_sequences_stored(make, kv_cache_dtype, threads):
+    """(1) Prompts and decodes in a pool of zeros, (2) in a pool of numbers that are none."""
+    runner = make("latent_all", kv_cache_dtype=kv_cache_dtype, threads=threads)
+    whole = pieces(runner, seed=6)
+    found = []
+    for fill in (0, 0xFF):
+        runner.kv.caches[0].blocks.fill_(fill)
+        for begin, end in ((0, -2), (-2, -1), (-1, None)):
+            cuts = [(one, *slice(begin, end).indices(len(one.token_ids))[:2]) for one in whole if len(one.token_ids) > 2]
+            found.append(runner.logits(StepPlan(tuple(cut(*one) for one in cuts))))
+    runner.kv.caches[0].blocks.zero_()
+    assert all(map(torch.equal, found[:3], found[3:]))
+    assert not torch.cat(found).isnan().any()
+
+
+@COMPILED
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_rank_that_weights_of_fewer_bits_do_not_allow_is_refused(tiny_dir, quantization):
+    spec = MODELS["latent_all"]
+    attention = replace(spec.layers[0].attention, q_rank=96)
+    spec = replace(spec, layers=tuple(replace(layer, attention=attention) for layer in spec.layers))
+    config = EngineConfig(kv_cache_memory=8 * MIB, max_model_len=640, dtype="bfloat16", quantization=quantization)
+    with pytest.raises(ConfigError, match="multiples of 64"):
+        ModelRunner.make(replace(ModelCard.load(tiny_dir), spec=spec), config, lambda dtype, _: weights_of(spec))
+
+
 LATENT = MlaSpec(heads=4, kv_rank=32, nope_dim=16, rope_dim=16, v_dim=16, rope=RopeSpec(10000.0), norm=NormSpec(1e-6))
 BASE = heads(4, 2, 32)
+FIT = "compiled steps need widths that are multiples of 16"
 
 
 @pytest.mark.parametrize(
@@ -226,12 +268,14 @@ BASE = heads(4, 2, 32)
         (model(replace(BASE, rope=RopeSpec(10000.0, neighbours=True))), "compiled steps do not compute rope of neighbours"),
         (model(replace(BASE, v_dim=16)), "compiled steps do not compute a v_dim other than qk_dim"),
         (model(BASE, replace(BASE, heads=2)), f"compiled steps do not compute {UNEQUAL_HEADS}"),
-        (model(LATENT), "compiled steps do not compute latent attention"),
-        (model(BASE, mlp=MoeSpec(4, 2, 24)), "compiled steps need widths that are multiples of 16"),
-        (model(BASE, mlp=MoeSpec(4, 2, 64, shared=8)), "compiled steps need widths that are multiples of 16"),
-        (model(heads(4, 2, 24, **GEMMA)), "compiled steps need widths that are multiples of 16"),
-        (model(heads(1, 1, 528)), "compiled steps need heads of at most 512"),
-        (model(BASE, mlp=DenseSpec(104)), "compiled steps need widths that are multiples of 16"),
+        (model(LATENT, replace(LATENT, kv_rank=16, rope_dim=32)), f"compiled steps do not compute {native.UNEQUAL_LATENTS}"),
+        (model(BASE, mlp=MoeSpec(4, 2, 24)), FIT),
+        (model(BASE, mlp=MoeSpec(4, 2, 64, shared=8)), FIT),
+        (model(heads(4, 2, 24, **GEMMA)), FIT),
+        *((model(replace(LATENT, **{width: 24})), FIT) for width in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim")),
+        (model(heads(1, 1, 656)), "compiled steps need heads of at most 640"),
+        (model(replace(LATENT, kv_rank=624, rope_dim=32)), "compiled steps need heads of at most 640"),
+        (model(BASE, mlp=DenseSpec(104)), FIT),
     ],
 )
 def test_what_is_not_compiled_is_refused_by_name(spec, name):

@@ -32,6 +32,7 @@ SHAPES = [  # head_dim, heads, KV heads, block size: one panel of dimensions, tw
     (128, 16, 1, 16),
     (256, 3, 1, 16),
     (512, 1, 1, 16),
+    (640, 1, 1, 16),
 ]
 ROUNDING = {"bf16": 0.02, "fp32": 0.02, "int8": 0.03, "fp8_e4m3": 0.05, "int4": 0.2}
 """Of the root mean square: the model's of bfloat16, and what neighbouring numbers of quantised KV are apart. Seen were at

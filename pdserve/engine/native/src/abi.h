@@ -17,17 +17,27 @@ struct PdMoe {
     double scale;
 };
 
-// One layer. The layers of a KV group have equal heads, kv_heads and head_dim.
+// Latent attention in its absorbed form; see `MlaSpec` of pdserve/core/model_spec.py. kv_rank 0 means that keys and values are stored.
+// The layers of a KV group have equal kv_rank.
+struct PdLatent {
+    int64_t kv_rank;
+    int64_t q_rank;           // 0: queries are projected in one product
+    int64_t nope_dim, v_dim;  // of an expanded head
+};
+
+// One layer. The layers of a KV group have equal heads, kv_heads and head_dim. With latent attention kv_heads is 1 and head_dim is
+// kv_rank + rope_dim, the numbers of an absorbed query and of what a token stores.
 struct PdLayer {
     int64_t heads, kv_heads, head_dim, intermediate;
     int64_t group, index;    // the KV group, and the layer's place among those of the group
-    int64_t rope_dim;        // the first so many numbers of a head are rotated
+    int64_t rope_dim;        // the first so many numbers of a head are rotated; with latent attention the last ones
     int64_t activation;      // 0 SiLU, 1 GELU by a tangent hyperbolic
     double rms_norm_eps;     // of the layer's norms, except those of heads
-    double head_norm_eps;    // of the norms of heads
+    double head_norm_eps;    // of the norms of heads, or of latent vectors
     double scale;            // factor of scores
     double softcap;          // bound of scores; 0 means none
     const float *rope;       // [positions, 2, rope_dim]; must outlive the model
+    PdLatent latent;
     PdMoe moe;
 };
 
@@ -46,7 +56,8 @@ struct PdGroup {
     const int64_t *span_table;  // [spans + 1], the places in `tables` where the blocks of each span begin and end
     const int32_t *tables;      // block ids; those of blocks that no token of the step sees are not read
     uint8_t *pool;              // [blocks], each [layers of the group, 2, kv_heads, block_size, head_dim] numbers;
-                                // a quantised block also has [layers of the group, 2, kv_heads] float32 scales
+                                // a quantised block also has [layers of the group, 2, kv_heads] float32 scales; latent attention
+                                // has 1 in place of 2
     int64_t blocks;
     int64_t kv_format;          // 0 bfloat16, 1 float32, 2 int8, 3 fp8 E4M3, 4 int4
 };
@@ -84,7 +95,7 @@ struct PdRow {
     int64_t tops;
 };
 
-#define PDSERVE_ABI 8  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 9  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.
@@ -109,14 +120,17 @@ void pdserve_model_free(void *model);
 
 // Copies and packs a weight [n, k] bfloat16. which: 0 qkv, 1 attention out, 2 gate and up in alternating groups of sixteen
 // rows, 3 down, 4 head (for any layer), 5 router with a last row for the gate of the shared expert, 6 gate and up of an expert, 7
-// down of an expert. In a mixture of experts 2 and 3 are those of the shared expert. bits: 16, 8 (k is a multiple of 64) or 4 (of
-// 32), the same for all but the head and the router, which has 16.
-int pdserve_model_weight(void *model, int64_t layer, int which, int64_t expert, const uint16_t *weight, int64_t n, int64_t k, int bits);
+// down of an expert. In a mixture of experts 2 and 3 are those of the shared expert. With latent attention 0 is the rows of queries
+// or of their latent vector, then those of the latent vector and the key; 8 queries from their latent vector; and of each head
+// 9 keys to queries, [kv_rank, nope_dim], and 10 values, [v_dim, kv_rank]. Rotated rows are sorted into two halves. part: the
+// expert or the head. bits: 16, 8 (k is a multiple of 64) or 4 (of 32), the same for all but the head, the router, 9 and 10. The
+// last three have 16.
+int pdserve_model_weight(void *model, int64_t layer, int which, int64_t part, const uint16_t *weight, int64_t n, int64_t k, int bits);
 
 // Copies the weight of a norm, or a bias: [size] float32. which: 0 the norm before attention, 1 that before the MLP, 2 that before
 // the head (for any layer), 3 that of attention's result, 4 that of the MLP's result, 5 that of a head of queries, 6 that of a head
-// of keys, 7 the bias of qkv, 8 that of attention out, 9 the router's correction of the choice. All after 2 are optional: what is
-// not given is not computed.
+// of keys, 7 the bias of qkv, 8 that of attention out, 9 the router's correction of the choice. With latent attention 5 and 6 are
+// those of the latent vector of queries and of the other one. All after 2 are optional: what is not given is not computed.
 int pdserve_model_vector(void *model, int64_t layer, int which, const float *from, int64_t size);
 
 // Writes how many tokens chose each expert of a layer since the model was made. to: [experts]. Only one caller at a time.

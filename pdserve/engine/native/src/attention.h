@@ -1,5 +1,7 @@
 // Causal grouped-query attention that reads K and V in place, in the blocks of the pool.
 //
+// With latent attention, a token stores one row. It is the key, and its first numbers are the value.
+//
 // The positions of a sequence are cut into tiles of kTile and chunks of kChunk, both counted from its beginning. A row goes
 // through the tiles of a chunk with an online softmax (Milakov and Gimelshein 2018), and the chunks are merged from the first
 // upwards. Products run in the order of matmul.h. So the bits of a row depend only on its sequence: later positions get weight
@@ -25,7 +27,9 @@ namespace pdserve {
 constexpr int kTile = 64;
 constexpr int kChunk = 256;
 constexpr int kQueryTile = 64;  // tokens of a prompt that share a laid-out tile of K and V
-constexpr long kMostDim = 512;    // most dimensions of a head
+constexpr long kLatentRows = 128;  // rows of a task of latent attention, which are wide: each head of each token is one
+constexpr long kLeastQueryTile = 2;  // a task of one token is a decode, which may be cut into parts
+constexpr long kMostDim = 640;    // most dimensions of a head; DeepSeek stores 576
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr long kUnlimited = 1L << 40;  // a window that no sequence reaches
 
@@ -48,7 +52,7 @@ struct Paged {
     const int32_t* table;
     long block_size, dim;
     long block_stride;  // from the start of a block to the start of the next
-    long key, value;    // from the start of a block to K and V of this layer and head
+    long key, value;    // from the start of a block to K and V of this layer and head; the same place for latent attention
     long key_scale, value_scale;
 
     uint8_t* block(long position) const { return pool + table[position / block_size] * block_stride; }
@@ -77,24 +81,24 @@ struct Paged {
     }
 };
 
-// Working memory of one thread. rows: at most kQueryTile * group.
+// Working memory of one thread. rows: at most as many as a task has.
 struct AttentionScratch {
-    long rows = 0, dim = 0;  // dim is padded to whole panels
+    long rows = 0, dim = 0, value_dim = 0;  // numbers of a key and of a value, padded to whole panels
     Lines<uint32_t> query, keys, values, weights;
     Lines<float> scores, result, merged, top, total, factor, merged_top, merged_total;
     alignas(64) float key_scales[kTile], value_scales[kTile];  // scales of the tile's positions, only for quantised KV
 
-    void fit(long rows_needed, long dim_padded) {
-        if (rows_needed <= rows && dim_padded == dim) return;
+    void fit(long rows_needed, long dim_padded, long value_padded) {
+        if (rows_needed <= rows && dim_padded == dim && value_padded == value_dim) return;
         query.assign(rows_needed * dim_padded / 2, 0);
         keys.assign(kTile * dim_padded / 2, 0);
-        values.assign(kTile * dim_padded / 2, 0);
+        values.assign(kTile * value_padded / 2, 0);
         weights.assign(rows_needed * kTile / 2, 0);
         scores.assign(rows_needed * kTile, 0);
-        result.assign(rows_needed * dim_padded, 0);
-        merged.assign(rows_needed * dim_padded, 0);
+        result.assign(rows_needed * value_padded, 0);
+        merged.assign(rows_needed * value_padded, 0);
         for (auto* one : {&top, &total, &factor, &merged_top, &merged_total}) one->assign(rows_needed, 0);
-        rows = rows_needed, dim = dim_padded;  // set last, because an allocation may have failed before
+        rows = rows_needed, dim = dim_padded, value_dim = value_padded;  // set last, because an allocation may have failed before
     }
 };
 
@@ -141,11 +145,13 @@ public:
 
     // Prepares to ask for positions [first, first + count), at most kTile.
     Asker(const Paged<Kv>& kv, long first, long count) {
-        for (const long part : {kv.key, kv.value})
+        for (const long part : {kv.key, kv.value}) {
+            if (end_ > 0 && kv.value == kv.key) break;
             kv.each_block(first, count, [&](long, long n, long offset, const uint8_t* block) {
                 const uint8_t* from = block + part + offset * Kv::bytes(kv.dim);
                 runs_[end_++] = {from, from + n * Kv::bytes(kv.dim)};
             });
+        }
     }
 
     // Asks for some lines during word k of a product that computes `Panels` panels at a time.
@@ -376,17 +382,17 @@ template <class Kv>
 inline void add_values(AttentionScratch& s, long first, long end, const Range& range, Asker<Kv>& asker) {
     constexpr long tile_words = kTile / 2;
     const long from = range.from / 2, words = (range.end + 1) / 2 - from;
-    pieces(first, end, 0, s.dim / kPanel, [&]<int R, int Panels>(long row, long panel) {
+    pieces(first, end, 0, s.value_dim / kPanel, [&]<int R, int Panels>(long row, long panel) {
         __m512 sum[R][2 * Panels];
-        float* at = &s.result[row * s.dim + panel * kPanel];
+        float* at = &s.result[row * s.value_dim + panel * kPanel];
         for (int r = 0; r < R; r++)
             for (int h = 0; h < 2 * Panels; h++)
-                sum[r][h] = _mm512_mul_ps(_mm512_loadu_ps(at + r * s.dim + h * kLanes), _mm512_set1_ps(s.factor[row + r]));
+                sum[r][h] = _mm512_mul_ps(_mm512_loadu_ps(at + r * s.value_dim + h * kLanes), _mm512_set1_ps(s.factor[row + r]));
         tile<Bf16Dot, R, Panels>(&s.weights[row * tile_words + from], tile_words, &s.values[panel * kPanel * tile_words + from * kPanel],
                                  kPanel * tile_words, words, sum,
                                  [&](long k) { asker.template during<Panels>(k); });
         for (int r = 0; r < R; r++)
-            for (int h = 0; h < 2 * Panels; h++) _mm512_storeu_ps(at + r * s.dim + h * kLanes, sum[r][h]);
+            for (int h = 0; h < 2 * Panels; h++) _mm512_storeu_ps(at + r * s.value_dim + h * kLanes, sum[r][h]);
     });
 }
 
@@ -400,7 +406,7 @@ inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position
     const long end = std::min<long>((chunk + 1) * kChunk, position + tokens);
     std::fill_n(s.top.begin(), rows, kNone);
     std::fill_n(s.total.begin(), rows, 0.0f);
-    std::fill_n(s.result.begin(), rows * s.dim, 0.0f);
+    std::fill_n(s.result.begin(), rows * s.value_dim, 0.0f);
     for (long first = std::max(chunk * kChunk, low / kTile * kTile); first < end; first += kTile) {
         const Range range{first, std::max<long>(0, low - first), std::min<long>(kTile, end - first)};
         const long ahead = std::min<long>(kTile, seen - first - kTile);
@@ -411,7 +417,7 @@ inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position
         const long past = std::min(rows, (first + range.end + how.window - 1 - position) * group);  // and neither do rows from here on
         score_tile(s, hidden, past, range, asker);
         soften_tile<Kv::kScaled>(s, hidden, past, range, position - first, group, how);
-        lay_out_values(kv, range, s.dim, s.values.data(), asker);
+        lay_out_values(kv, range, s.value_dim, s.values.data(), asker);
         add_values(s, hidden, past, range, asker);
     }
 }

@@ -1,6 +1,7 @@
 // The computation of a step, layer by layer. Every thread of the pool runs `compute`.
 #include "model.h"
 #include "model_attention.h"
+#include "model_latent.h"
 #include "model_moe.h"
 
 namespace pdserve {
@@ -12,7 +13,7 @@ void Model::compute(int thread) {
     each_part(thread, batch.rows, [&](const Part& part) { begin_layer(thread, 0, batch, part); });
     for (long i = 0; i <= last; i++) {
         with_format(format_of(i), [&]<class Kv>() {
-            if (Kv::kScaled && by_rows(step_->rows)) put_all_scaled<Kv>(thread, i);
+            if (Kv::kScaled && (by_rows(step_->rows) || layers_[i].latent())) put_all_scaled<Kv>(thread, i);
             if (i < last || step_->out_rows > 0) attend<Kv>(thread, i);
         });
         if (i == last && step_->out_rows == 0) return;
@@ -22,7 +23,8 @@ void Model::compute(int thread) {
             if (i < last) begin_layer(thread, i + 1, batch, part);
         });
     }
-    product(thread, Part{0, batch.rows, true}, head_, Normed{batch.x, norm_, float(shape_.rms_norm_eps)}, Store{step_->logits, shape_.vocab});
+    product(thread, Part{0, batch.rows, true}, head_, Normed{batch.x, shape_.hidden, norm_, float(shape_.rms_norm_eps)},
+            Store{step_->logits, shape_.vocab});
     share_rows(thread, batch.rows, [&](long row, long end) {
         for (; row < end; row++) {
             float* logits = step_->logits + row * shape_.vocab;
@@ -45,7 +47,8 @@ void Model::embed(long row, long end) {
 // it and puts it into its place.
 void Model::begin_layer(int thread, long index, const Batch& batch, const Part& part) {
     const Layer& layer = layers_[index];
-    const Normed normed{batch.x + part.row * shape_.hidden, layer.attention_norm, layer.eps()};
+    if (layer.latent()) return begin_latent(thread, index, batch, part);
+    const Normed normed{batch.x + part.row * shape_.hidden, shape_.hidden, layer.attention_norm, layer.eps()};
     const Store store{qkv_.data() + part.row * layer.qkv_width(), layer.qkv_width()};
     const long dim = layer.shape.head_dim, all = layer.shape.heads + 2 * layer.shape.kv_heads;
     const long unit = std::lcm(dim, long(kPanel)) / kPanel;
@@ -100,9 +103,9 @@ void Model::finish_layer(int thread, long index, const Batch& batch, const Part&
     const long hidden = shape_.hidden;
     float* x = batch.x + part.row * hidden;
     bf16* gated = part.together ? gated_.data() : own_[thread].gated.data();
-    const Halves attended{batch.attended + part.row * layer.query_width()};
+    const Halves attended{layer.latent() ? expand_values(thread, layer, batch, part) : batch.attended + part.row * layer.attended_width()};
     add_branch(thread, part, layer.attention_out, attended, x, layer.out_bias, layer.post_attention_norm, layer.eps());
-    const Normed normed{x, layer.mlp_norm, layer.eps()};
+    const Normed normed{x, hidden, layer.mlp_norm, layer.eps()};
     if (layer.shape.moe.experts == 0) {
         product_gated(thread, part, layer, normed, gated, layer.shape.intermediate);
         return add_branch(thread, part, layer.down, Halves{gated}, x, {}, layer.post_mlp_norm, layer.eps());
@@ -116,7 +119,7 @@ void Model::finish_layer(int thread, long index, const Batch& batch, const Part&
 
 // Keeps only the rows whose logits are wanted.
 Batch Model::keep_wanted(int thread, const Batch& batch) {
-    const long hidden = shape_.hidden, width = layers_.back().query_width();
+    const long hidden = shape_.hidden, width = layers_.back().attended_width();
     pool_.share(thread, step_->out_rows, [&](long i) {
         std::copy_n(batch.x + step_->out[i] * hidden, hidden, wanted_.begin() + i * hidden);
         std::copy_n(batch.attended + step_->out[i] * width, width, wanted_attended_.begin() + i * width);

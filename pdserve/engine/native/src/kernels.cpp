@@ -38,10 +38,10 @@ void* pdserve_model_new(const PdShape* shape, const uint16_t* embedding) {
 
 void pdserve_model_free(void* model) { delete (Model*)model; }
 
-int pdserve_model_weight(void* model, int64_t layer, int which, int64_t expert, const uint16_t* weight, int64_t n, int64_t k, int bits) {
+int pdserve_model_weight(void* model, int64_t layer, int which, int64_t part, const uint16_t* weight, int64_t n, int64_t k, int bits) {
     return guarded([&] {
         Model& to = *(Model*)model;
-        return to.set(to.weight(layer, which, expert), weight, n, k, bits), PDSERVE_DONE;
+        return to.set(to.weight(layer, which, part), weight, n, k, bits), PDSERVE_DONE;
     });
 }
 

@@ -47,6 +47,8 @@ struct Layer {
     Weight router;
     std::vector<Weight> expert_gate_up, expert_down;
     std::unique_ptr<std::atomic<int64_t>[]> counts;  // tokens that chose each expert
+    Weight query_up;                     // of latent attention: queries from their latent vector
+    std::vector<Weight> absorb, expand;  // of each of its heads: keys to queries, and values
 
     // Returns the widest row of activations between the two products of the MLP, for all experts of a token together.
     long gated_width() const {
@@ -55,8 +57,16 @@ struct Layer {
     }
 
     float eps() const { return float(shape.rms_norm_eps); }
+    bool latent() const { return shape.latent.kv_rank > 0; }
     long query_width() const { return shape.heads * shape.head_dim; }
-    long qkv_width() const { return query_width() + 2 * shape.kv_heads * shape.head_dim; }
+    long value_dim() const { return latent() ? shape.latent.kv_rank : shape.head_dim; }
+    long attended_width() const { return shape.heads * value_dim(); }
+    long out_width() const { return latent() ? shape.heads * shape.latent.v_dim : query_width(); }  // what attention out takes
+    long expanded_width() const { return shape.heads * (shape.latent.nope_dim + shape.rope_dim); }  // of queries before they are absorbed
+    long qkv_width() const {
+        if (latent()) return (shape.latent.q_rank > 0 ? shape.latent.q_rank : expanded_width()) + shape.head_dim;
+        return query_width() + 2 * shape.kv_heads * shape.head_dim;
+    }
 };
 
 // Queries of one span and KV head against chunks [chunk, chunk_end). part: the first place for the results of the decode's
@@ -67,7 +77,8 @@ struct Task {
 
 // The layers of a KV group, and the attention of a step in each of them.
 struct Group {
-    long layers = 0, heads = 0, kv_heads = 0, head_dim = 0, window = kUnlimited;
+    long layers = 0, heads = 0, kv_heads = 0, head_dim = 0, value_dim = 0, window = kUnlimited;
+    long query_tile = kQueryTile;  // tokens of a task
     std::vector<Task> tasks;
     std::unique_ptr<std::atomic<long>[]> missing;  // chunks of a decode that are not finished yet, by the first of its parts
     long missing_count = 0;
@@ -107,6 +118,7 @@ struct alignas(64) Own {
     Lines<float> spare, turned, sums;  // turned: rotated keys of one head and block; sums: sums of groups (int4.h)
     RowRoom rows;
     Lines<bf16> gated;
+    Lines<bf16> plain;  // the part of queries of one head that is not rotated
     Lines<float> branch;  // results of attention or of the MLP before they are normed
     DrawScratch draw;
     RouteScratch route;
@@ -127,10 +139,11 @@ struct Part {
 };
 
 // The sources of a product's rows: x / rms(x) * weight (`Normed`), the same of the row of each slot (`Gathered`), or bfloat16
-// numbers as they are (`Halves`).
+// numbers as they are (`Halves`). Rows of x are `stride` numbers apart.
 
 struct Normed {
     const float* x;
+    long stride;
     const std::vector<float>& weight;
     float eps;
 };
@@ -154,14 +167,20 @@ class Model {
             layers_[i].expert_gate_up.resize(of.moe.experts), layers_[i].expert_down.resize(of.moe.experts);
             layers_[i].counts.reset(new std::atomic<int64_t>[of.moe.experts]());
             group.layers++, group.heads = of.heads, group.kv_heads = of.kv_heads, group.head_dim = of.head_dim;
+            group.value_dim = layers_[i].value_dim();
+            if (!layers_[i].latent()) continue;
+            layers_[i].absorb.resize(of.heads), layers_[i].expand.resize(of.heads);
+            group.query_tile = std::clamp<long>(kLatentRows / of.heads, kLeastQueryTile, kQueryTile);
         }
         for (long i = 0; i < shape.groups; i++)
             if (shape.windows[i] > 0) groups_[i].window = shape.windows[i];
     }
 
-    Weight& weight(long layer, int which, long expert) {
+    Weight& weight(long layer, int which, long part) {
         Layer& at = layers_[which == 4 ? 0 : layer];
-        if (which > 5) return (which == 6 ? at.expert_gate_up : at.expert_down)[expert];
+        if (which == 8) return at.query_up;
+        std::vector<Weight>* parts[] = {&at.expert_gate_up, &at.expert_down, nullptr, &at.absorb, &at.expand};
+        if (which > 5) return (*parts[which - 6])[part];
         Weight* all[] = {&at.qkv, &at.attention_out, &at.gate_up, &at.down, &head_, &at.router};
         return *all[which];
     }
@@ -192,7 +211,7 @@ class Model {
 
     long widest() const {
         return std::max<long>(shape_.hidden, most([](const Layer& of) {
-            return std::max({of.shape.intermediate, of.query_width(), of.shape.moe.intermediate, of.shape.moe.shared});
+            return std::max({of.shape.intermediate, of.out_width(), of.shape.latent.q_rank, of.shape.moe.intermediate, of.shape.moe.shared});
         }));
     }
 
@@ -219,9 +238,15 @@ class Model {
     void plan_tasks(const PdStep& step, Group& group);
     void plan_touched(const PdStep& step);
     void fit(const PdStep& step);
+    void fit_attention(const PdStep& step);
     void compute(int thread);
     void embed(long row, long end);
     void begin_layer(int thread, long layer, const Batch& batch, const Part& part);
+    void begin_latent(int thread, long layer, const Batch& batch, const Part& part);
+    void absorb_head(Own& own, const Layer& of, const Part& part, const float* x, long width, long head);
+    template <class Kv>
+    void put_latents(long layer, long row, long end);
+    bf16* expand_values(int thread, const Layer& of, const Batch& batch, const Part& part);
     void finish_layer(int thread, long layer, const Batch& batch, const Part& part);
     Batch keep_wanted(int thread, const Batch& batch);
     void finish_heads(const Layer& of, const Part& part, long head, long end);
@@ -252,12 +277,12 @@ class Model {
     Paged<Kv> paged(long span, long layer, long head) const;
 
     void prepare(const Normed& from, long row, float* spare, const Rows& to, const Weight&) const {
-        norm_row(from.x + row * shape_.hidden, from.weight.data(), shape_.hidden, from.eps, spare, to, row);
+        norm_row(from.x + row * from.stride, from.weight.data(), long(from.weight.size()), from.eps, spare, to, row);
     }
 
     void prepare(const Gathered& from, long row, float* spare, const Rows& to, const Weight&) const {
         const Normed& of = from.normed;
-        norm_row(of.x + from.rows[row] * shape_.hidden, of.weight.data(), shape_.hidden, of.eps, spare, to, row);
+        norm_row(of.x + from.rows[row] * of.stride, of.weight.data(), long(of.weight.size()), of.eps, spare, to, row);
     }
 
     void prepare(const Halves& from, long row, float* spare, const Rows& to, const Weight& next) const {
@@ -274,6 +299,14 @@ class Model {
     void share_rows(int thread, long rows, const F& f) {
         const long pieces = std::min<long>(rows, kRowPieces * threads_);
         pool_.share(thread, pieces, [&](long i) { f(rows * i / pieces, rows * (i + 1) / pieces); });
+    }
+
+    // Calls f(span, row, position) for rows [row, end).
+    template <class F>
+    void each_token(long row, long end, const F& f) const {
+        for (long span = 0; span < step_->spans; span++)
+            for (long at = std::max(row, span_row_[span]); at < std::min(end, span_row_[span + 1]); at++)
+                f(span, at, step_->span_start[span] + at - span_row_[span]);
     }
 
     // Calls f(row, end) for all rows of a part. Its threads share them.
@@ -342,11 +375,11 @@ class Model {
     std::vector<Touched> touched_;
     std::vector<long> span_row_;  // the first row of each span
     std::vector<Own> own_;
-    Lines<float> residual_, wanted_, qkv_, branch_;
+    Lines<float> residual_, wanted_, qkv_, branch_, expanded_;
     std::vector<float> products_, weights_, shared_weights_;  // of routers: their products, and the weights of experts
     std::vector<int32_t> chosen_;                             // [rows, experts per token], ascending
     RowRoom together_;  // rows that all threads multiply
-    Lines<bf16> query_, attended_, wanted_attended_, gated_;
+    Lines<bf16> query_, attended_, wanted_attended_, gated_, values_;
 };
 
 }  // namespace pdserve

@@ -11,8 +11,9 @@ Paged<Kv> Model::paged(long span, long layer, long head) const {
     const PdLayer& of = layers_[layer].shape;
     const PdGroup& group = step_->groups[of.group];
     const long size = step_->block_size, dim = of.head_dim, heads = of.kv_heads;
-    const long each = size * Kv::bytes(dim), all = groups_[of.group].layers * 2 * heads;
-    const long key = of.index * 2 * heads + head, value = key + heads;
+    const long units = layers_[layer].latent() ? heads : 2 * heads;  // of keys and of values; the rows of latent attention are both
+    const long each = size * Kv::bytes(dim), all = groups_[of.group].layers * units;
+    const long key = of.index * units + head, value = key + units - heads;
     const long scale = Kv::kScaled ? long(sizeof(float)) : 0;
     return {group.pool, group.tables + group.span_table[span], size, dim, all * (each + scale),
             key * each, value * each, all * each + key * scale, all * each + value * scale};
@@ -77,6 +78,10 @@ void Model::put_scaled(Own& own, long layer, const Touched& touched, long head) 
     const Paged<Kv> kv = paged<Kv>(span, layer, kv_head % kv_heads);
     const float* x = qkv_.data() + row * width + head * dim;
     uint8_t* block = kv.block(position);
+    if (of.latent()) {  // a row of latent attention is ready, and it follows the queries
+        const float* stored = qkv_.data() + (row + 1) * width - dim;
+        return quantise_head<Kv>(stored, width, offset, count, dim, block + kv.key, (float*)(block + kv.key_scale));
+    }
     if (kv_head >= kv_heads)
         return quantise_head<Kv>(x, width, offset, count, dim, block + kv.value, (float*)(block + kv.value_scale));
     float* turned = own.turned.data();
@@ -90,7 +95,7 @@ void Model::put_scaled(Own& own, long layer, const Touched& touched, long head) 
 template <class Kv>
 void Model::put_all_scaled(int thread, long layer) {
     const PdLayer& of = layers_[layer].shape;
-    const long heads = 2 * of.kv_heads;
+    const long heads = layers_[layer].latent() ? 1 : 2 * of.kv_heads;
     pool_.share(thread, long(touched_.size()) * heads, [&](long i) {
         if constexpr (Kv::kScaled) put_scaled<Kv>(own_[thread], layer, touched_[i / heads], of.heads + i % heads);
     });
@@ -120,46 +125,47 @@ void Model::run(int thread, const Task& task, long layer) {
     AttentionScratch& s = own_[thread].attention[layers_[layer].shape.group];
     const Paged<Kv> kv = paged<Kv>(task.span, layer, task.head);
     const long row = span_row_[task.span] + task.begin, position = step_->span_start[task.span] + task.begin;
-    const long dim = group.head_dim, sharing = group.sharing(), width = layers_[layer].query_width();
-    const long rows = task.tokens * sharing, at = task.head * sharing * dim;
+    const long dim = group.head_dim, value_dim = group.value_dim, sharing = group.sharing(), width = layers_[layer].query_width();
+    const long rows = task.tokens * sharing, first = task.head * sharing, out_width = layers_[layer].attended_width();
     const Scoring how = scoring(layer);
     const auto following = [&] { return first_of_next<Kv>(thread, layer); };
-    take_queries(query_.data() + row * width + at, width, task.tokens, sharing, dim, s);
+    take_queries(query_.data() + row * width + first * dim, width, task.tokens, sharing, dim, s);
     if (task.part >= 0) {
         const long part = task.part + task.chunk - task.chunk_first;
         const long seen = std::min(position + task.tokens, task.chunk_end * kChunk);
         attend_chunk(kv, s, position, task.tokens, sharing, task.chunk, seen, how, following);
-        std::copy_n(s.result.begin(), rows * s.dim, group.part_sums.begin() + part * rows * s.dim);
+        std::copy_n(s.result.begin(), rows * s.value_dim, group.part_sums.begin() + part * rows * s.value_dim);
         std::copy_n(s.top.begin(), rows, group.part_tops.begin() + part * rows);
         std::copy_n(s.total.begin(), rows, group.part_totals.begin() + part * rows);
         if (group.missing[task.part].fetch_sub(1, std::memory_order_acq_rel) == 1) merge_parts(task, layer, own_[thread]);
         return;
     }
-    std::fill_n(s.merged.begin(), rows * s.dim, 0.0f);
+    std::fill_n(s.merged.begin(), rows * s.value_dim, 0.0f);
     std::fill_n(s.merged_top.begin(), rows, kNone);
     std::fill_n(s.merged_total.begin(), rows, 0.0f);
     for (long chunk = task.chunk; chunk < task.chunk_end; chunk++) {
         attend_chunk(kv, s, position, task.tokens, sharing, chunk, position + task.tokens, how, following);
         for (long r = 0; r < rows; r++)
-            merge(&s.result[r * s.dim], s.top[r], s.total[r], &s.merged[r * s.dim], s.merged_top[r], s.merged_total[r], s.dim);
+            merge(&s.result[r * s.value_dim], s.top[r], s.total[r], &s.merged[r * s.value_dim], s.merged_top[r], s.merged_total[r],
+                  s.value_dim);
     }
     for (long r = 0; r < rows; r++)
-        finish_row(&s.merged[r * s.dim], s.merged_total[r], dim,
-                   attended_.data() + (row + r / sharing) * width + at + r % sharing * dim);
+        finish_row(&s.merged[r * s.value_dim], s.merged_total[r], value_dim,
+                   attended_.data() + (row + r / sharing) * out_width + (first + r % sharing) * value_dim);
 }
 
 // Merges the chunks of a decode. The thread that finished the last chunk calls it.
 void Model::merge_parts(const Task& task, long layer, Own& own) {
     Group& group = group_of(layer);
     AttentionScratch& s = own.attention[layers_[layer].shape.group];
-    const long rows = group.sharing(), dim = group.head_dim, width = layers_[layer].query_width();
+    const long rows = group.sharing(), dim = group.value_dim, width = layers_[layer].attended_width();
     group.missing[task.part].store(task.parts, std::memory_order_relaxed);  // for the next layer, which is a later phase
     for (long r = 0; r < rows; r++) {
         float top = kNone, total = 0;
-        std::fill_n(s.merged.begin(), s.dim, 0.0f);
+        std::fill_n(s.merged.begin(), s.value_dim, 0.0f);
         for (long part = task.part; part < task.part + task.parts; part++)
-            merge(&group.part_sums[(part * rows + r) * s.dim], group.part_tops[part * rows + r], group.part_totals[part * rows + r],
-                  s.merged.data(), top, total, s.dim);
+            merge(&group.part_sums[(part * rows + r) * s.value_dim], group.part_tops[part * rows + r],
+                  group.part_totals[part * rows + r], s.merged.data(), top, total, s.value_dim);
         finish_row(s.merged.data(), total, dim,
                    attended_.data() + (span_row_[task.span] + task.begin) * width + (task.head * rows + r) * dim);
     }

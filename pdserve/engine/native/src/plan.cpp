@@ -64,8 +64,8 @@ void Model::plan_tasks(const PdStep& step, Group& group) {
     const bool few = threads_ > 1 && step.spans * group.kv_heads < 4 * threads_;
     for (long span = 0; span < step.spans; span++)
         for (long head = 0; head < group.kv_heads; head++)
-            for (long begin = 0; begin < step.span_count[span]; begin += kQueryTile) {
-                const long tokens = std::min<long>(kQueryTile, step.span_count[span] - begin);
+            for (long begin = 0; begin < step.span_count[span]; begin += group.query_tile) {
+                const long tokens = std::min<long>(group.query_tile, step.span_count[span] - begin);
                 const long position = step.span_start[span] + begin;
                 const long end = (position + tokens + kChunk - 1) / kChunk;
                 const long first = Scoring{0, 0, group.window}.low(position) / kChunk, chunks = end - first;
@@ -86,7 +86,7 @@ void Model::plan_tasks(const PdStep& step, Group& group) {
     }
     for (const Task& task : tasks)
         if (task.part >= 0) group.missing[task.part].store(task.parts);
-    const long padded = round_up(group.head_dim, kPanel);
+    const long padded = round_up(group.value_dim, kPanel);
     group.part_sums.resize(parts * group.sharing() * padded);
     group.part_tops.resize(parts * group.sharing());
     group.part_totals.resize(parts * group.sharing());
@@ -106,39 +106,59 @@ void Model::plan_touched(const PdStep& step) {
         }
 }
 
+namespace {
+
+template <class Room>
+void grow(Room& room, long size) {
+    if (long(room.size()) < size) room.resize(size);
+}
+
+}  // namespace
+
+// Makes room for queries, keys, values and attention.
+void Model::fit_attention(const PdStep& step) {
+    const long rows = step.rows, attended_width = most([](const Layer& of) { return of.attended_width(); });
+    const long head_dim = most([](const Layer& of) { return of.shape.head_dim; });
+    grow(qkv_, rows * most([](const Layer& of) { return of.qkv_width(); }));
+    grow(query_, rows * most([](const Layer& of) { return of.query_width(); }));
+    grow(attended_, rows * attended_width);
+    grow(wanted_attended_, step.out_rows * attended_width);
+    grow(expanded_, rows * most([](const Layer& of) { return of.shape.latent.q_rank > 0 ? of.expanded_width() : 0; }));
+    grow(values_, rows * most([](const Layer& of) { return of.latent() ? of.out_width() : 0; }));
+    for (Own& own : own_) {
+        own.attention.resize(groups_.size());
+        for (size_t i = 0; i < groups_.size(); i++) {
+            const Group& group = groups_[i];
+            long tokens = 1;  // of the largest task
+            for (const Task& task : group.tasks) tokens = std::max(tokens, task.tokens);
+            own.attention[i].fit(tokens * group.sharing(), round_up(group.head_dim, kPanel), round_up(group.value_dim, kPanel));
+        }
+        grow(own.spare, head_dim);
+        grow(own.plain, std::min(rows, kTileRows) * most([](const Layer& of) { return of.shape.latent.nope_dim; }));
+        if (!touched_.empty()) grow(own.turned, step.block_size * head_dim);
+    }
+}
+
 void Model::fit(const PdStep& step) {
-    const auto grow = [](auto& room, long size) {
-        if (long(room.size()) < size) room.resize(size);
-    };
     const long rows = step.rows, hidden = shape_.hidden;
     grow(residual_, rows * hidden);
     grow(wanted_, step.out_rows * hidden);
-    const long query_width = most([](const Layer& of) { return of.query_width(); });
     const long gated_width = most([](const Layer& of) { return of.gated_width(); });
     const long each = std::max<long>(1, most([](const Layer& of) { return of.shape.moe.experts_per_token; }));  // slots of a row
     const long experts = most([](const Layer& of) { return of.shape.moe.experts; });
-    const long head_dim = most([](const Layer& of) { return of.shape.head_dim; });
-    grow(qkv_, rows * most([](const Layer& of) { return of.qkv_width(); }));
-    grow(query_, rows * query_width);
-    grow(attended_, rows * query_width);
-    grow(wanted_attended_, step.out_rows * query_width);
     // A step that shares rows out also has the memory for all smaller steps, so the largest step decides how much there is.
     const long together = by_rows(rows) ? std::max<long>(step.out_rows, kRowsEach * threads_) : rows;
     const long own_rows = by_rows(rows) ? kTileRows : kPrivateRows;
-    const long words = std::max(hidden / 2, integers() ? widest() / 4 : 0);
+    const long normed = std::max(hidden, most([](const Layer& of) { return of.shape.latent.q_rank; }));
+    const long words = std::max(normed / 2, integers() ? widest() / 4 : 0);
     together_.fit(together * each, words, head_.integers());
     grow(gated_, together * gated_width);
     const bool branches = post_norms();
     if (branches) grow(branch_, together * hidden);
     if (long(own_.size()) < threads_) own_.resize(threads_);
-    long tokens = 1;  // of the largest task; it is the same in every group
-    for (const Task& task : groups_[0].tasks) tokens = std::max(tokens, task.tokens);
+    fit_attention(step);
     for (Own& own : own_) {
-        own.attention.resize(groups_.size());
-        for (size_t i = 0; i < groups_.size(); i++)
-            own.attention[i].fit(tokens * groups_[i].sharing(), round_up(groups_[i].head_dim, kPanel));
         grow(own.spare, widest());
-        if (!touched_.empty()) grow(own.turned, step.block_size * head_dim);
         own.rows.fit(own_rows * each, words, head_.integers());
         if (by_rows(rows)) grow(own.gated, kTileRows * gated_width);
         if (by_rows(rows) && branches) grow(own.branch, kTileRows * hidden);
