@@ -78,6 +78,42 @@ def load_query(
 
 
 @triton.jit
+def tile_scores(
+    query, query_rest, key, key_scales, rows, there, block, scales_step, kv_head, score_factor, cap_factor,
+    FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_DIM: tl.constexpr,
+    STORED_DIM: tl.constexpr, CAPPED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of a tile before the mask, [rows, positions] in units of log2, and its keys [positions, DIM].
+
+    rows: see `load_numbers`. there, block: [positions], whether each may be read, and its block. The other arguments are
+    those of `attend`.
+    """
+    k = load_numbers(key, rows, there, FORMAT, HEAD_DIM, DIM, COMPUTE)
+    scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+    if REST > 0:
+        after = STORED_DIM * HEAD_DIM // (HEAD_DIM + REST)
+        more = load_numbers(key + after, rows, there, FORMAT, REST, REST_DIM, COMPUTE)
+        scores = tl.dot(query_rest, tl.trans(more), scores, input_precision=PRECISION)
+    scores *= score_factor
+    if FORMAT != _PLAIN:
+        scores *= tl.load(key_scales + block * scales_step + kv_head, mask=there, other=0.0)[None, :]
+    if CAPPED:  # tanh(x) = 1 - 2 / (e^(2 x) + 1), and scores hold 2 x in units of log2
+        scores = cap_factor - 2.0 * cap_factor / (tl.exp2(scores) + 1.0)
+    return scores, k
+
+
+@triton.jit
+def mask_scores(scores, n, there, position, WINDOW: tl.constexpr):
+    """Return scores [rows, positions] with minus infinity where a row does not see a position. The arguments are those of
+    `attend` and `tile_scores`; n: [positions], the positions of the tile.
+    """
+    seen = there[None, :] & (n[None, :] <= position[:, None])
+    if WINDOW > 0:
+        seen = seen & (n[None, :] > position[:, None] - WINDOW)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
 def attend(
     query, query_rest, position, maximum, total, acc,
     key, value, key_scales, value_scales, table,
@@ -111,22 +147,12 @@ def attend(
         block = entries.to(tl.int64)
         entries = table_entries(table, n + TILE_N, lowest, end, BLOCK_SIZE)  # of the next tile
         rows = block * block_step + (n % BLOCK_SIZE) * STORED_DIM
-        k = load_numbers(key, rows, there, FORMAT, HEAD_DIM, DIM, COMPUTE)
-        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
-        if REST > 0:
-            after = STORED_DIM * HEAD_DIM // (HEAD_DIM + REST)
-            more = load_numbers(key + after, rows, there, FORMAT, REST, REST_DIM, COMPUTE)
-            scores = tl.dot(query_rest, tl.trans(more), scores, input_precision=PRECISION)
-        scores *= score_factor
-        if FORMAT != _PLAIN:
-            scores *= tl.load(key_scales + block * scales_step + kv_head, mask=there, other=0.0)[None, :]
-        if CAPPED:  # tanh(x) = 1 - 2 / (e^(2 x) + 1), and scores hold 2 x in units of log2
-            scores = cap_factor - 2.0 * cap_factor / (tl.exp2(scores) + 1.0)
+        scores, k = tile_scores(
+            query, query_rest, key, key_scales, rows, there, block, scales_step, kv_head, score_factor, cap_factor,
+            FORMAT, HEAD_DIM, DIM, REST, REST_DIM, STORED_DIM, CAPPED, COMPUTE, PRECISION,
+        )  # fmt: skip
         if MASKED:
-            seen = there[None, :] & (n[None, :] <= position[:, None])
-            if WINDOW > 0:
-                seen = seen & (n[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = mask_scores(scores, n, there, position, WINDOW)
         higher = tl.maximum(maximum, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no position yet gets 0, not NaN
         weights = tl.exp2(scores - anchor[:, None])

@@ -26,6 +26,25 @@ from pdserve.engine.kv.paged import LayerKv
 TILE_FIELDS = 4  # sequence, first query row, position of that row's token, tokens
 
 
+@triton.jit
+def spans(first, end, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
+    """Return (lowest, begin, left, right) for a tile of the tokens [first, end), which cut what they see at whole tiles.
+
+    lowest is the oldest position that a token sees. In [begin, left) some rows do not see the oldest positions. In [left,
+    right) all rows see all. [right, end) is the diagonal.
+    """
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first - WINDOW + 1, 0)
+    begin = lowest // TILE_N * TILE_N
+    left = begin
+    if WINDOW > 0:
+        left = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE_N) * TILE_N, tl.cdiv(end, TILE_N) * TILE_N)
+        left = tl.maximum(left, begin)
+    right = tl.maximum((first + 1) // TILE_N * TILE_N, left)
+    return lowest, begin, left, right
+
+
 @triton.jit(do_not_specialize=["table_step"])  # the width of the tables changes from step to step
 def prefill_kernel(
     out, query, key, value, key_scales, value_scales, tables, tiles,
@@ -58,16 +77,7 @@ def prefill_kernel(
     q, q_rest = load_query(query, row, head, real, query_step, HEAD_DIM, DIM, REST, REST_DIM, COMPUTE)
 
     end = first + count
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(first - WINDOW + 1, 0)
-    begin = lowest // TILE_N * TILE_N
-    left = begin  # [begin, left): some rows do not see the oldest positions
-    if WINDOW > 0:
-        left = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE_N) * TILE_N, tl.cdiv(end, TILE_N) * TILE_N)
-        left = tl.maximum(left, begin)
-    right = tl.maximum((first + 1) // TILE_N * TILE_N, left)  # [left, right): all rows see all; [right, end): the diagonal
-
+    lowest, begin, left, right = spans(first, end, WINDOW, TILE_N)
     maximum = tl.full([TILE_M], float("-inf"), tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, V_DIM], tl.float32)
