@@ -107,8 +107,12 @@ print(sorted(set({IMPURE!r}) & set(sys.modules)))
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("package", ["pdserve.engine.schedule.scheduler", "kvtransfer.reads.pull", "pdserve.worker.link"])
+NEEDS_NO_RAY = ("pdserve.engine.schedule.scheduler", "kvtransfer.reads.pull", "pdserve.worker.link", "pdserve.cluster.launch")
+
+
+@pytest.mark.parametrize("package", NEEDS_NO_RAY)
 def test_what_decides_for_workers_needs_no_nixl_and_no_ray(package):
+    """`pdserve.cluster.launch` loads Ray once the router starts beside it."""
     code = (
         f"import importlib, sys; importlib.import_module({package!r}); print([n for n in ('ray', 'nixl') if n in sys.modules])"
     )

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import ray
-
 from pdserve.cluster.guard import NODE_LEAVING, Guard
 from pdserve.cluster.plan import WorkerPlan, on_this_node
 from pdserve.config import WorkerConfig
@@ -91,6 +89,8 @@ class WorkerActor:
 
     def place(self) -> Place:
         """Tell on which node this process runs."""
+        import ray  # only here: this module also describes workers to a process that has not loaded Ray yet
+
         return Place(ray.get_runtime_context().get_node_id(), _node_host())
 
     def load(self) -> WorkerReport:
@@ -155,6 +155,8 @@ def _start(start: Any, config: WorkerConfig, progress: LoadProgress) -> RunningW
 
 
 def _node_host() -> str:
+    import ray
+
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,7 @@
 """A whole cluster from one configuration: router, Ray, both pools. It is started, kept up, and stopped without leftovers.
 
 Everything happens in the thread of the caller. An event asks it to stop; every wait looks at that event. Slow parts start
-at the same time: the router loads its tokenizer while Ray starts.
+at the same time: the router starts while this process loads Ray's library, and Ray itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pdserve.client import AdminClient, CallFailed
 from pdserve.cluster import plan, processes, router_process
@@ -33,8 +33,6 @@ from pdserve.cluster.events import (
     ignore,
 )
 from pdserve.cluster.folders import Folders
-from pdserve.cluster.ray_pool import WorkerPool
-from pdserve.cluster.ray_session import LOCAL_HOST, RaySession
 from pdserve.cluster.router_process import Endpoints, RouterProcess
 from pdserve.cluster.scaling.actuator import Actuator
 from pdserve.cluster.scaling.limits import planner_settings
@@ -45,6 +43,10 @@ from pdserve.config import ClusterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.settings.types import is_loopback
 from pdserve.core.worker import Role
+
+if TYPE_CHECKING:  # these two load Ray, for half a second or more, in which the router can start already
+    from pdserve.cluster.ray_pool import WorkerPool
+    from pdserve.cluster.ray_session import RaySession
 
 JOIN_TIMEOUT_S: Final = 60.0  # a loaded worker dials the router at once, so joining takes about one round trip
 JOIN_LOOK_S: Final = 0.1
@@ -116,7 +118,7 @@ class Cluster:
         for role, setting, name in policies_of(self.config):
             check_policy(setting, name, policy_log(self._folders.logs, role), self._stop)
         if self.config.address == "local":
-            router = self._start_router(LOCAL_HOST)
+            router = self._start_router(plan.LOCAL_HOST)
             session = self._connect_ray()
         else:  # joining takes no time, and the address of this node is known only after it
             session = self._connect_ray()
@@ -140,11 +142,15 @@ class Cluster:
 
     def _connect_ray(self) -> RaySession:
         self._begin(Part.RAY)
+        from pdserve.cluster.ray_session import RaySession
+
         self._ray = RaySession.connect(self.config, self.folders.private)
         self._listener(PartReady(Part.RAY, time.monotonic() - self._began[Part.RAY]))
         return self._ray
 
     def _start_workers(self, session: RaySession, endpoints: Endpoints, settings: RouterProcessConfig) -> None:
+        from pdserve.cluster.ray_pool import WorkerPool
+
         blueprint = plan.Blueprint(
             self.config,
             plan.dial_address(endpoints.link, settings.router, session.node_host),

@@ -27,6 +27,8 @@ PLACE: Final = ("num_cpus", "num_gpus", "resources", "labels")
 """The settings of a pool that say which node has room for its workers. A worker that changes its role stays on its node."""
 PASSIVE: Final[Mapping[str, str]] = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE"})
 """Threads of OpenMP that wait passively leave the core to other workers."""
+LOCAL_HOST: Final = "127.0.0.1"
+"""The address of a private Ray and of its router."""
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 WILDCARD_HOSTS: Final = ("", "0.0.0.0", "::", "[::]")
 

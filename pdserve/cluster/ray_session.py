@@ -25,11 +25,10 @@ from ray._private import services
 from pdserve.cluster import processes, ray_nodes
 from pdserve.cluster.errors import ClusterError
 from pdserve.cluster.nodes import Node, View
-from pdserve.cluster.plan import local_environment, local_resources
+from pdserve.cluster.plan import LOCAL_HOST, local_environment, local_resources
 from pdserve.cluster.ray_token import send_token_if_asked
 from pdserve.config import ClusterConfig
 
-LOCAL_HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 STOP_TIMEOUT_S = 5.0
 DIAL_TIMEOUT_S = 5.0

@@ -9,11 +9,13 @@ import random
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from transfer_testing import BLOCK_BYTES, NUM_BLOCKS, FakePeer, NixlPeer, Peer, Pool, new_incarnation, wait_for
 
 from kvtransfer.api import Device, Region, Transport
+from kvtransfer.backends import nixl
 from kvtransfer.backends.cma import CmaTransport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport, prepare_environment
@@ -251,6 +253,20 @@ def test_nixl_leaves_a_users_environment_alone() -> None:
     assert environment["UCX_TCP_USER_TIMEOUT"] == "1m"
     assert environment["UCX_MODULES"] == "cma"
     assert environment["UCX_KEEPALIVE_INTERVAL"] == "1s"
+
+
+@pytest.mark.parametrize(
+    ("devices", "gpu", "hooks"), [(False, False, "n"), (True, False, None), (False, True, None)], ids=["plain", "rdma", "gpu"]
+)
+def test_ucx_hooks_memory_calls_only_where_it_caches_registrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: bool, gpu: bool, hooks: str | None
+) -> None:
+    if devices:
+        (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(nixl, "_RDMA_DEVICES", tmp_path)
+    environment: dict[str, str] = {}
+    prepare_environment(environment, gpu=gpu)
+    assert environment.get("UCX_MEM_EVENTS") == hooks
 
 
 def test_metadata_is_small_and_constant(pair: Pair) -> None:
