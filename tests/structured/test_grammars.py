@@ -36,7 +36,7 @@ def test_whatever_is_written_to_the_end_is_valid(rng: random.Random, model: str)
     output, ended = walk(state, vocabulary_of(model).eos_token_ids, rng)
     if ended:
         text = tokenizer_of(model).decode(output)
-        jsonschema.validate(json.loads(text), wanted, format_checker=jsonschema.FormatChecker(["date"]))
+        jsonschema.validate(json.loads(text), wanted)
 
 
 @settings(max_examples=100)
@@ -209,10 +209,11 @@ def test_a_mask_that_needs_too_much_work_fails_the_state(monkeypatch, limit, con
     monkeypatch.setattr(compiler_module, "LIMITS", llguidance.LLParserLimits(verbose_errors=False, **limit))
     compiler = Compiler(vocabulary_of("tiny"))
     state = compiler.start(constraint)
+    (letter,) = tokenizer_of("tiny").encode("a", add_special_tokens=False)
     for _ in range(40):
         if state.mask() is None:
             break
-        assert state.accept(ord("a"))
+        assert state.accept(letter)
     assert state.failure is not None
     assert "too much work" in state.failure
     assert "\n" not in state.failure
