@@ -22,10 +22,10 @@ from kvtransfer.lease.peer_link import PeerLink
 from kvtransfer.reads.pull import PullResult
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
-from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
 from pdserve.core.request_spec import RequestSpec
+from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.outcome import OutputToken
 from pdserve.observe.story import Value
 from pdserve.rpc import codec

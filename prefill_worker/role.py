@@ -22,11 +22,11 @@ from kvtransfer.lease.service import LeaseService, PeerService
 from kvtransfer.lease.ticket import Ticket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
-from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import InternalBug, PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.core.request_spec import RequestSpec
+from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.outcome import OutputToken
 from pdserve.observe.story import Value
 from pdserve.rpc import codec

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.core.constraint import Constraint
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import IntRange, MaxBytes, field_types, limited
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.structured.constraint import Constraint
 
 
 @dataclass(frozen=True, slots=True)

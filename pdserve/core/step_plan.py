@@ -11,11 +11,11 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from pdserve.core.constraint import GrammarState
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.structured.grammar_state import GrammarState
 
 
 class SampleSpec(NamedTuple):

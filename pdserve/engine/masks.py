@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.core.constraint import GrammarState
 from pdserve.core.step_plan import SampleSpec
+from pdserve.core.structured.grammar_state import GrammarState
 
 
 class MaskThread:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
@@ -20,6 +19,7 @@ from pdserve.core.roofline.expert_load import MOST_HOT, ExpertLoad, HotExpert
 from pdserve.core.roofline.utilisation import Utilisation
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
 from pdserve.core.slo import DemandCounts
+from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.rpc.fields import FieldCodec
 from pdserve.rpc.v1 import common_pb2, inference_pb2, link_pb2, peer_pb2

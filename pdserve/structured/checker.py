@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from pdserve.core.constraint import FIELD, Constraint
 from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
+from pdserve.core.structured.constraint import FIELD, Constraint
 from pdserve.structured.child import LENGTH, READY, Verdict
 from pdserve.structured.limits import CHECK_TIMEOUT_S
 

@@ -17,8 +17,10 @@ import threading
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from pdserve.core.constraint import Constraint
+import psutil
+
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.structured.constraint import Constraint
 from pdserve.observe.title import set_title
 from pdserve.structured.compiler import compile_grammar
 from pdserve.structured.state import State
@@ -79,8 +81,7 @@ def _serve(vocabulary: Vocabulary, source: BinaryIO, sink: BinaryIO) -> None:
 
 def _address_space() -> int:
     """Return the bytes of address space that this process has now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
+    return int(psutil.Process().memory_info().vms)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from pdserve.core.constraint import FIELD, Constraint, GrammarState
 from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError
 from pdserve.core.ids import Handle
+from pdserve.core.structured.constraint import FIELD, Constraint
+from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.structured.compiler import Compiler
 from pdserve.structured.vocabulary import Vocabulary
 from pdserve.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from typing import Final
 
 import llguidance
 
-from pdserve.core.constraint import FIELD, Constraint
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.structured.constraint import FIELD, Constraint
 from pdserve.structured.grammar_text import grammar_text
 from pdserve.structured.limits import LIMITS, MAX_COMPILED
 from pdserve.structured.state import State, one_line

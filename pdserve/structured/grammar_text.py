@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import llguidance
 
-from pdserve.core.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,64}"
 """The longest run of whitespace in JSON. A model that writes nothing else would otherwise use up max_tokens."""

@@ -23,4 +23,4 @@ CHECK_TIMEOUT_S: Final = 5.0
 """The longest time in which a grammar must compile. Its limits allow far less on an idle core; some work, such as reading the
 text, is not counted."""
 MAX_COMPILED: Final = 64
-"""The most compiled grammars that are kept. Each has at most 40 MB of lexer states; usual ones have some 100 kB."""
+"""The most compiled grammars that are kept. Each has at most 40 MB of lexer states, if it is hostile."""

@@ -8,7 +8,7 @@ import llguidance
 
 
 class State:
-    """The state of one sequence. It fulfils `pdserve.core.constraint.GrammarState`; one thread uses it at a time."""
+    """The state of one sequence. It fulfils the protocol `GrammarState`. One thread uses it at a time."""
 
     __slots__ = ("_accepted", "_failed", "_failure", "_mask", "_matcher")
 

@@ -12,11 +12,11 @@ from typing import Final
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import Holder, HolderKind, SumBlocks
-from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockId, BlockSum, SeqId
 from pdserve.core.roofline.step_counts import StepCounts
 from pdserve.core.step_plan import Sampled, StepPlan
+from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.outcome import Final as FinalBlocks
 from pdserve.engine.schedule.scheduler import Scheduler

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve.core.block_pools import BlockTables
-from pdserve.core.constraint import GrammarState
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.prefix_keys import KeyChanges
 from pdserve.core.request_spec import RequestSpec
+from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.outcome import Advance, OutputToken
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from pdserve.core.constraint import FIELD
 from pdserve.core.errors import InvalidRequest, NumericalError, PdserveError, Unavailable
 from pdserve.core.ids import Handle
 from pdserve.core.request_spec import RequestSpec
+from pdserve.core.structured.constraint import FIELD
 from pdserve.rpc import codec
 from pdserve.rpc.status import to_reason
 from pdserve.rpc.v1 import link_pb2

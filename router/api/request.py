@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pdserve.core.constraint import Constraint
 from pdserve.core.limits import MaxBytes
 from pdserve.core.sampling import Placement
+from pdserve.core.structured.constraint import Constraint
 
 SESSION_ID: Final = MaxBytes(128)
 

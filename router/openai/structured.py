@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.core.constraint import FIELD, Constraint, ConstraintKind
+from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 from router.openai.body import Body
 from router.openai.json import decode, refuse, show
 

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from pdserve.config import RouterConfig
-from pdserve.core.constraint import FIELD, Constraint
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from pdserve.core.ids import RequestId
 from pdserve.core.limits import IntRange, MaxBytes, check_limits, field_types, limit_of
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import SloClass
+from pdserve.core.structured.constraint import FIELD, Constraint
 from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, ChatMessage, GenerateInput, Prompt
 from router.core.events import Submit

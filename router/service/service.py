@@ -332,6 +332,8 @@ class RouterService:
                 self._ended(effect.request_id, effect, effect.error)
             elif isinstance(effect, ev.ReportBug):
                 bug = bug or effect.bug
+            elif (failure := self._grammars.unsendable(effect)) is not None:  # the present effects come first
+                asyncio.get_running_loop().call_soon(self.tell, failure)
             else:
                 self.links.send(effect.link, command_to_wire(effect))
         if bug is not None:

@@ -16,11 +16,11 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.block_pools import BlockPools
-from pdserve.core.constraint import Constraint, ConstraintKind
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import NO_TOKEN, SampleSpec
+from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.engine.models import native_decoder as native
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.constraint import Constraint, ConstraintKind
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from router.openai.request import parse_chat, parse_completion

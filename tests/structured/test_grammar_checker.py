@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.checkpoint.resolve import resolve
-from pdserve.core.constraint import Constraint, ConstraintKind
 from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.structured import checker as checker_module
 from pdserve.structured.checker import GrammarChecker
 

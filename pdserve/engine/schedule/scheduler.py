@@ -26,13 +26,13 @@ from operator import attrgetter
 from pdserve.core.block_hash import PrefixChain
 from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.blocks import Holder, HolderKind
-from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import NULL_BLOCK, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
+from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.chunk_budget import chunk_budget
 from pdserve.engine.schedule.collect import Collector, PlannedStep
 from pdserve.engine.schedule.drafts import take_drafts

@@ -9,13 +9,13 @@ from functools import lru_cache
 
 from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import Holder, HolderKind
-from pdserve.core.constraint import GrammarState
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
+from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.sequence_machine import MAX_HISTORY, TRANSITIONS, SequenceEvent, SequenceState
 
 

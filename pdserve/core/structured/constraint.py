@@ -1,22 +1,18 @@
-"""Constraints on a request's output, and what a sequence needs to know of one. Pure.
-
-`pdserve.structured` compiles a constraint to a grammar. A sequence knows its place in the grammar by the protocol
-`GrammarState` alone, so neither the scheduler nor the sampler depends on the library that compiles.
-"""
+"""Constraints on a request's output, with their limits. Pure. `pdserve.structured` compiles a constraint to a grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
 from pdserve.core.errors import InvalidRequest
 
 FIELD: Final = "structured_outputs"
 """The field of a request that holds its constraint. The name is vLLM's."""
 MAX_GRAMMAR_BYTES: Final = 64 << 10
-"""The most bytes of a constraint. The largest schema of the JSONSchemaBench data set that people wrote by hand has 50 KB."""
+"""The most bytes of a constraint. They are read on the loops of the router and of workers, so they should not be many times
+the largest request that the router parses there (32 KiB)."""
 MAX_CHOICES: Final = 1024
 
 
@@ -58,25 +54,3 @@ class Constraint:
             raise InvalidRequest("is not valid Unicode: it has a lone surrogate", field=field) from exc
         if size > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", field=field)
-
-
-class GrammarState(Protocol):
-    """The place in a grammar that the output of one sequence has reached. It depends on the output tokens alone, so it is the
-    same after a preemption, a handoff and a replay. One thread uses it at a time."""
-
-    @property
-    def ended(self) -> bool:
-        """True when no token may follow the known output, except the end of the sequence."""
-
-    @property
-    def failure(self) -> str | None:
-        """The reason, in words, why the grammar cannot go on. None: it can. A failure is final."""
-
-    def catch_up(self, tokens: Sequence[int], prompt_len: int) -> None:
-        """Take the output tokens that are new. `tokens` is the prompt, then the output; earlier ones must not have changed."""
-
-    def mask(self) -> bytes | None:
-        """Return which tokens may come next. Bit i % 8 of byte i // 8 is set if token id i may. None: the grammar has failed.
-
-        It is computed once for each place, in up to some milliseconds without the interpreter lock.
-        """

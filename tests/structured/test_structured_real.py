@@ -12,22 +12,27 @@ import grpc
 import jsonschema
 import openai
 import pytest
-from real_service import APART, BOUND_S, TOGETHER, OpenStream, serving, tiny
 
-from pdserve.config import RouterConfig
+from pdserve.config import MIB, EngineConfig, RouterConfig
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from testkit.client import Answer, generate, generate_all, request
 from testkit.processes import ProcessCluster
 from testkit.random_schemas import random_schema
 
 pytestmark = pytest.mark.cluster
-STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+STOP = common_pb2.FINISH_REASON_STOP
+APART, TOGETHER = common_pb2.PLACEMENT_DISAGGREGATED, common_pb2.PLACEMENT_COLOCATED
+BOUND_S = 60.0
+ENGINE = EngineConfig(
+    model="tiny", dtype="float32", batch_invariant=True, kv_cache_memory=16 * MIB, max_num_batched_tokens=64,
+    max_model_len=512, threads=1,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ProcessCluster]:
     rules_only = RouterConfig(colocate_by_cost=False)
-    with ProcessCluster(tiny(max_model_len=512), prefill=1, decode=2, router=rules_only) as running:
+    with ProcessCluster(ENGINE, prefill=1, decode=2, router=rules_only) as running:
         yield running
 
 
@@ -91,13 +96,21 @@ def test_a_killed_decode_worker_costs_a_constrained_stream_nothing(cluster: Proc
     outputs = common_pb2.StructuredOutputs(regex="([a-z]{5}-[0-9]{3} ){80}")
     message = constrained([5, 6, 7], APART, outputs, max_tokens=480, temperature=0.7, seed=3)
     (expected,) = generate_all(cluster.grpc, [message])
-    with OpenStream(cluster, message) as stream:
-        early = stream.read(30)
-        victim = serving(cluster)
-        cluster.processes[victim].kill()
-        rest = [token_id for part in stream for token_id in part.ids]
-    assert early + rest == expected.ids
+    ids: list[int] = []
+    killed = ""
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        for part in inference_pb2_grpc.InferenceStub(channel).Generate(message, timeout=120):
+            ids += part.ids
+            if len(ids) >= 30 and not killed:
+                killed = next(one.hello.worker_id for one in cluster.state().workers if is_decoding(one))
+                cluster.processes[killed].kill()
+    assert killed
+    assert ids == expected.ids
     cluster.heal()
+
+
+def is_decoding(worker: Any) -> bool:
+    return bool(worker.hello.role == common_pb2.ROLE_DECODE and worker.requests_placed)
 
 
 def refused(code: grpc.StatusCode, details: str, message: inference_pb2.GenerateRequest, cluster: ProcessCluster) -> None:

@@ -1,0 +1,80 @@
+"""No worker ignores a constraint: the router refuses what does not compile, and sends nothing to a worker without grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import grpc
+import pytest
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import PdserveError
+from pdserve.core.ids import RequestId
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.structured.constraint import Constraint, ConstraintKind
+from pdserve.core.worker import CONSTRAINT_LINK_VERSION, LINK_VERSIONS, Role
+from pdserve.rpc.v1 import common_pb2, link_pb2
+from router.core import events as ev
+from router.service.service import RouterService
+from testkit.fake_worker import DECODE
+
+from ..core_peers import hello
+from ..local_cluster import local_cluster, tiny_model
+
+REGEX = common_pb2.StructuredOutputs(regex="a+")
+
+
+class Sent:
+    """Links that note the bodies of messages."""
+
+    def __init__(self) -> None:
+        self.bodies: list[str] = []
+
+    def send(self, link: ev.LinkId, message: link_pb2.RouterMessage) -> None:
+        self.bodies.append(message.WhichOneof("body") or "")
+
+    def hang_up(self, link: ev.LinkId, error: PdserveError) -> None:
+        self.bodies.append("hang up")
+
+
+@pytest.mark.parametrize("version", [CONSTRAINT_LINK_VERSION - 1, LINK_VERSIONS.newest])
+def test_a_worker_that_would_ignore_a_constraint_is_not_sent_it(version: int) -> None:
+    """It has linked after the request was admitted. Its work without a constraint goes on."""
+
+    async def story() -> None:
+        links = Sent()
+        made = RouterService(RouterConfig(probe_workers=False), tiny_model(), links=links)  # type: ignore[arg-type]
+        fingerprint = tiny_model().card.fingerprint
+        made.tell(ev.WorkerJoined(ev.LinkId(1), hello("d", Role.DECODE, model_fingerprint=fingerprint, link_version=version)))
+        for name, constraint in (("free", None), ("bound", Constraint(ConstraintKind.REGEX, "a+"))):
+            spec = RequestSpec((1, 2), SamplingParams(max_tokens=3), constraint=constraint)
+            made._start(ev.Submit(RequestId(name), spec, arrived_s=0.0, deadline_s=math.inf))
+        told = [made._core.requests.get(RequestId(name)) for name in ("free", "bound")]
+        assert None not in told
+        for _ in range(20):
+            made._tick()
+            await asyncio.sleep(0)
+        assert links.bodies.count("bind") == (1 if version < CONSTRAINT_LINK_VERSION else 2)
+        await made.close()
+
+    asyncio.run(story())
+
+
+def test_a_constraint_is_refused_while_an_older_worker_is_linked() -> None:
+    async def story() -> None:
+        async with asyncio.timeout(90), local_cluster((DECODE,)) as cluster:
+            (worker,) = cluster.service._core.registry
+            assert worker.link_version < CONSTRAINT_LINK_VERSION
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await cluster.generate((1, 2), 3, structured_outputs=REGEX)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "decode-0" in (caught.value.details() or "")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await cluster.generate((1, 2), 3, structured_outputs=common_pb2.StructuredOutputs(regex="("))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert len((await cluster.generate((1, 2), 3)).ids) == 3
+            await cluster.assert_idle()
+
+    asyncio.run(story())
