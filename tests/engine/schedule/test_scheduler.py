@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from pdserve.core.block_pools import BlockPools
+from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import NULL_BLOCK, SeqId
 from pdserve.core.kv_layout import KvGroup
@@ -462,3 +463,39 @@ def test_a_preempted_sequence_gets_the_blocks_back_that_had_died():
     assert preempted
     assert all(NULL_BLOCK not in table for table in tables.values())
     assert_empty(scheduler)
+
+
+def test_a_prompt_runs_in_a_window_group_that_is_much_smaller_than_it():
+    """The pool behind the window has the fewest blocks that take any prompt, and the prompt has four times as many."""
+    layouts = [KvGroup((i,), ((1, 1),), BLOCK, "float32", width) for i, width in enumerate((None, 5))]
+    least = layouts[1].least_pool
+    pool = BlockPools(4 * least, least, layouts=layouts)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 4 * least * BLOCK}
+    scheduler = Scheduler(pool, BLOCK, **limits, eos_token_ids=(EOS,))
+    add(scheduler, 1, 3 * least * BLOCK, max_tokens=BLOCK)
+    add(scheduler, 2, least * BLOCK, max_tokens=BLOCK)
+    sizes = []
+    while scheduler.has_work:
+        plan, _ = step(scheduler)
+        sizes += [len(piece.token_ids) for piece in plan.slices if piece.seq_id == SeqId(1)]
+        for piece in plan.slices:
+            assert NULL_BLOCK not in piece.block_tables[1][layouts[1].first_live(piece.start) :]
+    assert max(sizes) == 16
+    assert_empty(scheduler)
+
+
+def test_a_prompt_goes_on_in_smaller_steps_when_others_leave_it_only_what_it_was_promised():
+    layouts = [KvGroup((i,), ((1, 1),), BLOCK, "float32", width) for i, width in enumerate((None, 5))]
+    pool = BlockPools(20, 20, layouts=layouts)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80}
+    scheduler = Scheduler(pool, BLOCK, **limits, eos_token_ids=(EOS,))
+    add(scheduler, 1, 40, max_tokens=2)
+    step(scheduler)
+    window = pool.groups[1]
+    assert window.allocate(Holder(HolderKind.SEQUENCE, SeqId(9)), window.num_allocatable) is not None
+    sizes = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        sizes += [len(piece.token_ids) for piece in plan.slices]
+        scheduler.collect([(7, None) for _ in plan.specs])
+    assert sizes == [8, 8, 8, 1]
