@@ -67,6 +67,13 @@ class Room:
         seq.has_blocks(self._pool.fill(seq.holder, taken))
         seq.taken = taken if self._pool.has_gap(seq.holder) else None
 
+    def complete(self, decoding: Iterable[Sequence]) -> None:
+        """Take the last blocks of sequences that decode. One that was recomputed, all but its last token, may lack them."""
+        if self._windowed:
+            for seq in decoding:
+                if seq.taken is not None:
+                    self.take(seq, 1)
+
     def check(self, seq: Sequence) -> None:
         """Check a sequence's tables against the pools. Raises AssertionError when they disagree."""
         inbound = seq.state is SequenceState.INBOUND

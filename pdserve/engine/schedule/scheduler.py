@@ -346,6 +346,7 @@ class Scheduler:
         Sequences that are preempted for lack of blocks are left out.
         """
         size = self._block_size
+        self._room.complete(self._decoding)
         for seq in [s for s in self._decoding if len(s.tokens) > s.num_blocks * size]:
             if seq.state is _S.DECODING:  # otherwise it has just been preempted for an older one
                 self._grow(seq)

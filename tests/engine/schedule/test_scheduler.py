@@ -499,3 +499,18 @@ def test_a_prompt_goes_on_in_smaller_steps_when_others_leave_it_only_what_it_was
         sizes += [len(piece.token_ids) for piece in plan.slices]
         scheduler.collect([(7, None) for _ in plan.specs])
     assert sizes == [8, 8, 8, 1]
+
+
+def test_a_recomputed_sequence_takes_its_last_block_before_it_decodes():
+    """Its chunks end just before its last output token, which is then computed as a decode, in a block of its own."""
+    scheduler = make_windowed(5, num_blocks=20, max_num_seqs=2)
+    spec = RequestSpec(prompt(12), SamplingParams(max_tokens=8, ignore_eos=True))
+    scheduler.add(SeqId(1), spec, kind=SequenceKind.LOCAL, resumed=(7,) * 5)
+    spans = []
+    while scheduler.has_work:
+        plan, _ = step(scheduler)
+        for piece in plan.slices:
+            spans.append((piece.start, len(piece.token_ids)))
+            assert NULL_BLOCK not in piece.block_tables[1][max(0, piece.start - 4) // BLOCK :]
+    assert spans == [(0, 8), (8, 8), (16, 1), (17, 1), (18, 1)]
+    assert_empty(scheduler)
