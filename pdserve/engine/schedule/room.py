@@ -34,7 +34,7 @@ class Room:
 
     def prefill(self, tokens: int, kind: SequenceKind) -> Prefill | None:
         """Return what the pools must know of a prompt. None: it gets all its blocks at once."""
-        if not self._windowed or kind is SequenceKind.INBOUND:
+        if not self._windowed:
             return None
         return Prefill(tokens, self._largest_step, lent=kind is SequenceKind.LENT)
 

@@ -147,7 +147,7 @@ class Scheduler:
         # A local prefill must compute at least the last token, which gives the first logits; a pulled prompt computes none.
         limit, arriving = (len(tokens) - 1, 0) if local_prefill else (len(tokens), len(tokens))
         hashes = self.prefix.hashes(chain, tokens, limit)
-        spare, prefill = self._room.awaited(self._waiting), self._room.prefill(len(tokens), kind)
+        spare, prefill = self._room.awaited(self._waiting), self._room.prefill(len(tokens), kind) if local_prefill else None
         if self.num_live >= self._slots or not self._pool.fits(count, hashes, spare=spare, arriving=arriving, prefill=prefill):
             return None
         seq = self._new(seq_id, spec, kind, resumed, chain)

@@ -514,3 +514,19 @@ def test_a_recomputed_sequence_takes_its_last_block_before_it_decodes():
             assert NULL_BLOCK not in piece.block_tables[1][max(0, piece.start - 4) // BLOCK :]
     assert spans == [(0, 8), (8, 8), (16, 1), (17, 1), (18, 1)]
     assert_empty(scheduler)
+
+
+def test_a_pulled_sequence_that_was_preempted_is_recomputed_in_a_small_window_group():
+    one = KvGroup((0,), ((1, 1),), BLOCK, "float32", 5)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 80}
+    scheduler = Scheduler(BlockPools(one.least_pool, layouts=[one]), BLOCK, **limits, eos_token_ids=(EOS,))
+    spec = RequestSpec(prompt(60), SamplingParams(max_tokens=8, ignore_eos=True))
+    assert scheduler.reserve(SeqId(1), spec, local_prefill=False) is not None
+    scheduler.activate(SeqId(1), 7)
+    scheduler._preempt(scheduler._sequences[SeqId(1)])
+    drawn = []
+    while scheduler.has_work:
+        _, outcome = step(scheduler)
+        drawn += [] if outcome is None else [token.output_index for token in outcome.tokens]
+    assert drawn == list(range(1, 8))
+    assert_empty(scheduler)
