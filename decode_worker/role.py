@@ -215,7 +215,7 @@ class DecodeRole:
 
     def _no_room(self, handle: Handle, request_id: str, prompt_len: int) -> None:
         """Send NoRoom, also while draining to a router without `Refused`: it then asks another worker, and counts no loss."""
-        needed = (self._host.kv_spec.blocks_for(prompt_len) + 1) * len(self._host.kv_spec.groups)
+        needed = sum(group.blocks_for(prompt_len) + 1 - group.first_live(prompt_len) for group in self._host.kv_spec.groups)
         self._host.stories.note(
             request_id, WorkKind.NO_ROOM, blocks_needed=needed, requests=len(self._by_handle), draining=int(self._host.draining)
         )

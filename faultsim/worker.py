@@ -103,6 +103,9 @@ class SimWorker:
         groups = [replace(group, dtype=dtype, window=window) for group, dtype, window in made]
         self.spec = KvSpec(tuple(groups))
         sizes = [shape.num_blocks + more * MORE_BLOCKS for more in reversed(range(len(groups)))]
+        for number, group in enumerate(groups):  # too few blocks for all sequences at once, so that they wait for each other
+            useful = group.most_useful(shape.max_num_seqs // 2, shape.max_num_batched_tokens)
+            sizes[number] = sizes[number] if useful is None else min(sizes[number], useful)
         self.kv = SimKv(sizes, [group.window for group in groups], rng, poison=poison)
         self._rng = rng
         self._reached = reached

@@ -4,22 +4,25 @@ Block i of a holder holds the same tokens in every group. So a holder has equall
 here only if every group has it. An operation succeeds in all groups or changes nothing.
 
 A group with a sliding window holds only blocks that a later token can see (`KvGroup.first_live`). The entries before them
-are null. So a hit of n blocks needs all n blocks in a group without a window, and the live ones of them in the others.
+are null. So a hit of n blocks needs all n blocks in a group without a window, and the live ones of them in the others. A prompt
+that is computed takes its blocks there chunk by chunk (`WindowPool`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pdserve.core.block_hash import BlockHash
-from pdserve.core.blocks import BlockCounts, BlockPool, Holder, SumBlocks
+from pdserve.core.blocks import BlockCounts, BlockPool, Holder, Reservation, SumBlocks
 from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, SeqId
 from pdserve.core.kv_layout import KvGroup
 from pdserve.core.prefix_keys import PublishedKeys
 
 BlockTables = tuple[tuple[BlockId, ...], ...]
-"""The blocks of a holder in each group, in prompt order. The groups come first. A dead block is `NULL_BLOCK`."""
+"""The blocks of a holder in each group, in prompt order. The groups come first. A dead block is `NULL_BLOCK`, and so is
+one that is not taken yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,202 @@ class TableReservation:
     hits: int
 
 
+class Prefill(NamedTuple):
+    """A prompt that is computed here. `chunk`: a step computes at most so many of its tokens. `lent`: a lease keeps the blocks
+    that are live at its end."""
+
+    tokens: int
+    chunk: int
+    lent: bool = False
+
+
+@dataclass(slots=True)
+class _Gap:
+    """The entries [begin, end) of a table that are not taken yet. Those before `first` were here when the table was made."""
+
+    first: int
+    begin: int
+    end: int
+    most: int
+    """The pool promises so many blocks at once to the entries from `first` on."""
+    promised: int = 0
+    """Those of them that are not taken now. Nobody else gets them."""
+    unpublished: dict[int, BlockHash] = field(default_factory=dict)
+
+
+class WindowPool(BlockPool):
+    """The pool of a group with a sliding window. A prompt that is computed takes its blocks chunk by chunk, while blocks behind
+    the window come back. So its table has a gap: null entries for blocks that are not taken yet.
+
+    The pool promises each such holder enough blocks for the window and a step of one block, so it always goes on. A larger
+    step takes what nobody was promised. Its blocks are published when they die, or when the last one is taken: until then
+    nobody else holds them, so a dead one really comes back to the pool.
+    """
+
+    def __init__(self, num_blocks: int, layout: KvGroup, published: PublishedKeys | None = None) -> None:
+        super().__init__(num_blocks, published)
+        self._layout = layout
+        self._gaps: dict[Holder, _Gap] = {}
+        self._promised = 0
+
+    @property
+    def num_allocatable(self) -> int:
+        """The blocks that can be allocated now and are promised to nobody."""
+        return super().num_allocatable - self._promised
+
+    def counts(self) -> BlockCounts:
+        """Count the blocks in each state. Promised blocks count as held."""
+        total, free, cached, held, quarantined = super().counts()
+        from_free = min(free, self._promised)
+        rest = self._promised - from_free
+        return BlockCounts(total, free - from_free, cached - rest, held + self._promised, quarantined)
+
+    def blocks_needed(self, count: int, prefill: Prefill, hits: int = 0, live_hits: int = 0) -> int:
+        """Return the blocks that must be there for a table of `count` blocks that begins with `hits` hits, `live_hits` of them
+        live: those that a lease keeps, and those that steps of the largest size hold at once. The pool may be too small for
+        such steps; then it is what a lease keeps and what is promised."""
+        end = self._end_of_gap(count, prefill, hits)
+        least = count - end + self._promise_for(end - hits)
+        needed = max(least, count - end + self._layout.most_held(hits, end, prefill.chunk))
+        return needed if needed + live_hits <= self.num_blocks else least
+
+    def fits_prefill(self, count: int, hashes: Sequence[BlockHash], prefill: Prefill, *, spare: int, dead: int) -> bool:
+        """Tell whether `reserve_prefill` may follow. An empty pool takes every table that is no longer than its longest one."""
+        hits = self.lookup(hashes[dead:])
+        needed = self.blocks_needed(count, prefill, len(hashes), len(hits))
+        evictable_hits = sum(block_id in self._cached for block_id in hits)
+        return needed + spare <= self.num_allocatable - evictable_hits
+
+    def reserve_prefill(
+        self, holder: Holder, count: int, hashes: Sequence[BlockHash], prefill: Prefill, *, dead: int
+    ) -> Reservation:
+        """Do the work of `reserve`, but take only hits and what a lease keeps. The caller has asked `fits_prefill`."""
+        end = self._end_of_gap(count, prefill, len(hashes))
+        reservation = self.reserve(holder, len(hashes) + count - end, hashes, dead=dead)
+        assert reservation is not None
+        if end == len(hashes):
+            return reservation
+        self._blocks_of[holder][len(hashes) : len(hashes)] = [NULL_BLOCK] * (end - len(hashes))
+        self._gaps[holder] = _Gap(len(hashes), len(hashes), end, self._promise_for(end - len(hashes)))
+        self._promise(holder)
+        return Reservation(self.blocks_of(holder), reservation.hits)
+
+    def reach(self, holder: Holder) -> int | None:
+        """Return how many first entries of the holder's table can be taken now. None: all of them."""
+        if (gap := self._gaps.get(holder)) is None:
+            return None
+        reach = gap.begin + gap.promised + self.num_allocatable
+        return reach if reach < gap.end else None
+
+    def has_gap(self, holder: Holder) -> bool:
+        """Tell whether entries of the holder's table are still to be taken."""
+        return holder in self._gaps
+
+    def fill(self, holder: Holder, count: int) -> None:
+        """Take the first `count` entries of the holder's table, as far as they are in its gap. `reach` bounds them."""
+        if (gap := self._gaps.get(holder)) is None or count <= gap.begin:
+            return
+        end = min(count, gap.end)
+        assert end - gap.begin <= gap.promised + self.num_allocatable, "blocks are taken that were promised to others"
+        self._history.append((f"take entries {gap.begin} to {end}", holder))
+        taken = [self._take() for _ in range(gap.begin, end)]
+        for block_id in taken:
+            self._holders[block_id] = {holder}
+        self._blocks_of[holder][gap.begin : end] = taken
+        gap.begin = end
+        self._promise(holder)
+        if end == gap.end:
+            self._close(holder)
+
+    def free_behind(self, holder: Holder, dead: int) -> bool:
+        """Do the work of `BlockPool.free_behind`. Dead blocks of a prompt that goes on are published before, and what it will
+        need in their place is promised to it."""
+        if (gap := self._gaps.get(holder)) is None:
+            return super().free_behind(holder, dead)
+        self._publish_up_to(holder, gap, dead)
+        freed = super().free_behind(holder, dead)
+        self._promise(holder)
+        return freed
+
+    def publish(self, holder: Holder, position: int, block_hash: BlockHash) -> None:
+        """Do the work of `BlockPool.publish`, later if the holder's table has a gap."""
+        gap = self._gaps.get(holder)
+        if gap is None or position >= gap.end:
+            super().publish(holder, position, block_hash)
+        elif position >= gap.first:
+            gap.unpublished[position] = block_hash
+
+    def withdraw(self, holder: Holder, first: int = 0) -> None:
+        """Do the work of `BlockPool.withdraw`. What is not published yet never is."""
+        if (gap := self._gaps.get(holder)) is not None:
+            gap.unpublished = {position: h for position, h in gap.unpublished.items() if position < first}
+        super().withdraw(holder, first)
+
+    def hashes(self) -> tuple[BlockHash, ...]:
+        """Return all hashes that prompts find, or will find once a gap is closed."""
+        return (*super().hashes(), *[block_hash for gap in self._gaps.values() for block_hash in gap.unpublished.values()])
+
+    def withdraw_hashes(self, hashes: Iterable[BlockHash]) -> None:
+        """Do the work of `BlockPool.withdraw_hashes`, also for blocks that would be published later."""
+        gone = dict.fromkeys(hashes)
+        for gap in self._gaps.values():
+            gap.unpublished = {position: h for position, h in gap.unpublished.items() if h not in gone}
+        super().withdraw_hashes(gone)
+
+    def drop(self, holder: Holder) -> None:
+        """Drop all references of the holder, and what it was promised. Idempotent."""
+        if (gap := self._gaps.get(holder)) is not None:
+            self._publish_up_to(holder, gap, gap.end)
+        super().drop(holder)
+        if gap is not None:
+            self._promised -= self._gaps.pop(holder).promised
+
+    def check_invariants(self) -> None:
+        """Check the promises as well: they can be kept, and what a holder gives back comes back. Raises AssertionError."""
+        super().check_invariants()
+        assert self._promised == sum(gap.promised for gap in self._gaps.values())
+        assert self.num_allocatable >= 0, "more is promised than there is"
+        for holder, gap in self._gaps.items():
+            entries = self._blocks_of[holder]
+            own = [block_id for block_id in entries[gap.first : gap.begin] if block_id != NULL_BLOCK]
+            assert all(block_id == NULL_BLOCK for block_id in entries[gap.begin : gap.end]), "a block in a gap"
+            assert NULL_BLOCK not in entries[gap.end :], "a null entry behind a gap"
+            assert gap.begin < gap.end
+            assert len(own) + gap.promised >= min(gap.most, len(own) + gap.end - gap.begin), "a promise is too small"
+            assert all(self._holders[block_id] == {holder} and block_id not in self._hash_of for block_id in own)
+
+    def _end_of_gap(self, count: int, prefill: Prefill, hits: int) -> int:
+        """Return the first entry that is taken at once: a lease keeps it. The entries from `hits` on to it are the gap."""
+        return max(hits, self._layout.first_live(prefill.tokens)) if prefill.lent else count
+
+    def _promise_for(self, blocks: int) -> int:
+        """Return the most that is promised at once to a prompt that computes so many blocks."""
+        return min(blocks, self._layout.least_promise)
+
+    def _promise(self, holder: Holder) -> None:
+        """Promise the holder what it does not hold of its most."""
+        gap = self._gaps[holder]
+        held = gap.begin - max(gap.first, min(gap.begin, self._dead.get(holder, 0)))
+        promised = min(max(0, gap.most - held), gap.end - gap.begin)
+        self._promised += promised - gap.promised
+        gap.promised = promised
+
+    def _publish_up_to(self, holder: Holder, gap: _Gap, position: int) -> None:
+        for published in [p for p in gap.unpublished if p < position]:
+            super().publish(holder, published, gap.unpublished.pop(published))
+
+    def _close(self, holder: Holder) -> None:
+        """End the holder's gap: it takes no more blocks, so others may share those that it has."""
+        gap = self._gaps.pop(holder)
+        self._promised -= gap.promised
+        self._publish_up_to(holder, gap, gap.end)
+
+    def _live(self, holder: Holder) -> list[BlockId]:
+        if holder not in self._gaps:
+            return super()._live(holder)
+        return [block_id for block_id in self._require(holder) if block_id != NULL_BLOCK]
+
+
 class BlockPools:
     """The pools of all groups. The engine thread owns them. A `BlockPool` explains the operations."""
 
@@ -40,8 +239,12 @@ class BlockPools:
         assert len(layouts) in (0, len(num_blocks))
         self._windows = {index: layout for index, layout in enumerate(layouts) if layout.window is not None}
         self.published = PublishedKeys(len(num_blocks))
-        self.groups = tuple(BlockPool(count, self.published) for count in num_blocks)
+        self.groups: tuple[BlockPool, ...] = tuple(self._make(index, count) for index, count in enumerate(num_blocks))
         self._only = self.groups[0] if len(self.groups) == 1 else None  # asked directly: a step grows many sequences
+
+    def _make(self, index: int, num_blocks: int) -> BlockPool:
+        layout = self._windows.get(index)
+        return BlockPool(num_blocks, self.published) if layout is None else WindowPool(num_blocks, layout, self.published)
 
     @property
     def windowed(self) -> bool:
@@ -50,8 +253,15 @@ class BlockPools:
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of the smallest group. A longer block table fits nobody."""
+        """The blocks of the smallest group."""
         return min([pool.num_blocks for pool in self.groups])
+
+    @property
+    def longest_table(self) -> int | None:
+        """The blocks of the longest table that empty pools always take. A longer one may fit nobody. None: no limit."""
+        sizes = [(self._windows.get(index), pool.num_blocks) for index, pool in enumerate(self.groups)]
+        longest = [count if layout is None else layout.longest_table(count) for layout, count in sizes]
+        return min([count for count in longest if count is not None], default=None)
 
     @property
     def num_free(self) -> int:
@@ -75,28 +285,92 @@ class BlockPools:
         taken = [pool.allocate(holder, count) for pool in self.groups]
         return tuple([blocks for blocks in taken if blocks is not None])
 
-    def fits(self, count: int, hashes: Sequence[BlockHash] = (), *, spare: int = 0, arriving: int = 0) -> bool:
-        """Tell whether `reserve` would succeed now and leave at least `spare` blocks of each group allocatable."""
+    def fits(
+        self,
+        count: int,
+        hashes: Sequence[BlockHash] = (),
+        *,
+        spare: int | Sequence[int] = 0,
+        arriving: int = 0,
+        prefill: Prefill | None = None,
+    ) -> bool:
+        """Tell whether `reserve` would succeed now and leave at least `spare` blocks of each group allocatable, or so many as
+        `spare` has for the group."""
         common = self._common(hashes, arriving)
-        dead = self._dead(common, arriving)
-        return all(pool.fits(count, common, spare=spare, dead=n) for pool, n in zip(self.groups, dead, strict=True))
+        spares = [spare] * len(self.groups) if isinstance(spare, int) else spare
+        return self._have_room(count, common, self._dead(common, arriving), spares, prefill)
 
-    def reserve(self, holder: Holder, count: int, hashes: Sequence[BlockHash], *, arriving: int = 0) -> TableReservation | None:
+    def reserve(
+        self,
+        holder: Holder,
+        count: int,
+        hashes: Sequence[BlockHash],
+        *,
+        arriving: int = 0,
+        prefill: Prefill | None = None,
+    ) -> TableReservation | None:
         """Give `count` blocks of each group to a new holder. The longest prefix of `hashes` that every group has is shared.
 
-        A peer computes the first `arriving` tokens, so the holder gets no blocks that are dead after them. Return None and
-        change nothing when a group has not enough blocks. Raises `InternalBug` as `BlockPool.reserve` does.
+        A peer computes the first `arriving` tokens, so the holder gets no blocks that are dead after them. `prefill` says what
+        is computed here: in a group with a window, the blocks of the prompt are taken later, by `fill`, and null until then.
+        Without it the holder gets them all. Return None and change nothing when a group has not enough blocks. Raises
+        `InternalBug` as `BlockPool.reserve` does.
         """
         common = self._common(hashes, arriving)
         dead = self._dead(common, arriving)
-        if not all(pool.fits(count, common, dead=n) for pool, n in zip(self.groups[1:], dead[1:], strict=True)):
+        several = len(self.groups) > 1 or prefill is not None
+        if several and not self._have_room(count, common, dead, [0] * len(self.groups), prefill):
             return None
-        first = self.groups[0].reserve(holder, count, common, dead=dead[0])
-        if first is None:
-            return None
-        others = [pool.reserve(holder, count, common, dead=n) for pool, n in zip(self.groups[1:], dead[1:], strict=True)]
-        found = [first, *[reservation for reservation in others if reservation is not None]]
-        return TableReservation(tuple([reservation.block_ids for reservation in found]), first.hits)
+        found: list[Reservation] = []
+        for pool, n in zip(self.groups, dead, strict=True):
+            if prefill is not None and isinstance(pool, WindowPool):
+                found.append(pool.reserve_prefill(holder, count, common, prefill, dead=n))
+            elif (reservation := pool.reserve(holder, count, common, dead=n)) is not None:
+                found.append(reservation)
+            else:
+                return None
+        return TableReservation(tuple([reservation.block_ids for reservation in found]), found[0].hits)
+
+    def _have_room(
+        self, count: int, hashes: Sequence[BlockHash], dead: Sequence[int], spares: Sequence[int], prefill: Prefill | None
+    ) -> bool:
+        for pool, spare, n in zip(self.groups, spares, dead, strict=True):
+            if prefill is not None and isinstance(pool, WindowPool):
+                fits = pool.fits_prefill(count, hashes, prefill, spare=spare, dead=n)
+            else:
+                fits = pool.fits(count, hashes, spare=spare, dead=n)
+            if not fits:
+                return False
+        return True
+
+    def blocks_needed(self, tables: Iterable[tuple[int, Prefill]]) -> list[int]:
+        """Return how many blocks of each group these tables need together. A table is its number of blocks and its prompt."""
+        needed = [0] * len(self.groups)
+        for count, prefill in tables:
+            for index, pool in enumerate(self.groups):
+                needed[index] += pool.blocks_needed(count, prefill) if isinstance(pool, WindowPool) else count
+        return needed
+
+    def leaves(self, count: int, spare: Sequence[int]) -> bool:
+        """Tell whether `allocate` would leave `spare` blocks of each group allocatable."""
+        return all(pool.num_allocatable - count >= n for pool, n in zip(self.groups, spare, strict=True))
+
+    def reach(self, holder: Holder) -> int | None:
+        """Return how many first blocks of the holder's tables can be there now in every group. None: all of them are."""
+        found = [pool.reach(holder) for pool in self.groups if isinstance(pool, WindowPool)]
+        return min([count for count in found if count is not None], default=None)
+
+    def has_gap(self, holder: Holder) -> bool:
+        """Tell whether blocks of the holder's tables are still to be taken."""
+        return any(pool.has_gap(holder) for pool in self.groups if isinstance(pool, WindowPool))
+
+    def fill(self, holder: Holder, count: int) -> BlockTables:
+        """Take the first `count` blocks of the holder's tables, as far as they were not taken yet, and return the tables.
+        `reach` bounds their number."""
+        for pool in self.groups:
+            if isinstance(pool, WindowPool):
+                pool.fill(holder, count)
+        return self.blocks_of(holder)
 
     def free_behind(self, holder: Holder, computed: int) -> BlockTables | None:
         """Drop a sequence's references on the blocks that no token at position `computed` or after it sees. Return the new

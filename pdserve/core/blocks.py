@@ -419,7 +419,7 @@ class BlockPool:
             blocks = self._live(holder)
             refs += len(blocks)
             assert NULL_BLOCK not in blocks, f"{holder} has a null entry behind a live one"
-            assert all(b == NULL_BLOCK for b in entries[: len(entries) - len(blocks)]), f"a dead block of {holder} is not null"
+            assert all(b == NULL_BLOCK for b in entries[: self._dead.get(holder, 0)]), f"a dead block of {holder} is not null"
             assert len(set(blocks)) == len(blocks), f"{holder} holds a block twice"
             assert all(holder in self._holders[b] for b in blocks)
         assert self._dead.keys() <= self._blocks_of.keys()

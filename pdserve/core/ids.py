@@ -9,7 +9,8 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 BlockId = NewType("BlockId", int)
 NULL_BLOCK: Final = BlockId(-1)
-"""The entry of a block table for a dead block: it is behind the sliding window, so nothing reads or writes it."""
+"""The entry of a block table for a dead block, which is behind the sliding window, so nothing reads or writes it; or for
+a block that is not taken yet: see `WindowPool`."""
 BlockSum = NewType("BlockSum", int)
 """A checksum of 64 bits over all stored bytes of one KV block. It finds accidental changes. It does not stop an attacker."""
 NULL_SUM: Final = BlockSum(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Final
@@ -134,6 +135,49 @@ class KvGroup:
         """Return the number of computed tokens at which the first block dies that is live at `computed`. None: none dies."""
         return None if self.window is None else (self.first_live(computed) + 1) * self.block_size + self.window - 1
 
+    def most_held(self, first: int, end: int, chunk: int) -> int:
+        """Return the most blocks that a sequence holds at once while it computes the blocks [first, end) of its table.
+
+        A step computes at most `chunk` tokens, and what is dead after it is freed then. Blocks before `first` do not count. In
+        a long table the result is the window, a chunk, and a block because neither begins at a block's begin. It is exact: a
+        step from `start` on holds the blocks from `first_live(start)` to its end, so the most are held by the first step that
+        ends with the table, or by the last one before it that begins just before a block dies.
+        """
+        if self.window is None or first >= end:
+            return max(0, end - first)
+        begin, stop = first * self.block_size, end * self.block_size
+        start = max(begin, stop - chunk)
+        starts = (start, start - (start - self.window + 2) % self.block_size)
+        ends = ((at, self.blocks_for(min(at + chunk, stop))) for at in starts if at >= begin)
+        return max(held - max(self.first_live(at), first) for at, held in ends)
+
+    @property
+    def least_promise(self) -> int:
+        """The most blocks of a long table that a sequence holds at once when each step computes a block, and the last one a
+        further block to grow into. With so many blocks of its own, a prompt always goes on."""
+        assert self.window is not None
+        return ceil_div(self.window + self.block_size - 1, self.block_size) + 1
+
+    @property
+    def least_pool(self) -> int:
+        """The blocks of the smallest pool that takes tables of any length while it is empty: those that a prompt has found,
+        those that it computes, and those that its lease keeps."""
+        assert self.window is not None
+        found = ceil_div(self.window - 1, self.block_size)
+        kept = ceil_div(self.window + self.block_size - 2, self.block_size)
+        return found + self.least_promise + kept
+
+    def longest_table(self, num_blocks: int) -> int | None:
+        """Return the blocks of the longest table that an empty pool of `num_blocks` blocks always takes. None: no limit."""
+        return None if self.window is not None and num_blocks >= self.least_pool else num_blocks
+
+    def most_useful(self, sequences: int, step_tokens: int) -> int | None:
+        """Return the blocks that so many sequences can use at once while a step computes at most `step_tokens` tokens. All
+        share the step, and each has its own promise. None: there is no limit."""
+        if self.window is None:
+            return None
+        return max(self.least_pool, sequences * self.least_promise + ceil_div(step_tokens, self.block_size))
+
 
 def gqa_group(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> KvGroup:
     """Return the group of layers 0 to num_layers - 1, which all store K and V of `num_kv_heads` heads.
@@ -193,6 +237,31 @@ class KvSpec:
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks of each group that hold `tokens` tokens. The last block may be partly filled."""
         return ceil_div(tokens, self.block_size)
+
+    def split(self, memory_bytes: int, most: Sequence[int | None] = ()) -> tuple[int, ...]:
+        """Return the number of blocks of each group in `memory_bytes`: as many in all groups, but nowhere more than `most`.
+
+        What groups with a limit leave goes to the others. Nobody could use it if all groups had a limit, so there is none then.
+        """
+        limits = most if any(limit is None for limit in most) else (None,) * len(self.groups)
+
+        def sizes(count: int) -> list[int]:
+            return [count if limit is None else min(count, limit) for limit in limits]
+
+        low, high = 0, memory_bytes // min(group.block_bytes for group in self.groups)
+        while low < high:
+            count = (low + high + 1) // 2
+            fits = sum(n * group.block_bytes for n, group in zip(sizes(count), self.groups, strict=True)) <= memory_bytes
+            low, high = (count, high) if fits else (low, count - 1)
+        return tuple(sizes(low))
+
+    def pool_tokens(self, num_blocks: Sequence[int]) -> int:
+        """Return the tokens that pools of these sizes hold. The group that binds is the smallest one that keeps all tokens.
+
+        A group whose pool has room for its window never binds, unless all groups are like that: then the smallest one counts.
+        """
+        sizes = [group.longest_table(count) for group, count in zip(self.groups, num_blocks, strict=True)]
+        return min([count for count in sizes if count is not None], default=min(num_blocks)) * self.block_size
 
 
 def fit_max_model_len(requested: int | None, max_position: int, pool_tokens: int) -> int:

@@ -44,7 +44,8 @@ class SequenceSlice(NamedTuple):
     """Tokens [start, start + len(token_ids)) of one sequence, which this step computes.
 
     The blocks of `block_tables` hold the KV of tokens [0, start); this step writes the KV of the slice into them. The first
-    entries of a group with a sliding window are `NULL_BLOCK`, as many as `KvGroup.first_live(start)`.
+    entries of a group with a sliding window are `NULL_BLOCK`, as many as `KvGroup.first_live(start)`. While blocks of later
+    tokens are not taken yet, the tables end with the slice.
     """
 
     seq_id: SeqId

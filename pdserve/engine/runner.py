@@ -174,9 +174,10 @@ class ModelRunner:
         """
         with torch.inference_mode(False):  # the pool is an ordinary tensor, which others may change
             spec = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
-            kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)])
-        tokens = pool_tokens or kv.num_blocks * config.block_size
-        max_model_len = fit_max_model_len(config.max_model_len, card.max_position, tokens)
+            limits = (config.max_num_seqs, config.batched_tokens(device.type))
+            most = [group.most_useful(*limits) for group in spec.groups]
+            kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)], most=most)
+        max_model_len = fit_max_model_len(config.max_model_len, card.max_position, pool_tokens or kv.tokens)
         try:
             model = _model(card, weights, kv, config, max_model_len)
         except MemoryError as exc:

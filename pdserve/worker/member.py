@@ -268,7 +268,7 @@ class Member:
             address=host.address,
             model_fingerprint=host.card.fingerprint,
             block_size=spec.block_size,
-            num_blocks=min(region.num_blocks for region in host.regions),
+            num_blocks=spec.pool_tokens([region.num_blocks for region in host.regions]) // spec.block_size,
             max_model_len=host.max_model_len,
             max_num_seqs=min(engine.max_num_seqs, self._engine.largest_step or engine.max_num_seqs),  # a token each a step
             dtype=spec.dtype,

@@ -179,7 +179,8 @@ class RunningWorker:
         kv, weights, step = runner.kv, runner.weights_bytes, self._step_bytes
         here = weights + step + kv.nbytes if kv.device.type == "cpu" else 0
         rest = max(0, resident_bytes() - here)
-        return MemoryReport(weights, step, kv.nbytes, rest, kv.num_blocks, kv.spec.block_size, runner.max_model_len)
+        blocks = kv.tokens // kv.spec.block_size
+        return MemoryReport(weights, step, kv.nbytes, rest, blocks, kv.spec.block_size, runner.max_model_len)
 
     def _converts(self, engine: EngineConfig) -> int:
         """Return the bytes that staging may take. Decode workers stage, and those that may become one: they read from peers of

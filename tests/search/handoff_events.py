@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from pdserve.core.block_hash import BlockHash
-from pdserve.core.block_pools import BlockPools, BlockTables, TableReservation
+from pdserve.core.block_pools import BlockPools, BlockTables, Prefill, TableReservation, WindowPool
 from pdserve.core.blocks import BlockPool, BlockState, Holder, HolderKind
 from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
 from pdserve.core.kv_layout import KvGroup
@@ -130,9 +130,20 @@ def new_pools(
 ) -> BlockPools:
     """Pools of `pools_type` with a pool of `pool_type` for each group. Tests replace either type."""
     pools = pools_type(*sizes, layouts=layouts)
-    pools.groups = tuple(pool_type(size) for size in sizes)
+    shapes = layouts or [None] * len(sizes)
+    pools.groups = tuple(_new_pool(pool_type, size, layout) for size, layout in zip(sizes, shapes, strict=True))
     pools._only = pools.groups[0] if len(sizes) == 1 else None
     return pools
+
+
+def _new_pool(pool_type: type[BlockPool], size: int, layout: KvGroup | None) -> BlockPool:
+    """A pool of `pool_type`. That of a group with a window is a `WindowPool`, unless a test replaces the plain pool."""
+    windowed = layout is not None and layout.window is not None
+    if layout is not None and windowed and issubclass(pool_type, WindowPool):
+        return pool_type(size, layout)
+    if layout is not None and windowed and pool_type is BlockPool:
+        return WindowPool(size, layout)
+    return BlockPool(size) if issubclass(pool_type, WindowPool) else pool_type(size)
 
 
 def offsets(pools: BlockPools) -> tuple[int, ...]:
@@ -147,10 +158,20 @@ def addresses(pools: BlockPools, block_tables: BlockTables) -> Tables:
 
 
 def reserve(
-    pools: BlockPools, holder: Holder, count: int, hashes: tuple[BlockHash, ...], arriving: int = 0
+    pools: BlockPools,
+    holder: Holder,
+    count: int,
+    hashes: tuple[BlockHash, ...],
+    arriving: int = 0,
+    prefill: Prefill | None = None,
 ) -> TableReservation | None:
     """Blocks of every group for a new holder, or None. The tables of the answer are ids."""
-    return pools.reserve(holder, count, hashes, arriving=arriving)
+    return pools.reserve(holder, count, hashes, arriving=arriving, prefill=prefill)
+
+
+def fill(pools: BlockPools, number: int, count: int) -> BlockTables:
+    """The ids of the blocks of a sequence in each group, once its first `count` blocks are taken."""
+    return pools.fill(sequence(number), count)
 
 
 def lend(pools: BlockPools, number: int, tokens: int) -> BlockTables:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pdserve.core.block_hash import BlockHash, block_hashes
 from pdserve.core.block_pools import BlockPools
+from pdserve.core.block_pools import Prefill as ComputedPrompt
 from pdserve.core.blocks import BlockPool
 from pdserve.core.ids import NULL_BLOCK, BlockSum, Incarnation
 from pdserve.core.lease import LeaseTable
@@ -67,7 +68,8 @@ class PrefillSide:
         prompt_len, total = len(self.config.prompts[request]), self.totals[request]
         holder = do.sequence(number)
         hashes = self.hashes[request][: (prompt_len - 1) // BLOCK_SIZE]  # at least the last token is computed
-        pool, reservation = self.machines.apply(prefill.pool, do.reserve, holder, total, hashes)
+        computed = ComputedPrompt(prompt_len, BLOCK_SIZE, lent=True) if any(self.config.windows) else None
+        pool, reservation = self.machines.apply(prefill.pool, do.reserve, holder, total, hashes, 0, computed)
         if reservation is None:
             return None
         pool, lent = self.machines.apply(pool, do.lend, number, prompt_len)
@@ -134,6 +136,8 @@ class PrefillSide:
     def launch(self, s: State, sequence: Computing) -> State:
         """From here on the block of each group is being written."""
         at = sequence.computed
+        if any(self.config.windows):
+            s, sequence = self.filled(s, sequence)
         blocks = tuple(table[at] for table in sequence.blocks)
         tags = tuple(tags[at] for tags in self.tags[sequence.request])
         if not self.sees(s.prefill.memory, sequence.blocks, self.tags[sequence.request], at * BLOCK_SIZE):
@@ -141,6 +145,13 @@ class PrefillSide:
         launched = Launched(sequence.number, at, blocks, tags)
         memory = with_tags(s.prefill.memory, blocks, (GARBAGE,) * len(blocks))
         return s._replace(prefill=s.prefill._replace(step=launched, memory=memory))
+
+    def filled(self, s: State, sequence: Computing) -> tuple[State, Computing]:
+        """The next block is taken where the pool has only promised it."""
+        pool, ids = self.machines.apply(s.prefill.pool, do.fill, sequence.number, sequence.computed + 1)
+        filled = sequence._replace(blocks=self.machines.ask(pool, do.addresses, ids))
+        sequences = tuple(filled if seq is sequence else seq for seq in s.prefill.sequences)
+        return s._replace(prefill=self.settled(s.prefill._replace(pool=pool, sequences=sequences))), filled
 
     def collect(self, s: State) -> State:
         """The step has written its blocks; only now does anybody learn of it, and only now is an aborted sequence freed."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pdserve.core.block_hash import BlockHash
-from pdserve.core.block_pools import BlockPools, BlockTables
+from pdserve.core.block_pools import BlockPools, BlockTables, WindowPool
 from pdserve.core.blocks import BlockPool, Holder, HolderKind
 from tests.search.group_mutants import GROUPS
 from tests.search.handoff import Handoff
@@ -81,7 +81,7 @@ class LiveBlockLeftOut(Handoff):
 
 
 class LendsDeadBlocksUnheld(BlockPools):
-    """The ticket also names dead blocks, on which the lease has no references."""
+    """The ticket also names blocks that will be dead, on which the lease has no references."""
 
     def share(self, owner: Holder, other: Holder, tokens: int) -> BlockTables:
         super().share(owner, other, tokens)
@@ -89,13 +89,26 @@ class LendsDeadBlocksUnheld(BlockPools):
 
 
 class ReservesDeadBlocks(BlockPools):
-    def reserve(self, holder, count, hashes, *, arriving=0):  # type: ignore[no-untyped-def]
+    def reserve(self, holder, count, hashes, *, arriving=0, prefill=None):  # type: ignore[no-untyped-def]
         return super().reserve(holder, count, hashes)
 
 
 class DeadBlockInATicket(Handoff):
     pools_type = LendsDeadBlocksUnheld
     decode_pools_type = ReservesDeadBlocks
+
+
+# --- rule W5: what a prompt was promised is taken by nobody else, so a prompt that has begun always goes on
+
+
+class GivesPromisesAway(WindowPool):
+    @property
+    def num_allocatable(self) -> int:
+        return super().num_allocatable + self._promised
+
+
+class PromisedToTwo(Handoff):
+    pool_type = GivesPromisesAway
 
 
 WINDOW = replace(
@@ -112,11 +125,14 @@ SHARED = replace(
 )
 """A lease over a block, and a longer prompt that shares the block and frees it behind its window."""
 UNHELD = "that the lease does not hold"
+TWO_PROMPTS = replace(WINDOW, prompts=((1, 2, 3), (4, 5, 6)), more_blocks=(1, 0), max_binds=2, max_grants=2)
+"""Two prompts, and a group with a window whose pool has a block too few for both."""
 
 WINDOW_MUTANTS = (
     Mutant("W1", FreedTooEarly, WINDOW, DECODES),
     Mutant("W2", FreedUnderALease, SHARED, UNHELD),
     Mutant("W3", HitsOfTheWholeGroup, replace(WINDOW, prompts=((1, 2, 3),), prefill_cached=True, decode_cached=True), DECODES),
     Mutant("W4", LiveBlockLeftOut, replace(WINDOW, prompts=((1, 2, 3),)), DECODES),
-    Mutant("W4", DeadBlockInATicket, WINDOW, UNHELD),
+    Mutant("W4", DeadBlockInATicket, replace(WINDOW, prefill_cached=True), UNHELD),
+    Mutant("W5", PromisedToTwo, TWO_PROMPTS, "is empty"),
 )

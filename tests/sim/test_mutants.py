@@ -35,6 +35,10 @@ FOUND_BY = {
     "a_hit_needs_no_window": 42,
     "a_dead_block_is_in_a_ticket": 2,
     "nothing_behind_the_window_is_freed_at_the_end": 2,
+    "promised_blocks_are_given_away": 6,
+    "a_prompt_is_promised_too_little": 19,
+    "a_prompt_is_admitted_without_its_bound": 2,
+    "blocks_in_passing_are_shared_at_once": 21,
 }
 """The first seed that found it when this was written, which saves the seeds before it. All others follow."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.block_pools import BlockPools
+from pdserve.core.block_pools import BlockPools, WindowPool
 from pdserve.core.blocks import BlockPool, Holder
 from pdserve.core.kv_layout import KvGroup
 
@@ -43,9 +43,33 @@ def nothing_behind_the_window_is_freed_at_the_end(patch: pytest.MonkeyPatch) -> 
     patch.setattr(BlockPool, "drop", lambda self, holder: None if self._dead.get(holder) else real(self, holder))
 
 
+def promised_blocks_are_given_away(patch: pytest.MonkeyPatch) -> None:
+    """The next chunk of a prompt that has begun finds no block."""
+    patch.setattr(WindowPool, "num_allocatable", property(lambda self: len(self._free) + len(self._cached)))
+
+
+def a_prompt_is_promised_too_little(patch: pytest.MonkeyPatch) -> None:
+    """Others leave it no block for its next chunk."""
+    patch.setattr(WindowPool, "_promise_for", lambda self, blocks: 0)
+
+
+def a_prompt_is_admitted_without_its_bound(patch: pytest.MonkeyPatch) -> None:
+    """More is promised than there is."""
+    patch.setattr(WindowPool, "blocks_needed", lambda *_: 0)
+
+
+def blocks_in_passing_are_shared_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A prompt counts on what it frees, and another sequence keeps it."""
+    patch.setattr(WindowPool, "publish", BlockPool.publish)
+
+
 WINDOW_MUTANTS = (
     a_block_dies_before_its_last_reader,
     a_hit_needs_no_window,
     a_dead_block_is_in_a_ticket,
     nothing_behind_the_window_is_freed_at_the_end,
+    promised_blocks_are_given_away,
+    a_prompt_is_promised_too_little,
+    a_prompt_is_admitted_without_its_bound,
+    blocks_in_passing_are_shared_at_once,
 )

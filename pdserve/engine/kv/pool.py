@@ -1,6 +1,8 @@
-"""The memory of a model's KV: one `KvCache` for each KV group, with the same number of blocks in each."""
+"""The memory of a model's KV: one `KvCache` for each KV group."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -12,17 +14,30 @@ from pdserve.engine.kv.cache import KvCache
 class KvPool:
     """Owner of the blocks of all groups. It lives as long as its process, because peers may hold its addresses."""
 
-    def __init__(self, spec: KvSpec, memory_bytes: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Allocate as many blocks in each group as `memory_bytes` holds of all groups together.
+    def __init__(
+        self,
+        spec: KvSpec,
+        memory_bytes: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        *,
+        most: Sequence[int | None] = (),
+    ) -> None:
+        """Allocate as many blocks in each group as `memory_bytes` holds of all groups together, but nowhere more than `most`.
 
         dtype: the dtype of tokens that are written and gathered; None means that of each group. Raises `ConfigError` when
         `memory_bytes` is less than one block of each group.
         """
         self.spec = spec
-        self.num_blocks = memory_bytes // spec.block_bytes
+        sizes = spec.split(memory_bytes, most)
+        self.num_blocks = min(sizes)
+        """The blocks of the smallest group."""
         if self.num_blocks == 0:
             raise ConfigError(f"kv_cache_memory of {memory_bytes} B is less than one block of {spec.block_bytes} B")
-        self.caches = tuple(KvCache(group, self.num_blocks * group.block_bytes, device, dtype) for group in spec.groups)
+        self.tokens = spec.pool_tokens(sizes)
+        """The tokens that the pool holds."""
+        pairs = zip(spec.groups, sizes, strict=True)
+        self.caches = tuple(KvCache(group, count * group.block_bytes, device, dtype) for group, count in pairs)
         """The memory of each group, in the order of the groups."""
 
     @property

@@ -8,7 +8,7 @@ again. Only whole blocks are shared, and a published block is never written, so 
 from __future__ import annotations
 
 from pdserve.core.block_hash import BlockHash, PrefixChain, chain_salt
-from pdserve.core.block_pools import BlockPools, TableReservation
+from pdserve.core.block_pools import BlockPools, Prefill, TableReservation
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.engine.schedule.sequence import Sequence
 
@@ -41,16 +41,24 @@ class PrefixCache:
         return chain.first(limit // self._block_size, tokens) if chain is not None else []
 
     def take(
-        self, seq: Sequence, holder: Holder, count: int, hashes: list[BlockHash], *, arriving: int = 0
+        self,
+        seq: Sequence,
+        holder: Holder,
+        count: int,
+        hashes: list[BlockHash],
+        *,
+        arriving: int = 0,
+        prefill: Prefill | None = None,
     ) -> TableReservation:
         """Give a sequence all its `count` blocks, except those that are dead after the first `arriving` tokens, which a peer
-        computes. The caller has checked that the pool has them.
+        computes, and those that are taken later for `prefill`. The caller has checked that the pool has them.
 
         The tokens of prefix hits count as computed. An inbound sequence gets the KV of its other blocks from a peer.
         """
-        reservation = self._pool.reserve(holder, count, hashes, arriving=arriving)
+        reservation = self._pool.reserve(holder, count, hashes, arriving=arriving, prefill=prefill)
         assert reservation is not None
         seq.has_blocks(reservation.block_tables)
+        seq.taken = reservation.hits if prefill is not None and self._pool.has_gap(holder) else None
         seq.published = seq.final = reservation.hits
         seq.next_death = 0
         if holder.kind is HolderKind.SEQUENCE:

@@ -3,9 +3,10 @@
 The module is pure: no torch, no clock, no threads.
 Continuous batching: sequences join and leave between steps. Decodes go first; chunks of prompts fill the rest of the token
 budget, or less of it where sequences that decode have a target for the time between tokens (see chunk_budget.py). A running
-sequence holds the blocks of all its known tokens from the start, so a prompt that has started can always finish. Only decodes
-grow, one block at a time. When no block is free, the youngest running sequence gives all its blocks back and is recomputed
-later. If blocks were reserved chunk by chunk instead, half-computed prompts could fill the pool and wait for each other.
+sequence has the blocks of all its known tokens from the start, or a promise where a group has a window (see room.py), so
+a prompt that has started can always finish. Only decodes grow, one block at a time. When no block is free, the youngest running
+sequence gives all its blocks back and is recomputed later. If blocks were reserved chunk by chunk without a promise,
+half-computed prompts could fill the pool and wait for each other.
 
 turns.py defines the order of service and keeps a small priority from waiting for ever. Waiting sequences are admitted
 strictly in that order: when the first one does not fit, all others wait. `reserve` leaves the blocks that waiting sequences
@@ -27,8 +28,7 @@ from pdserve.core.block_hash import PrefixChain
 from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import ConfigError
-from pdserve.core.ids import NULL_BLOCK, SeqId
-from pdserve.core.kv_layout import ceil_div
+from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
@@ -38,6 +38,7 @@ from pdserve.engine.schedule.collect import Collector, PlannedStep
 from pdserve.engine.schedule.drafts import take_drafts
 from pdserve.engine.schedule.outcome import Admitted, Advance, OutputToken, StepOutcome
 from pdserve.engine.schedule.prefix_cache import PrefixCache
+from pdserve.engine.schedule.room import Room
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
 from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
 from pdserve.engine.schedule.step_rates import StepRates
@@ -82,7 +83,10 @@ class Scheduler:
         prefix caching on; it names everything besides the tokens that KV depends on (see `core.block_hash`).
         `drafts_obstacle`: the reason, in words, why this engine cannot take drafts; None when it can.
         """
-        assert 1 <= max_model_len <= pool.num_blocks * layout_block_size, "the longest request must fit an empty pool"
+        assert pool.longest_table is None or max_model_len <= pool.longest_table * layout_block_size, (
+            "it must fit an empty pool"
+        )
+        assert max_model_len >= 1
         assert max_num_seqs >= 1
         assert max_num_batched_tokens >= 1
         self._pool = pool
@@ -93,6 +97,7 @@ class Scheduler:
         self._targets = 0  # sequences that have a target for the time between tokens
         self._rule = StopRule(eos_token_ids, max_model_len)
         self.prefix = PrefixCache(pool, layout_block_size, prefix_salt)
+        self._room = Room(pool, self.prefix, layout_block_size, max_num_batched_tokens)
         self.rates = StepRates()
         self._arrivals = 0
         self._prompt_tokens = 0  # prompt tokens planned so far: the clock for turns
@@ -143,14 +148,15 @@ class Scheduler:
         # A local prefill must compute at least the last token, which gives the first logits; a pulled prompt computes none.
         limit, arriving = (len(tokens) - 1, 0) if local_prefill else (len(tokens), len(tokens))
         hashes = self.prefix.hashes(chain, tokens, limit)
-        if not self._pool.fits(count, hashes, spare=self._blocks_awaited(), arriving=arriving) or self.num_live >= self._slots:
+        spare, prefill = self._room.awaited(self._waiting), self._room.prefill(len(tokens), kind) if local_prefill else None
+        if self.num_live >= self._slots or not self._pool.fits(count, hashes, spare=spare, arriving=arriving, prefill=prefill):
             return None
         seq = self._new(seq_id, spec, kind, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
-        reservation = self.prefix.take(seq, holder, count, hashes, arriving=arriving)
+        reservation = self.prefix.take(seq, holder, count, hashes, arriving=arriving, prefill=prefill)
         self._move(seq, _E.RESERVED_LOCAL if local_prefill else _E.RESERVED_INBOUND)
-        if local_prefill and seq.decodes:
-            self._move(seq, _E.PREFILLED)
+        if local_prefill:
+            self._skip_prefill(seq)
         return reservation
 
     def constrain(self, seq_id: SeqId, grammar: GrammarState) -> None:
@@ -301,7 +307,7 @@ class Scheduler:
     def blocks_to_reserve(self, prompt_len: int, params: SamplingParams, resumed: int = 0) -> int:
         """Return the number of blocks for the prompt, plus one to grow into unless the sequence can never need it."""
         longest = min(prompt_len - resumed + params.max_tokens, self._rule.max_model_len)
-        return min(self._blocks_for(prompt_len) + 1, self._blocks_for(longest))
+        return min(self._room.blocks_for(prompt_len) + 1, self._room.blocks_for(longest))
 
     def check_invariants(self) -> None:
         """Check the scheduler's lists against each other and against the pool. Raises AssertionError when they disagree."""
@@ -340,6 +346,7 @@ class Scheduler:
         Sequences that are preempted for lack of blocks are left out.
         """
         size = self._block_size
+        self._room.complete(self._decoding)
         for seq in [s for s in self._decoding if len(s.tokens) > s.num_blocks * size]:
             if seq.state is _S.DECODING:  # otherwise it has just been preempted for an older one
                 self._grow(seq)
@@ -358,14 +365,15 @@ class Scheduler:
 
         A block stays free for each running sequence, and all blocks that waiting sequences need.
         """
-        missing = self._blocks_for(len(seq.tokens) + count) - seq.num_blocks
-        if missing > 0 and self._pool.num_allocatable - missing >= self.num_running + self._blocks_awaited():
+        missing = self._room.blocks_for(len(seq.tokens) + count) - seq.num_blocks
+        running = self.num_running
+        if missing > 0 and self._pool.leaves(missing, [n + running for n in self._room.awaited(self._waiting)]):
             self._take_blocks(seq, missing)
         return min(count, seq.num_blocks * self._block_size - len(seq.tokens))
 
     def _grow(self, seq: Sequence) -> None:
         """Give the sequence one more block. While the pool has none, preempt the youngest sequence, perhaps this one."""
-        assert self._blocks_for(len(seq.tokens)) == seq.num_blocks + 1
+        assert self._room.blocks_for(len(seq.tokens)) == seq.num_blocks + 1
         while self._pool.num_allocatable < 1:
             running = (*self._decoding, *self._prefilling)
             victim = max((s for s in running if s.kind is not SequenceKind.LENT), key=_ARRIVAL)
@@ -383,7 +391,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._pool.drop(seq.holder)
         seq.has_blocks(())
-        seq.computed = seq.published = 0
+        seq.computed, seq.published, seq.taken = 0, 0, None
         self._move(seq, _E.PREEMPTED)
         self._preempted.append(seq.seq_id)
 
@@ -419,7 +427,7 @@ class Scheduler:
                 break
             if seq is held:
                 floor = 0
-            if (chunks or floor) and seq.cuts(unit, seq.chunk(budget - floor, self._block_size)):
+            if (chunks or floor) and seq.cuts(unit, self._room.chunk(seq, budget - floor)):
                 break
             budget -= self._take_chunk(chunks, seq, budget - floor)
         if floor and held is not None:
@@ -427,7 +435,8 @@ class Scheduler:
         return chunks
 
     def _take_chunk(self, chunks: list[tuple[Sequence, int]], seq: Sequence, budget: int) -> int:
-        count = seq.chunk(budget, self._block_size)
+        count = self._room.chunk(seq, budget)
+        self._room.take(seq, count)
         chunks.append((seq, count))
         seq.served = self._steps
         self._prompt_tokens += count
@@ -436,21 +445,24 @@ class Scheduler:
     def _head_fits(self) -> bool:
         if not self._waiting or self.num_running + len(self._places[_S.INBOUND]) >= self._slots:
             return False
-        head = self._waiting[0]
-        return self._pool.fits(
-            self._blocks_for(len(head.tokens)), self.prefix.hashes(head.chain, head.tokens, len(head.tokens) - 1)
-        )
+        return self._room.fits(self._waiting[0])
 
     def _admit(self) -> Sequence:
         self._move(seq := self._waiting[0], _E.ADMITTED)
-        hashes = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1)
-        hits = self.prefix.take(seq, seq.holder, self._blocks_for(len(seq.tokens)), hashes).hits
-        if seq.decodes:
-            self._move(seq, _E.PREFILLED)
+        hashes, tokens = self.prefix.hashes(seq.chain, seq.tokens, len(seq.tokens) - 1), len(seq.tokens)
+        prefill = self._room.prefill(tokens, seq.kind)
+        hits = self.prefix.take(seq, seq.holder, self._room.blocks_for(tokens), hashes, prefill=prefill).hits
+        self._skip_prefill(seq)
         if seq.kind is SequenceKind.LENT:
             lent = self._pool.share(seq.holder, Holder(HolderKind.LEASE, seq.seq_id), len(seq.tokens))
             self._admitted.append(Admitted(seq.seq_id, lent, hits))
         return seq
+
+    def _skip_prefill(self, seq: Sequence) -> None:
+        """Let a sequence decode at once if only its last output token is left to compute."""
+        if seq.decodes:
+            self._room.take(seq, 1)
+            self._move(seq, _E.PREFILLED)
 
     # --- where a sequence stands
 
@@ -479,22 +491,9 @@ class Scheduler:
         self._targets -= seq.spec.tpot_s > 0.0
         del self._sequences[seq.seq_id]
 
-    def _blocks_for(self, tokens: int) -> int:
-        return ceil_div(tokens, self._block_size)
-
-    def _blocks_awaited(self) -> int:
-        return sum(self._blocks_for(len(s.tokens)) for s in self._waiting)
-
     def _check_sequence(self, seq: Sequence) -> None:
         assert seq.remaining >= max(seq.planned, 1)
         assert not seq.planned or (self._step is not None and seq in self._step.sequences)
         assert seq.planned or seq.state is not _S.ABORTING
         assert seq.decodes or seq.state is not _S.DECODING
-        kind = HolderKind.INBOUND if seq.state is _S.INBOUND else HolderKind.SEQUENCE
-        held = self._pool.blocks_of(Holder(kind, seq.seq_id))
-        assert held == seq.block_tables or not any((*held, *seq.block_tables))
-        dead = self._pool.count_dead(len(seq.tokens) if seq.state is _S.INBOUND else seq.computed)
-        assert not seq.num_blocks or dead == [table.count(NULL_BLOCK) for table in seq.block_tables]
-        assert all(len(table) == seq.num_blocks for table in seq.block_tables)
-        assert bool(seq.num_blocks) == (seq.state is not _S.WAITING)
-        assert seq.computed <= seq.num_blocks * self._block_size
+        self._room.check(seq)

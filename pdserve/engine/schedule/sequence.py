@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from typing import Final
 
 from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import Holder, HolderKind
@@ -17,6 +18,8 @@ from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.sequence_machine import MAX_HISTORY, TRANSITIONS, SequenceEvent, SequenceState
+
+ID_BYTES: Final = array("i").itemsize
 
 
 class SequenceKind(Enum):
@@ -95,6 +98,8 @@ class Sequence:
     """Its blocks in each KV group; empty while it waits."""
     num_blocks: int = 0
     """Number of its blocks in each KV group."""
+    taken: int | None = None
+    """Number of its first blocks that are taken, while its tables have a gap: see `WindowPool`. None: there is no gap."""
     packed: tuple[bytes, ...] = ()
     """`block_tables` as int32 for compiled code. They are made when a table changes, not at each step."""
     _stops: frozenset[int] = field(init=False)
@@ -190,7 +195,11 @@ class Sequence:
         end = self.computed + count
         samples = (self.sample_spec(),) if end == len(self.tokens) else ()
         ids = tuple(self.tokens[self.computed : end])
-        return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
+        tables, packed = self.block_tables, self.packed
+        if self.taken is not None:  # nobody reads behind the slice, where the gap begins
+            tables = tuple([table[: self.taken] for table in tables])
+            packed = tuple([one[: self.taken * ID_BYTES] for one in packed])
+        return SequenceSlice(self.seq_id, self.computed, ids, tables, samples, packed)
 
     def drafted_slice(self, drafts: tuple[int, ...]) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence, and guesses of the tokens after it. Asserts that the

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from pdserve.core.block_pools import BlockPools
+from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import NULL_BLOCK, SeqId
 from pdserve.core.kv_layout import KvGroup
@@ -461,4 +462,71 @@ def test_a_preempted_sequence_gets_the_blocks_back_that_had_died():
         tables |= {piece.seq_id: piece.block_tables[1] for piece in plan.slices if not piece.start}
     assert preempted
     assert all(NULL_BLOCK not in table for table in tables.values())
+    assert_empty(scheduler)
+
+
+def test_a_prompt_runs_in_a_window_group_that_is_much_smaller_than_it():
+    """The pool behind the window has the fewest blocks that take any prompt, and the prompt has four times as many."""
+    layouts = [KvGroup((i,), ((1, 1),), BLOCK, "float32", width) for i, width in enumerate((None, 5))]
+    least = layouts[1].least_pool
+    pool = BlockPools(4 * least, least, layouts=layouts)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 4 * least * BLOCK}
+    scheduler = Scheduler(pool, BLOCK, **limits, eos_token_ids=(EOS,))
+    add(scheduler, 1, 3 * least * BLOCK, max_tokens=BLOCK)
+    add(scheduler, 2, least * BLOCK, max_tokens=BLOCK)
+    sizes = []
+    while scheduler.has_work:
+        plan, _ = step(scheduler)
+        sizes += [len(piece.token_ids) for piece in plan.slices if piece.seq_id == SeqId(1)]
+        for piece in plan.slices:
+            assert NULL_BLOCK not in piece.block_tables[1][layouts[1].first_live(piece.start) :]
+    assert max(sizes) == 16
+    assert_empty(scheduler)
+
+
+def test_a_prompt_goes_on_in_smaller_steps_when_others_leave_it_only_what_it_was_promised():
+    layouts = [KvGroup((i,), ((1, 1),), BLOCK, "float32", width) for i, width in enumerate((None, 5))]
+    pool = BlockPools(20, 20, layouts=layouts)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80}
+    scheduler = Scheduler(pool, BLOCK, **limits, eos_token_ids=(EOS,))
+    add(scheduler, 1, 40, max_tokens=2)
+    step(scheduler)
+    window = pool.groups[1]
+    assert window.allocate(Holder(HolderKind.SEQUENCE, SeqId(9)), window.num_allocatable) is not None
+    sizes = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        sizes += [len(piece.token_ids) for piece in plan.slices]
+        scheduler.collect([(7, None) for _ in plan.specs])
+    assert sizes == [8, 8, 8, 1]
+
+
+def test_a_recomputed_sequence_takes_its_last_block_before_it_decodes():
+    """Its chunks end just before its last output token, which is then computed as a decode, in a block of its own."""
+    scheduler = make_windowed(5, num_blocks=20, max_num_seqs=2)
+    spec = RequestSpec(prompt(12), SamplingParams(max_tokens=8, ignore_eos=True))
+    scheduler.add(SeqId(1), spec, kind=SequenceKind.LOCAL, resumed=(7,) * 5)
+    spans = []
+    while scheduler.has_work:
+        plan, _ = step(scheduler)
+        for piece in plan.slices:
+            spans.append((piece.start, len(piece.token_ids)))
+            assert NULL_BLOCK not in piece.block_tables[1][max(0, piece.start - 4) // BLOCK :]
+    assert spans == [(0, 8), (8, 8), (16, 1), (17, 1), (18, 1)]
+    assert_empty(scheduler)
+
+
+def test_a_pulled_sequence_that_was_preempted_is_recomputed_in_a_small_window_group():
+    one = KvGroup((0,), ((1, 1),), BLOCK, "float32", 5)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 80}
+    scheduler = Scheduler(BlockPools(one.least_pool, layouts=[one]), BLOCK, **limits, eos_token_ids=(EOS,))
+    spec = RequestSpec(prompt(60), SamplingParams(max_tokens=8, ignore_eos=True))
+    assert scheduler.reserve(SeqId(1), spec, local_prefill=False) is not None
+    scheduler.activate(SeqId(1), 7)
+    scheduler._preempt(scheduler._sequences[SeqId(1)])
+    drawn = []
+    while scheduler.has_work:
+        _, outcome = step(scheduler)
+        drawn += [] if outcome is None else [token.output_index for token in outcome.tokens]
+    assert drawn == list(range(1, 8))
     assert_empty(scheduler)

@@ -29,6 +29,11 @@ FAILS_EVERY = 29
 """Of so many rows, one has logits that are no numbers."""
 
 
+def least_blocks(group: KvGroup) -> int:
+    """Return the fewest blocks of a pool that takes every request."""
+    return next(count for count in range(1, BLOCKS + 1) if group.longest_table(count) is None or count == BLOCKS)
+
+
 def model(tokens: tuple[int, ...]) -> int:
     return zlib.crc32(bytes(tokens)) % VOCAB
 
@@ -59,13 +64,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         seqs=st.integers(1, 5),
         budget=st.integers(1, 12),
         salt=st.sampled_from([None, b"model"]),
-        groups=st.sampled_from([(BLOCKS,), (BLOCKS, BLOCKS + 3)]),
-        window=st.sampled_from([None, 1, 4, 6, 13]),
+        whole=st.sampled_from([(BLOCKS,), (), (BLOCKS + 3,)]),
+        windows=st.lists(st.tuples(st.sampled_from([None, 1, 4, 6, 13]), st.sampled_from([0, 2, BLOCKS])), max_size=2),
     )
-    def start(self, seqs: int, budget: int, salt: bytes | None, groups: tuple[int, ...], window: int | None) -> None:
-        self.windows = (None, window)[: len(groups)]
+    def start(
+        self, seqs: int, budget: int, salt: bytes | None, whole: tuple[int, ...], windows: list[tuple[int | None, int]]
+    ) -> None:
+        """Make groups without a window, and groups with one, whose pools have the least blocks, or a few more."""
+        if not whole and not windows:
+            windows = [(4, 0)]
+        self.windows = [None for _ in whole] + [window for window, _ in windows]
         layouts = [KvGroup((0,), ((1, 1),), BLOCK, "float32", window) for window in self.windows]
-        self.pool = BlockPools(*groups, layouts=layouts)
+        more = [n for _, n in windows]
+        sizes = [*whole, *[least_blocks(one) + n for one, n in zip(layouts[len(whole) :], more, strict=True)]]
+        self.pool = BlockPools(*sizes, layouts=layouts)
         self.scheduler = Scheduler(
             self.pool,
             BLOCK,
@@ -236,7 +248,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.memory[slot] = token
             end = piece.start + len(piece.token_ids)
             assert end <= LIMIT - 1, "a token behind the last one that can be drawn"
-            text = self.read(piece, 0, 0, end)
+            prompt, _, _ = self.asked[piece.seq_id]
+            text = (*prompt, *self.outputs[piece.seq_id])[: piece.start] + piece.token_ids
             for group, window in enumerate(self.windows):
                 for query in range(piece.start, end) if window is not None else ():
                     first = max(0, query - window + 1)
