@@ -42,7 +42,7 @@ COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were n
 TOKENS = 20
 LEAST_MARGIN = 1e-3
 """A choice between logits that are nearer than that would depend on rounding. The errors are about 1e-5."""
-PARIS = "The capital of France is"
+CAPITALS = "The capital of Germany is Berlin, the capital of Italy is Rome, and the capital of France is"
 SENTENCES = (
     "The harbour of {0} was built in the year {1}, and {2} ships could lie there at once. ",
     "Nobody in {0} remembered who had paid for the {2} lamps along the quay, but each winter since {1} they burned. ",
@@ -53,7 +53,7 @@ CHRONICLE = "The secret word of this chronicle is marmalade. " + "".join(
     SENTENCES[i % 3].format(TOWNS[i * 7 % 10], 1400 + 13 * i, 3 + 5 * i % 17) for i in range(27)
 )
 PROMPTS = (
-    PARIS,
+    "The capital of France is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
     "Les trois couleurs du drapeau français sont",
     "1, 2, 4, 8, 16,",
@@ -153,10 +153,10 @@ def way(request) -> str:
 
 @pytest.fixture(scope="module")
 def answers(expected, directory, way) -> dict[str, list[Answer]]:
-    """Every prompt on both placements."""
+    """Every prompt on both placements, and last the one that asks for Paris."""
     with ProcessCluster(EngineConfig(model=str(directory), dtype=way, **ENGINE)) as cluster:
         found = {
-            name: generate_all(cluster.grpc, [request(prompt, placement, **GREEDY) for prompt in PROMPTS])
+            name: generate_all(cluster.grpc, [request(prompt, placement, **GREEDY) for prompt in (*PROMPTS, CAPITALS)])
             for name, placement in (("apart", common_pb2.PLACEMENT_DISAGGREGATED), ("together", common_pb2.PLACEMENT_COLOCATED))
         }
         cluster.assert_empty()
@@ -178,9 +178,10 @@ def test_gemma_says_what_transformers_says(answers, expected, tokenizer, way):
     if way != "float32":
         pytest.skip("the reference computes in float32")
     assert expected["margin"] > LEAST_MARGIN
-    assert [answer.ids for answer in answers["apart"]] == expected["ids"]
-    assert [answer.text for answer in answers["apart"]] == [tokenizer.decode(ids) for ids in expected["ids"]]
+    assert [answer.ids for answer in answers["apart"][:-1]] == expected["ids"]
+    assert [answer.text for answer in answers["apart"][:-1]] == [tokenizer.decode(ids) for ids in expected["ids"]]
 
 
 def test_gemma_knows_the_capital_of_france(answers):
-    assert "Paris" in answers["apart"][PROMPTS.index(PARIS)].text
+    """It needs examples: without them this small base model repeats the words of the question, as transformers does."""
+    assert answers["apart"][-1].text.startswith(" Paris")
