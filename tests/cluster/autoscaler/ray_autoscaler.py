@@ -164,8 +164,10 @@ class Traffic:
     def assert_none_lost(self) -> None:
         """Every request has ended well, with the expected tokens."""
         assert self.outcomes
-        assert [(o.reason or o.status, o.details) for _, o in self.outcomes if not o.ok] == []
-        assert [i for i, o in self.outcomes if o.answer.ids != self._expected[i]] == []
+        lost = [(o.reason or o.status, o.details) for _, o in self.outcomes if not o.ok]
+        assert not lost, f"{len(lost)} of {len(self.outcomes)}: {lost}"
+        changed = [i for i, o in self.outcomes if o.answer.ids != self._expected[i]]
+        assert not changed, changed
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
