@@ -32,7 +32,13 @@ FITTING = {
 """Settings that make all widths multiples of 16, as the compiled code needs them."""
 
 
-DROWNED = ("another eps of head norms", "the scale of the head, not that of the model")
+DROWNED = (
+    "another eps of head norms",
+    "the scale of the head, not that of the model",
+    "the eps of the model in latent norms",
+    "the eps of the model in the norm of KV alone",
+    "the best two scores of a group, not the best",
+)
 """Mistakes whose errors are as small as those of rounding to bfloat16. Only the comparison in float32 shows them."""
 
 
