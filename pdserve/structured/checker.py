@@ -58,7 +58,7 @@ class GrammarChecker:
 
     async def check(self, constraint: Constraint) -> None:
         """Return if the constraint compiles. Raises `InvalidRequest`, which names what is not supported or the limit,
-        `Overloaded` if too many constraints wait, and `InternalBug` if no child starts."""
+        `Overloaded` if too many constraints wait or the child starts slowly, and `InternalBug` if it ends at its start."""
         verdict = self._known.get(constraint)
         if verdict is None:
             verdict = await self._judged(constraint)
@@ -122,9 +122,12 @@ class GrammarChecker:
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     said = await self._child.stdout.readexactly(len(READY))
-            except (TimeoutError, asyncio.IncompleteReadError) as exc:
+            except TimeoutError as exc:
                 await self._drop()
-                raise InternalBug("the process that checks grammars did not start") from exc
+                raise Overloaded("the process that checks grammars is slow to start", retry_after_s=1.0) from exc
+            except asyncio.IncompleteReadError as exc:
+                await self._drop()
+                raise InternalBug("the process that checks grammars ended at its start") from exc
             except asyncio.CancelledError:
                 await self._drop()
                 raise

@@ -57,10 +57,10 @@ def main() -> None:
     """Judge constraints until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles a terminal's Ctrl-C
     set_title("grammar")
-    os.nice(NICENESS)
     directory, vocab_size, *eos_token_ids = sys.argv[1:]
     tokenizer = Tokenizer.load(Path(directory))
     vocabulary = Vocabulary(tokenizer, int(vocab_size), tuple(map(int, eos_token_ids)))
+    os.nice(NICENESS)  # not before: on busy cores the start would take a minute
     limit = _address_space() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     threading.stack_size(STACK_BYTES)
