@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 import sys
@@ -97,7 +98,9 @@ class GrammarChecker:
                 child.stdin.write(LENGTH.pack(len(request)) + request)
                 await child.stdin.drain()
                 (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
-                verdict: Verdict = pickle.loads(await child.stdout.readexactly(length))  # noqa: S301 - from our own child
+                message, refused = json.loads(
+                    await child.stdout.readexactly(length)
+                )  # no pickle: a grammar may have broken the child
         except TimeoutError:
             await self._drop()
             raise InvalidRequest(f"cannot be compiled within {self._timeout_s:g} s", field=field) from None
@@ -107,7 +110,7 @@ class GrammarChecker:
         except asyncio.CancelledError:
             await self._drop()
             raise
-        return verdict
+        return message, refused
 
     async def _ready_child(self) -> asyncio.subprocess.Process:
         if self._child is not None and self._child.returncode is not None:  # ended from outside

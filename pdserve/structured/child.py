@@ -7,6 +7,7 @@ input ends, so it ends with its owner.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
@@ -27,7 +28,7 @@ from pdserve.structured.state import State
 from pdserve.structured.vocabulary import Vocabulary
 from pdserve.text.tokenizer import Tokenizer
 
-LENGTH: Final = struct.Struct(">Q")  # stands before each pickle, in both directions
+LENGTH: Final = struct.Struct(">Q")  # stands before each message, in both directions
 READY: Final = b"ready\n"
 NICENESS: Final = 10  # tokens of running requests go first
 MEMORY_BYTES: Final = 512 << 20
@@ -74,7 +75,7 @@ def _serve(vocabulary: Vocabulary, source: BinaryIO, sink: BinaryIO) -> None:
     sink.flush()
     while len(head := source.read(LENGTH.size)) == LENGTH.size:
         constraint = pickle.loads(source.read(*LENGTH.unpack(head)))  # noqa: S301 - from the process that started us
-        reply = pickle.dumps(judge(vocabulary, constraint))
+        reply = json.dumps(judge(vocabulary, constraint)).encode()
         sink.write(LENGTH.pack(len(reply)) + reply)
         sink.flush()
 
