@@ -15,6 +15,8 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -45,7 +47,7 @@ class Follower:
     """One sequence that follows a schema, again and again. It fulfils `GrammarState`, and times its masks."""
 
     def __init__(self, compiler: Compiler, constraint: Constraint, mask_s: list[float]) -> None:
-        self._start = lambda: compiler.start(constraint)
+        self._start: Callable[[], State] = partial(compiler.start, constraint)
         self._state: State = compiler.start(constraint)
         self._mask_s = mask_s
         self._computed = False
