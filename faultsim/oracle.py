@@ -93,7 +93,7 @@ class Answer:
 def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
     """Compute the whole answer. The code is separate from the scheduler's; only `OutputText` is shared with production."""
     stop_ids = (*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids)
-    text = OutputText(TOKENIZER, stop=params.stop, min_tokens=params.min_tokens)
+    text = OutputText.of(TOKENIZER, params)
     ids: list[int] = []
     pieces: list[str] = []
     tags = tags_of(prompt)

@@ -85,6 +85,10 @@ class SamplingParams:
     """Pairs of (id, bias); each id occurs once. The number of entries is OpenAI's and vLLM's limit."""
     logprobs: int | None = limited(None, IntRange(0, 20))
     """The limit is OpenAI's for chat, and vLLM's default."""
+    include_stop_str_in_output: bool = False
+    """The text ends behind the stop string that ended it, and not before."""
+    skip_special_tokens: bool = True
+    """False: the text has the written form of special tokens. A stop string may then match it."""
     edits_logits: bool = field(init=False, repr=False, compare=False)
     """Derived: True when a bias or a penalty is set."""
     plainly_greedy: bool = field(init=False, repr=False, compare=False)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pdserve.core.sampling import SamplingParams
 from pdserve.text.stops import StopScanner
 from pdserve.text.tokenizer import Tokenizer
 
 
 class TextStep(NamedTuple):
-    """The text that one token made certain. `stopped`: a stop string was found, and `text` ends before it."""
+    """The text that one token made certain. `stopped`: a stop string was found, and `text` ends before it or behind it."""
 
     text: str
     stopped: bool
@@ -26,21 +27,44 @@ class OutputText:
     If no stop string is found, the texts of all steps and of `flush` together equal `tokenizer.decode(all ids)`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """Start an empty output. A stop string counts only if token number `min_tokens` or a later one completes it."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """Start an empty output. A stop string counts only if token number `min_tokens` or a later one completes it.
+
+        With `include_stop` the text ends behind the stop string. Without `skip_special_tokens` it has special tokens as they
+        are written.
+        """
+        self._bytes = tokenizer.token_bytes if skip_special_tokens else tokenizer.written_bytes
         self._characters = tokenizer.stream()
-        self._stops = StopScanner(stop)
+        self._stops = StopScanner(stop, include=include_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._stopped = False
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> OutputText:
+        """Start the empty output of a request."""
+        return cls(
+            tokenizer,
+            stop=params.stop,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
 
     def push(self, token_id: int) -> TextStep:
         """Add the next output token and return the text that it makes certain. After a stop, tokens add nothing."""
         if self._stopped:
             return TextStep("", True)
         self._num_tokens += 1
-        return TextStep(self._scan(self._characters.push(self._tokenizer.token_bytes(token_id))), self._stopped)
+        return TextStep(self._scan(self._characters.push(self._bytes(token_id))), self._stopped)
 
     def flush(self) -> str:
         """Return the text that is still held back, when the request ends without a stop string. Empty after a stop."""

@@ -24,7 +24,7 @@ class OutputStream:
         """Start after `earlier`, the output ids that the client has already. The text depends only on the output ids, so it
         goes on from there."""
         self._handle = handle
-        self._text = OutputText(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+        self._text = OutputText.of(tokenizer, params)
         self._next_index = 0
         for token_id in earlier:
             self.skip(token_id)
