@@ -264,6 +264,23 @@ class KvSpec:
         return min([count for count in sizes if count is not None], default=min(num_blocks)) * self.block_size
 
 
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A KV group whose pool has no room for a sequence. Where several have none, it is the one that lacks the most blocks."""
+
+    group: int
+    blocks_needed: int
+    """So many free blocks would do: those for the sequence, and those for which others wait already."""
+    blocks_free: int
+    """The blocks that can be allocated there and are promised to nobody."""
+    window: int = 0
+    """The tokens of the group's sliding window. 0: it keeps all tokens."""
+
+    def __str__(self) -> str:
+        kept = f"a window of {self.window:,} tokens" if self.window else "all tokens"
+        return f"KV group {self.group} ({kept}) needs {self.blocks_needed:,} blocks and has {self.blocks_free:,}"
+
+
 def fit_max_model_len(requested: int | None, max_position: int, pool_tokens: int) -> int:
     """Return the length of the longest request, prompt and output, that model and KV pool can hold, in tokens.
 

@@ -10,6 +10,7 @@ from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import BlockCounts, Holder, HolderKind
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import BlockSum, SeqId
+from pdserve.core.kv_layout import Shortage
 
 HASHES = [BlockHash(bytes([i]) * 32) for i in range(12)]
 
@@ -52,8 +53,11 @@ def test_what_one_group_cannot_hold_no_group_takes():
     before = pools.counts()
     assert pools.allocate(sequence(1), 3) is None
     assert pools.reserve(sequence(1), 3, ()) is None
-    assert not pools.fits(3)
-    assert not pools.fits(1, spare=2)
+    assert pools.shortage(3) == Shortage(1, 3, 2)
+    assert pools.shortage(1, spare=2) == Shortage(1, 3, 2)
+    assert pools.shortage(1, spare=(8, 0)) == Shortage(0, 9, 8)
+    assert pools.shortage(10) == Shortage(1, 10, 2), "it lacks eight blocks, and the other group two"
+    assert pools.shortage(2) is None
     assert pools.counts() == before
     assert (pools.num_blocks, pools.num_free, pools.num_allocatable) == (2, 2, 2)
 
@@ -109,7 +113,7 @@ class PoolsMachine(RuleBasedStateMachine):
         self.last += 1
         hashes = HASHES[: min(count, full)]
         here = min(len(pool.lookup(hashes)) for pool in self.pools.groups)
-        fits, before = self.pools.fits(count, hashes), self.pools.counts()
+        fits, before = self.pools.shortage(count, hashes) is None, self.pools.counts()
         room = self.pools.reserve(inbound(self.last) if pull else sequence(self.last), count, hashes)
         assert (room is not None) == fits
         if room is None:

@@ -102,12 +102,19 @@ class WindowsMachine(RuleBasedStateMachine):
         count, arriving = -(-tokens // SIZE) + more, tokens if pull else 0
         hashes = HASHES[: (tokens if pull else tokens - 1) // SIZE] if cached else []
         hits = self.longest_hit(len(hashes), arriving)
-        fits, before = self.pools.fits(count, hashes, arriving=arriving), self.pools.counts()
+        shortage, before = self.pools.shortage(count, hashes, arriving=arriving), self.pools.counts()
         room = self.pools.reserve(holder, count, hashes, arriving=arriving)
-        assert (room is not None) == fits
-        if room is None:
+        assert (room is None) == (shortage is not None)
+        if shortage is not None:
             assert self.pools.counts() == before
+            free = [pool.num_allocatable for pool in self.pools.groups]
+            assert shortage.blocks_needed > shortage.blocks_free == free[shortage.group]
+            assert (shortage.window or None) == self.windows[shortage.group]
+            fresh = [len(blocks) for blocks in self.needed(count, arriving)]
+            assert hashes or shortage.blocks_needed == fresh[shortage.group]
+            assert hashes or shortage.blocks_needed - shortage.blocks_free == max(map(int.__sub__, fresh, free))
             return
+        assert room is not None
         assert room.hits == hits
         assert room.block_tables == self.pools.blocks_of(holder)
         if pull:
