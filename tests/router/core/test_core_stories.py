@@ -191,6 +191,23 @@ def test_the_ledger_keeps_what_would_not_fit_in_the_queue() -> None:
     stage.assert_empty()
 
 
+@pytest.mark.parametrize(("held", "bound"), [(24, ["first", "second"]), (0, ["first"])])
+def test_the_ledger_charges_a_request_no_more_than_the_windows_of_its_layers_hold(held: int, bound: list[str]) -> None:
+    """Two requests of 300 tokens go to a pool of 64, if each holds at most 24 of them at once. One of two workers that does not
+    say so counts for both."""
+    stage = Stage()
+    decode = stage.join("decode-0", Role.DECODE, max_model_len=400, held_tokens=24)
+    other = stage.join("decode-1", Role.DECODE, max_model_len=100, held_tokens=held)
+    stage.submit("first", prompt_len=290, max_tokens=5)
+    stage.submit("second", prompt_len=290, max_tokens=5)
+    assert [stage.request_of(e) for e in sent(stage, ev.SendBind)] == bound
+    assert {e.link for e in sent(stage, ev.SendBind)} == {decode.link}
+    stage.leave(other)
+    stage.run()
+    assert [outcome.ended for outcome in stage.outcomes.values()] == [["done"], ["done"]]
+    stage.assert_empty()
+
+
 def test_after_no_room_a_worker_is_asked_again_when_it_shows_room() -> None:
     stage = Stage()
     decode = stage.join("decode-0", Role.DECODE)
