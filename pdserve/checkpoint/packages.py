@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -12,8 +14,8 @@ from pdserve.checkpoint.cache import build_once
 from pdserve.core.errors import ConfigError
 
 ASSEMBLES: Final = "_gguf"
-"""A package whose name ends so may have a function `assemble`, which writes its file from parts, since package indexes limit the
-size of a package."""
+"""A package whose name ends so may have a function `assemble`, which writes its file from parts, since package indexes have a
+limit of size."""
 
 
 def package_gguf(name: str, cache: Path) -> Path | None:
@@ -34,14 +36,8 @@ def package_gguf(name: str, cache: Path) -> Path | None:
 
 
 def _assembled(name: str, module: str, cache: Path) -> Path | None:
-    def build(folder: Path) -> None:
-        try:
-            assemble(folder / file)
-        except Exception as exc:  # code of the package
-            raise ConfigError(f"model {name!r}: its package cannot put its file together: {exc}") from exc
-
     try:
-        assemble = getattr(importlib.import_module(module), "assemble", None)
+        assemble: Callable[[Path], object] | None = getattr(importlib.import_module(module), "assemble", None)
     except Exception as exc:  # code of the package
         raise ConfigError(f"model {name!r}: its package cannot be imported: {exc}") from exc
     if assemble is None:
@@ -51,4 +47,11 @@ def _assembled(name: str, module: str, cache: Path) -> Path | None:
     except importlib.metadata.PackageNotFoundError:
         version = "unknown"
     file = f"{module.removesuffix(ASSEMBLES)}.gguf"
-    return build_once(cache / f"{module}-{version}", build) / file
+    return build_once(cache / f"{module}-{version}", functools.partial(_build, name, assemble, file)) / file
+
+
+def _build(name: str, assemble: Callable[[Path], object], file: str, folder: Path) -> None:
+    try:
+        assemble(folder / file)
+    except Exception as exc:  # code of the package
+        raise ConfigError(f"model {name!r}: its package cannot put its file together: {exc}") from exc
