@@ -22,9 +22,9 @@ from pdserve.core.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpe
 _DEFAULTS: Final = {"tie_word_embeddings": True, "query_pre_attn_scalar": 256, "head_dim": 256}
 _THETAS: Final = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
 """The thetas of Gemma 3's global and local layers outside of `rope_parameters`, with their defaults."""
-_TEXT_DEFAULTS: Final = {
+TEXT_DEFAULTS: Final = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 """What `text_config` of published models with images leaves out: the defaults of transformers' `Gemma3TextConfig`."""
 _READS: Final = ("attention_bias", "sliding_window", "sliding_window_pattern", "layer_types", "final_logit_softcapping")
@@ -72,7 +72,7 @@ def read_gemma3_text(config: Mapping[str, Any]) -> ModelSpec:
     check_settings({name: value for name, value in config.items() if name != "text_config"})
     check_settings({"final_logit_softcapping": text.get("final_logit_softcapping")})
     tied = config.get("tie_word_embeddings")
-    return read_gemma3({**_TEXT_DEFAULTS, **({} if tied is None else {"tie_word_embeddings": tied}), **text})
+    return read_gemma3({**TEXT_DEFAULTS, **({} if tied is None else {"tie_word_embeddings": tied}), **text})
 
 
 def _gated(config: Mapping[str, Any]) -> dict[str, Any]:
