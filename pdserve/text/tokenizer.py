@@ -63,9 +63,9 @@ class Tokenizer:
         return self._chat_template
 
     @property
-    def special_spellings(self) -> frozenset[str]:
-        """The spellings of the special tokens."""
-        return frozenset(spelling.decode() for spelling in self._special.values() if spelling)
+    def special_tokens(self) -> dict[int, str]:
+        """The spelling of each special token by its id."""
+        return {index: spelling.decode() for index, spelling in self._special.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. As in every Hugging Face tokenizer, special tokens may be written in the text.

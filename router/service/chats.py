@@ -19,17 +19,17 @@ from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.text.calls.events import EventParser
 from pdserve.text.calls.forced import schema_of_arguments, schema_of_calls
 from pdserve.text.calls.forms import RequiredCalls
+from pdserve.text.calls.marks import MarkInserter
 from pdserve.text.calls.output import NamedCall, OutputParser
 from pdserve.text.calls.reasoning import OPEN, ReasoningParser
 from pdserve.text.calls.registry import CALL_FORMS, REASONING_MARKS, call_form, reasoning_form
-from pdserve.text.calls.special import SpecialTokenFilter
 from pdserve.text.tokenizer import Tokenizer
 from router.api.answer import Generation
 from router.api.request import ChatMessage, ChatPrompt, GenerateInput, ToolMode
 from router.service.parsed_generation import ParsedGeneration
 
 TAIL: Final = 16  # tokens at the end of a prompt that may hold the tag that opens reasoning
-_KEEPS: Final = "skip_special_tokens"
+_SKIPS: Final = "skip_special_tokens"  # a client that sets it to false has the marks in its text already
 _ID_LETTERS: Final = string.ascii_letters + string.digits
 
 
@@ -45,7 +45,12 @@ class Chats:
         self.reasoning_form = reasoning_form(config.reasoning_parser, text)
         """The name of the form of reasoning. Empty: the model has none."""
         self._tokenizer = tokenizer
-        self._special = tokenizer.special_spellings
+        forms = [REASONING_MARKS] if self.reasoning_form else []
+        if self.call_form:
+            forms.append(CALL_FORMS[self.call_form].marks)
+        marks = {mark for form in forms for mark in form}
+        self._marks = {index: spelling for index, spelling in tokenizer.special_tokens.items() if spelling in marks}
+        """The marks that workers leave out of the text, because they are special tokens."""
 
     def prepare(self, request: GenerateInput) -> GenerateInput:
         """Return the request with what its tools ask of the template, of the grammar and of the worker. Raises
@@ -72,9 +77,7 @@ class Chats:
                 raise InvalidRequest(
                     "is only enforced with tool_choice required or a function", field=f"tools[{index}].function.strict"
                 )
-        if self._special.isdisjoint(CALL_FORMS[self.call_form].marks) or _KEEPS in request.sampling:
-            return request
-        return replace(request, sampling={**request.sampling, _KEEPS: False})
+        return request
 
     def read(self, generation: Generation, request: GenerateInput, prompt_ids: Sequence[int]) -> Generation:
         """Return the generation with calls and reasoning taken out of its text. `request` is prepared."""
@@ -86,10 +89,10 @@ class Chats:
             reasoning = ReasoningParser(opened=self._opened(prompt_ids))
         if calls is None and reasoning is None:
             return generation
-        special = None
-        if request.sampling.get(_KEEPS) is False and self.call_form:
-            special = SpecialTokenFilter(self._special.difference(CALL_FORMS[self.call_form].marks, REASONING_MARKS))
-        return ParsedGeneration(generation, OutputParser(special, reasoning, calls), self._id_maker())
+        marks = None
+        if self._marks and request.constraint is None and request.sampling.get(_SKIPS) is not False:
+            marks = MarkInserter(self._marks, self._tokenizer.token_bytes, self._tokenizer.stream())
+        return ParsedGeneration(generation, OutputParser(reasoning, calls), self._id_maker(), marks)
 
     def _calls(self, request: GenerateInput) -> EventParser | None:
         prompt, choice = request.prompt, request.tool_choice

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from pdserve.core.errors import Cancelled
 from pdserve.core.sampling import FinishReason
 from pdserve.text.calls.events import CallArguments, CallBegin, Content, Event, EventParser, Reasoning
+from pdserve.text.calls.marks import MarkInserter
 from router.api.answer import CallDelta, Delta, Generation, Report
 
 
@@ -14,13 +15,16 @@ class ParsedGeneration:
     """Implements `router.api.answer.Generation` over another generation. Each delta keeps its ids and log-probabilities; its
     text becomes content, reasoning and pieces of calls."""
 
-    def __init__(self, inner: Generation, parser: EventParser, new_id: Callable[[], str]) -> None:
-        """`new_id` returns the id of the next call."""
+    def __init__(
+        self, inner: Generation, parser: EventParser, new_id: Callable[[], str], marks: MarkInserter | None = None
+    ) -> None:
+        """`new_id` returns the id of the next call. `marks` puts special tokens into the text. None: the text has all marks."""
         self.request_id = inner.request_id
         self.prompt_len = inner.prompt_len
         self._inner = inner
         self._deltas = aiter(inner)
         self._parser = parser
+        self._marks = marks
         self._new_id = new_id
         self._calls = 0
 
@@ -52,7 +56,8 @@ class ParsedGeneration:
         self._inner.close()
 
     def _parsed(self, delta: Delta) -> Delta:
-        events = self._parser.push(delta.text)
+        text = delta.text if self._marks is None else self._marks.push(delta.ids, delta.text)
+        events = self._parser.push(text)
         finish_reason = delta.finish_reason
         if finish_reason is not None:
             events += self._parser.flush()

@@ -1,10 +1,9 @@
-"""The parser of one output: special tokens are removed, then reasoning is split off, then calls are read from the rest."""
+"""The parser of one output: reasoning is split off, and calls are read from the rest."""
 
 from __future__ import annotations
 
 from pdserve.text.calls.events import CallArguments, CallBegin, CallEnd, Content, Event, EventParser
 from pdserve.text.calls.machine import BLANKS
-from pdserve.text.calls.special import SpecialTokenFilter
 
 
 class NamedCall:
@@ -29,13 +28,12 @@ class NamedCall:
 
 
 class OutputParser:
-    """Reads one output. Implements `EventParser`. Any of its parts may be missing.
+    """Reads one output. Implements `EventParser`. Either part may be missing.
 
     Blanks directly before and after a call belong to the form of calls. All other blanks are content.
     """
 
-    def __init__(self, special: SpecialTokenFilter | None, reasoning: EventParser | None, calls: EventParser | None) -> None:
-        self._special = special
+    def __init__(self, reasoning: EventParser | None, calls: EventParser | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._blanks = ""
@@ -44,25 +42,18 @@ class OutputParser:
 
     def push(self, text: str) -> list[Event]:
         """Implements `EventParser.push`."""
-        if self._special is not None:
-            text = self._special.push(text)
-        return self._split(text) if text else []
+        if not text:
+            return []
+        return self._read([Content(text)] if self._reasoning is None else self._reasoning.push(text))
 
     def flush(self) -> list[Event]:
         """Implements `EventParser.flush`."""
-        events = self.push(self._special.flush()) if self._special is not None else []
-        if self._special is not None:
-            self._special = None
-        if self._reasoning is not None:
-            events += self._read(self._reasoning.flush())
+        events = [] if self._reasoning is None else self._read(self._reasoning.flush())
         if self._calls is not None:
             events += self._trimmed(self._calls.flush())
         if self._blanks:
             events.append(Content(self._blanks))
         return events
-
-    def _split(self, text: str) -> list[Event]:
-        return self._read([Content(text)] if self._reasoning is None else self._reasoning.push(text))
 
     def _read(self, events: list[Event]) -> list[Event]:
         """Read calls in the content among the events of reasoning."""

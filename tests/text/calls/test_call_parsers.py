@@ -15,14 +15,13 @@ from pdserve.text.calls.forms import RequiredCalls
 from pdserve.text.calls.output import NamedCall, OutputParser
 from pdserve.text.calls.reasoning import ReasoningParser
 from pdserve.text.calls.registry import CALL_FORMS, call_form, reasoning_form
-from pdserve.text.calls.special import SpecialTokenFilter
 
 NAMES = ("f", "get_weather", "a.b")
 Call = tuple[str, dict[str, Any]]
 
 
 def parser_of(form: str, *, most: int | None = None) -> OutputParser:
-    return OutputParser(None, None, CALL_FORMS[form].machine(NAMES, most=most))
+    return OutputParser(None, CALL_FORMS[form].machine(NAMES, most=most))
 
 
 def parsed(parser: EventParser, pieces: list[str]) -> list[Event]:
@@ -147,8 +146,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 def whole_parser(form: str, opened: bool) -> OutputParser:
-    special = SpecialTokenFilter(["<|im_end|>", "<|im_start|>", "<s>"])
-    return OutputParser(special, ReasoningParser(opened=opened), CALL_FORMS[form].machine(NAMES))
+    return OutputParser(ReasoningParser(opened=opened), CALL_FORMS[form].machine(NAMES))
 
 
 @pytest.mark.parametrize("form", CALL_FORMS)
@@ -280,7 +278,7 @@ REASONED = {
 def test_reasoning_is_what_stands_between_the_tags(name):
     opened, text, reasoning, content = REASONED[name]
     for pieces in ([text], list(text)):
-        events = parsed(OutputParser(None, ReasoningParser(opened=opened), None), pieces)
+        events = parsed(OutputParser(ReasoningParser(opened=opened), None), pieces)
         assert "".join(e.text for e in events if isinstance(e, Reasoning)) == reasoning
         assert "".join(e.text for e in events if isinstance(e, Content)) == content
 
@@ -293,16 +291,6 @@ def test_calls_are_read_after_reasoning_and_not_in_it():
     assert events == [
         Reasoning('<tool_call>{"name":"f","arguments":{}}</tool_call>'), CallBegin("f"), CallArguments("{}"), CallEnd(),
     ]  # fmt: skip
-
-
-@given(st.lists(st.sampled_from(["<s>", "<s", ">", "<|x|>", "<|", "x", "|>", "a<|x|", "<a<|"]), max_size=10).map("".join), CUTS)
-def test_special_tokens_are_removed_wherever_the_text_is_cut(text, cuts):
-    spellings = ["<s>", "<|x|>", "<a<|x|"]
-    whole = SpecialTokenFilter(spellings)
-    wanted = whole.push(text) + whole.flush()
-    cut = SpecialTokenFilter(spellings)
-    assert "".join(map(cut.push, pieces_of(text, cuts))) + cut.flush() == wanted
-    assert not any(spelling in text for spelling in spellings) or len(wanted) < len(text)
 
 
 def test_a_template_tells_its_form():
