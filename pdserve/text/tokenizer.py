@@ -100,16 +100,6 @@ class Tokenizer:
         """Return a decoder for the bytes of one output, from its first token on."""
         return Utf8Stream(strip_leading_space=self._strip_leading_space)
 
-    def apply_chat_template(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Render (role, content) pairs to the prompt that asks for the next assistant turn.
-
-        The caller encodes it with `add_special_tokens=False`, since the template writes the special tokens itself.
-        Raises `InvalidRequest` on "messages".
-        """
-        if self._chat_template is None:
-            raise InvalidRequest("this model has no chat template: send a text prompt", field="messages")
-        return self._chat_template.render(messages)
-
 
 def _token_bytes(backend: tokenizers.Tokenizer, decoder: Decoder, special: Container[int]) -> tuple[bytes, ...]:
     """Return the bytes of each token by id; those of special tokens are empty. 49,152 ids take 60 ms, once."""

@@ -16,6 +16,8 @@ MAX_TOOLS: Final = 128  # OpenAI's limit, for definitions and for the calls of a
 MAX_TOOLS_BYTES: Final = 256 << 10
 MAX_VARIABLES_BYTES: Final = 16 << 10
 MAX_VARIABLES: Final = 32
+MAX_DEPTH: Final = 64  # of nested JSON
+HUGE: Final = 1 << 64
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _TOOL: Final = msgspec.json.Decoder(ToolFields)
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -86,6 +88,7 @@ def read_variables(text: bytes, field: str) -> str:
     if len(text) > MAX_VARIABLES_BYTES:
         raise refuse(field, f"has {len(text)} bytes; at most {MAX_VARIABLES_BYTES} are allowed")
     values = decode(text, _ANY, field)
+    _check_plain(values, field)
     if len(values) > MAX_VARIABLES:
         raise refuse(field, f"has {len(values)} variables; at most {MAX_VARIABLES} are allowed")
     return text.decode() if values else ""
@@ -113,9 +116,24 @@ def called(name: str, arguments: str, call_id: str, field: str) -> ToolCall:
 def decode_object(text: bytes, field: str) -> dict[str, Any]:
     """Return the JSON object in a text. Raises `InvalidRequest` naming the field, for anything else."""
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        values: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise refuse(field, "must be the text of a JSON object") from exc
+    _check_plain(values, field)
+    return values
+
+
+def _check_plain(values: Any, field: str) -> None:
+    """Check that other readers of JSON will read the same: nothing is nested deeply, and no number is huge."""
+    level = [values]
+    for _ in range(MAX_DEPTH):
+        if any(type(value) is int and abs(value) >= HUGE for value in level):
+            raise refuse(field, "holds too large a number")
+        inner = [value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)]
+        level = [value for values in inner for value in values]
+        if not level:
+            return
+    raise refuse(field, f"is nested in more than {MAX_DEPTH} levels")
 
 
 def _call(call: MessageCall, field: str) -> ToolCall:

@@ -45,7 +45,7 @@ class Chats:
         self.reasoning_form = reasoning_form(config.reasoning_parser, text)
         """The name of the form of reasoning. Empty: the model has none."""
         self._tokenizer = tokenizer
-        forms = [REASONING_MARKS] if self.reasoning_form else []
+        forms: list[tuple[str, ...]] = [REASONING_MARKS] if self.reasoning_form else []
         if self.call_form:
             forms.append(CALL_FORMS[self.call_form].marks)
         marks = {mark for form in forms for mark in form}

@@ -82,6 +82,13 @@ def function(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
 
 
+def nested(levels: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for _ in range(levels):
+        made = {"x": [made]}
+    return made
+
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [NOW] * (MAX_TOOLS + 1)}),
     ("tools", {"tools": [function(description="x" * MAX_TOOLS_BYTES)]}),
@@ -94,6 +101,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools[0].function.parameters", {"tools": [function(parameters=[])]}),
     ("tools[0].function.parameters", {"tools": [function(parameters="{}")]}),
     ("tools[0].function.parameters.type", {"tools": [function(parameters={"type": "array"})]}),
+    ("tools[0].function.parameters", {"tools": [function(parameters=nested(70))]}),
+    ("tools[0].function.parameters", {"tools": [function(parameters={"maximum": 10**30})]}),
+    ("chat_template_kwargs", {"chat_template_kwargs": nested(70)}),
     ("tool_choice", {"tools": [NOW], "tool_choice": "any"}),
     ("tool_choice", {"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}),
     ("tool_choice.function", {"tools": [NOW], "tool_choice": {"type": "function"}}),

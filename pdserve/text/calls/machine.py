@@ -14,6 +14,7 @@ from typing import ClassVar, Final
 from pdserve.text.calls.events import CallArguments, CallBegin, CallEnd, Content, Event
 
 MAX_DEPTH: Final = 64  # of nested JSON in arguments; deeper text is no call
+MAX_WORD: Final = 256  # characters of a name; content that follows a mark by mistake is not held back for longer
 BLANKS: Final = " \t\n\r"
 _ARGUMENTS: Final = ("arguments", "parameters")
 _DIGITS: Final = "0123456789"
@@ -97,10 +98,10 @@ class CallMachine:
             yield from self.step()
 
     def word(self, ends: str) -> Reading:
-        """Read until one of the characters `ends`, which is not read. Return what was read."""
-        read = []
+        """Read a short text until one of the characters `ends`, which is not read. Return what was read."""
+        read: list[str] = []
         while self._char not in ends or not self._char:
-            if not self._char:
+            if not self._char or len(read) == MAX_WORD:
                 raise Malformed
             read.append(self._char)
             yield from self.step()
