@@ -189,9 +189,6 @@ def _model_table(found: dict[str, Any]) -> Table:
     made.add_row("weights", f"{size(found['weights_bytes'])} in {found['dtype']}")
     if found["checkpoint_refused"]:
         made.add_row("published checkpoint", f"refused: {found['checkpoint_refused']}")
-    made.add_row(
-        "calls of tools, reasoning", f"{found['tool_call_parser']}, {found['reasoning_parser']} (by the chat template)"
-    )
     for name in ("tool_call_parser", "reasoning_parser"):
         made.add_row(name.replace("_", " "), found[name] or "unknown: there is no chat template here")
     made.add_row("KV of a token", f"{size(found['kv_bytes_per_token'])} in {found['kv_dtype']}")

@@ -29,7 +29,7 @@ from router.api.request import ChatMessage, ChatPrompt, GenerateInput, ToolMode
 from router.service.parsed_generation import ParsedGeneration
 
 TAIL: Final = 16  # tokens at the end of a prompt that may hold the tag that opens reasoning
-_SKIPS: Final = "skip_special_tokens"  # a client that sets it to false has the marks in its text already
+_KEEPS: Final = "keep_special_tokens"  # the text of a request that sets it has its marks already
 _ID_LETTERS: Final = string.ascii_letters + string.digits
 
 
@@ -90,7 +90,7 @@ class Chats:
         if calls is None and reasoning is None:
             return generation
         marks = None
-        if self._marks and request.constraint is None and request.sampling.get(_SKIPS) is not False:
+        if self._marks and request.constraint is None and not request.sampling.get(_KEEPS):
             marks = MarkInserter(self._marks, self._tokenizer.token_bytes, self._tokenizer.stream())
         return ParsedGeneration(generation, OutputParser(reasoning, calls), self._id_maker(), marks)
 
