@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.families.llama import LLAMA, llama_spec
@@ -32,6 +32,8 @@ class SimTokenizer:
     """A tokenizer for output only, since prompts come as ids. Some of its tokens are parts of characters."""
 
     has_chat_template = False
+    chat_template = None
+    special_tokens: ClassVar[dict[int, str]] = {}
     vocab_size = VOCAB_SIZE
 
     def token_bytes(self, token_id: int) -> bytes:

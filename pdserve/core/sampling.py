@@ -26,9 +26,11 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """The model stopped after calls of tools. Only the router's front ends know it: to all others this is `STOP`."""
 
 
-FINISH_BY_NUMBER: Final = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH}
+FINISH_BY_NUMBER: Final = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.TOOL_CALLS}
 """The finish reason of each number on the wire (`FinishReason` in common.proto). None: the output goes on."""
 
 

@@ -25,8 +25,9 @@ class ServedModel:
     directory: Path | None = None  # where the tokenizer is; None: a simulation, which has none on disk
 
     @classmethod
-    def load(cls, engine: EngineConfig) -> ServedModel:
-        """Resolve and read the model. This blocks, for seconds when the model has to be converted. Raises `ConfigError`."""
+    def load(cls, engine: EngineConfig, chat_template: str | None = None) -> ServedModel:
+        """Resolve and read the model. This blocks, for seconds when the model has to be converted. `chat_template` is a file
+        with the template of chats. None: the model's own is taken. Raises `ConfigError`."""
         directory = resolve(engine.model, load_format=engine.load_format)
         card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format)
         kv_spec = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
@@ -37,7 +38,7 @@ class ServedModel:
         return cls(
             name=engine.served_model_name or card.name,
             card=card,
-            tokenizer=Tokenizer.load(directory),
+            tokenizer=Tokenizer.load(directory, None if chat_template is None else Path(chat_template)),
             dtype=resolve_dtype(engine.dtype),
             kv_spec=kv_spec,
             max_model_len=fit_max_model_len(engine.max_model_len, card.max_position, pool_tokens),

@@ -22,6 +22,7 @@ from pdserve.core.worker import Role, check_budget
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
+from router.api.answer import Generation
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
@@ -33,6 +34,7 @@ from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.buffered_generation import BufferedGeneration, Deliveries
+from router.service.chats import Chats, tools_named
 from router.service.explaining import Explainer
 from router.service.grammars import Grammars
 from router.service.limits import LengthLimit
@@ -96,6 +98,7 @@ class RouterService:
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
+        self._chats = Chats(model.tokenizer, config)
         self._grammars = Grammars(model)
         self._admission = Admission(
             config,
@@ -117,6 +120,8 @@ class RouterService:
     def start(self) -> None:
         """Start the ticks of the core on the running loop."""
         assert self._ticker is None
+        forms = self._chats.call_form or "none", self._chats.reasoning_form or "none"
+        logger.info("calls of tools are read by the parser %s, reasoning by %s", *forms)
         self._ticker = asyncio.create_task(self._tick_for_ever())
 
     async def close(self) -> None:
@@ -132,12 +137,14 @@ class RouterService:
 
     # The interface of front ends ----------------------------------------------------------------------------------------------
 
-    async def submit(self, request: GenerateInput) -> BufferedGeneration:
+    async def submit(self, request: GenerateInput) -> Generation:
         """Implements `RouterApi.submit`. A refused request is counted in the metrics."""
         arrived_s = self._clock()
         try:
-            submit = await self._admit(request, arrived_s)
-            return self._start(submit)
+            prepared = self._chats.prepare(request)
+            with tools_named(prepared):
+                submit = await self._admit(prepared, arrived_s)
+            return self._chats.read(self._start(submit), prepared, submit.spec.prompt_ids)
         except PdserveError as exc:
             self._refused(request, exc)
             raise
