@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from typing import Any
 
 from pdserve.core.errors import InternalBug, PdserveError
@@ -19,11 +20,8 @@ logger = logging.getLogger(__name__)
 
 async def run_batch(router: RouterApi, batch: Batch, context: Any) -> None:
     """Run all requests of a batch and write their answers. Raises `Cancelled` for a client that stopped reading."""
-    writer = Writer(context)
-    try:
+    with closing(Writer(context)) as writer:
         await together([_run(router, i, call, writer) for i, call in enumerate(batch.calls)])
-    finally:
-        writer.close()
 
 
 async def _run(router: RouterApi, index: int, call: GenerateCall | Refused, writer: Writer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import closing
 from typing import Any, Final
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -69,19 +70,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Run a request with several choices. Their reports are in their last messages: metadata has no room for so many. An
         error has that of the choice that failed."""
         running = running_of(self._router, call)
-        writer = Writer(context)
         try:
             await running.start()
             self._running[running.request_id] = running
             own = self._initial_metadata(RequestId(running.request_id), call.input.correlation_id)
             await context.send_initial_metadata(own)
-            await running.run(writer.write)
+            with closing(Writer(context)) as writer:
+                await running.run(writer.write)
         except PdserveError as exc:
             told = ((status.TIMELINE_METADATA, timeline(running.report).decode()),) if running.report else ()
             await status.abort(context, exc, *told)
         finally:
             self._running.pop(running.request_id, None)
-            writer.close()
             running.close()
 
     async def GenerateBatch(self, request: inference_pb2.GenerateBatchRequest | LargeMessage, context: Any) -> None:

@@ -207,6 +207,27 @@ def test_one_failed_choice_fails_the_call_and_frees_the_others() -> None:
     run(story())
 
 
+class Full(FakeApi):
+    """Takes three requests."""
+
+    async def submit(self, request: GenerateInput) -> FakeGeneration:
+        if len(self.requests) == 3:
+            raise Overloaded("the queue is full", retry_after_s=1.0)
+        return await super().submit(request)
+
+
+def test_a_choice_that_finds_no_room_ends_those_before_it() -> None:
+    async def story() -> None:
+        api = Full()
+        api.gate.clear()
+        async with served(api) as base, client(base) as c:
+            with pytest.raises(openai.RateLimitError):
+                await c.completions.create(model=MODEL, prompt="p", n=8, stream=True)
+        assert [generation.closed for generation in api.generations] == [True] * 3
+
+    run(story())
+
+
 def test_a_client_that_leaves_a_hundred_choices_cancels_all() -> None:
     async def story() -> None:
         api = FakeApi()

@@ -248,27 +248,32 @@ def test_one_request_of_a_batch_that_fails_costs_the_others_nothing() -> None:
     run(story())
 
 
-def test_a_client_that_reads_nothing_of_its_batch_stalls_only_itself() -> None:
-    """The batch makes more messages than the connection holds, and its client reads one. It is dropped with all its requests,
+@pytest.mark.parametrize("batch", [True, False])
+def test_a_client_that_reads_nothing_of_its_choices_stalls_only_itself(batch: bool) -> None:
+    """The call makes more messages than the connection holds, and its client reads one. It is dropped with all its requests,
     while another client is served on another connection."""
 
     async def story() -> None:
-        async with local_cluster((PREFILL, DECODE), stalled_client_s=1.0) as cluster:
-            cluster.decode.token_interval_s = 0.0
+        settings = {"text_of": lambda _: "x" * 10_000}
+        async with local_cluster((PREFILL, DECODE), stalled_client_s=2.5, worker=lambda: settings) as cluster:
             options = [("grpc.use_local_subchannel_pool", 1)]
             async with grpc.aio.insecure_channel(cluster.grpc_address, options=options) as channel:
                 stub: Any = inference_pb2_grpc.InferenceStub(channel)
-                requests = []
-                for i in range(64):
-                    one = generate_request((i + 1, 2), 200)
-                    one.sampling.logprobs = 20  # large messages fill the connection
-                    requests.append(one)
-                slow = stub.GenerateBatch(inference_pb2.GenerateBatchRequest(requests=requests))
+                one = generate_request(IDS, 250)
+                if batch:
+                    slow = stub.GenerateBatch(inference_pb2.GenerateBatchRequest(requests=[one] * 16))
+                else:
+                    one.n = 16
+                    slow = stub.Generate(one)
                 await slow.read()
                 answers = await read_batch(cluster, [generate_request(IDS, 5)])
                 assert output([one.response for one in answers[0]])[0] == right_ids(IDS, 5)
                 while cluster.service._open:  # noqa: ASYNC110 - the service tells nobody
                     await asyncio.sleep(0.01)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await _to_the_end(slow)
+                assert caught.value.code() == grpc.StatusCode.CANCELLED
+                assert "the client took nothing" in (caught.value.details() or "")
             await cluster.assert_idle()
 
     run(story())
