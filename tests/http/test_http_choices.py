@@ -174,6 +174,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         for name, value in {
             "logprobs": 0, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "stop": "x", "stop_token_ids": [1], "min_tokens": 1,
             "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1, "logit_bias": {"1": 1},
+            "include_stop_str_in_output": True, "skip_special_tokens": False,
         }.items()
     ),
 ]  # fmt: skip
