@@ -122,7 +122,8 @@ async def submit_choices(
         one = replace(request, prompt=prompt, sampling=dict(sampling), request_id=request_id, leader=leader)
         generation = await api.submit(one)
         generations.append(generation)
-        prompt = generation.prompt_ids  # a chat or a text is not encoded again for each choice
+        if isinstance(prompt, str):
+            prompt = generation.prompt_ids  # it is not encoded again for each choice; a chat says more than its ids
 
 
 def first_id(request: GenerateInput) -> str:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from pdserve.core.errors import Cancelled, PdserveError
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.rpc.codec import finish_to_wire
 from pdserve.rpc.v1 import inference_pb2
 from router.api.answer import Delta, Generation, Report
@@ -20,7 +21,7 @@ from router.grpc.responses import response
 from router.parsing.generate import GenerateCall
 
 WRITE_TIMEOUT_S: Final = 60.0
-"""An answer that is complete waits at most so long for its client to read it."""
+"""A message of an answer that is complete waits at most so long for its client to read."""
 
 Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
@@ -51,6 +52,27 @@ class Running(Protocol):
 def running_of(router: RouterApi, call: GenerateCall) -> Running:
     """Return the request of a call, not yet started."""
     return RunningBeams(router, call) if call.choices.beam_width else RunningCandidates(router, call)
+
+
+class _Candidate:
+    """The output of a candidate that is ranked."""
+
+    def __init__(self, *, shows_logprobs: bool) -> None:
+        self.deltas: list[Delta] = []
+        self.tokens = 0
+        self._logprob = 0.0
+        self._shows_logprobs = shows_logprobs
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta. The client does not get log-probabilities that only the ranking asked for."""
+        self._logprob += sum([one.logprob for one in delta.logprobs])
+        self.tokens += len(delta.ids)
+        self.deltas.append(delta if self._shows_logprobs else msgspec.structs.replace(delta, logprobs=()))
+
+    @property
+    def score(self) -> float:
+        """The mean log-probability of its tokens."""
+        return self._logprob / max(1, self.tokens)
 
 
 class RunningCandidates:
@@ -98,34 +120,25 @@ class RunningCandidates:
     async def _best(self, send: Send) -> None:
         """Send the likeliest candidates, once all have ended."""
         outputs = await together([self._whole(generation) for generation in self._generations])
-        scores = [sum(one.logprob for one in out.logprobs) / max(1, len(out.ids)) for out in outputs]
-        best = likeliest(scores, self._call.choices.n)
-        left_out = sum(len(out.ids) for i, out in enumerate(outputs) if i not in best)
+        best = likeliest([out.score for out in outputs], self._call.choices.n)
+        left_out = sum(out.tokens for i, out in enumerate(outputs) if i not in best)
         messages = []
         for choice, i in enumerate(best):
-            message = response(self._generations[i], outputs[i], choice)
-            if self._call.input.sampling.get("logprobs") is None:
-                message.ClearField("logprobs")  # asked for by the ranking alone
-            messages.append(message)
-        messages[0].usage.output_tokens += left_out
+            messages += [response(self._generations[i], delta, choice) for delta in outputs[i].deltas]
+            messages[-1].usage.output_tokens += left_out
+            left_out = 0
         await _send_all(messages, send)
 
-    async def _whole(self, generation: Generation) -> Delta:
-        """Return the output of a candidate as one delta."""
-        ids: list[int] = []
-        texts: list[str] = []
-        logprobs: list[TokenLogprobs] = []
-        reason = None
+    async def _whole(self, generation: Generation) -> _Candidate:
+        """Return the output of a candidate."""
+        output = _Candidate(shows_logprobs=self._call.input.sampling.get("logprobs") is not None)
         try:
             async for delta in generation:
-                ids += delta.ids
-                texts.append(delta.text)
-                logprobs += delta.logprobs
-                reason = delta.finish_reason
+                output.add(delta)
         except PdserveError:
             self.report = report_of(generation)
             raise
-        return Delta(0, tuple(ids), "".join(texts), reason, tuple(logprobs))
+        return output
 
     def cancel(self) -> bool:
         """Implements `Running.cancel`."""
@@ -191,8 +204,8 @@ class RunningBeams:
 async def _send_all(messages: list[inference_pb2.GenerateResponse], send: Send) -> None:
     """Send an answer that is complete. Raises `Cancelled` for a client that does not read it."""
     try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            for message in messages:
+        for message in messages:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await send(message)
     except TimeoutError:
         raise Cancelled(f"the client took nothing for {WRITE_TIMEOUT_S:g} s") from None

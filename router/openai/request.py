@@ -94,7 +94,7 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
     chat = isinstance(body, ChatBody)
     choices = read_choices(body, len(prompts), common)
     inputs = _inputs(common, prompts, choices.best_of)
-    return Call(chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, choices)
+    return Call(chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, choices=choices)
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...], candidates: int) -> tuple[GenerateInput, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import openai
 import pytest
 from http_fakes import MODEL, WORDS, FakeApi, FakeGeneration, served
+from raw_http import post
 
 from pdserve.core.errors import InvalidRequest, Overloaded, ReplicaLost
 from pdserve.core.logprobs import TokenLogprobs
@@ -241,6 +243,21 @@ def test_a_client_that_leaves_a_hundred_choices_cancels_all() -> None:
                 with pytest.raises(asyncio.CancelledError):
                     await asking
             await until(lambda: all(generation.closed for generation in api.generations))
+
+    run(story())
+
+
+def test_a_client_that_reads_nothing_of_its_choices_is_dropped_with_all() -> None:
+    async def story() -> None:
+        api = FakeApi(words=("w" * 100_000,) * 10_000)
+        async with served(api, stalled_client_s=0.5) as base:
+            host, port = base.removeprefix("http://").split(":")
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                await asyncio.to_thread(sock.connect, (host, int(port)))
+                sock.sendall(post("/v1/completions", {"prompt": "p", "n": 16, "stream": True, "max_tokens": 10_000}))
+                await until(lambda: len(api.generations) == 16 and all(one.closed for one in api.generations))
+        assert not any(generation.finished for generation in api.generations)
 
     run(story())
 

@@ -112,11 +112,11 @@ def test_best_of_sends_each_choice_whole_and_counts_what_it_leaves_out() -> None
                     message.sampling.logprobs = logprobs
                 choices = await read_choices(cluster.stub.Generate(message))
                 assert sorted(choices) == [0, 1]
-                for (whole,) in choices.values():
-                    assert list(whole.ids) == right_ids(IDS, 6)
-                    assert whole.finish_reason == common_pb2.FINISH_REASON_LENGTH
-                    assert whole.HasField("logprobs") == (logprobs is not None)
-                assert [choices[i][0].usage.output_tokens for i in (0, 1)] == [6 + 3 * 6, 6]
+                for messages in choices.values():
+                    assert output(messages) == (right_ids(IDS, 6), right_text(IDS, 6))
+                    assert messages[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
+                    assert {one.HasField("logprobs") for one in messages} == {logprobs is not None}
+                assert [choices[i][-1].usage.output_tokens for i in (0, 1)] == [6 + 3 * 6, 6]
             await cluster.assert_idle()
 
     run(story())
