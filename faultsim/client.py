@@ -106,6 +106,8 @@ def _input_of(ask: Ask) -> GenerateInput:
         "stop": params.stop,
         "stop_token_ids": params.stop_token_ids,
         "ignore_eos": params.ignore_eos,
+        "include_stop_str_in_output": params.include_stop_str_in_output,
+        "keep_special_tokens": params.keep_special_tokens,
     }
     return GenerateInput(
         prompt=ask.prompt,
