@@ -88,9 +88,9 @@ class SamplingParams:
     logprobs: int | None = limited(None, IntRange(0, 20))
     """The limit is OpenAI's for chat, and vLLM's default."""
     include_stop_str_in_output: bool = False
-    """The text ends after what ended it, a stop string or a stop token, instead of before it. The name is vLLM's."""
-    keep_special_tokens: bool = False
-    """The text has special tokens in their written form. OpenAI-style bodies say `skip_special_tokens: false`, as for vLLM."""
+    """The text ends behind the stop string or the stop token that ended it, and not before."""
+    skip_special_tokens: bool = True
+    """False: the text has the written form of special tokens. A stop string may then match it."""
     edits_logits: bool = field(init=False, repr=False, compare=False)
     """Derived: True when a bias or a penalty is set."""
     plainly_greedy: bool = field(init=False, repr=False, compare=False)

@@ -80,10 +80,12 @@ class Tokenizer:
         # Only batches release the GIL, hence a batch of one text. This kind of batch skips offsets, which halves the time.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. Special tokens and unknown ids add nothing; invalid UTF-8 becomes U+FFFD."""
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Special tokens add nothing or, without `skip_special_tokens`, their written form.
+        Unknown ids add nothing; invalid UTF-8 becomes U+FFFD."""
         stream = self.stream()
-        return stream.push(b"".join(map(self.token_bytes, ids))) + stream.flush()
+        bytes_of = self.token_bytes if skip_special_tokens else self.written_bytes
+        return stream.push(b"".join(map(bytes_of, ids))) + stream.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text. They may be parts of characters.

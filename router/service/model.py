@@ -31,8 +31,10 @@ class ServedModel:
         directory = resolve(engine.model, load_format=engine.load_format)
         card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format)
         kv_spec = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
-        kv_bytes = engine.known_kv_bytes
-        pool_tokens = card.max_position if kv_bytes is None else kv_bytes // kv_spec.block_bytes * engine.block_size
+        # Groups with windows have pools of other sizes, which depend on each worker's settings: only the workers know them.
+        windowed = any(group.window is not None for group in kv_spec.groups)
+        kv_bytes = None if windowed else engine.known_kv_bytes
+        pool_tokens = None if kv_bytes is None else kv_bytes // kv_spec.block_bytes * engine.block_size
         return cls(
             name=engine.served_model_name or card.name,
             card=card,

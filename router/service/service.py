@@ -38,7 +38,7 @@ from router.service.chats import Chats, tools_named
 from router.service.explaining import Explainer
 from router.service.grammars import Grammars
 from router.service.limits import LengthLimit
-from router.service.link_features import LinkFeatures
+from router.service.link_fields import check_workers, unsendable
 from router.service.model import ServedModel
 from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
@@ -100,7 +100,6 @@ class RouterService:
         self._encoder = PromptEncoder(model, self._limit)
         self._chats = Chats(model.tokenizer, config)
         self._grammars = Grammars(model)
-        self._features = LinkFeatures(self._core.registry)
         self._admission = Admission(
             config,
             model,
@@ -109,7 +108,6 @@ class RouterService:
             lambda: secrets.randbelow(SEED_LIMIT),
             lambda: self._core.prefix_index.block_size,
             self._grammars.check,
-            self._features.check,
         )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
@@ -153,10 +151,12 @@ class RouterService:
 
     async def _admit(self, request: GenerateInput, arrived_s: float) -> ev.Submit:
         try:
-            return await self._admission.admit(request, arrived_s=arrived_s)
+            submit = await self._admission.admit(request, arrived_s=arrived_s)
         except Overloaded:
             self._core.requests.demand.count_refusal()  # the core counts those that it refuses itself
             raise
+        check_workers(submit.spec, self._core.registry)
+        return submit
 
     def _refused(self, request: GenerateInput, exc: PdserveError) -> None:
         """Count a refused request: by its class if it names one that is known here."""
@@ -342,7 +342,7 @@ class RouterService:
                 self._ended(effect.request_id, effect, effect.error)
             elif isinstance(effect, ev.ReportBug):
                 bug = bug or effect.bug
-            elif (failure := self._features.unsendable(effect)) is not None:  # the present effects come first
+            elif (failure := unsendable(effect, self._core.registry)) is not None:  # the present effects come first
                 asyncio.get_running_loop().call_soon(self.tell, failure)
             else:
                 self.links.send(effect.link, command_to_wire(effect))
