@@ -225,9 +225,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools: the model's chat template renders no tools", {"tools": TOOLS, "template": "{{ messages }} <tool_call>"}),
     ("tools: the router knows no form of calls", {"tools": TOOLS, "template": "{{ messages[0].content }}{{ tools }}"}),
     ("tools: are not allowed beside response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
-    ("tools[0].function.strict: is only enforced", {"tools": [
-        {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}
-    ]}),
+    ("tools[0].function.strict: is not enforced for calls of the form granite", {
+        "template": "{{ tools }}<|tool_call|>", "tools": [{"type": "function", "function": {"name": "f", "strict": True}}],
+    }),
+    ("tools: cannot be compiled", {"tools": [{"type": "function", "function": {
+        "name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
+    }}]}),
     ("tool_choice: is only allowed with tools", {"tool_choice": "required"}),
     ("tool_choice: 'f' is none of the tools", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ("chat_template_kwargs.style: is no variable", {"chat_template_kwargs": {"style": "short"}}),
