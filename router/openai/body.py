@@ -119,13 +119,13 @@ class Body(_Scalars, kw_only=True):
     response_format: dict[str, Raw] | None = None
     structured_outputs: dict[str, Raw] | None = None
 
-    n: Raw = unsupported(1)
-    best_of: Raw = unsupported(1)
+    n: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+
     prompt_logprobs: Raw = unsupported()
     echo: Raw = unsupported(False)
     suffix: Raw = unsupported("")
-    length_penalty: Raw = unsupported(1, 1.0)
-    use_beam_search: Raw = unsupported(False)
     guided_json: Raw = unsupported()
     guided_regex: Raw = unsupported()
     guided_choice: Raw = unsupported()
@@ -144,6 +144,7 @@ class CompletionBody(Body, kw_only=True):
     """The prompt is "text", [ids], ["text", ...] or [[ids], ...]. `read_prompts` refuses a mixed list."""
     logprobs: int | bool | None = None
     """The number of likeliest tokens. Some clients write false for none."""
+    best_of: int | None = None
 
     add_special_tokens: Raw = unsupported(True)
     """The chat endpoint ignores this field: the template alone decides for a chat prompt, and vLLM's default is false there."""
@@ -164,6 +165,7 @@ class ChatBody(Body, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    best_of: Raw = unsupported(1)
     functions: Raw = unsupported([])
     function_call: Raw = unsupported("none", "auto")
     modalities: Raw = unsupported(["text"])
