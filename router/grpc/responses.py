@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pdserve.core.error_table import retry_after_s
 from pdserve.core.errors import PdserveError
 from pdserve.rpc import status
@@ -19,6 +21,8 @@ def response(generation: Generation, delta: Delta, choice: int = 0) -> inference
         text=delta.text,
         logprobs=logprobs_to_wire(delta.logprobs),
         choice=choice,
+        tool_calls=[inference_pb2.ToolCallDelta(**msgspec.structs.asdict(call)) for call in delta.calls],
+        reasoning=delta.reasoning,
     )
     if delta.finish_reason is None:
         return told

@@ -20,6 +20,7 @@ from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, ext
 from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
 from router.openai.request import Call, candidate_ids
+from router.openai.tool_chunks import Gathered, tool_chunk
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ class _Output:
     """The log-probabilities as JSON."""
     logprob: float
     """The log-probability of all tokens together, if it was asked for."""
+    gathered: Gathered
 
 
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
@@ -104,7 +106,9 @@ class _Chunks:
         """Return the chunk of a delta, or nothing."""
         self.tokens += len(delta.ids)
         chunk = b""
-        if delta.text or delta.finish_reason or self._always:
+        if delta.calls or delta.reasoning:
+            chunk = tool_chunk(self._format, delta, self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None)
+        elif delta.text or delta.finish_reason or self._always:
             told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
             chunk = self._format.chunk(delta.text, delta.finish_reason, told)
         if self._format.continuous_usage:
@@ -151,7 +155,7 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Se
     totals = usage(_prompt_tokens(call, generations), sum(out.tokens for out in outputs))
     returned = _returned(call, outputs)
     told = [outputs[i] for i in returned]
-    choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(told)]
+    choices = [out.gathered.into(envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK)) for i, out in enumerate(told)]
     rest = extension([generations[i].report for i in returned])
     body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
     await reply.encoded(200, with_logprobs(body, [out.logprobs for out in told]))
@@ -187,7 +191,9 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
     finish_reason = None
     told = JoinedLists()
     logprob = 0.0
+    gathered = Gathered()
     async for delta in generation:
+        gathered.add(delta)
         texts.append(delta.text)
         tokens += len(delta.ids)
         finish_reason = delta.finish_reason
@@ -197,7 +203,7 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
             await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
         raise _unfinished(generation)
-    return _Output("".join(texts), tokens, finish_reason, told.encode(), logprob)
+    return _Output("".join(texts), tokens, finish_reason, told.encode(), logprob, gathered)
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:
