@@ -84,8 +84,10 @@ class Generation(Protocol):
 
     request_id: str
     prompt_len: int
-    prompt_ids: tuple[int, ...]
-    """The prompt as the model gets it."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt as the model gets it."""
 
     @property
     def dropped(self) -> Cancelled | None:

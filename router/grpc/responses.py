@@ -20,9 +20,9 @@ def response(generation: Generation, delta: Delta, choice: int = 0) -> inference
         ids=delta.ids,
         text=delta.text,
         logprobs=logprobs_to_wire(delta.logprobs),
-        choice=choice,
         tool_calls=[inference_pb2.ToolCallDelta(**msgspec.structs.asdict(call)) for call in delta.calls],
         reasoning=delta.reasoning,
+        choice=choice,
     )
     if delta.finish_reason is None:
         return told

@@ -32,9 +32,9 @@ class _Output:
     finish_reason: FinishReason
     logprobs: bytes
     """The log-probabilities as JSON."""
+    gathered: Gathered
     logprob: float
     """The log-probability of all tokens together, if it was asked for."""
-    gathered: Gathered
 
 
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
@@ -190,8 +190,8 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
     tokens = 0
     finish_reason = None
     told = JoinedLists()
-    logprob = 0.0
     gathered = Gathered()
+    logprob = 0.0
     async for delta in generation:
         gathered.add(delta)
         texts.append(delta.text)
@@ -203,7 +203,7 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
             await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
         raise _unfinished(generation)
-    return _Output("".join(texts), tokens, finish_reason, told.encode(), logprob, gathered)
+    return _Output("".join(texts), tokens, finish_reason, told.encode(), gathered, logprob)
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:

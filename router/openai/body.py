@@ -157,7 +157,6 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    best_of: Raw = unsupported(1)
     tools: list[Raw] | None = None
     tool_choice: str | dict[str, Raw] | None = None
     parallel_tool_calls: bool | None = None
@@ -166,6 +165,7 @@ class ChatBody(Body, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    best_of: Raw = unsupported(1)
     functions: Raw = unsupported([])
     function_call: Raw = unsupported("none", "auto")
     modalities: Raw = unsupported(["text"])

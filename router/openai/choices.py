@@ -37,8 +37,6 @@ def _beams(body: CompletionBody | ChatBody, n: int, best_of: int | None, common:
         raise refuse("best_of", f"is not allowed with {_BEAMS}: true, where n is the number of beams")
     if body.response_format is not None and common.constraint is not None and body.structured_outputs is None:
         raise refuse("response_format", f"is not allowed with {_BEAMS}: true")
-    if body.skip_special_tokens is False:  # the router has it under another name
-        raise refuse("skip_special_tokens", "is not allowed beside a beam search")
     check_beams(common)
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
     LENGTH_PENALTIES.check("length_penalty", penalty)
