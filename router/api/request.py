@@ -49,3 +49,6 @@ class GenerateInput:
     options: Mapping[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
     """What the text of the output must be. None: any text."""
+    leader: str = ""
+    """The router's own id of a running request with the same prompt, whose KV this one shares: it is placed once that KV is
+    there. Empty: none."""
