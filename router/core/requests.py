@@ -96,10 +96,10 @@ class Requests:
         self.waiting.add(request)
         self._limits.add(request)
 
-    def hold(self, request: LiveRequest) -> None:
+    def wait_behind(self, request: LiveRequest) -> None:
         """Let a new sibling wait for its leader, which runs."""
         assert request.machine.state is _S.QUEUED
-        self.waiting.hold(request)
+        self.waiting.add_behind(request)
         self._limits.add(request)
 
     def free_siblings(self, leader: LiveRequest, now_s: float) -> None:

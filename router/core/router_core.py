@@ -239,8 +239,8 @@ class RouterCore:
         leader = self.requests.get(request.leader)
         if leader is not None and request.prefix_keys:  # without keys nobody shares a block of the prompt
             if leader.kv_link is None:
-                request.story.note(now_s, StoryKind.HELD, leader=leader.request_id)
-                self.requests.hold(request)
+                request.story.note(now_s, StoryKind.BEHIND, leader=leader.request_id)
+                self.requests.wait_behind(request)
                 return
             self.requests.follow(request, leader, now_s)
         yield from self._dispatcher.admit(request, now_s)

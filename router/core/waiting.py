@@ -7,8 +7,8 @@ counts as one level more.
 
 Requests of one *kind* could be served by the same workers and need about as much room. When the first one of a kind finds no
 room, no other one of this kind is asked: a worker with new room meets one request of each kind, however many wait. Requests
-that no linked worker could serve are *parked*: they keep their turns, and nobody waits behind them. Siblings are *held* until
-their leader's KV is there or their leader has ended: nobody waits behind them either.
+that no linked worker could serve are *parked*: they keep their turns, and nobody waits behind them. Siblings wait
+*behind* their leader until its KV is there or it has ended: nobody waits for them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class WaitingRequests:
         self._kind_of = kind_of
         self._lines: dict[Kind, list[tuple[Turn, LiveRequest]]] = {}
         self._places: dict[RequestId, tuple[Kind | None, Turn, LiveRequest]] = {}
-        """Each request that waits, with its kind and its turn. A request without a kind is parked or held."""
+        """Each request that waits, with its kind and its turn. A request without a kind is parked or behind a leader."""
         self._parked: dict[RequestId, LiveRequest] = {}
-        self._held: dict[RequestId, dict[RequestId, LiveRequest]] = {}
+        self._behind: dict[RequestId, dict[RequestId, LiveRequest]] = {}
         """The siblings that wait for their leader, by its id."""
         self.fresh: dict[Kind, None] = {}
         """The kinds whose first request may have changed since `fresh` was cleared."""
@@ -69,24 +69,24 @@ class WaitingRequests:
         """Insert a request at its turn."""
         self._insert(request, self._kind_of(request), turn_of(request))
 
-    def hold(self, request: LiveRequest) -> None:
+    def add_behind(self, request: LiveRequest) -> None:
         """Let a sibling wait for its leader. It has no place in the order until `free` gives it one."""
-        self._held.setdefault(request.leader, {})[request.request_id] = request
+        self._behind.setdefault(request.leader, {})[request.request_id] = request
         self._places[request.request_id] = None, turn_of(request), request
 
     def free(self, leader: RequestId) -> list[LiveRequest]:
         """Insert the siblings that wait for a leader at their turns, and return them."""
-        siblings = list(self._held.get(leader, {}).values())
+        siblings = list(self._behind.get(leader, {}).values())
         for request in siblings:
-            self._unhold(request)
+            self._leave_leader(request)
             self.add(request)
         return siblings
 
-    def _unhold(self, request: LiveRequest) -> None:
-        siblings = self._held[request.leader]
+    def _leave_leader(self, request: LiveRequest) -> None:
+        siblings = self._behind[request.leader]
         del siblings[request.request_id]
         if not siblings:
-            del self._held[request.leader]
+            del self._behind[request.leader]
 
     def _insert(self, request: LiveRequest, kind: Kind, turn: Turn) -> None:
         line = self._lines.setdefault(kind, [])
@@ -103,8 +103,8 @@ class WaitingRequests:
         """Remove a request that waits."""
         kind, turn, found = self._places[request.request_id]
         assert found is request
-        if request.request_id in self._held.get(request.leader, {}):
-            self._unhold(request)
+        if request.request_id in self._behind.get(request.leader, {}):
+            self._leave_leader(request)
         elif kind is None:
             del self._parked[request.request_id]
         else:
@@ -159,7 +159,7 @@ class WaitingRequests:
 
     def leaders(self) -> list[RequestId]:
         """Return the requests for which siblings wait."""
-        return list(self._held)
+        return list(self._behind)
 
     def all(self) -> list[LiveRequest]:
         """Return all requests in order of turns. This is a copy: the caller may remove requests while it walks over it."""
@@ -173,18 +173,18 @@ class WaitingRequests:
         return len(self._places)
 
     def check_invariants(self) -> None:
-        """Assert that each request is in one line at its turn, or parked, or held for its leader."""
+        """Assert that each request is in one line at its turn, or parked, or behind its leader."""
         for kind, line in self._lines.items():
             assert line
             assert [turn for turn, _ in line] == sorted({turn for turn, _ in line})
             for turn, request in line:
                 assert self._places[request.request_id] == (kind, turn, request)
                 assert turn == turn_of(request)
-        for leader, siblings in self._held.items():
+        for leader, siblings in self._behind.items():
             assert siblings
             assert all(request.leader == leader for request in siblings.values())
-        held = {request_id for siblings in self._held.values() for request_id in siblings}
+        behind = {request_id for siblings in self._behind.values() for request_id in siblings}
         aside = {request_id for request_id, (kind, _, _) in self._places.items() if kind is None}
-        assert aside == self._parked.keys() | held
-        assert not self._parked.keys() & held
+        assert aside == self._parked.keys() | behind
+        assert not self._parked.keys() & behind
         assert len(self._places) == len(aside) + sum(len(line) for line in self._lines.values())

@@ -88,7 +88,7 @@ def test_siblings_go_to_the_kv_of_their_leader_as_soon_as_it_is_there() -> None:
     assert [r and (r.placement, r.placement_reason) for r in reports[1:]] == [(Placement.COLOCATED, "sibling")] * 3
     assert reports[0] is not None
     assert reports[0].placement is Placement.DISAGGREGATED
-    assert kinds(stage, "r1")[:4] == ["queued", "held", "follows", "placed"]
+    assert kinds(stage, "r1")[:4] == ["queued", "behind", "follows", "placed"]
     stage.assert_empty()
 
 
@@ -256,4 +256,14 @@ def test_a_leader_may_be_a_sibling_itself() -> None:
     until(stage, has_kv(stage, "r1"))
     stage.run()
     assert [outcome.ended for outcome in outcomes] == [["done"]] * 3
+    stage.assert_empty()
+
+
+def test_a_sibling_of_a_leader_that_has_ended_waits_for_nobody() -> None:
+    stage = stage_of()
+    ask(stage, "r0")
+    stage.run()
+    ask(stage, "r1", "r0")
+    assert [name for name, _, _ in binds(stage)] == ["r0", "r1"]
+    stage.run()
     stage.assert_empty()
