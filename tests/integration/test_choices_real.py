@@ -147,7 +147,7 @@ async def wait_empty(cluster: LocalCluster, workers: int) -> None:
 
 
 def test_choices_share_the_prompt_and_equal_single_requests_also_when_their_worker_dies(tmp_path: Path) -> None:
-    """(1) Four choices equal the four requests alone, and three of them compute no full block. (2) Four longer ones decode on one
+    """(1) Four choices equal the requests alone, and three of them compute no full block. (2) Four longer ones decode on one
     worker, which dies: each is replayed, and equal."""
 
     async def story() -> None:

@@ -10,6 +10,7 @@ import pytest
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from router.api.request import GenerateInput
 from router.core.events import Submit
+from router.service import service as shell
 from testkit.fake_worker import DECODE
 
 from ..local_cluster import local_cluster
@@ -39,7 +40,7 @@ def test_a_prompt_is_tokenised_and_its_constraint_checked_for_the_leader_alone(m
 
             monkeypatch.setattr(service._encoder, "encode", count)
             monkeypatch.setattr(service._admission, "_check_grammar", check)
-            monkeypatch.setattr(service._admission, "_check_features", lambda spec: None)
+            monkeypatch.setattr(shell, "check_workers", lambda spec, registry: None)
             monkeypatch.setattr(service._admission, "_shared_block_size", lambda: 4)
             monkeypatch.setattr(service._admission, "admit", keep)
             text = "a long story. " * 10
