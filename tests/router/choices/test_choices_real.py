@@ -10,22 +10,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from real_service import BOUND_S, QUICK_BEATS, tiny
 
-from pdserve.config import WorkerConfig
+from pdserve.config import MIB, EngineConfig, WorkerConfig
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.api.request import GenerateInput
 from testkit.processes import Process
-from tests.router.local_cluster import TOKEN, LocalCluster, local_cluster
+
+from ..local_cluster import TOKEN, LocalCluster, local_cluster
 
 pytestmark = pytest.mark.cluster
 
 N, SEED, BLOCK = 4, 40, 16
 PROMPT = tuple(random.Random(57).randrange(250) for _ in range(100))
 SHARED = len(PROMPT) // BLOCK * BLOCK
+BOUND_S = 60.0  # only what hangs should fail
+ENGINE = EngineConfig(
+    model="tiny",
+    dtype="float32",
+    batch_invariant=True,
+    block_size=BLOCK,
+    max_model_len=256,
+    kv_cache_memory=16 * MIB,
+    threads=1,
+)
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 
 
@@ -46,13 +56,13 @@ class Choice:
 @asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[tuple[LocalCluster, dict[str, Process]]]:
     """A router in this process, and one prefill and two decode workers in theirs."""
-    engine = tiny(enable_prefix_caching=True, block_size=BLOCK, max_model_len=256)
     async with local_cluster((), heartbeat_interval_s=0.05, heartbeat_lost_s=2.0) as cluster:
-        beats = {"router_lost_s": 5.0, **QUICK_BEATS}
         made = {
             name: Process(
                 f"{name.partition('-')[0]}_worker",
-                WorkerConfig(name, cluster.link_address, cluster_token=TOKEN, engine=engine, **beats),
+                WorkerConfig(
+                    name, cluster.link_address, cluster_token=TOKEN, engine=ENGINE, heartbeat_interval_s=0.05, router_lost_s=5.0
+                ),
                 folder,
                 name,
             )
