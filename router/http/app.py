@@ -110,6 +110,9 @@ class _Generate:
                 call = await (self._running.run(exchange, reading) if len(body) > INLINE_BYTES else reading)
                 assert isinstance(call, Call)
             reply.name(call.request_id, call.correlation_id)
+            if call.ignored.count:
+                self._api.ignored_fields(self._kind.value, call.ignored.count)
+                reply.ignored(call.ignored.header)
             await self._running.run(exchange, answer(self._api, call, reply))
         except BodyRefused as exc:
             await refuse_body(scope, receive, reply, exc.error)

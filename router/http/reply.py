@@ -14,6 +14,7 @@ from router.openai.errors import encode_json, error_headers, error_payload
 
 _REQUEST_ID: Final = REQUEST_ID_METADATA.encode()
 _CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
+_IGNORED: Final = b"x-pdserve-ignored-fields"
 _TIMELINE: Final = TIMELINE_METADATA.encode()
 _SSE_HEADERS: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,6 +40,10 @@ class Reply:
             (_REQUEST_ID, request_id.encode("ascii")),
             (_CORRELATION_ID, (correlation_id or request_id).encode("ascii")),
         ]
+
+    def ignored(self, names: bytes) -> None:
+        """Set the names of the fields that were left out, as the value of a header."""
+        self._headers = [*self._headers, (_IGNORED, names)]
 
     def served(self, report: Report) -> None:
         """Set the report of the request. The answer or the error that follows carries it."""

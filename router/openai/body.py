@@ -1,4 +1,7 @@
-"""The fields of a request's body and their types. Unknown fields are ignored.
+"""The fields of a request's body and their types. Every field that OpenAI's or vLLM's API documents is named here.
+
+A field whose effect does not exist here is `unsupported`; one that changes no answer is in `WITHOUT_EFFECT`. The structs forbid all
+others, and `router.openai.ignored` leaves those out.
 
 JSON's `null` means absent, as in OpenAI's own clients, which send it for arguments that were not given. A `Raw` field stays
 undecoded JSON, so a large value of a field that is refused anyway costs nothing.
@@ -19,28 +22,73 @@ EMPTY: Final[tuple[Any, ...]] = ([], {}, "", 0, 0.0, False)
 """The values that ask for nothing. Clients send back an answer's message with them in fields that the answer did not use."""
 
 
-class StreamOptions(Struct):
+WITHOUT_EFFECT: Final[dict[str, str]] = {
+    "user": "The name of an end user, by which OpenAI finds misuse. It is neither logged nor sent to workers.",
+    "safety_identifier": "OpenAI's newer name of `user`.",
+    "metadata": "Labels of a stored answer. Nothing is stored here; an answer of /v1/responses repeats them.",
+    "response_format.json_schema.name": "OpenAI demands a name for a schema. No model sees it.",
+    "response_format.json_schema.description": "The description of a schema. No model sees it.",
+    "response_format.json_schema.strict": "A schema is always enforced.",
+}
+"""The accepted fields that change no token and no behaviour, each with the reason why it may be accepted."""
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
     """The options of a streamed answer."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Raw = unsupported(False)
 
 
-class Part(Struct):
-    """One part of a message's content."""
+class Part(Struct, forbid_unknown_fields=True):
+    """One part of a message's content. Its type is checked before its other fields."""
 
     type: str
     text: str | None = None
+    prompt_cache_breakpoint: Raw = unsupported(*EMPTY)
+    refusal: Raw = unsupported(*EMPTY)
+    image_url: Raw = unsupported(*EMPTY)
+    image_pil: Raw = unsupported(*EMPTY)
+    image_embeds: Raw = unsupported(*EMPTY)
+    input_audio: Raw = unsupported(*EMPTY)
+    audio_url: Raw = unsupported(*EMPTY)
+    audio_embeds: Raw = unsupported(*EMPTY)
+    video_url: Raw = unsupported(*EMPTY)
+    file: Raw = unsupported(*EMPTY)
+    uuid: Raw = unsupported(*EMPTY)
 
 
-class Message(Struct):
-    """One message of a chat."""
+class Message(Struct, forbid_unknown_fields=True):
+    """One message of a chat. Clients send back the messages of answers, so also their fields have a neutral value."""
 
     role: str
     content: str | list[Part] | None = None
+    name: Raw = unsupported("")
     tool_calls: Raw = unsupported(*EMPTY)
+    tool_call_id: Raw = unsupported("")
     function_call: Raw = unsupported(*EMPTY)
     audio: Raw = unsupported(*EMPTY)
+    refusal: Raw = unsupported(*EMPTY)
+    annotations: Raw = unsupported(*EMPTY)
+    reasoning: Raw = unsupported(*EMPTY)
+    reasoning_content: Raw = unsupported(*EMPTY)
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    """OpenAI's wrapping of a JSON schema."""
+
+    schema: Raw = Raw(b"null")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """OpenAI's form of a constraint on the output."""
+
+    type: str | None = None
+    json_schema: JsonSchema | None = None
 
 
 SCALARS: Final[dict[str, Any]] = {
@@ -53,13 +101,15 @@ SCALARS: Final[dict[str, Any]] = {
 
 if TYPE_CHECKING:
 
-    class _Scalars(Struct, kw_only=True):
+    class _Scalars(Struct, kw_only=True, forbid_unknown_fields=True):
         max_tokens: int | None
         top_k: int | None
         seed: int | None
 
 else:
-    _Scalars = defstruct("_Scalars", [(name, kind | None, None) for name, kind in SCALARS.items()], kw_only=True)
+    _Scalars = defstruct(
+        "_Scalars", [(name, kind | None, None) for name, kind in SCALARS.items()], kw_only=True, forbid_unknown_fields=True
+    )
 
 
 class Body(_Scalars, kw_only=True):
@@ -79,8 +129,10 @@ class Body(_Scalars, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, Raw] | None = None
-    response_format: dict[str, Raw] | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Raw] | None = None
+
+    user: str | None = None
 
     n: Raw = unsupported(1)
     best_of: Raw = unsupported(1)
@@ -100,6 +152,17 @@ class Body(_Scalars, kw_only=True):
     truncate_prompt_tokens: Raw = unsupported()
     prompt_embeds: Raw = unsupported()
     return_token_ids: Raw = unsupported(False)
+    guided_decoding_backend: Raw = unsupported("auto")
+    guided_whitespace_pattern: Raw = unsupported()
+    structural_tag: Raw = unsupported()
+    spaces_between_special_tokens: Raw = unsupported(True)
+    truncation_side: Raw = unsupported()
+    return_tokens_as_token_ids: Raw = unsupported(False)
+    logits_processors: Raw = unsupported([])
+    logprob_token_ids: Raw = unsupported([])
+    repetition_detection: Raw = unsupported()
+    kv_transfer_params: Raw = unsupported({})
+    vllm_xargs: Raw = unsupported({})
 
 
 class CompletionBody(Body, kw_only=True):
@@ -111,11 +174,13 @@ class CompletionBody(Body, kw_only=True):
     """The number of likeliest tokens. Some clients write false for none."""
 
     add_special_tokens: Raw = unsupported(True)
-    """The chat endpoint ignores this field: the template alone decides for a chat prompt, and vLLM's default is false there."""
 
 
 class ChatBody(Body, kw_only=True):
     """The body of `/v1/chat/completions`."""
+
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
 
     messages: list[Message] | None = None
     logprobs: bool | None = None
@@ -134,3 +199,17 @@ class ChatBody(Body, kw_only=True):
     documents: Raw = unsupported([])
     add_generation_prompt: Raw = unsupported(True)
     continue_final_message: Raw = unsupported(False)
+    parallel_tool_calls: Raw = unsupported(True, False)
+    add_special_tokens: Raw = unsupported(False)
+    """The template alone decides about special tokens of a chat prompt. vLLM's default is false as well."""
+    store: Raw = unsupported(False)
+    service_tier: Raw = unsupported("auto", "default")
+    verbosity: Raw = unsupported("medium")
+    prediction: Raw = unsupported()
+    moderation: Raw = unsupported()
+    prompt_cache_retention: Raw = unsupported("in_memory", "in-memory")
+    prompt_cache_options: Raw = unsupported({})
+    include_reasoning: Raw = unsupported(True)
+    thinking_token_budget: Raw = unsupported()
+    mm_processor_kwargs: Raw = unsupported({})
+    media_io_kwargs: Raw = unsupported({})

@@ -16,7 +16,8 @@ from pdserve.core.sampling import Placement
 from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, GenerateInput, Prompt
 from router.openai.body import ChatBody, CompletionBody, StreamOptions
-from router.openai.json import decode, refuse, show
+from router.openai.ignored import NOTHING, Ignored, decode_body
+from router.openai.json import refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_options, read_sampling
 from router.openai.structured import read_constraint
@@ -40,6 +41,8 @@ class Call:
     continuous_usage: bool
     correlation_id: str = ""
     """The client's name for the request. It need not be unique."""
+    ignored: Ignored = NOTHING
+    """The fields of the body that were left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +60,19 @@ def parse_completion(
     body: bytes, header_id: str | None, max_prompt_tokens: int = ANY_NUMBER, headers: ClassHeaders = NO_HEADERS
 ) -> Call:
     """Parse a body of `/v1/completions`. Raises `InvalidRequest` naming the field."""
-    fields = decode(body, _COMPLETION)
+    fields, ignored = decode_body(body, _COMPLETION)
     refuse_unsupported(fields)
-    return _call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens))
+    return replace(_call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens)), ignored=ignored)
 
 
 def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
     """Parse a body of `/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
-    fields = decode(body, _CHAT)
+    fields, ignored = decode_body(body, _CHAT)
+    return replace(chat_call(fields, header_id, headers), ignored=ignored)
+
+
+def chat_call(fields: ChatBody, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
+    """Return the call of a chat. Raises `InvalidRequest` naming the field."""
     refuse_unsupported(fields)
     return _call(fields, header_id, headers, (read_messages(fields.messages),))
 
@@ -101,6 +109,7 @@ def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[Generat
 def _stream_options(options: StreamOptions | None, stream: bool) -> tuple[bool, bool]:
     if options is None:
         return False, False
+    refuse_unsupported(options, "stream_options.")
     if not stream:
         raise refuse("stream_options", "is only allowed with stream: true")
     return options.include_usage or False, options.continuous_usage_stats or False

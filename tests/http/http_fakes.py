@@ -89,6 +89,7 @@ class FakeApi:
     generations: list[FakeGeneration] = field(default_factory=list)
     parser: RequestParser = field(default_factory=lambda: RequestParser(8 << 20))
     max_prompt_tokens: int = 4095
+    ignored: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -127,6 +128,9 @@ class FakeApi:
 
     def model_info(self) -> ModelInfo:
         return ModelInfo(self.model_name, "Fake", 1000, 64, 16, "float32", "float32", 4, (0,), False)
+
+    def ignored_fields(self, endpoint: str, count: int) -> None:
+        self.ignored[endpoint] = self.ignored.get(endpoint, 0) + count
 
     def metrics(self) -> bytes:
         return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"

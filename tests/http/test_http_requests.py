@@ -87,12 +87,12 @@ def test_logprobs_are_asked_for_as_each_endpoint_does_it() -> None:
 
 def test_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    call = chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "x"}])
+    call = chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": ""}])
     assert call.inputs[0].prompt == (ChatMessage("system", "be brief"), ChatMessage("user", "a\nb"))
 
 
 def test_unknown_fields_are_tolerated() -> None:
-    assert chat(user="u", store=True, metadata={"a": "b"}, not_a_field=[1, {"x": None}]).inputs[0].sampling == {}
+    assert chat(user="u", store=False, metadata={"a": "b"}, not_a_field=[1, {"x": None}]).inputs[0].sampling == {}
 
 
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
@@ -226,7 +226,7 @@ def test_the_last_of_two_equal_names_counts() -> None:
 NULL, BOOL, INT, FLOAT, TEXT, LIST, OBJECT = None, True, 1, 1.5, "user", [], {}
 """A value of each of JSON's types; numbers with and without a fraction are told apart."""
 TAKEN: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(["model", "request_id", "cache_salt", "slo_class", "session_id", "prompt_cache_key"], (TEXT,)),
+    **dict.fromkeys(["model", "request_id", "cache_salt", "slo_class", "session_id", "prompt_cache_key", "user"], (TEXT,)),
     **dict.fromkeys(["deadline_s", "temperature", "top_p", "min_p"], (INT, FLOAT)),
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
     **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens"], (INT,)),
@@ -242,7 +242,11 @@ TAKEN: dict[str, tuple[Any, ...]] = {
 def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
     """Nothing is coerced: 1.5 or 1.0 is no integer, true is no 1, "1" is no number. Null is always as if absent."""
     unsupported = neutral_values(ENDPOINTS[endpoint])
-    own = {"logprobs": (INT,)} if endpoint == "completion" else {"logprobs": (BOOL,), "top_logprobs": ()}
+    own = (
+        {"logprobs": (INT,)}
+        if endpoint == "completion"
+        else {"logprobs": (BOOL,), "top_logprobs": (), "safety_identifier": (TEXT,), "metadata": (OBJECT,)}
+    )
     taken = {**TAKEN, **own}
     assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages"}
     for name, values in taken.items():
