@@ -22,10 +22,12 @@ from router.http.answer import answer
 from router.http.body import BodyRefused, header, read_body, refuse_body
 from router.http.exchange import exchange_of
 from router.http.reply import Reply
+from router.http.responses import respond
 from router.http.running_calls import RunningCalls
 from router.http.server import HttpServer, start_server
 from router.openai.errors import encode_json, error_headers, error_payload
 from router.openai.request import Call, ClassHeaders
+from router.openai.responses.request import ResponsesCall
 from router.parsing.body_budget import BodyBudget
 from router.parsing.parse import Job, Kind
 from router.parsing.parser import INLINE_BYTES, RequestParser
@@ -58,6 +60,7 @@ def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: R
     generate = {
         "/v1/completions": _Generate(api, parser, running, budget, Kind.COMPLETION),
         "/v1/chat/completions": _Generate(api, parser, running, budget, Kind.CHAT),
+        "/v1/responses": _Generate(api, parser, running, budget, Kind.RESPONSES),
     }
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generate.items()),  # Starlette refuses other methods
@@ -108,12 +111,13 @@ class _Generate:
                 reading = self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id, named))
                 # A large body waits for its turn. If its client leaves, it must not hold up the others.
                 call = await (self._running.run(exchange, reading) if len(body) > INLINE_BYTES else reading)
-                assert isinstance(call, Call)
+                assert isinstance(call, Call | ResponsesCall)
             reply.name(call.request_id, call.correlation_id)
             if call.ignored.count:
                 self._api.ignored_fields(self._kind.value, call.ignored.count)
                 reply.ignored(call.ignored.header)
-            await self._running.run(exchange, answer(self._api, call, reply))
+            run = respond(self._api, call, reply) if isinstance(call, ResponsesCall) else answer(self._api, call, reply)
+            await self._running.run(exchange, run)
         except BodyRefused as exc:
             await refuse_body(scope, receive, reply, exc.error)
         except PdserveError as exc:

@@ -1,7 +1,7 @@
 """The fields of a request's body and their types. Every field that OpenAI's or vLLM's API documents is named here.
 
-A field whose effect does not exist here is `unsupported`; one that changes no answer is in `WITHOUT_EFFECT`. The structs forbid all
-others, and `router.openai.ignored` leaves those out.
+A field whose effect does not exist here is `unsupported`; one that changes no answer is in `WITHOUT_EFFECT`. The structs forbid
+all others, and `router.openai.ignored` leaves those out.
 
 JSON's `null` means absent, as in OpenAI's own clients, which send it for arguments that were not given. A `Raw` field stays
 undecoded JSON, so a large value of a field that is refused anyway costs nothing.
@@ -26,6 +26,9 @@ WITHOUT_EFFECT: Final[dict[str, str]] = {
     "user": "The name of an end user, by which OpenAI finds misuse. It is neither logged nor sent to workers.",
     "safety_identifier": "OpenAI's newer name of `user`.",
     "metadata": "Labels of a stored answer. Nothing is stored here; an answer of /v1/responses repeats them.",
+    "input[].id": "The name of an item of an earlier answer. Nothing is stored here.",
+    "input[].status": "The state of an item of an earlier answer. Its text is taken as it is.",
+    "input[].content[].logprobs": "The log-probabilities of an earlier answer. No model sees them.",
     "response_format.json_schema.name": "OpenAI demands a name for a schema. No model sees it.",
     "response_format.json_schema.description": "The description of a schema. No model sees it.",
     "response_format.json_schema.strict": "A schema is always enforced.",
@@ -101,18 +104,20 @@ SCALARS: Final[dict[str, Any]] = {
 
 if TYPE_CHECKING:
 
-    class _Scalars(Struct, kw_only=True, forbid_unknown_fields=True):
+    class Scalars(Struct, kw_only=True, forbid_unknown_fields=True):
+        """The fields of `SCALARS`."""
+
         max_tokens: int | None
         top_k: int | None
         seed: int | None
 
 else:
-    _Scalars = defstruct(
-        "_Scalars", [(name, kind | None, None) for name, kind in SCALARS.items()], kw_only=True, forbid_unknown_fields=True
+    Scalars = defstruct(
+        "Scalars", [(name, kind | None, None) for name, kind in SCALARS.items()], kw_only=True, forbid_unknown_fields=True
     )
 
 
-class Body(_Scalars, kw_only=True):
+class Body(Scalars, kw_only=True):
     """The fields that both endpoints share, after those of `SCALARS`. Ranges are checked where the values are used."""
 
     model: str | None = None

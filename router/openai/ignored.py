@@ -8,6 +8,7 @@ a header.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, TypeVar, get_args, get_type_hints
@@ -23,6 +24,7 @@ MAX_NAMES: Final = 16  # of the fields that an answer lists; the others are coun
 MAX_NAME_CHARS: Final = 64  # of one field's own name
 _UNKNOWN: Final = "Object contains unknown field"  # msgspec's words
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]")
+_INDEX: Final = re.compile(r"\[[0-9]+\]")
 _MEMBERS: Final = msgspec.json.Decoder(dict[str, Raw])
 _LIST: Final = msgspec.json.Decoder(list[Raw])
 
@@ -48,16 +50,29 @@ class Ignored:
 NOTHING: Final = Ignored()
 
 
-def decode_body(data: bytes, decoder: msgspec.json.Decoder[Shape]) -> tuple[Shape, Ignored]:
-    """Decode a body whose struct forbids unknown fields. Unknown fields are left out. Raises `InvalidRequest`."""
+def joined(parts: Iterable[Ignored]) -> Ignored:
+    """Return what was left out of several parts of one body."""
+    names: dict[str, None] = {}
+    count, more = 0, False
+    for part in parts:
+        if part.count:
+            names |= dict.fromkeys(part.names)
+            count += part.count
+            more |= part.more
+    return Ignored(tuple(names)[:MAX_NAMES], count, more or len(names) > MAX_NAMES)
+
+
+def decode_body(data: bytes, decoder: msgspec.json.Decoder[Shape], field: str = "") -> tuple[Shape, Ignored]:
+    """Decode a body, or an object of one that is called `field`, whose struct forbids unknown fields. Unknown fields are left
+    out. Raises `InvalidRequest`."""
     try:
-        return decode(data, decoder), NOTHING
+        return decode(data, decoder, field), NOTHING
     except InvalidRequest as exc:
         if not isinstance(exc.__cause__, msgspec.ValidationError) or not str(exc.__cause__).startswith(_UNKNOWN):
             raise
     leaver = _Leaver()
-    kept = leaver.without(data, decoder.type, "")
-    return decode(kept, decoder), Ignored(tuple(leaver.names), leaver.count, leaver.more)
+    kept = leaver.without(data, decoder.type, _INDEX.sub("[]", f"{field}.") if field else "")
+    return decode(kept, decoder, field), Ignored(tuple(leaver.names), leaver.count, leaver.more)
 
 
 class _Leaver:

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
 from router.openai.request import Call
+from router.openai.responses.request import ResponsesCall
 from router.parsing.child import LENGTH
 from router.parsing.parse import Job, Parsed, parse
 from router.service.serial_thread import SerialThread
@@ -154,6 +155,8 @@ async def _unpacked(result: Any) -> Parsed:
     together."""
     if isinstance(result, Call):
         return replace(result, inputs=tuple([await _with_tuple(one) for one in result.inputs]))
+    if isinstance(result, ResponsesCall):  # a chat has no arrays
+        return result
     parsed: Parsed = await _with_tuple(result)
     return parsed
 

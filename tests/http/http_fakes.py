@@ -48,7 +48,7 @@ class FakeGeneration:
                 raise self._api.error
             last = i + 1 == len(self._words) and self._api.finishes
             self.finished = last
-            yield Delta(i, (i,), word, FinishReason.LENGTH if last else None, self._told(i))
+            yield Delta(i, (i,), word, self._api.finish_reason if last else None, self._told(i))
             await asyncio.sleep(0)
 
     def _told(self, i: int) -> tuple[TokenLogprobs, ...]:
@@ -82,6 +82,7 @@ class FakeApi:
     error: PdserveError | BaseException | None = None
     fail_at: int | None = None  # None: submit raises
     finishes: bool = True
+    finish_reason: FinishReason = FinishReason.LENGTH
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
