@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from msgspec import Raw, Struct, defstruct
 
 from pdserve.core.limits import field_types
@@ -34,6 +35,11 @@ WITHOUT_EFFECT: Final[dict[str, str]] = {
     "response_format.json_schema.strict": "A schema is always enforced.",
 }
 """The accepted fields that change no token and no behaviour, each with the reason why it may be accepted."""
+
+
+def json_null() -> Raw:
+    """Return the value of a field that was not given and stays undecoded."""
+    return Raw(b"null")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -81,7 +87,7 @@ class Message(Struct, forbid_unknown_fields=True):
 class JsonSchema(Struct, forbid_unknown_fields=True):
     """OpenAI's wrapping of a JSON schema."""
 
-    schema: Raw = Raw(b"null")
+    schema: Raw = msgspec.field(default_factory=json_null)
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -108,6 +114,8 @@ if TYPE_CHECKING:
         """The fields of `SCALARS`."""
 
         max_tokens: int | None
+        temperature: float | None
+        top_p: float | None
         top_k: int | None
         seed: int | None
 

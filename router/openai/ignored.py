@@ -28,7 +28,7 @@ _INDEX: Final = re.compile(r"\[[0-9]+\]")
 _MEMBERS: Final = msgspec.json.Decoder(dict[str, Raw])
 _LIST: Final = msgspec.json.Decoder(list[Raw])
 
-Shape = TypeVar("Shape")
+Shape = TypeVar("Shape", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,16 @@ import msgspec
 from router.openai.json import decode, refuse, show
 
 MAX_SMALL_BYTES: Final = 100  # bytes of JSON; no neutral value is larger, so a larger value is never decoded
+UNSUPPORTED: Final = "neutral"
+"""The mark of these fields in the schemas that msgspec writes."""
 _VALUE: Final = msgspec.json.Decoder()
 
 
-class _Unsupported:
-    """The default of a field whose effect does not exist. It holds the values that ask for nothing."""
+class _Unsupported(msgspec.Struct, frozen=True):
+    """The default of a field whose effect does not exist. It holds the values that ask for nothing. msgspec writes it into the
+    schemas of bodies, where `router.openai.document` finds it."""
 
-    def __init__(self, neutral: tuple[Any, ...]) -> None:
-        self.neutral = neutral
+    neutral: tuple[Any, ...]
 
 
 def unsupported(*neutral: Any) -> Any:

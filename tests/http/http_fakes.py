@@ -90,6 +90,7 @@ class FakeApi:
     generations: list[FakeGeneration] = field(default_factory=list)
     parser: RequestParser = field(default_factory=lambda: RequestParser(8 << 20))
     max_prompt_tokens: int = 4095
+    max_deadline_s: float = 600.0
     ignored: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -6,16 +6,23 @@ adds to OpenAI's are those of a chat as well.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from msgspec import Raw, Struct
 
-from router.openai.body import EMPTY, SCALARS, ChatBody, Scalars
+from router.openai.body import EMPTY, SCALARS, ChatBody, Scalars, json_null
 from router.openai.unsupported import neutral_values, unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
 """The one entry of `include` that exists here."""
-NO_REASONING: Final = ({}, {"effort": None, "summary": None}, {"effort": None}, {"summary": None}, {"effort": "none"})
+NO_REASONING: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"effort": None, "summary": None},
+    {"effort": None},
+    {"summary": None},
+    {"effort": "none"},
+)
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -23,7 +30,7 @@ class TextPart(Struct, forbid_unknown_fields=True):
 
     type: str
     text: str | None = None
-    logprobs: Raw = Raw(b"null")
+    logprobs: Raw = msgspec.field(default_factory=json_null)
     """The log-probabilities of an earlier answer, which clients send back. No model sees them."""
     annotations: Raw = unsupported([])
     prompt_cache_breakpoint: Raw = unsupported(*EMPTY)
@@ -58,7 +65,7 @@ class TextFormat(Struct, forbid_unknown_fields=True):
     """The form of the output's text."""
 
     type: str | None = None
-    schema: Raw = Raw(b"null")
+    schema: Raw = msgspec.field(default_factory=json_null)
     name: str | None = None
     description: str | None = None
     strict: bool | None = None

@@ -183,7 +183,7 @@ def _repeated(fields: ResponsesBody) -> bytes:
         form = {name: value for name in ("type", "name", "description", "strict") if (value := getattr(own, name)) is not None}
         if own.type == "json_schema":
             form["schema"] = decode(bytes(own.schema), _VALUE, "text.format.schema")
-    values = {
+    values: dict[str, Any] = {
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "metadata": fields.metadata or {},

@@ -1,0 +1,63 @@
+"""What each field of a body means, in one or two sentences, for the document and its page."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.openai.body import WITHOUT_EFFECT
+
+FIELDS: Final[dict[str, str]] = {
+    "model": "The name of the served model. Left out: the one that is served.",
+    "prompt": "The text, or the token ids, or a list of either; each entry of a list becomes a choice of the answer.",
+    "messages": "The chat so far, oldest message first.",
+    "input": "A text, which is a user's message, or a list of messages, earlier answers among them.",
+    "instructions": "The text of a system message before the input.",
+    "role": "The author of the message. `developer` means `system`.",
+    "content": "The text, or a list of parts with text, which are joined with line ends.",
+    "text": "The text. In the body of /v1/responses: the options of the output's text.",
+    "max_tokens": "The most tokens of output. Left out: 16 for a completion, and as many as fit for a chat.",
+    "max_completion_tokens": "OpenAI's newer name of `max_tokens`. If both are given, this one counts.",
+    "max_output_tokens": "The most tokens of output. Left out: as many as fit.",
+    "min_tokens": "The output does not end before so many tokens.",
+    "temperature": "The temperature of sampling. 0 always takes the likeliest token.",
+    "top_p": "Only the likeliest tokens whose probabilities add up to this are drawn.",
+    "top_k": "Only so many of the likeliest tokens are drawn. 0 and -1 mean all.",
+    "min_p": "Only tokens at least this fraction as likely as the likeliest one are drawn.",
+    "seed": "The same seed gives the same output. Left out: a random one.",
+    "stop": "The output ends before the first of these strings.",
+    "stop_token_ids": "The output ends with the first of these tokens.",
+    "ignore_eos": "The output does not end at the model's end token.",
+    "presence_penalty": "This is taken once from the logits of tokens that the output has.",
+    "frequency_penalty": "This is taken from the logits of a token for each time that the output has it.",
+    "repetition_penalty": "The positive logits of tokens that the prompt or the output has are divided by this, others multiplied.",
+    "logit_bias": "A number for each token id, which is added to its logit.",
+    "logprobs": "Log-probabilities of the output's tokens. A completion takes the number of likeliest tokens beside each.",
+    "top_logprobs": "The number of likeliest tokens that are told beside each token of the output.",
+    "include": "The extras of the answer: `message.output_text.logprobs` or nothing.",
+    "response_format": "The form of the output: any text, any JSON object, or JSON of a schema, which is always enforced.",
+    "structured_outputs": "vLLM's form of a constraint: exactly one of json, json_object, regex, choice and grammar.",
+    "json_schema": "The schema, in OpenAI's wrapping.",
+    "schema": "The JSON schema that the output has.",
+    "format": "The form of the output: any text, any JSON object, or JSON of a schema, which is always enforced.",
+    "stream": "The answer comes as server-sent events.",
+    "stream_options": "The options of a streamed answer. They are only allowed with `stream: true`.",
+    "include_usage": "A last chunk tells the usage.",
+    "continuous_usage_stats": "Each chunk tells the usage so far.",
+    "request_id": "The client's name for the request. It is logged and sent back, like the header X-Request-Id.",
+    "deadline_s": "The request ends with an error after so many seconds.",
+    "placement": "The worker that computes the prompt: auto, disaggregated or colocated.",
+    "slo_class": "The name of the request's class of targets, like the header X-SLO-Class.",
+    "session_id": "The name of the conversation, like the header X-Session-Id. Its turns find their cached prompt.",
+    "prompt_cache_key": "OpenAI's name of `session_id`, which goes first.",
+    "priority": "Requests with a larger number are served first.",
+    "cache_salt": "Cached prompts are shared only between requests with the same salt.",
+    "parallel_tool_calls": "The answer repeats this.",
+    **WITHOUT_EFFECT,
+    "metadata": "Labels. Nothing is stored here; an answer of /v1/responses repeats them.",
+    "name": "A name that no model sees.",
+    "description": WITHOUT_EFFECT["response_format.json_schema.description"],
+    "strict": WITHOUT_EFFECT["response_format.json_schema.strict"],
+    "id": WITHOUT_EFFECT["input[].id"],
+    "status": WITHOUT_EFFECT["input[].status"],
+}
+"""The descriptions by the fields' names."""
