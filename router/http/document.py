@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve import __version__
-from router.http.page import page
+from router.http.markup import html_of
 from router.openai.document.document import document
 from router.openai.errors import encode_json
 
-PAGE_POLICY: Final = (
+CONTENT_POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'"  # the page is one file, and a browser is to load nothing else
 )
 
@@ -24,8 +24,8 @@ async def openapi(_: Request) -> Response:
 
 
 async def docs(_: Request) -> Response:
-    """Answer with the document as a page."""
-    return Response(_page(), media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
+    """Answer with the document as HTML."""
+    return Response(_html(), media_type="text/html", headers={"content-security-policy": CONTENT_POLICY})
 
 
 @cache
@@ -34,5 +34,5 @@ def _document() -> bytes:
 
 
 @cache
-def _page() -> str:
-    return page(document(__version__))
+def _html() -> str:
+    return html_of(document(__version__))

@@ -17,7 +17,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import check_limits
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
-from router.http.page import page
+from router.http.markup import html_of
 from router.openai.body import WITHOUT_EFFECT
 from router.openai.document.descriptions import FIELDS
 from router.openai.document.document import OPERATIONS, document
@@ -157,7 +157,7 @@ def test_a_model_tells_its_limits() -> None:
     asyncio.run(run())
 
 
-class Page(HTMLParser):
+class Markup(HTMLParser):
     """Collects what a page links to and what it defines, and whether its tags are in balance."""
 
     VOID = ("meta", "br")
@@ -182,8 +182,8 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_whole_and_loads_nothing() -> None:
-    text = page(DOCUMENT)
-    found = Page()
+    text = html_of(DOCUMENT)
+    found = Markup()
     found.feed(text)
     assert found.open == []
     assert len(found.ids) == len(set(found.ids))
@@ -194,4 +194,4 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     for name in (*OPERATIONS, *SCHEMAS["ChatBody"]["properties"]):
         assert f"<code>{name}</code>" in text
     hostile = document("</title><script>")
-    assert "<script>" not in page(hostile)
+    assert "<script>" not in html_of(hostile)

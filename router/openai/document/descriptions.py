@@ -1,4 +1,4 @@
-"""What each field of a body means, in one or two sentences, for the document and its page."""
+"""The meaning of each field of a body, in one or two sentences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS: Final[dict[str, str]] = {
     "ignore_eos": "The output does not end at the model's end token.",
     "presence_penalty": "This is taken once from the logits of tokens that the output has.",
     "frequency_penalty": "This is taken from the logits of a token for each time that the output has it.",
-    "repetition_penalty": "The positive logits of tokens that the prompt or the output has are divided by this, others multiplied.",
+    "repetition_penalty": "The positive logits of tokens in the prompt or the output are divided by this, others multiplied.",
     "logit_bias": "A number for each token id, which is added to its logit.",
     "logprobs": "Log-probabilities of the output's tokens. A completion takes the number of likeliest tokens beside each.",
     "top_logprobs": "The number of likeliest tokens that are told beside each token of the output.",
@@ -60,4 +60,4 @@ FIELDS: Final[dict[str, str]] = {
     "id": WITHOUT_EFFECT["input[].id"],
     "status": WITHOUT_EFFECT["input[].status"],
 }
-"""The descriptions by the fields' names."""
+"""The meanings by the fields' names."""

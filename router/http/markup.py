@@ -1,4 +1,4 @@
-"""The OpenAPI document as one page of HTML. It loads nothing: no script, no font and no picture comes from elsewhere."""
+"""The OpenAPI document as one file of HTML. It loads nothing: no script, no font and no picture comes from elsewhere."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NAMES: Final = {"minimum": ">=", "maximum": "<=", "maxLength": "length <=", "mi
                  "minItems": "entries >=", "maxProperties": "entries <="}  # fmt: skip
 
 
-def page(document: dict[str, Any]) -> str:
-    """Return the page."""
+def html_of(document: dict[str, Any]) -> str:
+    """Return the document as HTML."""
     info = document["info"]
     return "".join((
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>pdserve: HTTP API</title>',
@@ -81,8 +81,8 @@ def _objects(document: dict[str, Any]) -> Iterator[str]:
         missing = [(field, one) for field, one in fields.items() if field not in taken]
         if missing:
             listed = ", ".join(f"<code>{_text(field)}</code> ({_type(one)})" for field, one in missing)
-            yield f"<details><summary>Fields whose effect does not exist here ({len(missing)}), with the values that are accepted</summary>"
-            yield f"<p>{listed}</p></details>"
+            yield f"<details><summary>Fields whose effect does not exist here ({len(missing)}), with the values that are accepted"
+            yield f"</summary><p>{listed}</p></details>"
 
 
 def _type(schema: dict[str, Any]) -> str:
