@@ -81,7 +81,7 @@ def _objects(document: dict[str, Any]) -> Iterator[str]:
         missing = [(field, one) for field, one in fields.items() if field not in taken]
         if missing:
             listed = ", ".join(f"<code>{_text(field)}</code> ({_type(one)})" for field, one in missing)
-            yield f"<details><summary>Fields whose effect does not exist here ({len(missing)}), with the values that are accepted"
+            yield f"<details><summary>Fields whose effect does not exist here ({len(missing)}), with accepted values"
             yield f"</summary><p>{listed}</p></details>"
 
 
