@@ -35,9 +35,19 @@ class SimTokenizer:
     vocab_size = VOCAB_SIZE
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to the text."""
+        """Return the bytes that a token adds to the text; the end of the sequence adds none."""
+        if token_id == EOS:
+            return b""
         piece = _PIECES[token_id % len(_PIECES)].encode()
         return piece[: 1 + token_id % len(piece)] if token_id % 7 == 0 else piece
+
+    def written_bytes(self, token_id: int) -> bytes:
+        """Return the same bytes, and for the end of the sequence its written form."""
+        return self.token_bytes(token_id) or b"</s>"
+
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token is special, as the end of the sequence is."""
+        return token_id == EOS
 
     def stream(self) -> Utf8Stream:
         """Return a decoder for the bytes of one output."""
@@ -93,7 +103,14 @@ class Answer:
 def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
     """Compute the whole answer. The code is separate from the scheduler's; only `OutputText` is shared with production."""
     stop_ids = (*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids)
-    text = OutputText(TOKENIZER, stop=params.stop, min_tokens=params.min_tokens)
+    include_stop = params.include_stop_str_in_output
+    text = OutputText(
+        TOKENIZER,
+        stop=params.stop,
+        min_tokens=params.min_tokens,
+        include_stop=include_stop,
+        keep_special=params.keep_special_tokens,
+    )
     ids: list[int] = []
     pieces: list[str] = []
     tags = tags_of(prompt)
@@ -101,6 +118,8 @@ def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
         token_id = draw(tags, params, len(ids), stop_ids if len(ids) < params.min_tokens else ())
         ids.append(token_id)
         tags.append(chain(tags[-1], token_id))
+        if len(ids) >= params.min_tokens and token_id in stop_ids and not include_stop:
+            return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP)
         step = text.push(token_id)
         pieces.append(step.text)
         if step.stopped:

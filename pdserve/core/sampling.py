@@ -85,6 +85,10 @@ class SamplingParams:
     """Pairs of (id, bias); each id occurs once. The number of entries is OpenAI's and vLLM's limit."""
     logprobs: int | None = limited(None, IntRange(0, 20))
     """The limit is OpenAI's for chat, and vLLM's default."""
+    include_stop_str_in_output: bool = False
+    """The text ends after what ended it, a stop string or a stop token, instead of before it. The name is vLLM's."""
+    keep_special_tokens: bool = False
+    """The text has special tokens in their written form. OpenAI-style bodies say `skip_special_tokens: false`, as for vLLM."""
     edits_logits: bool = field(init=False, repr=False, compare=False)
     """Derived: True when a bias or a penalty is set."""
     plainly_greedy: bool = field(init=False, repr=False, compare=False)

@@ -41,11 +41,13 @@ class VersionRange(NamedTuple):
         return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-LINK_VERSIONS: Final = VersionRange(0, 3)
+LINK_VERSIONS: Final = VersionRange(0, 4)
 """The versions of the link's protocol that this release speaks. A side without versions speaks version 0. Version 1 has
-`Refused` and `Flip`; in version 2 a budget may have `max_num_seqs`; in version 3 a request may have a constraint."""
+`Refused` and `Flip`; in version 2 a budget may have `max_num_seqs`; in version 3 a request may have a constraint; in version 4
+its text may keep special tokens and what stopped it."""
 SEQS_LINK_VERSION: Final = 2
 CONSTRAINT_LINK_VERSION: Final = 3
+TEXT_LINK_VERSION: Final = 4
 PEER_VERSIONS: Final = VersionRange(0, 1)
 """The versions of the protocol between workers that this release speaks. A worker without versions speaks version 0. In version
 1 both sides name their versions at the handshake."""

@@ -23,15 +23,27 @@ class TextStep(NamedTuple):
 class OutputText:
     """The text of one output, piece by piece. It holds back incomplete characters and text that may begin a stop string.
 
-    If no stop string is found, the texts of all steps and of `flush` together equal `tokenizer.decode(all ids)`.
+    If nothing stops it, the texts of all steps and of `flush` together equal `tokenizer.decode(all ids)`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """Start an empty output. A stop string counts only if token number `min_tokens` or a later one completes it."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        keep_special: bool = False,
+    ) -> None:
+        """Start an empty output. A stop string counts only if token number `min_tokens` or a later one completes it.
+
+        `include_stop`: the text ends after what stopped it instead of before it. `keep_special`: special tokens are in the
+        text, in their written form."""
+        self._bytes_of = tokenizer.written_bytes if keep_special else tokenizer.token_bytes
         self._characters = tokenizer.stream()
-        self._stops = StopScanner(stop)
+        self._stops = StopScanner(stop, include=include_stop)
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._num_tokens = 0
         self._stopped = False
 
@@ -40,7 +52,15 @@ class OutputText:
         if self._stopped:
             return TextStep("", True)
         self._num_tokens += 1
-        return TextStep(self._scan(self._characters.push(self._tokenizer.token_bytes(token_id))), self._stopped)
+        return TextStep(self._scan(self._characters.push(self._bytes_of(token_id))), self._stopped)
+
+    def push_stop(self, token_id: int) -> str:
+        """Add the token at which the request stops, and return the rest of the text. It has the token's own text only if what
+        stopped it is included. A stop string can end in this token only then."""
+        if self._include_stop:
+            return self.push(token_id).text + self.flush()
+        self._num_tokens += 1
+        return self.flush()
 
     def flush(self) -> str:
         """Return the text that is still held back, when the request ends without a stop string. Empty after a stop."""

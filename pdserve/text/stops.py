@@ -18,15 +18,18 @@ from collections.abc import Sequence
 class StopScanner:
     """The scanner of one text. It gives out only text that cannot become part of a stop string any more."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """Search for `stops`, none of which is empty. `include`: the text ends after a match instead of before it."""
         assert all(stops)
+        self._include = include
         self._stops = tuple(sorted(stops))
         self._longest = max(map(len, stops), default=0)
         self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""  # the longest suffix of the text so far that begins a stop string and is shorter than the string
 
     def push(self, piece: str, *, honour: bool = True) -> tuple[str, bool]:
-        """Add a piece. Return (text that is certain, True if a stop string was completed). The text ends before the match.
+        """Add a piece. Return (text that is certain, True if a stop string was completed). The text then ends before the
+        match, or after it.
 
         With `honour` False, stop strings that this piece completes are ordinary text. A string that only begins in this
         piece still counts when a later piece completes it.
@@ -38,6 +41,8 @@ class StopScanner:
             for end in range(len(self._held) + 1, len(text) + 1):
                 if text.endswith(self._stops, 0, end):
                     self._held = ""
+                    if self._include:
+                        return text[:end], True
                     longest = max(len(stop) for stop in self._stops if text.endswith(stop, 0, end))
                     return text[: end - longest], True
         certain = self._certain(text)

@@ -85,6 +85,10 @@ class Tokenizer:
         """Return the same bytes as `token_bytes`, and for a special token its spelling in a prompt."""
         return self._special.get(token_id) or self.token_bytes(token_id)
 
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token is special: it adds nothing to a text unless special tokens are kept."""
+        return token_id in self._special
+
     def stream(self) -> Utf8Stream:
         """Return a decoder for the bytes of one output, from its first token on."""
         return Utf8Stream(strip_leading_space=self._strip_leading_space)

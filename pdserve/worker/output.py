@@ -24,7 +24,15 @@ class OutputStream:
         """Start after `earlier`, the output ids that the client has already. The text depends only on the output ids, so it
         goes on from there."""
         self._handle = handle
-        self._text = OutputText(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+        self._text = OutputText(
+            tokenizer,
+            stop=params.stop,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            keep_special=params.keep_special_tokens,
+        )
+        self._is_special = tokenizer.is_special
+        self._stop_ids = params.stop_token_ids
         self._next_index = 0
         for token_id in earlier:
             self.skip(token_id)
@@ -40,12 +48,14 @@ class OutputStream:
         """Return the row of this token. Its finish reason is STOP also when the token completes a stop string."""
         assert index == self._next_index, f"token {index} after {self._next_index - 1}"
         self._next_index += 1
-        step = self._text.push(token_id)
-        text = step.text
-        if step.stopped:
-            finish_reason = FinishReason.STOP
-        elif finish_reason is not None:
-            text += self._text.flush()
+        if finish_reason is FinishReason.STOP and self._stops(token_id):
+            text = self._text.push_stop(token_id)
+        else:
+            text, stopped = self._text.push(token_id)
+            if stopped:
+                finish_reason = FinishReason.STOP
+            elif finish_reason is not None:
+                text += self._text.flush()
         return link_pb2.StepRow(
             handle=self._handle,
             index=index,
@@ -54,3 +64,7 @@ class OutputStream:
             finish_reason=finish_to_wire(finish_reason),
             logprobs=logprobs_to_wire((logprobs,)) if logprobs is not None else None,
         )
+
+    def _stops(self, token_id: int) -> bool:
+        """Tell whether the engine stopped at this token for its id. If not, a grammar has ended with it, and it is text."""
+        return token_id in self._stop_ids or self._is_special(token_id)

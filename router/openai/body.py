@@ -100,11 +100,12 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
+_RENAMED: Final = ("keep_special_tokens",)  # bodies have its opposite, skip_special_tokens, which clients know
 SCALARS: Final[dict[str, Any]] = {
     name: kind
     for fields, names in ((field_types(RequestSpec), OPTIONS), (field_types(SamplingParams), field_types(SamplingParams)))
     for name in names
-    if (kind := fields[name]) in (bool, int, float, str)
+    if (kind := fields[name]) in (bool, int, float, str) and name not in _RENAMED
 }
 """The fields of a request that have the same name and form in JSON, with their types."""
 
@@ -160,8 +161,7 @@ class Body(Scalars, kw_only=True):
     guided_grammar: Raw = unsupported()
     bad_words: Raw = unsupported([])
     allowed_token_ids: Raw = unsupported()
-    include_stop_str_in_output: Raw = unsupported(False)
-    skip_special_tokens: Raw = unsupported(True)
+    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Raw = unsupported()
     prompt_embeds: Raw = unsupported()
     return_token_ids: Raw = unsupported(False)

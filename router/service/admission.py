@@ -45,10 +45,13 @@ class Admission:
         draw_seed: Callable[[], int],
         shared_block_size: Callable[[], int | None] = lambda: None,
         check_grammar: CheckGrammar = _no_grammars,
+        check_features: Callable[[RequestSpec], None] = lambda spec: None,
     ) -> None:
         """`shared_block_size` returns the tokens of a block of the workers that share blocks. None: no worker shares any.
-        `check_grammar` raises the error of a constraint that does not compile."""
+        `check_grammar` raises the error of a constraint that does not compile, `check_features` that of a request which a
+        linked worker would not understand."""
         self._check_grammar = check_grammar
+        self._check_features = check_features
         self._config = config
         self._model = model
         self._limit = limit
@@ -79,6 +82,7 @@ class Admission:
         )
         if request.constraint is not None:
             await self._check_grammar(request.constraint)
+        self._check_features(spec)
         block_size = self._shared_block_size()
         prefix_keys = () if block_size is None else await self._keys.of(prompt_ids, spec.cache_salt, block_size)
         return Submit(

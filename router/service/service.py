@@ -36,6 +36,7 @@ from router.service.buffered_generation import BufferedGeneration, Deliveries
 from router.service.explaining import Explainer
 from router.service.grammars import Grammars
 from router.service.limits import LengthLimit
+from router.service.link_features import LinkFeatures
 from router.service.model import ServedModel
 from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
@@ -95,7 +96,8 @@ class RouterService:
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
-        self._grammars = Grammars(model, self._core.registry)
+        self._grammars = Grammars(model)
+        self._features = LinkFeatures(self._core.registry)
         self._admission = Admission(
             config,
             model,
@@ -104,6 +106,7 @@ class RouterService:
             lambda: secrets.randbelow(SEED_LIMIT),
             lambda: self._core.prefix_index.block_size,
             self._grammars.check,
+            self._features.check,
         )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
@@ -336,7 +339,7 @@ class RouterService:
                 self._ended(effect.request_id, effect, effect.error)
             elif isinstance(effect, ev.ReportBug):
                 bug = bug or effect.bug
-            elif (failure := self._grammars.unsendable(effect)) is not None:  # the present effects come first
+            elif (failure := self._features.unsendable(effect)) is not None:  # the present effects come first
                 asyncio.get_running_loop().call_soon(self.tell, failure)
             else:
                 self.links.send(effect.link, command_to_wire(effect))

@@ -230,7 +230,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["deadline_s", "temperature", "top_p", "min_p"], (INT, FLOAT)),
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
     **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens"], (INT,)),
-    **dict.fromkeys(["stream", "ignore_eos"], (BOOL,)),
+    **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"], (BOOL,)),
     "stop_token_ids": (LIST,),
     "stop": (TEXT, LIST),
     "logit_bias": (OBJECT,),

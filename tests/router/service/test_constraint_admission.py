@@ -1,4 +1,4 @@
-"""No worker ignores a constraint: the router refuses what does not compile, and sends nothing to a worker without grammars."""
+"""No worker ignores a field: the router refuses constraints that do not compile, and what an older worker would not follow."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.core.worker import CONSTRAINT_LINK_VERSION, LINK_VERSIONS, Role
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.core import events as ev
+from router.service.link_features import FEATURES, Feature
 from router.service.service import RouterService
 from testkit.fake_worker import DECODE
 
@@ -39,24 +40,33 @@ class Sent:
         self.bodies.append("hang up")
 
 
-@pytest.mark.parametrize("version", [CONSTRAINT_LINK_VERSION - 1, LINK_VERSIONS.newest])
-def test_a_worker_that_would_ignore_a_constraint_is_not_sent_it(version: int) -> None:
-    """It has linked after the request was admitted. Its work without a constraint goes on."""
+def _with(field: str) -> RequestSpec:
+    """Return a request that sets this field."""
+    named = {"include_stop_str_in_output": "include_stop_str_in_output", "skip_special_tokens": "keep_special_tokens"}
+    sampling = SamplingParams(max_tokens=3, **({named[field]: True} if field in named else {}))  # type: ignore[arg-type]
+    return RequestSpec((1, 2), sampling, constraint=None if field in named else Constraint(ConstraintKind.REGEX, "a+"))
+
+
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.field)
+def test_a_worker_that_would_ignore_a_field_is_not_sent_it(feature: Feature, newest: bool) -> None:
+    """It has linked after the request was admitted. Its work without the field goes on."""
+    version = LINK_VERSIONS.newest if newest else feature.since - 1
+    assert feature.is_set(_with(feature.field))
 
     async def story() -> None:
         links = Sent()
         made = RouterService(RouterConfig(probe_workers=False), tiny_model(), links=links)  # type: ignore[arg-type]
         fingerprint = tiny_model().card.fingerprint
         made.tell(ev.WorkerJoined(ev.LinkId(1), hello("d", Role.DECODE, model_fingerprint=fingerprint, link_version=version)))
-        for name, constraint in (("free", None), ("bound", Constraint(ConstraintKind.REGEX, "a+"))):
-            spec = RequestSpec((1, 2), SamplingParams(max_tokens=3), constraint=constraint)
+        for name, spec in (("free", RequestSpec((1, 2), SamplingParams(max_tokens=3))), ("bound", _with(feature.field))):
             made._start(ev.Submit(RequestId(name), spec, arrived_s=0.0, deadline_s=math.inf))
         told = [made._core.requests.get(RequestId(name)) for name in ("free", "bound")]
         assert None not in told
         for _ in range(20):
             made._tick()
             await asyncio.sleep(0)
-        assert links.bodies.count("bind") == (1 if version < CONSTRAINT_LINK_VERSION else 2)
+        assert links.bodies.count("bind") == (2 if newest else 1)
         await made.close()
 
     asyncio.run(story())
