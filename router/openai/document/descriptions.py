@@ -25,6 +25,8 @@ FIELDS: Final[dict[str, str]] = {
     "min_p": "Only tokens at least this fraction as likely as the likeliest one are drawn.",
     "seed": "The same seed gives the same output. Left out: a random one.",
     "stop": "The output ends before the first of these strings.",
+    "include_stop_str_in_output": "The text keeps the stop string or stop token that ended it.",
+    "skip_special_tokens": "The text leaves out special tokens. Left out: true.",
     "stop_token_ids": "The output ends with the first of these tokens.",
     "ignore_eos": "The output does not end at the model's end token.",
     "presence_penalty": "This is taken once from the logits of tokens that the output has.",

@@ -111,6 +111,7 @@ class ResponsesBody(Scalars, kw_only=True):
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, Raw] | None = None
     structured_outputs: dict[str, Raw] | None = None
+    skip_special_tokens: bool | None = None
 
     store: Raw = unsupported(False)
     previous_response_id: Raw = unsupported("")
@@ -136,8 +137,6 @@ class ResponsesBody(Scalars, kw_only=True):
     n: Raw = unsupported(1)
     best_of: Raw = unsupported(1)
     response_format: Raw = unsupported()
-    include_stop_str_in_output: Raw = unsupported(False)
-    skip_special_tokens: Raw = unsupported(True)
     enable_response_messages: Raw = unsupported(False)
     previous_input_messages: Raw = unsupported()
     mm_processor_kwargs: Raw = unsupported({})
